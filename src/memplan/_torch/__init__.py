@@ -41,21 +41,25 @@ from memplan._torch.eager import (
     no_modes,
 )
 from memplan._torch.engine import (
+    BOOKKEEPING,
     Keeps,
     attribute_names,
     backward_pass,
     backward_watched,
     call_of_module,
     call_with_hooks,
+    gradient_hooks,
     has_gradient_hooks,
     has_hooks,
     hooks_of,
     is_transformed,
     keeps_graph,
     original_call,
+    own_dicts,
     own_hooks,
     own_modules,
     own_tensor,
+    own_tensor_tables,
     own_tensors,
     remove_hooks,
     set_call,
@@ -75,6 +79,13 @@ from memplan._torch.fake import (
     sparse_compressed,
 )
 from memplan._torch.flops import flop_formula
+from memplan._torch.guards import (
+    TensorGuards,
+    around_dispatch,
+    dict_version,
+    flags,
+    surroundings,
+)
 from memplan._torch.inductor import card_compiler_misses, compiled_as_eager, cpp_compiler
 from memplan._torch.installed import Version, onednn_computes_in, torch_version
 from memplan._torch.joint import (
@@ -177,6 +188,7 @@ from memplan._torch.thread_memory import threads_watched, with_threads
 from memplan._torch.values import Condition
 
 __all__ = [
+    "BOOKKEEPING",
     "DATA_DEPENDENT",
     "END_MARK",
     "IN_PLACE_IN_FORMULAS",
@@ -206,9 +218,11 @@ __all__ = [
     "Role",
     "Run",
     "Symbolic",
+    "TensorGuards",
     "Version",
     "YieldingProfile",
     "arguments",
+    "around_dispatch",
     "around_started_threads",
     "attribute_names",
     "autocast_of_now",
@@ -241,6 +255,7 @@ __all__ = [
     "culprit",
     "default_device_replaced",
     "define_opaque",
+    "dict_version",
     "distinct",
     "dump_history",
     "eager_instead_of_compiled",
@@ -249,10 +264,12 @@ __all__ = [
     "factories_replaced",
     "fake_tensors",
     "fetching",
+    "flags",
     "flop_formula",
     "function_name",
     "function_of_functions",
     "gives_twice",
+    "gradient_hooks",
     "graph_break",
     "has_gradient_hooks",
     "has_hooks",
@@ -298,10 +315,12 @@ __all__ = [
     "op_named",
     "original_call",
     "outside_autocast",
+    "own_dicts",
     "own_hooks",
     "own_modules",
     "own_state",
     "own_tensor",
+    "own_tensor_tables",
     "own_tensors",
     "patched",
     "peculiarity",
@@ -328,6 +347,7 @@ __all__ = [
     "spectra_seen",
     "storage_key",
     "submodule",
+    "surroundings",
     "symbolic_mode",
     "tensor_arguments",
     "tensors_replaced",
