@@ -98,8 +98,8 @@ class _Variant:
     used: int = 0
     """Number of the last call that it was for."""
 
-    def holds(self) -> bool:
-        return self.reads is None or self.reads.hold()
+    def holds(self, moment: object = None) -> bool:
+        return self.reads is None or self.reads.hold(moment)
 
     def suits(self, call: Call) -> bool:
         return self.captured is None or self.captured.holds(call)
@@ -313,7 +313,7 @@ class Installed:
         """Return the variant for such a call, where there is one."""
         undecided = list[_Variant]()
         for variant in self._table.of(kind):
-            if variant.holds():
+            if variant.holds(self._keys.moment):
                 if variant.suits(call):
                     self._table.use(kind, variant)
                     return variant

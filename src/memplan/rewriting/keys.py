@@ -91,7 +91,8 @@ class _Last:
     """Those that had nothing in them."""
     kinds: list[type]
     tensors: list[torch.Tensor]
-    hooked: list[bool]
+    hooked: list[bool] | None
+    """Which have hooks that run once a gradient was added; None: none."""
     trained: list[torch.Tensor]
     guards: dict[Hashable, tuple[_torch.TensorGuards, State]]
     """By autocast and flags."""
@@ -118,6 +119,11 @@ class Keys:
         trained = self._trained() if self._last is None else self._last.trained
         return any(tensor.grad is not None for tensor in trained)
 
+    @property
+    def moment(self) -> object:
+        """An object that is the same in later calls as long as no module's attributes have changed."""
+        return self._last
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the model's present parameters."""
         for own in self._structure.tensors[::2]:
@@ -141,7 +147,7 @@ class Keys:
             and not any(last.empty)
             and all(map(operator.is_, map(type, self._structure.modules), last.kinds))
             and type(model) is last.kinds[-1]
-            and [*map(bool, map(_torch.gradient_hooks, last.tensors))] == last.hooked
+            and _hooked(last.tensors) == last.hooked
         )
 
     def _new_state(self, model: nn.Module, around: Hashable) -> State:
@@ -167,7 +173,7 @@ class Keys:
         guards = {around: (_torch.TensorGuards(present), state)}
         if last is not None and around not in last.guards and last.versions == versions:
             guards |= last.guards
-        hooked = [*map(bool, map(_torch.gradient_hooks, present))]
+        hooked = _hooked(present)
         self._last = _Last(state, dicts, versions, empty, kinds, present, hooked, self._trained(), guards)
         return state
 
@@ -233,6 +239,11 @@ def _tied(tensors: list[Any]) -> tuple[int, ...]:
     """Return, for each tensor, the first position that has it."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)])
+
+
+def _hooked(tensors: list[torch.Tensor]) -> list[bool] | None:
+    hooks = [*map(_torch.gradient_hooks, tensors)]
+    return [*map(bool, hooks)] if any(hooks) else None
 
 
 def _autocast() -> Any:

@@ -237,11 +237,6 @@ def code_counts(own: dict[str, Any]) -> bool:
     return bool(_counts(own.get("__name__", "")))
 
 
-def is_machinery(root: str) -> bool:
-    """Return whether objects of this module of the standard library keep records on which no result depends."""
-    return root in _MACHINERY
-
-
 def in_standard_library(module: str) -> bool:
     """Return whether a module is one of the standard library."""
     return _in_library(module.partition(".")[0])

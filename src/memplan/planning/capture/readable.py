@@ -33,7 +33,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import RecordingError
-from memplan.planning.capture.executed import Executed, code_counts, in_standard_library, is_machinery, uses_of
+from memplan.planning.capture.executed import Executed, code_counts, in_standard_library, uses_of
 from memplan.planning.capture.side_effects import computed
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
@@ -102,9 +102,9 @@ class Reads:
     def __init__(self, readable: Readable) -> None:
         self.readable, self.found = readable, readable.now()
 
-    def hold(self) -> bool:
-        """Return whether all of it is as it was."""
-        now = self.readable.now()
+    def hold(self, moment: object = None) -> bool:
+        """Return whether all of it is as it was. ``moment``: as for `Readable.now`."""
+        now = self.readable.now(moment)
         if now is not self.found and now == self.found:
             self.found = now
         return now is self.found
@@ -126,16 +126,22 @@ class Readable:
         self.recipe = recipe
         self._modules = [(name, vars(module), computed(module), type(module)) for name, module in model.named_modules()]
         self._places = {id(module): name for name, module in model.named_modules()}
-        self._inner = list(model.modules())[1:]
+        self._moment: object = None
         self._walk: _Walk | None = None
         self._found: Found | None = None
 
-    def now(self) -> Found:
-        """Return the present values: the same object as the last time where nothing has changed."""
-        if self._found is None or self._walk is None or not self._walk.unchanged():
+    def now(self, moment: object = None) -> Found:
+        """Return the present values: the same object as the last time where nothing has changed.
+
+        Args:
+            moment: the same object as long as no module's attributes have changed; None: that is not known.
+        """
+        settled = moment is not None and moment is self._moment
+        if self._found is None or self._walk is None or not self._walk.unchanged(modules=not settled):
             walk = _Walk(self.recipe, self._places)
-            walk.start(self._modules, self._inner)
+            walk.start(self._modules)
             self._walk, self._found = walk, walk.found()
+        self._moment = moment
         return self._found
 
 
@@ -228,8 +234,13 @@ class _Names:
         self.only, self.without = only, without
 
     def of(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        names = own.keys() if self.only is None else own.keys() & self.only
-        return {name: own[name] for name in names if name not in self.without}
+        without = self.without
+        if self.only is None:
+            return {name: value for name, value in own.items() if name not in without}
+        if len(own) <= len(self.only):
+            only = self.only
+            return {name: value for name, value in own.items() if name in only and name not in without}
+        return {name: own[name] for name in self.only if name in own and name not in without}
 
 
 class _Watched:
@@ -239,6 +250,7 @@ class _Watched:
         self._dicts: list[dict[Any, Any]] = []
         self._contents: list[tuple[_Names | None, Any]] = []
         self._versions: list[int] = []
+        self._modules: list[tuple[dict[str, Any], _Names, dict[str, Any]]] = []
         self._objects: list[Any] = []
         self._kinds: list[type] = []
         self._functions: list[types.FunctionType] = []
@@ -251,11 +263,12 @@ class _Watched:
         self._versions = list(map(_torch.dict_version, self._dicts))
         self._about = list(chain.from_iterable(map(_ABOUT, self._functions)))
 
-    def unchanged(self) -> bool:
-        """Return whether the same objects are in the same places."""
+    def unchanged(self, *, modules: bool = True) -> bool:
+        """Return whether the same objects are in the same places. ``modules``: also attributes of the model's own."""
         versions = list(map(_torch.dict_version, self._dicts))
         return (
-            (versions == self._versions or self._still(versions))
+            (not modules or all(_same_names(*one) for one in self._modules))
+            and (versions == self._versions or self._still(versions))
             and all(map(operator.is_, map(type, self._objects), self._kinds))
             and all(map(operator.is_, chain.from_iterable(map(_ABOUT, self._functions)), self._about))
             and all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self._lists)
@@ -269,13 +282,9 @@ class _Watched:
             if now == then:
                 continue
             names, content = self._contents[at]
-            if names is None:
-                if not _same_content(self._dicts[at], content):
-                    return False
-            else:
-                found = names.of(self._dicts[at])
-                if found.keys() != content.keys() or any(found[name] is not content[name] for name in found):
-                    return False
+            own = self._dicts[at]
+            if not (_same_content(own, content) if names is None else _same_names(own, names, content)):
+                return False
         self._versions = versions
         return True
 
@@ -283,6 +292,11 @@ class _Watched:
         found = names.of(own)
         self._dicts.append(own)
         self._contents.append((names, found))
+        return {name: found[name] for name in sorted(found)}
+
+    def attributes(self, own: dict[str, Any], names: _Names) -> dict[str, Any]:
+        found = names.of(own)
+        self._modules.append((own, names, found))
         return {name: found[name] for name in sorted(found)}
 
     def content(self, own: dict[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -312,6 +326,11 @@ class _Watched:
         found = read()
         self._bytes.append((read, found))
         return found
+
+
+def _same_names(own: dict[str, Any], names: _Names, content: dict[str, Any]) -> bool:
+    found = names.of(own)
+    return found.keys() == content.keys() and all(found[name] is content[name] for name in found)
 
 
 def _same_content(own: dict[Any, Any], content: tuple[tuple[Any, ...], tuple[Any, ...]]) -> bool:
@@ -346,14 +365,12 @@ class _Walk(_Watched):
         self._known.clear()
         return Found(tuple(self._nodes), tuple(self._labels), tuple(self._unseen))
 
-    def start(self, modules: list[tuple[str, dict[str, Any], frozenset[str], type]], inner: list[nn.Module]) -> None:
-        for module in inner:
-            self.kind(module)
+    def start(self, modules: list[tuple[str, dict[str, Any], frozenset[str], type]]) -> None:
         for path, own, without, kind in modules:
             of = f" of {path}" if path else ""
             without |= _torch.BOOKKEEPING
             only = None if self._recipe.whole or self._is_open_ended(kind) else self._recipe.names
-            for name, value in self.names(own, _Names(only, without)).items():
+            for name, value in self.attributes(own, _Names(only, without)).items():
                 self._visit(value, f"attribute {name}{of}")
             self._visit(kind, f"class {kind.__qualname__}")
             for table in _torch.own_tensor_tables(own):
@@ -463,10 +480,9 @@ class _Walk(_Watched):
             if not _is_open_class(base):
                 continue
             own = _dict_of(base)
-            names = frozenset(name for name, one in own.items() if self._is_read(name, one))
+            read = frozenset(name for name, one in own.items() if self._is_read(name, one))
             of = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
-            found += self._named(own, of, _Names(names, _NEVER))
-            self.read(functools.partial(len, own))  # a name that shadows another one's, perhaps
+            found += self._named(own, of, _Names(self._recipe.names | read, _NEVER))
         meta = type(kind)
         return (
             _Itself(kind),
@@ -509,16 +525,16 @@ class _Walk(_Watched):
 
     def _object(self, value: Any, label: str) -> Any:
         kind = type(value)
-        parts = [kind if kind.__module__ == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
+        parts = [kind if _module_of(kind) == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
         known = self._content(value, label)
         parts += known or ()
         array = known is None and self._array(value, label)
         if array:
             return *parts, array
-        if _is_closed(kind):
+        if _is_closed(kind) and not isinstance(value, threading.local):
             return *parts, _Itself(value)
         names = self._names
-        if self._is_open_ended(kind) or in_standard_library(kind.__module__):
+        if self._is_open_ended(kind) or in_standard_library(_module_of(kind)):
             names = _Names(None, _NEVER)
         if isinstance(value, nn.Module):
             names = _Names(None if names.only is None else names.only | _OF_MODULES, _torch.BOOKKEEPING - _OF_MODULES)
@@ -565,7 +581,7 @@ class _Walk(_Watched):
             if value.nbytes > _LARGEST_ARRAY:
                 return _Itself(value), value.dtype.str, value.shape
             return self.bytes(lambda: (value.dtype.str, value.shape, value.tobytes()))
-        if isinstance(value, (bytes, bytearray, memoryview)) or type(value).__module__ in ("array", "mmap", "ctypes"):
+        if isinstance(value, (bytes, bytearray, memoryview)) or _module_of(type(value)) in ("array", "mmap", "ctypes"):
             return self.bytes(lambda: bytes(memoryview(value)))
         return None
 
@@ -588,8 +604,8 @@ class _Walk(_Watched):
             return _Itself(value)
         if kind.__hash__ is not object.__hash__ and kind.__hash__ is not None and kind.__eq__ is not object.__eq__:
             return told(value)  # an immutable value
-        if kind.__module__.partition(".")[0] not in _KNOWN and not in_standard_library(kind.__module__):
-            self._unseen.append(f"the {label}, an object of {kind.__module__}.{kind.__qualname__}, whose content "
+        if _module_of(kind).partition(".")[0] not in _KNOWN and not in_standard_library(_module_of(kind)):
+            self._unseen.append(f"the {label}, an object of {_module_of(kind)}.{kind.__qualname__}, whose content "
                                 "Python does not see")  # fmt: skip
         return _Itself(value)
 
@@ -667,26 +683,26 @@ def _slots(kind: type) -> tuple[str, ...]:
 @functools.lru_cache(4096)
 def _is_open_class(kind: type) -> bool:
     """Return whether attributes of a class count: those of users' and libraries' classes and of torch's layers."""
-    layer = kind.__module__.startswith("torch.nn.") and kind is not nn.Module
-    return layer or code_counts({"__name__": kind.__module__})
+    module = _module_of(kind)
+    layer = module.startswith("torch.nn.") and kind is not nn.Module
+    return layer or code_counts({"__name__": module})
 
 
-_CLOSED = frozenset({"io", "_io", "socket", "multiprocessing", "concurrent", "asyncio", "subprocess"})
+_CLOSED = frozenset({
+    "_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "re", "socket", "subprocess",
+    "threading", "unittest",
+})  # fmt: skip
 
 
 @functools.lru_cache(4096)
 def _is_closed(kind: type) -> bool:
     """Return whether objects of a class are compared by identity: loggers, locks, files and the like."""
-    root = kind.__module__.partition(".")[0]
-    return is_machinery(root) or root in (
-        "io",
-        "_io",
-        "socket",
-        "multiprocessing",
-        "concurrent",
-        "asyncio",
-        "subprocess",
-    )
+    return _module_of(kind).partition(".")[0] in _CLOSED or kind is dataclasses.Field
+
+
+def _module_of(kind: type) -> str:
+    found = kind.__module__  # of classes that C makes it can be anything
+    return found if isinstance(found, str) else ""
 
 
 # -- of captures that failed
