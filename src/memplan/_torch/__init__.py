@@ -129,7 +129,14 @@ from memplan._torch.opaque import (
     is_profiled,
     untraced,
 )
-from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
+from memplan._torch.optimizers import (
+    backward_seen,
+    bare_step,
+    clipping_seen,
+    leaves_of,
+    module_zeroing_seen,
+    scaling_seen,
+)
 from memplan._torch.patches import (
     FunctionCalls,
     around_started_threads,
@@ -307,6 +314,7 @@ __all__ = [
     "memory_budget",
     "memory_profile",
     "memory_snapshot",
+    "module_zeroing_seen",
     "modules_converted_as_real",
     "named_arguments",
     "no_modes",
