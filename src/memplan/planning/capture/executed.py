@@ -36,6 +36,8 @@ _CLOSED = frozenset({
 _LAYERS = ("torch.nn.", "torch.distributions.")
 _WRAPPERS = frozenset({"memplan.planning.capture.loss_module", "memplan.rewriting.backend"})
 """Modules of memplan that stand for the user's step."""
+_CALLER = "memplan.planning.capture.flat_call"
+"""Module of memplan that calls the model."""
 _MACHINERY = frozenset({
     "_weakrefset", "abc", "ast", "contextlib", "dis", "enum", "functools", "gc", "importlib", "inspect", "linecache",
     "logging", "re", "reprlib", "sre_compile", "sre_parse", "tempfile", "threading", "tokenize", "traceback", "types",
@@ -125,9 +127,9 @@ class Executed:
                 self.whole_kinds.add(value if isinstance(value, type) else type(value))
 
     def _is_called_directly(self, frame: FrameType) -> bool:
-        """Return whether code that counts is the caller."""
+        """Return whether code that counts is the caller, or what calls the model."""
         caller = frame.f_back
-        return caller is not None and id(caller.f_code) in self.codes
+        return caller is not None and (id(caller.f_code) in self.codes or caller.f_globals.get("__name__") == _CALLER)
 
     def _is_called(self, frame: FrameType) -> bool:
         """Return whether code runs for the step, and not because something imports its module."""
