@@ -13,6 +13,7 @@ import builtins
 import datetime
 import dis
 import functools
+import gc
 import io
 import os
 import sys
@@ -74,7 +75,8 @@ class Executed:
         """The first function of `_OUTSIDE` that code which counts called, and the line."""
         self.paused = False
         """Whether what runs is memplan's own work."""
-        self._ignored: dict[int, CodeType] = {}
+        callbacks = [getattr(one, "__code__", None) for one in gc.callbacks]  # run whenever Python collects garbage
+        self._ignored: dict[int, CodeType] = {id(code): code for code in callbacks if code is not None}
         self._undecided: dict[int, tuple[CodeType, bool | None]] = {}
         """Code that has not counted so far, and whether it does whoever calls it (`_counts`)."""
         self._open_ended: set[int] = set()
@@ -154,7 +156,7 @@ class Executed:
                 self._reads_all_of([owner], frame)
         elif function is vars or function is dir:
             self._reads_all_of([_arguments(frame, offset)[0]], frame)
-        elif self.outside is None and _is_outside(function) and _counts(frame.f_globals.get("__name__", "")):
+        elif self.outside is None and _is_outside(function):
             called = f"{getattr(function, '__module__', None) or 'datetime'}.{function.__name__}"
             self.outside = called, format_frame((frame.f_code.co_filename, frame.f_lineno))
 

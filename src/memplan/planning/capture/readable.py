@@ -41,6 +41,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 """Types of immutable values."""
 _LARGEST_ARRAY = 1 << 24
 """Bytes of an array that are compared in each call; of a larger one it is seen only that it is another one."""
+_CACHED = type(functools.lru_cache(lambda: None))
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _FIXED = (types.ModuleType, type)
 _NEVER = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__",
@@ -301,11 +302,14 @@ class _Watched:
 
     def content(self, own: dict[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         found = tuple(dict.keys(own)), tuple(dict.values(own))
-        if isinstance(own, collections.OrderedDict):  # its order can change without a change of the dict
-            self.list(own, tuple(own))
         self._dicts.append(own)
         self._contents.append((None, found))
-        return found
+        if not isinstance(own, collections.OrderedDict):
+            return found
+        order = collections.OrderedDict.__iter__(own)  # it can change without a change of the dict
+        ordered = tuple(order)
+        self.list(own, ordered)
+        return ordered, tuple(dict.__getitem__(own, key) for key in ordered)
 
     def list(self, container: Any, found: tuple[Any, ...]) -> None:
         self._lists.append((container, found))
@@ -446,6 +450,10 @@ class _Walk(_Watched):
         wrapped = _wrapped(value)
         if wrapped is not None:
             return kind, *(self._visit(one, label) for one in wrapped)
+        if isinstance(value, _CACHED):
+            self.bytes(lambda: value.cache_info().currsize)
+            inside = [one for one in gc.get_referents(value) if not isinstance(one, (type, dict))]
+            return kind, *(self._visit(one, label) for one in inside)
         if isinstance(value, weakref.ref):
             return kind, self._visit(self.read(value), label)
         if isinstance(value, contextvars.ContextVar):
@@ -592,11 +600,6 @@ class _Walk(_Watched):
             return self._visit(self.read(functools.partial(_cell, value)), label)
         if isinstance(value, threading.local):
             return self._named(value.__dict__, label, _Names(None))
-        cached = getattr(value, "cache_info", None)
-        if cached is not None and hasattr(value, "__wrapped__"):  # functools.lru_cache
-            parts = [one for one in gc.get_referents(value) if not isinstance(one, (type, dict))]
-            self.bytes(lambda: value.cache_info().currsize)
-            return tuple(self._visit(one, label) for one in parts)
         if isinstance(value, (operator.attrgetter, operator.methodcaller, operator.itemgetter)):
             return self._visit(value.__reduce__()[1], label)
         if hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
