@@ -229,7 +229,7 @@ def _result(run: Callable[[], Any], model: Any) -> Any:
         loss.backward()
     except Exception as error:
         return type(error)
-    return [loss.detach(), *(None if one.grad is None else one.grad.clone() for one in model.parameters())]
+    return [loss.detach(), *(None if one.grad is None else one.grad.to_dense().clone() for one in model.parameters())]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -226,7 +226,8 @@ class _Call:
 
 def _changed(name: str) -> BackwardError:
     return BackwardError(
-        f"{name} was changed after the forward pass and before its last use in the backward pass",
+        f"{name} was changed in place, or its data replaced, after the forward pass and before its last use in the "
+        "backward pass",
         expected="no such change: the gradients would be wrong",
         do="Change it after backward(), or change a copy",
     )
