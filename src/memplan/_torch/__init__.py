@@ -80,6 +80,7 @@ from memplan._torch.fake import (
 )
 from memplan._torch.flops import flop_formula
 from memplan._torch.guards import (
+    VERSIONS_SEE_ATTRIBUTES,
     TensorGuards,
     around_dispatch,
     dict_version,
@@ -203,6 +204,7 @@ __all__ = [
     "OPAQUE",
     "OPAQUE_BACKWARD",
     "READ_SCALAR",
+    "VERSIONS_SEE_ATTRIBUTES",
     "Call",
     "Condition",
     "ConstantChanged",

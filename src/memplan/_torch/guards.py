@@ -29,6 +29,25 @@ from memplan._torch.patches import here_alone, patched
 dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version
 """Number that every change of a dict changes."""
 
+
+class _Probe:
+    pass
+
+
+def _is_seen() -> bool:
+    probe: Any = _Probe()
+    probe.a = 0
+    own, seen = vars(probe), set[int]()
+    for _ in range(32):  # more often than Python waits before it specializes the line
+        probe.a = object()
+        seen.add(dict_version(own))
+    return len(seen) == 32
+
+
+VERSIONS_SEE_ATTRIBUTES = _is_seen()
+"""Whether setting an attribute changes the version of the object's ``__dict__``: not in Python 3.13, where it is
+written beside the dict."""
+
 _GLOBAL_HOOKS = tuple(
     getattr(_module, f"_global{name}")
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")

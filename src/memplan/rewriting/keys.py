@@ -90,6 +90,7 @@ class _Last:
     empty: list[dict[Any, Any]]
     """Those that had nothing in them."""
     kinds: list[type]
+    training: list[bool]
     tensors: list[torch.Tensor]
     hooked: list[bool] | None
     """Which have hooks that run once a gradient was added; None: none."""
@@ -122,7 +123,7 @@ class Keys:
     @property
     def moment(self) -> object:
         """An object that is the same in later calls as long as no module's attributes have changed."""
-        return self._last
+        return self._last if _torch.VERSIONS_SEE_ATTRIBUTES else None
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the model's present parameters."""
@@ -147,6 +148,7 @@ class Keys:
             and not any(last.empty)
             and all(map(operator.is_, map(type, self._structure.modules), last.kinds))
             and type(model) is last.kinds[-1]
+            and (_torch.VERSIONS_SEE_ATTRIBUTES or self._training(model) == last.training)
             and _hooked(last.tensors) == last.hooked
         )
 
@@ -155,10 +157,10 @@ class Keys:
             self._structure, self._number, self._last = _structure(model), self._number + 1, None
         structure, last = self._structure, self._last
         tensors = list(self._tensors())
-        kinds = [*map(type, structure.modules), type(model)]
+        kinds, training = [*map(type, structure.modules), type(model)], self._training(model)
         state = State((
             self._number,
-            (model.training, *[module.training for module in structure.modules]),
+            tuple(training),
             tuple(kinds),
             tuple([_about(tensor) for tensor in tensors]),
             tuple([tensor is not None and bool(_torch.gradient_hooks(tensor)) for tensor in tensors]),
@@ -174,8 +176,11 @@ class Keys:
         if last is not None and around not in last.guards and last.versions == versions:
             guards |= last.guards
         hooked = _hooked(present)
-        self._last = _Last(state, dicts, versions, empty, kinds, present, hooked, self._trained(), guards)
+        self._last = _Last(state, dicts, versions, empty, kinds, training, present, hooked, self._trained(), guards)
         return state
+
+    def _training(self, model: nn.Module) -> list[bool]:
+        return [model.training, *[module.training for module in self._structure.modules]]
 
     def _tensors(self) -> Iterator[torch.Tensor | None]:
         for own, _ in self._structure.tensors:

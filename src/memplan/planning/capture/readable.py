@@ -244,6 +244,44 @@ class _Names:
         return {name: own[name] for name in self.only if name in own and name not in without}
 
 
+class _Attributes:
+    """Attributes in dicts whose versions do not tell, and their values."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[dict[str, Any], _Names, dict[str, Any]]] = []
+        self._dicts: list[dict[str, Any]] = []
+        self._lengths: list[int] = []
+        self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self._values: list[Any] = []
+
+    def add(self, own: dict[str, Any], names: _Names) -> dict[str, Any]:
+        """Watch these attributes, and return them by name."""
+        found = names.of(own)
+        self._watched.append((own, names, found))
+        self._dicts.append(own)
+        self._lengths.append(len(own))
+        if found:
+            first = next(iter(found))
+            self._gets.append((operator.itemgetter(*found, first), own))
+            self._values += [*found.values(), found[first]]
+        return {name: found[name] for name in sorted(found)}
+
+    def same(self) -> bool:
+        """Return whether the same objects are there."""
+        lengths = list(map(len, self._dicts))
+        if lengths != self._lengths:
+            if not all(_same_names(*one) for one in self._watched):
+                return False
+            self._lengths = lengths
+        now = list[Any]()
+        try:
+            for get, own in self._gets:
+                now += get(own)
+        except KeyError:
+            return False
+        return all(map(operator.is_, now, self._values))
+
+
 class _Watched:
     """Places that were read, and what was there."""
 
@@ -251,7 +289,7 @@ class _Watched:
         self._dicts: list[dict[Any, Any]] = []
         self._contents: list[tuple[_Names | None, Any]] = []
         self._versions: list[int] = []
-        self._modules: list[tuple[dict[str, Any], _Names, dict[str, Any]]] = []
+        self._modules, self._instances = _Attributes(), _Attributes()
         self._objects: list[Any] = []
         self._kinds: list[type] = []
         self._functions: list[types.FunctionType] = []
@@ -268,7 +306,8 @@ class _Watched:
         """Return whether the same objects are in the same places. ``modules``: also attributes of the model's own."""
         versions = list(map(_torch.dict_version, self._dicts))
         return (
-            (not modules or all(_same_names(*one) for one in self._modules))
+            (not modules or self._modules.same())
+            and self._instances.same()
             and (versions == self._versions or self._still(versions))
             and all(map(operator.is_, map(type, self._objects), self._kinds))
             and all(map(operator.is_, chain.from_iterable(map(_ABOUT, self._functions)), self._about))
@@ -296,9 +335,12 @@ class _Watched:
         return {name: found[name] for name in sorted(found)}
 
     def attributes(self, own: dict[str, Any], names: _Names) -> dict[str, Any]:
-        found = names.of(own)
-        self._modules.append((own, names, found))
-        return {name: found[name] for name in sorted(found)}
+        """Watch attributes of a module of the model's own."""
+        return self._modules.add(own, names)
+
+    def instance(self, own: dict[str, Any], names: _Names) -> dict[str, Any]:
+        """Watch attributes of an object."""
+        return self.names(own, names) if _torch.VERSIONS_SEE_ATTRIBUTES else self._instances.add(own, names)
 
     def content(self, own: dict[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         found = tuple(dict.keys(own)), tuple(dict.values(own))
@@ -379,8 +421,9 @@ class _Walk(_Watched):
             self._visit(kind, f"class {kind.__qualname__}")
             for table in _torch.own_tensor_tables(own):
                 for name, tensor in table.items():
-                    if getattr(tensor, "__dict__", None):
-                        self._named(tensor.__dict__, f"attribute {name}{of}", self._names)
+                    own_of_tensor = getattr(tensor, "__dict__", None)
+                    for inner, value in self.instance(own_of_tensor, self._names).items() if own_of_tensor else ():
+                        self._visit(value, f"attribute {name}.{inner}{of}")
         self._globals()
         while self._ahead:
             number, value, label = self._ahead.popleft()
@@ -464,7 +507,8 @@ class _Walk(_Watched):
 
     def _tensor(self, value: torch.Tensor, label: str) -> Any:
         own = getattr(value, "__dict__", None)
-        return (_Itself(value), *(self._named(own, label, self._names) if own else ()))
+        found = self.instance(own, self._names) if own else {}
+        return _Itself(value), *((name, self._visit(one, _inner(label, name))) for name, one in found.items())
 
     def _function(self, value: types.FunctionType, label: str) -> Any:
         code = value.__code__
@@ -478,7 +522,9 @@ class _Walk(_Watched):
             parts.append(self._visit(value.__defaults__, f"{label}, its defaults"))
         if value.__kwdefaults__:
             parts.append(self._visit(value.__kwdefaults__, f"{label}, its defaults"))
-        return types.FunctionType, code, *parts, *self._named(value.__dict__, label, self._names)
+        found = self.instance(value.__dict__, self._names)
+        parts += [(name, self._visit(one, _inner(label, name))) for name, one in found.items()]
+        return types.FunctionType, code, *parts
 
     def _class(self, kind: type, label: str) -> Any:
         if issubclass(kind, enum.Enum):
@@ -549,7 +595,8 @@ class _Walk(_Watched):
         own, seen = getattr(value, "__dict__", None), known is not None
         if isinstance(own, dict):
             self.kind(value)
-            parts += self._named(own, label, names)
+            found = self.instance(own, names)
+            parts += [(name, self._visit(one, _inner(label, name))) for name, one in found.items()]
             seen = True
         for name in _slots(kind):
             if names.only is None or name in names.only:
