@@ -139,6 +139,16 @@ def test_what_backward_reads_must_not_have_changed(what: str) -> None:
             total(out).backward()
 
 
+def test_data_put_in_a_parameters_place_before_backward_are_refused() -> None:
+    _, model = pair("all kept")
+    loss = total(model(data()))
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    with pytest.raises(BackwardError, match="data replaced"):
+        loss.backward()
+    total(model(data())).backward()
+
+
 def test_what_backward_does_not_read_may_change() -> None:
     reference, model = pair("all kept")
     for net in (reference, model):

@@ -9,6 +9,8 @@ import sys
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 import torch
 from rewriting.cells import CELLS, CHOICES, installed, planner_of, same, same_state, total
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.errors import MemplanError, TargetError
 from memplan.planning.capture.flat_call import call_of
@@ -378,3 +382,54 @@ def test_nothing_is_warned_of_in_an_ordinary_loop() -> None:
         warnings.simplefilter("error")
         for _ in range(2):
             total(model(data())).backward()
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func in (torch.relu, nn.functional.relu, nn.functional.gelu) else found
+
+
+class Negating(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def hooked() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: output * 1.5 if isinstance(module, nn.Linear) else None
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("around", "said"),
+    [
+        (hooked, "hook for all modules"),
+        (Doubling, "TorchFunctionMode Doubling"),
+        (Negating, "TorchDispatchMode Negating"),
+        (torch.autograd.detect_anomaly, "anomaly"),
+        (lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), "saved tensors"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_calls_in_modes_and_hooks_run_unplanned_and_are_eager_modes(around: Any, said: str) -> None:
+    reference, model, plan = pair()
+    for net in (reference, model):
+        net.zero_grad()
+        if net is model:
+            total(net(data())).backward()
+            net.zero_grad()
+    with pytest.warns(UserWarning, match=said), around():
+        total(model(data())).backward()
+    with around():
+        total(reference(data())).backward()
+    for one, other in zip(reference.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert plan.calls.stats().unplanned == 1

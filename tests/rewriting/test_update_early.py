@@ -272,6 +272,58 @@ def test_discarding_gradients_that_were_applied_is_refused(training: Any) -> Non
     updater.zero_grad(set_to_none=True)
 
 
+def test_discarding_them_by_the_models_own_zero_grad_is_refused(training: Any) -> None:
+    model, updater = training
+    total(model(*batch()[0])).backward()
+    unchanged(model, model.zero_grad, r"zero_grad\(\) between a backward pass and step\(\)")
+    updater.step()
+    model.zero_grad()
+    nn.Linear(2, 2).zero_grad()
+
+
+@pytest.mark.parametrize("what", ["lr", "momentum", "tensor", "weights", "gradient"])
+def test_what_changes_between_backward_and_step_is_refused(what: str) -> None:
+    _, model = pair()
+    plan = planned(model)
+    updater = torch.optim.SGD(model.parameters(), torch.tensor(0.1) if what == "tensor" else 0.1, foreach=False)
+    early = update_early(updater)
+    for _ in range(2):
+        total(model(*batch()[0])).backward()
+        if what == "weights":
+            with torch.no_grad():
+                next(model.parameters()).clamp_(-0.1, 0.1)
+        elif what == "gradient":
+            next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+        elif what == "tensor":
+            updater.param_groups[0]["lr"].mul_(0.5)
+        else:
+            updater.param_groups[0][what] += 0.1
+        with pytest.raises(UsageError, match=r"between the backward pass and step\(\)"):
+            updater.step()
+        model.zero_grad()
+    early.undo()
+    plan.undo()
+
+
+def test_a_loop_goes_on_after_an_exception_in_backward(training: Any) -> None:
+    model, updater = training
+    before = copy.deepcopy(model.state_dict())
+
+    def bad(_: torch.Tensor) -> None:
+        raise RuntimeError("bad batch")
+
+    handle = next(model.parameters()).register_hook(bad)
+    with pytest.raises(RuntimeError, match="bad batch") as raised:
+        total(model(*batch()[0])).backward()
+    moved = sum(not torch.equal(one, before[name]) for name, one in model.named_parameters())
+    assert moved
+    assert f"{moved} of" in raised.value.__notes__[0]
+    handle.remove()
+    updater.zero_grad()
+    total(model(*batch()[0])).backward()
+    updater.step()
+
+
 def test_step_of_another_optimizer_is_refused_and_names_the_one_that_updates(training: Any) -> None:
     model, _ = training
     mine = torch.optim.AdamW(model.parameters())

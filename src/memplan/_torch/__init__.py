@@ -42,21 +42,25 @@ from memplan._torch.eager import (
     no_modes,
 )
 from memplan._torch.engine import (
+    BOOKKEEPING,
     Keeps,
     attribute_names,
     backward_pass,
     backward_watched,
     call_of_module,
     call_with_hooks,
+    gradient_hooks,
     has_gradient_hooks,
     has_hooks,
     hooks_of,
     is_transformed,
     keeps_graph,
     original_call,
+    own_dicts,
     own_hooks,
     own_modules,
     own_tensor,
+    own_tensor_tables,
     own_tensors,
     remove_hooks,
     set_call,
@@ -77,6 +81,14 @@ from memplan._torch.fake import (
     sparse_compressed,
 )
 from memplan._torch.flops import flop_formula
+from memplan._torch.guards import (
+    VERSIONS_SEE_ATTRIBUTES,
+    TensorGuards,
+    around_dispatch,
+    dict_version,
+    flags,
+    surroundings,
+)
 from memplan._torch.inductor import card_compiler_misses, compiled_as_eager, cpp_compiler
 from memplan._torch.installed import Version, onednn_computes_in, torch_version
 from memplan._torch.joint import (
@@ -120,7 +132,14 @@ from memplan._torch.opaque import (
     is_profiled,
     untraced,
 )
-from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
+from memplan._torch.optimizers import (
+    backward_seen,
+    bare_step,
+    clipping_seen,
+    leaves_of,
+    module_zeroing_seen,
+    scaling_seen,
+)
 from memplan._torch.patches import (
     FunctionCalls,
     around_started_threads,
@@ -179,6 +198,7 @@ from memplan._torch.thread_memory import threads_watched, with_threads
 from memplan._torch.values import Condition
 
 __all__ = [
+    "BOOKKEEPING",
     "DATA_DEPENDENT",
     "END_MARK",
     "IN_PLACE_IN_FORMULAS",
@@ -186,6 +206,7 @@ __all__ = [
     "OPAQUE",
     "OPAQUE_BACKWARD",
     "READ_SCALAR",
+    "VERSIONS_SEE_ATTRIBUTES",
     "Call",
     "Condition",
     "ConstantChanged",
@@ -208,9 +229,11 @@ __all__ = [
     "Role",
     "Run",
     "Symbolic",
+    "TensorGuards",
     "Version",
     "YieldingProfile",
     "arguments",
+    "around_dispatch",
     "around_started_threads",
     "attribute_names",
     "autocast_of_now",
@@ -243,6 +266,7 @@ __all__ = [
     "culprit",
     "default_device_replaced",
     "define_opaque",
+    "dict_version",
     "distinct",
     "dump_history",
     "eager_instead_of_compiled",
@@ -251,10 +275,12 @@ __all__ = [
     "factories_replaced",
     "fake_tensors",
     "fetching",
+    "flags",
     "flop_formula",
     "function_name",
     "function_of_functions",
     "gives_twice",
+    "gradient_hooks",
     "graph_break",
     "has_gradient_hooks",
     "has_hooks",
@@ -292,6 +318,7 @@ __all__ = [
     "memory_budget",
     "memory_profile",
     "memory_snapshot",
+    "module_zeroing_seen",
     "modules_converted_as_real",
     "named_arguments",
     "no_modes",
@@ -300,11 +327,13 @@ __all__ = [
     "op_named",
     "original_call",
     "outside_autocast",
+    "own_dicts",
     "own_hooks",
     "own_modules",
     "own_process_groups",
     "own_state",
     "own_tensor",
+    "own_tensor_tables",
     "own_tensors",
     "patched",
     "peculiarity",
@@ -332,6 +361,7 @@ __all__ = [
     "spectra_seen",
     "storage_key",
     "submodule",
+    "surroundings",
     "symbolic_mode",
     "tensor_arguments",
     "tensors_replaced",

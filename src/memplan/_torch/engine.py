@@ -10,6 +10,7 @@ Seen in 2.13: ``torch.autograd._engine_run_backward``, which `backward` and `gra
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +31,8 @@ _ABOUT_HOOKS = (
     "_is_full_backward_hook",
 )
 _CALL = "_compiled_call_impl"
-_BOOKKEEPING = frozenset({*vars(nn.Module()), _CALL})
+BOOKKEEPING = frozenset({*vars(nn.Module()), _CALL})
+"""Names in a module's ``__dict__`` that torch itself sets."""
 
 
 def without_autocast() -> AbstractContextManager[Any]:
@@ -67,6 +69,10 @@ def will_run(node: Any) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often the tensor's memory was changed in place."""
     return tensor._version
+
+
+gradient_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""Hooks that run once a parameter's gradient was added to ``.grad``; None or empty where there are none."""
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
@@ -111,6 +117,19 @@ def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
+def own_tensor_tables(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return parameters and buffers in a module's ``__dict__``."""
+    return own["_parameters"], own["_buffers"]
+
+
+_DICTS = operator.itemgetter("_parameters", "_buffers", "_modules", *_HOOKS)
+
+
+def own_dicts(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return a module's attributes, parameters, buffers, submodules and hooks: the very dicts."""
+    return vars(module), *_DICTS(vars(module))
+
+
 def own_hooks(module: nn.Module) -> tuple[int, ...]:
     """Return the ids of a module's own hooks."""
     return tuple([key for name in _HOOKS for key in getattr(module, name)])
@@ -129,7 +148,7 @@ def remove_hooks(module: nn.Module) -> None:
 
 def attribute_names(own: Mapping[str, Any]) -> list[str]:
     """Return the names in a module's ``__dict__`` that are no bookkeeping of torch's."""
-    return [name for name in own if name not in _BOOKKEEPING]
+    return [name for name in own if name not in BOOKKEEPING]
 
 
 # -- calls

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad
 
 from memplan._torch.patches import patched
@@ -84,14 +85,34 @@ def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def backward_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-    """Call this before each backward pass with the leaves that it gives gradients to, while open."""
+def module_zeroing_seen(seen: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call this with the module whenever ``zero_grad()`` of one is called, while open."""
+    original: Any = nn.Module.zero_grad
+
+    def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        seen(self)
+        original(self, *args, **kwargs)
+
+    with patched(nn.Module, zero_grad=zero_grad):
+        yield
+
+
+@contextlib.contextmanager
+def backward_seen(
+    seen: Callable[[list[torch.Tensor]], None], failed: Callable[[BaseException], None]
+) -> Iterator[None]:
+    """Call ``seen`` before each backward pass with the leaves that it gives gradients to, and ``failed`` where it ends
+    with an exception, while open."""
     original: Any = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
         seen(list(leaves_of(_listed(tensors)) if inputs is None else _leaves(_listed(inputs))))
-        return original(tensors, *args, **kwargs)
+        try:
+            return original(tensors, *args, **kwargs)
+        except BaseException as error:
+            failed(error)
+            raise
 
     with patched(torch.autograd, backward=backward):
         yield

@@ -100,6 +100,8 @@ class _Call:
         self._saved: list[torch.Tensor] | None = saved
         self._devices = [outputs[tangent.output].device for tangent in chain.tangents]
         self._versions = [_torch.version_of(inputs[at]) for at, _ in chain.guarded]
+        self._storages = [inputs[at].untyped_storage() for at, _ in chain.guarded]
+        """Memory of the same: `.data = ...` puts another in its place, and no version says so."""
         memory = {output.untyped_storage().data_ptr() for output in outputs}
         returned = [at for at, tensor in enumerate(saved) if tensor.untyped_storage().data_ptr() in memory]
         self._returned = [(at, _torch.version_of(saved[at])) for at in returned]
@@ -210,19 +212,22 @@ class _Call:
         """Free what is left, as no further gradient is requested."""
         self._running, self._given = None, {}
         if self._saved is None:
-            self._inputs = None
+            self._inputs, self._storages = None, []
 
     def _check(self, which: Iterable[int]) -> None:
         assert self._inputs is not None
         for number in which:
             at, name = self._chain.guarded[number]
-            if _torch.version_of(self._inputs[at]) != self._versions[number]:
+            tensor = self._inputs[at]
+            same = _torch.storage_key(tensor.untyped_storage()) == _torch.storage_key(self._storages[number])
+            if not same or _torch.version_of(tensor) != self._versions[number]:
                 raise _changed(name)
 
 
 def _changed(name: str) -> BackwardError:
     return BackwardError(
-        f"{name} was changed in place after the forward pass and before its last use in the backward pass",
+        f"{name} was changed in place, or its data replaced, after the forward pass and before its last use in the "
+        "backward pass",
         expected="no such change: the gradients would be wrong",
         do="Change it after backward(), or change a copy",
     )

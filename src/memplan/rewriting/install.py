@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from memplan import _torch
 from memplan.errors import CompileError, RecordingError, TargetError
 from memplan.planning.capture.capture import Captured, is_capturing
 from memplan.planning.capture.flat_call import Call, call_of
+from memplan.planning.capture.readable import Reads, reads_of
 from memplan.planning.inductor.partition import Fused, fused
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.calls import Calls
@@ -82,7 +84,7 @@ def install(model: nn.Module, planner: Planner) -> Installed:
     return Installed(model, planner)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Variant:
     """Compiled plan for one kind of call."""
 
@@ -91,6 +93,13 @@ class _Variant:
     captured: Captured | None = None
     unplanned: str = ""
     """Why, where a plan was tried."""
+    reads: Reads | None = None
+    """What the model's code had read when it was captured."""
+    used: int = 0
+    """Number of the last call that it was for."""
+
+    def holds(self, moment: object = None) -> bool:
+        return self.reads is None or self.reads.hold(moment)
 
     def suits(self, call: Call) -> bool:
         return self.captured is None or self.captured.holds(call)
@@ -101,26 +110,42 @@ _Kind = tuple[Key, bool]
 
 
 class _Table:
-    """Variants of the kinds of calls; kinds that were not called for longest are forgotten."""
+    """Variants of the kinds of calls; those that were not called for longest are forgotten."""
 
     def __init__(self) -> None:
-        self._variants: OrderedDict[_Kind, tuple[_Variant, ...]] = OrderedDict()
+        self._variants: dict[_Kind, tuple[_Variant, ...]] = {}
         self._lock = threading.Lock()
+        self._calls = itertools.count(1)
 
     def of(self, kind: _Kind) -> tuple[_Variant, ...]:
-        """Return the variants of a kind."""
+        """Return the variants of a kind, the last used one first."""
+        return self._variants.get(kind, ())
+
+    def use(self, kind: _Kind, variant: _Variant) -> None:
+        """Note a call that a variant is for."""
+        variant.used = next(self._calls)
+        if self._variants.get(kind, (variant,))[0] is variant:
+            return
         with self._lock:
-            if kind in self._variants:
-                self._variants.move_to_end(kind)
-            return self._variants.get(kind, ())
+            others = self._variants.get(kind, ())
+            if variant in others:
+                self._variants[kind] = (variant, *(one for one in others if one is not variant))
 
     def add(self, kind: _Kind, variant: _Variant) -> None:
         """Add a variant of a kind."""
+        variant.used = next(self._calls)
         with self._lock:
-            self._variants[kind] = (*self._variants.get(kind, ()), variant)
-            self._variants.move_to_end(kind)
-            gone = [self._variants.popitem(last=False)[1] for _ in range(len(self._variants) - _KINDS)]
-        self._close([variant for variants in gone for variant in variants])
+            for one in self._variants.get(kind, ()):
+                if variant.reads is not None and one.reads is not None:
+                    variant.reads.share(one.reads)
+            self._variants[kind] = (variant, *self._variants.get(kind, ()))
+            every = sorted((one for found in self._variants.values() for one in found), key=lambda one: one.used)
+            gone = every[:-_KINDS]
+            for other, found in list(self._variants.items()) if gone else ():
+                self._variants[other] = tuple(one for one in found if one not in gone)
+                if not self._variants[other]:
+                    del self._variants[other]
+        self._close(gone)
 
     def drop(self, variant: _Variant) -> None:
         """Forget one that has no engine."""
@@ -140,10 +165,10 @@ class _Table:
         with self._lock:
             return [variant for variants in self._variants.values() for variant in variants]
 
-    def kinds(self) -> list[_Kind]:
-        """Return all kinds."""
+    def kinds(self) -> list[tuple[_Kind, tuple[_Variant, ...]]]:
+        """Return all kinds and their variants."""
         with self._lock:
-            return list(self._variants)
+            return list(self._variants.items())
 
     def _close(self, gone: list[_Variant]) -> None:
         used = {variant.engine.text for variant in self.all() if variant.engine is not None}
@@ -205,6 +230,10 @@ class Installed:
         if not torch.is_grad_enabled():
             self.calls.without_grad()
             return _torch.original_call(model)(*args, **kwargs)
+        around = _torch.surroundings()
+        if around is not None:
+            self._aside(around, any(one.requires_grad for one in model.parameters()))
+            return _torch.original_call(model)(*args, **kwargs)
         if _torch.is_transformed():
             needed = any(one.requires_grad for one in model.parameters())  # wrapped outputs do not say it
             self._aside("it is under a transform of torch.func, such as vmap or grad", needed)
@@ -263,15 +292,14 @@ class Installed:
         model = self._model()
         assert model is not None, "it is prepared for its module"
         with suppress(UnkeyedError), one_at_a_time:  # it says why when such a call comes
-            kind = self._keys.key(model, call), held
+            kind: _Kind = self._keys.key(model, call), held
             self._table.add(kind, self._planned(model, call, kind))
 
     def _variant(self, model: nn.Module, call: Call) -> _Variant:
-        parameters = list(self._keys.parameters())
-        held = any(parameter.requires_grad and parameter.grad is not None for parameter in parameters)
-        kind = self._keys.key(model, call), held
+        key = self._keys.key(model, call)
+        kind = key, self._keys.are_gradients_held()
         found = self._found(kind, call)
-        if found is None and not any(tensor.requires_grad for tensor in (*parameters, *call.tensors)):
+        if found is None and not any(tensor.requires_grad for tensor in (*self._keys.parameters(), *call.tensors)):
             return _Variant()
         if found is None:
             with one_at_a_time:
@@ -283,11 +311,16 @@ class Installed:
 
     def _found(self, kind: _Kind, call: Call) -> _Variant | None:
         """Return the variant for such a call, where there is one."""
-        variants = self._table.of(kind)
-        found = next((one for one in variants if one.suits(call)), None)
-        if found is None and len(variants) >= _VARIANTS:
-            raise _undecided(call, variants)
-        return found
+        undecided = list[_Variant]()
+        for variant in self._table.of(kind):
+            if variant.holds(self._keys.moment):
+                if variant.suits(call):
+                    self._table.use(kind, variant)
+                    return variant
+                undecided.append(variant)
+        if len(undecided) >= _VARIANTS:
+            raise _undecided(call, tuple(undecided))
+        return None
 
     def _planned(self, model: nn.Module, call: Call, kind: _Kind) -> _Variant:
         self._tell_of_alike(call, kind)
@@ -296,21 +329,31 @@ class Installed:
         try:
             planned = self._planner(_as_leaves(call), kind[1])
         except UnkeyedError as error:
-            return _Variant(unplanned=str(error))
+            return _Variant(unplanned=str(error), reads=reads_of(error))
         finally:
             _planning.modules = outer
         if planned is None:
             return _Variant()
+        reads = planned.captured.reads
+        if reads is not None and not reads.hold():
+            changed = f"what forward() reads changed while it was planned: the {reads.differing()[0]}"
+            return _Variant(unplanned=changed, reads=reads)
         try:
-            return _Variant(_engine(planned), planned.captured)
+            return _Variant(_engine(planned), planned.captured, reads=reads)
         except CompileError as error:  # perhaps hours into a training, for its last batch
-            return _Variant(unplanned=str(error))
+            return _Variant(unplanned=str(error), reads=reads)
 
     def _tell_of_alike(self, call: Call, kind: _Kind) -> None:
         """Warn of something that differs in each call, so that each is planned anew."""
-        found = Counter(kind[0].only_difference(key) for key, held in self._table.kinds() if held == kind[1])
+        found = Counter[str | int]()
+        for (key, held), variants in self._table.kinds():
+            places = kind[0].differing_leaves(key) if held == kind[1] else None
+            for variant in variants if places is not None else ():
+                names = [] if variant.holds() or variant.reads is None else variant.reads.differing()
+                if len(names) + len(places or ()) == 1:
+                    found[(names or places or [0])[0]] += 1
         for what, times in found.items():
-            if what is None or times + 1 < _ALIKE:
+            if times + 1 < _ALIKE:
                 continue
             number = isinstance(what, int)
             self._tell(

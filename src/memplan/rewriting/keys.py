@@ -1,12 +1,14 @@
 """Make keys of calls: a plan is made for one key and runs for no other.
 
-A graph holds what the model's Python code decided when it was captured. So a key has all that such code usually
-reads: which modules there are and whether they train, what is readable in Python (see readable), shapes, strides,
-dtypes and ``requires_grad`` of parameters, buffers and inputs, arguments that are not tensors, and autocast.
+A key has which modules there are and whether they train, shapes, strides, dtypes and ``requires_grad`` of parameters,
+buffers and inputs, arguments that are not tensors, hooks, autocast, and torch's global flags. What else the model's
+Python code has read is known once it was captured (`memplan.planning.capture.readable`), and is compared for each
+plan by itself.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.planning.capture.flat_call import Call
-from memplan.rewriting.readable import PLAIN, Found, Readable, told
+from memplan.planning.capture.readable import PLAIN, told
 from memplan.trace.structure import TENSOR, Holder, Structure
 
 
@@ -27,22 +29,36 @@ class UnkeyedError(Exception):
 class Key(NamedTuple):
     """Key of a call."""
 
-    readable: Found
     leaves: tuple[Hashable, ...]
     """The arguments in order, tensors left out."""
+    state: State
+    """Of the model and of torch."""
     rest: Hashable
+    """Of the call's tensors."""
 
-    def only_difference(self, other: Key) -> str | int | None:
-        """Return the one thing in which another key differs: the name of a readable, or the position of an argument
-        that is a number. None where it is something else, more than one or nothing."""
-        if self.rest != other.rest or len(self.leaves) != len(other.leaves):
+    def differing_leaves(self, other: Key) -> list[int] | None:
+        """Return the positions of the arguments in which another key differs, if these are numbers and nothing else
+        differs; else None."""
+        if (self.state, self.rest) != (other.state, other.rest) or len(self.leaves) != len(other.leaves):
             return None
-        names: list[str | int] = [*self.readable.differing(other.readable)]
         pairs = enumerate(zip(self.leaves, other.leaves, strict=True))
         places = [at for at, (one, another) in pairs if one != another]
-        if not all(_is_number(key.leaves[at]) for at in places for key in (self, other)):
-            return None
-        return (names + places)[0] if len(names) + len(places) == 1 else None
+        return places if all(_is_number(key.leaves[at]) for at in places for key in (self, other)) else None
+
+
+class State:
+    """Part of a key that is mostly the very same object in the next call."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Hashable) -> None:
+        self._value, self._hash = value, hash(value)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, State) and self._hash == other._hash and self._value == other._value)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True)
@@ -63,11 +79,32 @@ class _Structure:
         )
 
 
+@dataclass(frozen=True)
+class _Last:
+    """State of the last call, and what shows that it still is the same."""
+
+    state: State
+    dicts: list[dict[Any, Any]]
+    """Attributes, parameters, buffers, submodules and hooks of all modules, and their versions then."""
+    versions: list[int]
+    empty: list[dict[Any, Any]]
+    """Those that had nothing in them."""
+    kinds: list[type]
+    training: list[bool]
+    tensors: list[torch.Tensor]
+    hooked: list[bool] | None
+    """Which have hooks that run once a gradient was added; None: none."""
+    trained: list[torch.Tensor]
+    guards: dict[Hashable, tuple[_torch.TensorGuards, State]]
+    """By autocast and flags."""
+
+
 class Keys:
     """Make the keys of one model's calls."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._structure, self._readable, self._number = _structure(model), Readable(model), 0
+        self._structure, self._number = _structure(model), 0
+        self._last: _Last | None = None
 
     def key(self, model: nn.Module, call: Call) -> Key:
         """Return the key of a call in the model's present state.
@@ -75,29 +112,75 @@ class Keys:
         Raises:
             UnkeyedError: an argument is neither a tensor nor plain data.
         """
-        if not self._structure.holds():
-            self._structure, self._readable, self._number = _structure(model), Readable(model), self._number + 1
-        structure = self._structure
-        tensors = list(self._tensors())
-        rest = (
-            self._number,
-            (model.training, *[module.training for module in structure.modules]),
-            tuple([_about(tensor) for tensor in tensors]),
-            tuple([tensor is not None and _torch.has_gradient_hooks(tensor) for tensor in tensors]),
-            _tied(tensors),
-            tuple([_about(tensor) for tensor in call.tensors]),
-            call.aliases,
-            call.structure.spec,
-            _hooks(structure),
-            _autocast(),
-            torch.get_default_dtype(),
-        )
-        return Key(self._readable.now(), _leaves(call.structure), rest)
+        rest = tuple([_about(tensor) for tensor in call.tensors]), call.aliases, call.structure.spec
+        return Key(_leaves(call.structure), self._state(model), rest)
+
+    def are_gradients_held(self) -> bool:
+        """Return whether a parameter that is trained has a gradient. Call it after `key`."""
+        trained = self._trained() if self._last is None else self._last.trained
+        return any(tensor.grad is not None for tensor in trained)
+
+    @property
+    def moment(self) -> object:
+        """An object that is the same in later calls as long as no module's attributes have changed."""
+        return self._last if _torch.VERSIONS_SEE_ATTRIBUTES else None
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the model's present parameters."""
         for own in self._structure.tensors[::2]:
             yield from (tensor for tensor in own[0].values() if tensor is not None)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self.parameters() if tensor.requires_grad]
+
+    def _state(self, model: nn.Module) -> State:
+        around = _autocast(), _torch.flags()
+        last = self._last
+        if last is not None and self._is_as(last, model):
+            known = last.guards.get(around)
+            if known is not None and known[0].hold(last.tensors):
+                return known[1]
+        return self._new_state(model, around)
+
+    def _is_as(self, last: _Last, model: nn.Module) -> bool:
+        return (
+            list(map(_torch.dict_version, last.dicts)) == last.versions
+            and not any(last.empty)
+            and all(map(operator.is_, map(type, self._structure.modules), last.kinds))
+            and type(model) is last.kinds[-1]
+            and (_torch.VERSIONS_SEE_ATTRIBUTES or self._training(model) == last.training)
+            and _hooked(last.tensors) == last.hooked
+        )
+
+    def _new_state(self, model: nn.Module, around: Hashable) -> State:
+        if not self._structure.holds():
+            self._structure, self._number, self._last = _structure(model), self._number + 1, None
+        structure, last = self._structure, self._last
+        tensors = list(self._tensors())
+        kinds, training = [*map(type, structure.modules), type(model)], self._training(model)
+        state = State((
+            self._number,
+            tuple(training),
+            tuple(kinds),
+            tuple([_about(tensor) for tensor in tensors]),
+            tuple([tensor is not None and bool(_torch.gradient_hooks(tensor)) for tensor in tensors]),
+            _tied(tensors),
+            tuple([_torch.own_hooks(module) for module in structure.modules]),
+            around,
+        ))  # fmt: skip
+        present = list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
+        every = [table for module in (model, *structure.modules) for table in _torch.own_dicts(module)]
+        dicts, empty = [table for table in every if table], [table for table in every if not table]
+        versions = list(map(_torch.dict_version, dicts))
+        guards = {around: (_torch.TensorGuards(present), state)}
+        if last is not None and around not in last.guards and last.versions == versions:
+            guards |= last.guards
+        hooked = _hooked(present)
+        self._last = _Last(state, dicts, versions, empty, kinds, training, present, hooked, self._trained(), guards)
+        return state
+
+    def _training(self, model: nn.Module) -> list[bool]:
+        return [model.training, *[module.training for module in self._structure.modules]]
 
     def _tensors(self) -> Iterator[torch.Tensor | None]:
         for own, _ in self._structure.tensors:
@@ -163,8 +246,9 @@ def _tied(tensors: list[Any]) -> tuple[int, ...]:
     return tuple([first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)])
 
 
-def _hooks(structure: _Structure) -> Any:
-    return tuple([_torch.own_hooks(module) for module in structure.modules])
+def _hooked(tensors: list[torch.Tensor]) -> list[bool] | None:
+    hooks = [*map(_torch.gradient_hooks, tensors)]
+    return [*map(bool, hooks)] if any(hooks) else None
 
 
 def _autocast() -> Any:

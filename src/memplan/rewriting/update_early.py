@@ -34,7 +34,8 @@ def update_early(optimizer: torch.optim.Optimizer) -> Early:
     Raises:
         UsageError: the optimizer needs a closure (LBFGS), or there are several processes (DDP). Later, by the loop
             itself: gradients are accumulated, clipped, scaled by a GradScaler, discarded by ``zero_grad()``, made for
-            parameters of other optimizers as well, or left to another optimizer's ``step()``.
+            parameters of other optimizers as well, or left to another optimizer's ``step()``; or the optimizer's
+            options, its parameters or their gradients are changed between the backward pass and ``step()``.
 
     Example:
         >>> early = update_early(optimizer)
@@ -60,7 +61,12 @@ class Early:
         self._update = _torch.bare_step(optimizer)
         self._groups: dict[int, dict[str, Any]] = {}
         self._listed: tuple[Any, int] = (None, 0)
-        self._updated: set[int] = set()
+        self._updated: dict[int, int] = {}
+        """Version of each parameter that was updated since the last ``step()``, by its id, after the update."""
+        self._before_pass: dict[int, int] = {}
+        """The same when the last backward pass began."""
+        self._used: dict[int, dict[str, Any]] = {}
+        """Options that they were updated with, by the id of their group."""
         self._ids = frozenset(map(id, _parameters(optimizer)))
         self._handles = [optimizer.register_step_pre_hook(self._step_begins)]
         for parameter in _parameters(optimizer):
@@ -83,6 +89,28 @@ class Early:
     def forget(self) -> None:
         """Take a backward pass that did not end, or was not followed by ``step()``, as one that was not."""
         self._updated.clear()
+        self._used.clear()
+
+    def begins(self) -> None:
+        """Note that a backward pass begins."""
+        self._before_pass = dict(self._updated)
+
+    def failed(self, error: BaseException) -> None:
+        """Take a backward pass that raised as one that was not, though some parameters may have moved."""
+        moved = len(self._updated) - len(self._before_pass)
+        self._updated = dict(self._before_pass)
+        if not self._updated:
+            self._used.clear()
+        if moved > 0:
+            error.add_note(
+                f"memplan: {moved} of {len(_parameters(self._optimizer))} parameters had been updated when this was "
+                f"raised, and stay so: {self.name} updates early"
+            )
+
+    def check_zeroing(self, module: nn.Module) -> None:
+        """Refuse ``zero_grad()`` of a module whose parameters were updated and wait for ``step()``."""
+        if self._updated and any(id(one) in self._updated for one in module.parameters()):
+            raise self._discarded("module.zero_grad()")
 
     def updates(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is updated early."""
@@ -158,7 +186,8 @@ class Early:
                 expected="an optimizer that updates each parameter from its gradient and its own state alone",
                 do="Take another optimizer, or leave early out",
             )
-        self._updated.add(id(parameter))
+        self._updated[id(parameter)] = _torch.version_of(parameter)
+        self._used.setdefault(id(group), {name: _told(value) for name, value in options.items()})
         parameter.grad = None
 
     def _group(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -175,17 +204,56 @@ class Early:
                 expected="step() without one: the parameters were updated in the backward pass",
                 do="Leave the closure out, or leave early out",
             )
-        self._updated.clear()
+        updated, used = self._updated, self._used
+        self._updated, self._used = {}, {}
+        for group in self._optimizer.param_groups:
+            self._check_options(group, used.get(id(group), {}))
+            for parameter in group["params"]:
+                self._check_still(parameter, updated.get(id(parameter)))
+
+    def _check_options(self, group: dict[str, Any], used: dict[str, Any]) -> None:
+        """Refuse options that were changed after the updates that they were meant for."""
+        changed = next((name for name, value in used.items() if _told(group.get(name)) != value), None)
+        if changed is not None:
+            raise UsageError(
+                f"The option {changed!r} of {self.name} was changed between the backward pass and step()",
+                expected="no change there: the parameters were updated in the backward pass, with the old value",
+                do="Change it before backward(), or after step(), or leave early out",
+            )
+
+    def _check_still(self, parameter: torch.Tensor, version: int | None) -> None:
+        """Refuse a parameter, or a gradient, that was changed between its update and ``step()``."""
+        if version is None:
+            return
+        gradient = parameter.grad is not None
+        if gradient or _torch.version_of(parameter) != version:
+            happened = "got a gradient" if gradient else "was changed"
+            raise UsageError(
+                f"A parameter of shape {tuple(parameter.shape)} {happened} between the backward pass and step() of "
+                f"{self.name}",
+                expected="no change there: it was updated in the backward pass",
+                do="Change it before backward(), or after step(), or leave early out",
+            )
 
     def _zero(self, *args: Any, **kwargs: Any) -> None:
         if self._updated:
-            raise UsageError(
-                f"zero_grad() between a backward pass and step() of {self.name}",
-                expected="step() first: the gradients that this would discard were applied in the backward pass",
-                do="Leave early out where gradients are discarded. A backward pass that is not for this optimizer must "
-                "not reach its parameters: detach(), requires_grad_(False), or backward(inputs=...)",
-            )
+            raise self._discarded("zero_grad()")
         self._zero_grad(*args, **kwargs)
+
+    def _discarded(self, call: str) -> UsageError:
+        return UsageError(
+            f"{call} between a backward pass and step() of {self.name}",
+            expected="step() first: the gradients that this would discard were applied in the backward pass",
+            do="Leave early out where gradients are discarded. A backward pass that is not for this optimizer must "
+            "not reach its parameters: detach(), requires_grad_(False), or backward(inputs=...)",
+        )
+
+
+def _told(value: Any) -> Any:
+    """Return what an option is compared by: tensors by their version, too, lists by what is in them."""
+    if isinstance(value, torch.Tensor):
+        return id(value), _torch.version_of(value)
+    return type(value), list(value) if isinstance(value, (list, tuple)) else value
 
 
 def _check_alone() -> None:
@@ -230,7 +298,8 @@ class _Watching:
             if not self._open:
                 self._patches.enter_context(_torch.clipping_seen(self._clipped))
                 self._patches.enter_context(_torch.scaling_seen(self._scaled))
-                self._patches.enter_context(_torch.backward_seen(self._backward))
+                self._patches.enter_context(_torch.backward_seen(self._backward, self._failed))
+                self._patches.enter_context(_torch.module_zeroing_seen(self._zeroed))
                 self._patches.callback(register_optimizer_step_pre_hook(self._stepped).remove)
                 self._open = True
             self._early.add(early)
@@ -267,6 +336,15 @@ class _Watching:
     def _backward(self, leaves: list[torch.Tensor]) -> None:
         for early in self._early:
             early.check_backward(leaves)
+            early.begins()
+
+    def _failed(self, error: BaseException) -> None:
+        for early in self._early:
+            early.failed(error)
+
+    def _zeroed(self, module: nn.Module) -> None:
+        for early in self._early:
+            early.check_zeroing(module)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for early in self._early:

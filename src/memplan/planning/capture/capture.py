@@ -7,7 +7,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,21 @@ from torch.overrides import TorchFunctionMode
 from memplan import _torch
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
+from memplan.planning.capture.executed import Executed
 from memplan.planning.capture.flat_call import Call, Flat, Returned
 from memplan.planning.capture.fx_reader import Reader
 from memplan.planning.capture.guards import Guard, Guards
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.opaque_calls import Around, Opaque
-from memplan.planning.capture.side_effects import Watch, is_fake, line_of, refuse_hooks, refuse_tensors
+from memplan.planning.capture.readable import Passes, Reads, note_reads
+from memplan.planning.capture.side_effects import (
+    Watch,
+    is_fake,
+    line_of,
+    refuse_hooks,
+    refuse_surroundings,
+    refuse_tensors,
+)
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
@@ -55,6 +64,8 @@ class Captured:
     """Whether convolutions work in channels last (see recapture.py)."""
     printed: bool = False
     """Whether forward() printed something, which was held back: it has no values while it is traced."""
+    reads: Reads | None = field(default=None, compare=False)
+    """What its Python code can have read beside tensors: the graph is of those values."""
 
     def holds(self, call: Call) -> bool:
         """Return whether a call of the same shapes takes the same branches."""
@@ -80,18 +91,27 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     """
     refuse_tensors(model, call.tensors)
     refuse_hooks(model)
-    watch, around, guards = Watch(model), Around(), Guards()
+    refuse_surroundings()
+    watch, around, guards, passes = Watch(model), Around(), Guards(), Passes(model, Executed())
 
     def trace() -> _Traced:
-        return _trace(model, call, watch, around, guards, precision, relaid)
+        return _trace(model, call, watch, around, guards, precision, relaid, passes)
 
     try:
-        joint, flat = _traced(trace, model, call, around, guards, watch)
+        with passes.executed.following():
+            joint, flat = _traced(trace, model, call, around, guards, watch)
         _refuse_unseen(trace, watch)
+        passes.refuse()
+    except MemplanError as error:
+        watch.restore()
+        note_reads(error, passes.reads())
+        raise
     finally:
         watch.restore()
     found = read(joint, flat, call, tuple(around.found), precision)
-    return replace(found, relaid=relaid, guards=tuple(guards.found), printed=watch.printed.lines > 0)
+    return replace(
+        found, relaid=relaid, guards=tuple(guards.found), printed=watch.printed.lines > 0, reads=passes.reads()
+    )
 
 
 def capture_symbolic(
@@ -101,7 +121,7 @@ def capture_symbolic(
     precision: Precision = EXACT,
     *,
     relaid: bool = False,
-) -> tuple[_torch.Symbolic, Flat]:
+) -> tuple[_torch.Symbolic, Flat, Reads]:
     """Trace a call with symbols for sizes, instead of what they are in this call.
 
     Args:
@@ -110,7 +130,7 @@ def capture_symbolic(
         varying: for each tensor of the call the dimensions whose sizes are symbols.
 
     Returns:
-        The graph, and what `read` needs beside it.
+        The graph, what `read` needs beside it, and what was read.
 
     Raises:
         SymbolicError: there is no such graph, for whatever reason.
@@ -119,17 +139,19 @@ def capture_symbolic(
     def fake(mode: Any, number: int, tensor: torch.Tensor) -> torch.Tensor:
         return _torch.with_symbols(mode, tensor, varying[number], f"input_{number}")
 
-    watch, around = Watch(model), Around()
+    watch, around, passes = Watch(model), Around(), Passes(model, Executed())
     try:
         mode = _torch.symbolic_mode()
-        joint, flat = _trace(
-            model, call, watch, around, Guards(), precision, relaid, conditional=False, fake=fake, mode=mode
-        )
+        with passes.executed.following():
+            joint, flat = _trace(
+                model, call, watch, around, Guards(), precision, relaid, passes, conditional=False, fake=fake, mode=mode
+            )
+        passes.refuse()
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
         if around.found or watch.seeded or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
             raise SymbolicError("the call does more than compute tensors of tensors")
-        return _torch.Symbolic(joint), flat
+        return _torch.Symbolic(joint), flat, passes.reads()
     except Exception as error:  # capturing with numbers refuses what cannot be traced
         raise SymbolicError(str(error)) from error
     finally:
@@ -218,7 +240,7 @@ class _Untraceable(Exception):
 
 def _trace(
     model: nn.Module, call: Call, watch: Watch, around: Around, guards: Guards, precision: Precision, relaid: bool,
-    **how: Any,
+    passes: Passes | None = None, **how: Any,
 ) -> _Traced:  # fmt: skip
     place, names = Place(), _layers(model)
 
@@ -233,6 +255,8 @@ def _trace(
             guards.tracing(), watch.seeding(),
         ):  # fmt: skip
             yield
+        if passes is not None:
+            passes.ended()
 
     # What the caller expects is what the call returns without that.
     plain = _trace(model, call, watch, around, guards, EXACT, relaid=False)[1] if precision.compute else None

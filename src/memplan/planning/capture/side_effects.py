@@ -63,6 +63,21 @@ def refuse_hooks(model: nn.Module) -> None:
                 )
 
 
+def refuse_surroundings() -> None:
+    """See that nothing is active through which a planned step would not go.
+
+    Raises:
+        UsageError: hooks for all modules, modes or anomaly detection are.
+    """
+    found = _torch.surroundings()
+    if found is not None:
+        raise UsageError(
+            f"While the step is planned {found}",
+            expected="nothing of the kind: a planned step does not call its layers, and runs other ops",
+            do="Remove it, or leave it, before the step is planned; calls that it is active around run unplanned",
+        )
+
+
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """Switch the outermost module's hooks off meanwhile, but for those that compute a weight."""

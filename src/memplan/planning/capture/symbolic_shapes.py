@@ -16,6 +16,7 @@ from torch import nn
 from memplan import _torch
 from memplan.planning.capture.capture import Captured, SymbolicError, capture, capture_symbolic, read
 from memplan.planning.capture.flat_call import Call, Flat
+from memplan.planning.capture.readable import Reads
 from memplan.planning.graph.precision import EXACT, Precision
 
 _log = logging.getLogger("memplan")
@@ -30,15 +31,17 @@ class Template:
 
     symbolic: _torch.Symbolic
     flat: Flat
+    reads: Reads
     precision: Precision = EXACT
     relaid: bool = False
 
     def at(self, call: Call) -> Captured | None:
-        """Return what capturing the call would give; None where its sizes lead to another graph."""
-        joint = self.symbolic.at(call.tensors)
+        """Return what capturing the call would give; None where its sizes, or what was read, lead to another graph."""
+        joint = self.symbolic.at(call.tensors) if self.reads.hold() else None
         if joint is None:
             return None
-        return replace(read(joint, self.flat, call, precision=self.precision), relaid=self.relaid)
+        found = read(joint, self.flat, call, precision=self.precision)
+        return replace(found, relaid=self.relaid, reads=self.reads)
 
 
 class _Kind:
@@ -91,9 +94,10 @@ class Shapes:
     def _renewed(self, kind: _Kind, call: Call) -> bool:
         """Return whether there is a new template: one in which more sizes are symbols than in the last."""
         varying = _varying([*kind.seen, _sizes(call)])
-        if varying == kind.varying or not any(varying) or not _distinct(call, kind.seen, varying):
+        known = varying == kind.varying and (kind.template is None or kind.template.reads.hold())
+        if known or not any(varying) or not _distinct(call, kind.seen, varying):
             return False
-        kind.varying = varying
+        kind.varying, kind.template = varying, None
         try:
             traced = capture_symbolic(self._module, call, varying, self._precision, relaid=self._relaid)
             kind.template = Template(*traced, self._precision, self._relaid)

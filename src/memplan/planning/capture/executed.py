@@ -1,0 +1,413 @@
+"""Observe which Python code a capture executes: only what that code names can decide what was traced.
+
+On Python 3.12 and newer by `sys.monitoring`, which can switch itself off for code that does not count; before, by
+`sys.setprofile` in this thread, which pauses inside of torch's dispatch (see `Executed.following`).
+
+Code of the user and of libraries counts. Of torch counts what layers and distributions execute, of the standard
+library what code that counts calls; torch's machinery (modes, fake tensors, dispatch) and memplan's own do not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import dis
+import functools
+import gc
+import io
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from memplan import _torch
+from memplan.trace.recording.place import format_frame
+
+_CLOSED = frozenset({
+    "torch", "memplan", "numpy", "sympy", "mpmath", "networkx", "filelock", "typing_extensions", "jinja2", "fsspec",
+    "optree", "triton", "functorch", "setuptools", "pkg_resources", "_distutils_hack",
+})  # fmt: skip
+"""Packages whose code does not count: torch, and what torch itself calls."""
+_LAYERS = ("torch.nn.", "torch.distributions.")
+_WRAPPERS = frozenset({"memplan.planning.capture.loss_module", "memplan.rewriting.backend"})
+"""Modules of memplan that stand for the user's step."""
+_CALLER = "memplan.planning.capture.flat_call"
+"""Module of memplan that calls the model."""
+_MACHINERY = frozenset({
+    "_weakrefset", "abc", "ast", "contextlib", "dis", "enum", "functools", "gc", "importlib", "inspect", "linecache",
+    "logging", "re", "reprlib", "sre_compile", "sre_parse", "tempfile", "threading", "tokenize", "traceback", "types",
+    "typing", "unittest", "warnings", "weakref",
+})  # fmt: skip
+"""Modules of the standard library that keep records of their own, on which no result depends."""
+_WHOLE = frozenset({
+    "copy.copy", "copy.deepcopy", "copyreg.__reduce_ex__", "dataclasses._asdict_inner", "dataclasses._astuple_inner",
+    "dataclasses.replace", "dataclasses._replace", "inspect.getmembers", "pprint.pformat",
+})  # fmt: skip
+"""Functions of the standard library that read all attributes of what they are called with."""
+_ATTRIBUTE_HOOKS = frozenset({"__getattr__", "__getattribute__"})
+_GETTERS: tuple[Any, ...] = (getattr, hasattr)
+_OUTSIDE: frozenset[Any] = frozenset({
+    time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns,
+    time.process_time, io.open, os.stat, os.listdir, os.scandir, os.urandom, os.read, builtins.input,
+})  # fmt: skip
+"""Functions that read the clock, files or the terminal."""
+
+
+class Executed:
+    """Python code that this thread executed while `following` was open."""
+
+    def __init__(self) -> None:
+        self.codes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
+        """Code that counts and its globals, by the code's id."""
+        self.names: set[str] = set()
+        """Attributes that `getattr` was called with."""
+        self.whole = False
+        """Whether code reads attributes whose names are not known, of objects that are not known: then all count."""
+        self.whole_kinds: set[type] = set()
+        """Classes of objects of which all attributes count."""
+        self.outside: tuple[str, str | None] | None = None
+        """The first function of `_OUTSIDE` that code which counts called, and the line."""
+        self.paused = False
+        """Whether what runs is memplan's own work."""
+        callbacks = [getattr(one, "__code__", None) for one in gc.callbacks]  # run whenever Python collects garbage
+        self._ignored: dict[int, CodeType] = {id(code): code for code in callbacks if code is not None}
+        self._undecided: dict[int, tuple[CodeType, bool | None]] = {}
+        """Code that has not counted so far, and whether it does whoever calls it (`_counts`)."""
+        self._open_ended: set[int] = set()
+        """Code that reads ``__dict__``."""
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Observe what this thread executes."""
+        with _monitored(self) if sys.version_info >= (3, 12) else _profiled(self):
+            yield
+
+    def started(self, code: CodeType, frame: FrameType) -> bool:
+        """Note code that starts. Return whether it is settled, so that it need not be looked at again."""
+        if self.paused:
+            return False
+        number = id(code)
+        if number in self.codes:
+            if number not in self._open_ended:
+                return True
+            self._reads_all_of(_before_dict(code), frame)
+            return False
+        if number in self._ignored:
+            return True
+        if number in self._undecided:
+            counts = self._undecided[number][1]
+        else:
+            counts = _counts(frame.f_globals.get("__name__") or "") if code.co_name != "<module>" else False
+            if counts is False:
+                self._ignored[number] = code
+                return True
+            self._undecided[number] = code, counts
+        if not (self._is_called(frame) if counts else self._is_called_directly(frame)):
+            return False
+        self.codes[number] = code, frame.f_globals
+        self.whole |= f"{frame.f_globals.get('__name__')}.{code.co_name}" in _WHOLE
+        if counts and "__dict__" in code.co_names and code.co_name not in _ATTRIBUTE_HOOKS:
+            self._open_ended.add(number)
+            self._reads_all_of(_before_dict(code), frame)
+            return False
+        return True
+
+    def _reads_all_of(self, owners: list[tuple[str, ...] | None], frame: FrameType) -> None:
+        """Note that all attributes are read of what variables, or attributes of variables, are now."""
+        for owner in owners:
+            value = None if owner is None else _value_of(owner, frame)
+            if value is None:
+                self.whole = True
+            else:
+                self.whole_kinds.add(value if isinstance(value, type) else type(value))
+
+    def _is_called_directly(self, frame: FrameType) -> bool:
+        """Return whether code that counts is the caller, or what calls the model."""
+        caller = frame.f_back
+        return caller is not None and (id(caller.f_code) in self.codes or caller.f_globals.get("__name__") == _CALLER)
+
+    def _is_called(self, frame: FrameType) -> bool:
+        """Return whether code runs for the step, and not because something imports its module."""
+        caller = frame.f_back
+        while caller is not None and id(caller.f_code) not in self.codes:
+            if caller.f_code.co_name == "<module>" and caller.f_globals.get("__name__") != "__main__":
+                return False
+            if caller.f_globals.get("__name__") == "importlib._bootstrap":
+                return False
+            caller = caller.f_back
+        return True
+
+    def called(self, function: Any, frame: FrameType, offset: int) -> None:
+        """Note a call of a function written in C by code that counts."""
+        if self.paused:
+            return
+        if any(function is one for one in _GETTERS):
+            owner, name = _arguments(frame, offset)
+            if name is not None:
+                self.names.add(name)
+            elif frame.f_code.co_name not in _ATTRIBUTE_HOOKS:
+                self._reads_all_of([owner], frame)
+        elif function is vars or function is dir:
+            self._reads_all_of([_arguments(frame, offset)[0]], frame)
+        elif self.outside is None and _is_outside(function):
+            called = f"{getattr(function, '__module__', None) or 'datetime'}.{function.__name__}"
+            self.outside = called, format_frame((frame.f_code.co_filename, frame.f_lineno))
+
+
+def _is_outside(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, datetime.date):
+        return function.__name__ in ("now", "today", "utcnow")
+    try:
+        return function in _OUTSIDE
+    except TypeError:  # a method of something that has no hash
+        return False
+
+
+@contextmanager
+def _monitored(to: Executed) -> Iterator[None]:
+    monitoring: Any = getattr(sys, "monitoring")  # noqa: B009  # of Python 3.12
+    events, done, thread = monitoring.events, monitoring.DISABLE, threading.get_ident()
+    tool = next((number for number in (4, 3, 5) if monitoring.get_tool(number) is None), None)
+    if tool is None:
+        with _profiled(to):
+            yield
+        return
+
+    def started(code: CodeType, offset: int) -> Any:
+        if threading.get_ident() == thread and to.started(code, sys._getframe(1)):
+            return done
+        return None
+
+    def called(code: CodeType, offset: int, function: Any, argument: Any) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        if id(code) not in to.codes:
+            return done if id(code) in to._ignored else None
+        if not isinstance(function, _NOT_C):
+            to.called(function, sys._getframe(1), offset)
+        return None
+
+    monitoring.use_tool_id(tool, "memplan")
+    monitoring.register_callback(tool, events.PY_START, started)
+    monitoring.register_callback(tool, events.CALL, called)
+    monitoring.set_events(tool, events.PY_START | events.CALL)
+    monitoring.restart_events()
+    try:
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, events.PY_START, None)
+        monitoring.register_callback(tool, events.CALL, None)
+        monitoring.free_tool_id(tool)
+
+
+_NOT_C = (type(lambda: None), type)
+
+
+@contextmanager
+def _profiled(to: Executed) -> Iterator[None]:
+    ignored, codes, started = to._ignored, to.codes, to.started
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            if id(frame.f_code) not in ignored:
+                started(frame.f_code, frame)
+        elif event == "c_call" and id(frame.f_code) in codes:
+            to.called(argument, frame, frame.f_lasti)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        with _torch.around_dispatch(lambda: sys.setprofile(None), lambda: sys.setprofile(profile)):
+            yield
+    finally:
+        sys.setprofile(None)
+        if callable(before):
+            sys.setprofile(before)
+        elif before is not None:  # cProfile's: Python hands out the profiler itself
+            before.enable()
+
+
+def code_counts(own: dict[str, Any]) -> bool:
+    """Return whether functions with these globals are a user's or a library's, and not torch's or Python's own."""
+    return bool(_counts(own.get("__name__", "")))
+
+
+def in_standard_library(module: str) -> bool:
+    """Return whether a module is one of the standard library."""
+    return _in_library(module.partition(".")[0])
+
+
+def _counts(module: str) -> bool | None:
+    """Return whether code of a module counts; None: where its caller does."""
+    root = module.partition(".")[0]
+    if module in _WRAPPERS:
+        return True
+    if module.startswith("namedtuple_"):
+        return False
+    if module.startswith(_LAYERS):
+        return None
+    if root in _CLOSED or module in _MACHINERY or root in _MACHINERY:
+        return False
+    return None if _in_library(root) else True
+
+
+@functools.cache
+def _in_library(root: str) -> bool:
+    """Return whether a package is one of the standard library, not a user's of the same name."""
+    if root not in sys.stdlib_module_names or root == "__main__":
+        return False
+    origin = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
+    return origin is None or origin in ("built-in", "frozen") or origin.startswith(sysconfig.get_path("stdlib"))
+
+
+# -- what code names
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Names in the code of one function."""
+
+    loaded: tuple[str, ...]
+    """Globals that it loads."""
+    names: frozenset[str]
+    """Attributes, and strings that can be names of some."""
+    of_globals: frozenset[str]
+    """Attributes that it takes directly of a global, and of what it takes there."""
+    imports: tuple[str, ...]
+    """Modules that it imports, and those that it names where it looks modules up."""
+
+
+_LOOKED_UP = frozenset({"modules", "import_module", "__import__"})
+_uses: dict[int, tuple[CodeType, Uses]] = {}
+
+
+def uses_of(code: CodeType) -> Uses:
+    """Return the names in the code of one function, without the functions in it."""
+    known = _uses.get(id(code))
+    if known is None or known[0] is not code:
+        known = _uses[id(code)] = code, _read(code)
+    return known[1]
+
+
+def _read(code: CodeType) -> Uses:
+    loaded, chained, imports = dict[str, None](), set[str](), dict[str, None]()
+    follows = False
+    for one in dis.get_instructions(code):
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loaded[one.argval] = None
+            follows = True
+        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if follows:
+                chained.add(one.argval)
+        elif one.opname not in ("CACHE", "PUSH_NULL", "NOP"):
+            follows = False
+        if one.opname == "IMPORT_NAME":
+            imports[one.argval] = None
+    texts = list(_texts(code.co_consts))
+    if not _LOOKED_UP.isdisjoint(code.co_names):
+        imports.update(dict.fromkeys(texts))
+    words = {part for text in texts for part in text.split(".") if part.isidentifier()}
+    return Uses(tuple(loaded), frozenset({*code.co_names, *words}), frozenset(chained), tuple(imports))
+
+
+def _texts(constants: Any) -> Iterator[str]:
+    for one in constants:
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, (tuple, frozenset)):
+            yield from _texts(one)
+
+
+def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, str | None]:
+    """Return the object and the name that ``getattr(object, name)`` is about to be called with: the object as a
+    variable and attributes of it, None where it is not simply loaded; so the name."""
+    instructions = _instructions(frame.f_code)
+    at = next((number for number, one in enumerate(instructions) if one.offset >= offset), -1)
+    if at < 2 or not instructions[at].opname.startswith("CALL"):
+        return None, None
+    start = max(
+        (
+            n
+            for n in range(at)
+            if instructions[n].opname.startswith("LOAD_GLOBAL") and instructions[n].argval in _READERS
+        ),
+        default=at,
+    )
+    loads = instructions[start + 1 : at]
+    owner = _chain(loads)
+    left = loads[len(owner or ()) :]
+    if owner is not None and loads and isinstance(loads[0].argval, tuple):  # two variables by one instruction
+        owner, left = (loads[0].argval[0],), loads[:1]
+    if len(left) not in (1, 2) or not all(one.opname.startswith("LOAD_") for one in left):
+        return owner, None
+    name = left[0]
+    if name.opname == "LOAD_CONST":
+        return owner, name.argval if isinstance(name.argval, str) else None
+    variable = name.argval[-1] if isinstance(name.argval, tuple) else name.argval
+    if name.opname.startswith("LOAD_GLOBAL"):
+        found = frame.f_globals.get(variable)
+    else:
+        found = frame.f_locals.get(variable) if name.opname.startswith(_VARIABLES) else None
+    return owner, found if isinstance(found, str) else None
+
+
+_READERS = frozenset({"getattr", "hasattr", "vars", "dir"})
+_VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF")
+
+
+def _chain(loads: list[dis.Instruction]) -> tuple[str, ...] | None:
+    """Return the variable that is loaded first, and the attributes that are taken of it."""
+    if not loads or not loads[0].opname.startswith(_VARIABLES):
+        return None
+    first = loads[0].argval
+    names = [first[-1] if isinstance(first, tuple) else first]
+    for one in loads[1:]:
+        if one.opname != "LOAD_ATTR":
+            break
+        names.append(one.argval)
+    return tuple(names)
+
+
+def _before_dict(code: CodeType) -> list[tuple[str, ...] | None]:
+    """Return the objects whose ``__dict__`` code reads, as `_chain` does."""
+    instructions, found = _instructions(code), list[tuple[str, ...] | None]()
+    for at, one in enumerate(instructions):
+        if one.opname == "LOAD_ATTR" and one.argval == "__dict__":
+            start = at
+            while start and instructions[start].opname == "LOAD_ATTR":
+                start -= 1
+            chain = _chain(instructions[start:at])
+            found.append(chain)
+    return found or [None]
+
+
+def _value_of(names: tuple[str, ...], frame: FrameType) -> Any:
+    """Return the present value of a variable's attributes, without running code; None where it is not known."""
+    value = frame.f_locals.get(names[0])
+    for name in names[1:]:
+        own = getattr(value, "__dict__", None)
+        if not isinstance(own, dict):
+            return None
+        value = own.get(name, (own.get("_modules") or {}).get(name))
+    return value
+
+
+_disassembled: dict[int, tuple[CodeType, list[dis.Instruction]]] = {}
+
+
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    known = _disassembled.get(id(code))
+    if known is None or known[0] is not code:
+        left_out = ("CACHE", "PRECALL", "NOP", "PUSH_NULL")
+        found = [one for one in dis.get_instructions(code) if one.opname not in left_out]
+        known = _disassembled[id(code)] = code, found
+    return known[1]

@@ -1,0 +1,415 @@
+"""A planned step never goes on with an old value of something that its Python code reads, wherever that is.
+
+The independent source is the model itself without a plan: ``forward()`` called directly.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copy
+import functools
+import gc
+import itertools
+import os
+import sys
+import time
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rewriting.cells import installed
+from torch import Tensor, nn
+
+from memplan.errors import RecordingError, UsageError
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.loss_module import with_loss
+from memplan.planning.capture.readable import Reads, told
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+WEIGHT = 1.0
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
+SETTINGS = types.ModuleType("settings_of_a_user")
+SETTINGS.conf = types.SimpleNamespace(alpha=1.0)  # pyright: ignore[reportAttributeAccessIssue]
+counter = 0
+
+
+class Box:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Single:
+    only: Any = None
+
+    @classmethod
+    def get(cls) -> Any:
+        cls.only = cls.only or Box(alpha=1.0)
+        return cls.only
+
+
+class Table:
+    rows: Any = {"a": {"b": {"c": 1.0}}}  # noqa: RUF012
+
+
+class Answering:
+    """A config whose attributes are in a dict."""
+
+    def __init__(self) -> None:
+        self._values = {"alpha": 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(slots=True)
+class Slotted:
+    alpha: float = 1.0
+    inner: Any = field(default_factory=lambda: [1.0])
+
+
+class Computed:
+    def __init__(self) -> None:
+        self._alpha = 1.0
+
+    @property
+    def alpha(self) -> float:
+        return self._alpha
+
+
+@functools.lru_cache
+def cached() -> Any:
+    return Box(alpha=1.0)
+
+
+def helper(net: Any) -> float:
+    return net.h.deep.alpha
+
+
+class Callable_:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, net: Any) -> float:
+        return self.scale
+
+
+Read = Callable[[Any], Any]
+
+
+class Net(nn.Module):
+    scale = 1.0
+
+    def __init__(self, holder: Any, read: Read) -> None:
+        super().__init__()
+        self.first, self.last, self.h, self.read = nn.Linear(8, 8), nn.Linear(8, 2), holder, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sigmoid(self.first(x))) * self.read(self) * self.scale
+
+
+def put(owner: Any, name: str, value: Any) -> Callable[[Any], None]:
+    return lambda _: setattr(owner, name, value)
+
+
+def dynamic(net: Any) -> float:
+    return sum(getattr(net.h, f"alpha_{at}") for at in range(2))
+
+
+def closing() -> tuple[Read, Callable[[Any], None]]:
+    alpha = 1.0
+
+    def anneal(_: Any) -> None:
+        nonlocal alpha
+        alpha = 0.25
+
+    return lambda net: alpha, anneal
+
+
+def environment(value: str) -> Callable[[Any], None]:
+    return lambda _: os.environ.update(MEMPLAN_TEST_ALPHA=value)
+
+
+def cases() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
+    """By name: what the model holds, what it reads, and a change of that."""
+    os.environ["MEMPLAN_TEST_ALPHA"] = "1"
+    Single.only, Table.rows["a"]["b"]["c"], Net.scale = None, 1.0, 1.0
+    SETTINGS.conf.alpha, globals()["WEIGHT"] = 1.0, 1.0
+    sys.modules[SETTINGS.__name__] = SETTINGS
+    VARIABLE.set(1.0)
+    cached.cache_clear()
+    closed, anneal = closing()
+    callable_, local = Callable_(), collections.deque([1.0])
+    target = Box(alpha=1.0)
+
+    def defaulted(net: Any, alpha: float = 1.0) -> float:
+        return alpha
+
+    def imported(net: Any) -> float:
+        import settings_of_a_user as found  # pyright: ignore[reportMissingImports]
+
+        return found.conf.alpha
+
+    return {
+        "six objects deep": (
+            Box(a=Box(b=Box(c=Box(d=Box(e=Box(alpha=1.0)))))),
+            lambda s: s.h.a.b.c.d.e.alpha,
+            lambda m: setattr(m.h.a.b.c.d.e, "alpha", 0.25),
+        ),
+        "a module's object": (None, lambda s: SETTINGS.conf.alpha, put(SETTINGS.conf, "alpha", 0.25)),
+        "an import in the function": (None, imported, put(SETTINGS.conf, "alpha", 0.25)),
+        "a global": (None, lambda s: WEIGHT, lambda m: globals().update(WEIGHT=0.25)),
+        "a singleton": (None, lambda s: Single.get().alpha, lambda m: setattr(Single.get(), "alpha", 0.25)),
+        "a cached function's": (None, lambda s: cached().alpha, lambda m: setattr(cached(), "alpha", 0.25)),
+        "a class's table": (None, lambda s: Table.rows["a"]["b"]["c"], lambda m: Table.rows["a"]["b"].update(c=0.25)),
+        "a class's default": (None, lambda s: 1.0, put(Net, "scale", 0.25)),
+        "what shadows it": (None, lambda s: 1.0, lambda m: setattr(m, "scale", 0.25)),
+        "an array": (np.ones(2), lambda s: float(s.h[1]), lambda m: m.h.__setitem__(1, 0.25)),
+        "bytes": (bytearray(b"\1"), lambda s: s.h[0], lambda m: m.h.__setitem__(0, 2)),
+        "UserDict": (collections.UserDict(a=1.0), lambda s: s.h["a"], lambda m: m.h.__setitem__("a", 0.25)),
+        "ChainMap": (collections.ChainMap({}, {"a": 1.0}), lambda s: s.h["a"], lambda m: m.h.maps[1].update(a=0.25)),
+        "a proxy": (
+            Box(real={"a": 1.0}, shown=None),
+            lambda s: types.MappingProxyType(s.h.real)["a"],
+            lambda m: m.h.real.update(a=0.25),
+        ),
+        "an ordered dict's order": (
+            collections.OrderedDict(a=1.0, b=0.25),
+            lambda s: next(iter(s.h.values())),
+            lambda m: m.h.move_to_end("a"),
+        ),
+        "the environment": (None, lambda s: float(os.environ["MEMPLAN_TEST_ALPHA"]), environment("0.25")),
+        "getenv": (None, lambda s: float(os.getenv("MEMPLAN_TEST_ALPHA", "1")), environment("0.25")),
+        "the end of a list": ([1.0] * 900, lambda s: s.h[899], lambda m: m.h.__setitem__(899, 0.25)),
+        "the length of a list": ([1.0], lambda s: len(s.h), lambda m: m.h.append(1.0)),
+        "a set": ({1}, lambda s: 1.0 if 2 in s.h else 0.5, lambda m: m.h.add(2)),
+        "a deque": (local, lambda s: s.h[0], lambda m: m.h.__setitem__(0, 0.25)),
+        "the kind of a number": (Box(n=2), lambda s: torch.full((), s.h.n) // 4 * 1.0 + s.h.n / 2, put_kind),
+        "an unregistered module's": (
+            [nn.Dropout(0.0)],
+            lambda s: s.h[0](torch.ones(2)),
+            lambda m: setattr(m.h[0], "p", 0.9),
+        ),
+        "an unregistered module's mode": ([nn.Dropout(0.9)], lambda s: s.h[0](torch.ones(2)), lambda m: m.h[0].eval()),
+        "a ContextVar": (None, lambda s: VARIABLE.get(), lambda m: VARIABLE.set(0.25)),
+        "a weak reference": (
+            Box(ref=weakref.ref(target), keep=target),
+            lambda s: s.h.ref().alpha,
+            put(target, "alpha", 0.25),
+        ),
+        "slots": (Slotted(), lambda s: s.h.alpha, lambda m: setattr(m.h, "alpha", 0.25)),
+        "in slots": (Slotted(), lambda s: s.h.inner[0], lambda m: m.h.inner.__setitem__(0, 0.25)),
+        "a property": (Computed(), lambda s: s.h.alpha, lambda m: setattr(m.h, "_alpha", 0.25)),
+        "__getattr__": (Answering(), lambda s: s.h.alpha, lambda m: m.h._values.update(alpha=0.25)),
+        "computed names": (Box(alpha_0=0.5, alpha_1=0.5), dynamic, lambda m: setattr(m.h, "alpha_1", 0.25)),
+        "vars()": (Box(a=0.5, b=0.5), lambda s: sum(vars(s.h).values()), lambda m: setattr(m.h, "b", 0.25)),
+        "a helper's": (Box(deep=Box(alpha=1.0)), helper, lambda m: setattr(m.h.deep, "alpha", 0.25)),
+        "a cell": (None, closed, anneal),
+        "a default": (None, defaulted, put(defaulted, "__defaults__", (0.25,))),
+        "a callable object's": (None, callable_, put(callable_, "scale", 0.25)),
+        "a partial's": (
+            functools.partial(defaulted, alpha=1.0),
+            lambda s: s.h(s),
+            lambda m: m.h.keywords.update(alpha=0.25),
+        ),
+        "a class": (Box(alpha=1.0), lambda s: 0.5 if isinstance(s.h, Callable_) else 1.0, put_class),
+        "a layer's": (None, lambda s: 1.0, lambda m: setattr(m, "last", nn.Linear(8, 2, bias=False))),
+        "a tensor": (torch.ones(2), lambda s: s.h, lambda m: setattr(m, "h", torch.full((2,), 0.25))),
+    }  # fmt: skip
+
+
+def put_kind(model: Any) -> None:
+    model.h.n = 2.0
+
+
+def put_class(model: Any) -> None:
+    model.h.__class__ = Callable_
+
+
+def result(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = call(X).square().sum()
+    loss.backward()
+    return [loss.detach(), *(None if one.grad is None else one.grad.clone() for one in model.parameters())]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_planned_call_is_eager_modes_after_any_change(name: str) -> None:
+    holder, read, change = cases()[name]
+    model = Net(holder, read)
+    plans = installed(model)
+    before = result(model, model)
+    assert same(before, result(model, model.forward))
+    assert same(before, result(model, model))
+    assert len(plans.engines) == 1
+    change(model)
+    assert same(result(model, model.forward), result(model, model))
+    assert len(plans.engines) == 2 or plans.calls.stats().unplanned
+
+
+VALUES = st.one_of(st.booleans(), st.integers(-3, 3), st.floats(-2, 2, width=32), st.sampled_from(["a", "b"]))
+TREES = st.recursive(
+    VALUES,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3),
+        st.dictionaries(st.sampled_from("pqr"), inner, min_size=1, max_size=3),
+        st.dictionaries(st.sampled_from("uvw"), inner, min_size=1, max_size=3).map(lambda found: Box(**found)),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+def weight_of(tree: Any) -> float:
+    """A number that depends on everything in a tree."""
+    if isinstance(tree, (list, tuple)):
+        return sum((at + 1.5) * weight_of(one) for at, one in enumerate(tree))
+    if isinstance(tree, dict):
+        return sum((ord(key) - 100) * weight_of(one) for key, one in sorted(tree.items()))
+    if isinstance(tree, Box):
+        return 1.25 * sum((ord(key) - 100) * weight_of(one) for key, one in sorted(vars(tree).items()))
+    return float({"a": 3.0, "b": 5.0}.get(tree, tree) if isinstance(tree, str) else tree + 0.5 * isinstance(tree, bool))
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """All places in a tree that can be assigned to."""
+    found = list[tuple[Any, Any]]()
+    if isinstance(tree, list):
+        found += [(tree, at) for at in range(len(tree))]
+    elif isinstance(tree, dict):
+        found += [(tree, key) for key in tree]
+    elif isinstance(tree, Box):
+        found += [(tree, key) for key in vars(tree)]
+    inner = vars(tree).values() if isinstance(tree, Box) else tree.values() if isinstance(tree, dict) else tree
+    for one in inner if isinstance(tree, (list, tuple, dict, Box)) else ():
+        found += places(one)
+    return found
+
+
+@given(TREES.map(lambda tree: Box(tree=tree)), st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_one_change_in_any_tree(holder: Box, data: st.DataObject) -> None:
+    model = Net(holder, lambda s: weight_of(s.h.tree))
+    installed(model)
+    assert same(result(model, model.forward), result(model, model))
+    for _ in range(2):
+        owner, key = data.draw(st.sampled_from(places(holder)))
+        value = data.draw(VALUES)
+        setattr(owner, key, value) if isinstance(owner, Box) else owner.__setitem__(key, value)
+        assert same(result(model, model.forward), result(model, model))
+
+
+def test_what_is_not_read_makes_no_other_plan() -> None:
+    model: Any = Net(Box(alpha=1.0, step=0, inner=Box(log=[1])), lambda s: s.h.alpha)
+    plans = installed(model)
+    global counter
+    for _ in range(3):
+        result(model, model)
+        counter += 1
+        model.h.step += 1
+        model.h.inner.log.append(1)
+        model.epoch = counter
+        model.h = copy.deepcopy(model.h)
+    assert len(plans.engines) == 1
+    assert plans.calls.stats().planned == 3
+
+
+def test_a_value_that_comes_back_has_its_plan() -> None:
+    model = Net(Box(alpha=1.0), lambda s: s.h.alpha)
+    plans = installed(model)
+    for alpha in (1.0, 0.5, 1.0, 0.5):
+        model.h.alpha = alpha
+        assert same(result(model, model.forward), result(model, model))
+    assert len(plans.engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("holder", "read", "said"),
+    [
+        (itertools.count(1), lambda s: next(s.h), "iterator"),
+        (None, lambda s: time.time() * 0 + 1, "time.time"),
+        (None, lambda s: float(len(Path(__file__).read_text()) > 0), "open"),
+        ([0.0], lambda s: counted(s.h), "changes"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(holder: Any, read: Read, said: str) -> None:
+    with pytest.raises(RecordingError, match=said):
+        capture(Net(Box(inside=holder) if isinstance(holder, list) else holder, read), call_of((X,), {}))
+
+
+def counted(holder: Any) -> float:
+    holder.inside[0] += 1.0
+    return holder.inside[0]
+
+
+def test_a_model_of_torchs_layers_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.5))
+    installed(model)
+    for change in (lambda: setattr(model[1], "eps", 0.125), lambda: setattr(model[2], "p", 0.25)):
+        result(model, model)
+        change()
+        assert same(result(model, model.forward), result(model, model))
+
+
+def test_what_a_loss_reads() -> None:
+    penalty = Callable_()
+    step = with_loss(nn.Linear(8, 2), lambda out, target: (out - target).square().sum() * penalty(out))
+    installed(step)
+    for scale in (1.0, 0.5):
+        penalty.scale = scale
+        assert torch.equal(step(X, torch.ones(4, 2)), step.forward(X, torch.ones(4, 2)))
+
+
+def test_names_of_what_differs() -> None:
+    model = Net(Box(a=Box(alpha=1.0)), lambda s: s.h.a.alpha)
+    reads = capture(model, call_of((X,), {})).reads
+    assert isinstance(reads, Reads)
+    assert reads.hold()
+    model.h.a.alpha = 2.0
+    assert not reads.hold()
+    assert reads.differing() == ["attribute h.a.alpha"]
+
+
+def test_modes_and_hooks_for_all_modules_are_refused_while_a_step_is_captured() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(UsageError, match="hook for all modules"):
+            capture(nn.Linear(8, 2), call_of((X,), {}))
+    finally:
+        handle.remove()
+
+
+def test_numbers_by_value() -> None:
+    assert told(float("nan")) == told(float("nan"))
+    assert len({told(value) for value in (0.0, -0.0, 0, False, float("nan"), complex(0, -0.0), complex(0, 0.0))}) == 7
+
+
+def test_the_model_is_not_kept_alive() -> None:
+    model = nn.Sequential(nn.Linear(8, 2))
+    reads = capture(model, call_of((X,), {})).reads
+    assert reads is not None
+    alive = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
