@@ -4,6 +4,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from memplan._torch.autocast import casts_kept, outside_autocast
 from memplan._torch.compiled import GraphBreak, before_compiling, graph_break, is_jit_tracing, memory_budget
+from memplan._torch.contexts import (
+    is_profiled,
+    outside_of_modes,
+    profiler_turn,
+    transform_of_caller,
+    without_anomaly_checks,
+)
 from memplan._torch.cuda import (
     checkpoints_for_cuda,
     clear_cublas_workspaces,
@@ -115,7 +122,6 @@ from memplan._torch.opaque import (
     calls_op,
     culprit,
     define_opaque,
-    is_profiled,
     untraced,
 )
 from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
@@ -298,6 +304,7 @@ __all__ = [
     "op_named",
     "original_call",
     "outside_autocast",
+    "outside_of_modes",
     "own_hooks",
     "own_modules",
     "own_state",
@@ -307,6 +314,7 @@ __all__ = [
     "peculiarity",
     "place_of",
     "pre_hooks",
+    "profiler_turn",
     "random_states_seen",
     "record_history",
     "rejections_counted",
@@ -334,6 +342,7 @@ __all__ = [
     "tensors_that_tell",
     "threads_watched",
     "torch_version",
+    "transform_of_caller",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -347,6 +356,7 @@ __all__ = [
     "will_run",
     "with_symbols",
     "with_threads",
+    "without_anomaly_checks",
     "without_autocast",
     "without_call",
     "without_checkpoints",

@@ -35,7 +35,7 @@ from memplan.planning.capture.flat_call import call_of
 from memplan.planning.request import Request, request
 from memplan.planning.settings import PlanOptions
 from memplan.trace.naming.step_parts import Loss, Optimizer, optimizer_of
-from memplan.trace.recording.session import undisturbed
+from memplan.trace.recording.session import public, undisturbed
 from memplan.trace.step import StepOptions, copy_module
 
 STEPS = 20
@@ -56,6 +56,7 @@ class _Options:
     force: bool
 
 
+@public
 def export(
     model: Any,
     *inputs: Any,

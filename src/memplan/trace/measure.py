@@ -23,6 +23,7 @@ from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.session import (
     CUDA_DIFFERS,
+    called,
     check_steps,
     of_outside,
     own_card,
@@ -79,6 +80,14 @@ def measure(
         >>> memplan.measure(build, device="h100", dry=True, environment="~/cuda-env")  # doctest: +SKIP
     """
     check_steps(steps)
+    with called("memplan.measure", profiles=not dry):
+        return _measured(build, device, steps, dry, environment, snapshot, contribute)
+
+
+def _measured(
+    build: Runs, device: str | None, steps: int, dry: bool, environment: str | os.PathLike[str] | None,
+    snapshot: str | os.PathLike[str] | None, contribute: str | os.PathLike[str] | None,
+) -> Trace:  # fmt: skip
     if dry:
         _refuse("with dry=True", contribute=contribute)
         return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)

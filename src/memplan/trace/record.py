@@ -27,6 +27,7 @@ from memplan.trace.recording.session import (
     choose_target,
     collect_cycles,
     of_outside,
+    public,
     run_steps,
     undisturbed,
 )
@@ -45,6 +46,7 @@ Known = Callable[[Semantics], Semantics]
 """Of a device's semantics, the same with what is known besides of its kernels."""
 
 
+@public
 def record(
     build: Runs,
     *,

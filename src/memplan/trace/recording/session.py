@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import os
@@ -14,17 +15,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, dataset
 
 from memplan import _torch
 from memplan._bytes import format_bytes
-from memplan._interrupts import held_off
+from memplan._interrupts import deferred, outside_of
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device, find, of_properties
-from memplan.errors import DataDependentError, MemplanError, StepError
+from memplan.errors import DataDependentError, MemplanError, StepError, UsageError
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.followed.line_watch import unwatched
@@ -110,10 +111,56 @@ def own_card(place: torch.device | None = None) -> Device | None:
 
 def check_steps(steps: int) -> None:
     """Raise UsageError unless ``steps`` is a whole number of at least 1."""
-    from memplan.errors import UsageError
-
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise UsageError(f"steps={steps!r}", expected="a whole number of steps, at least 1", do="Leave it out for 2.")
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@contextmanager
+def called(name: str, *, profiles: bool = False) -> Iterator[None]:
+    """Run a public function's call in here, during which signals wait (`memplan._interrupts`).
+
+    Args:
+        name: of the function.
+        profiles: whether it starts torch's profiler.
+
+    Raises:
+        UsageError: it is called within what changes ops (a transform of torch.func, torch.compile, a meta device), or
+            within a profiler where it starts one.
+    """
+    within = _torch.transform_of_caller()
+    if within is not None:
+        raise UsageError(
+            f"{name} is called within {within}",
+            expected="a call outside of it: memplan runs the step as it is",
+            do="Call it before or afterwards",
+        )
+    if profiles and not _torch.profiler_turn.take():
+        raise UsageError(
+            f"{name} starts torch's profiler, and one is at work",
+            expected="none, neither around the call nor in another thread: torch has one at a time",
+            do="Call it before the other one begins, or after its end",
+        )
+    try:
+        with deferred():
+            yield
+    finally:
+        if profiles:
+            _torch.profiler_turn.give()
+
+
+def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run each call of a public function as `called` does."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with called(f"memplan.{function.__name__}"):
+            return function(*args, **kwargs)
+
+    return call
 
 
 _WAITING = 1.0
@@ -126,9 +173,9 @@ one_at_a_time = threading.RLock()
 def alone() -> Iterator[None]:
     """Wait until no other thread records or plans: for its time, that replaces functions of torch for the process.
 
-    Ctrl-C in here waits where it would leave something replaced.
+    Signals wait until what is replaced is as before, or for a safe point (`memplan._interrupts`).
     """
-    with held_off():
+    with deferred():
         if not one_at_a_time.acquire(timeout=_WAITING):
             warnings.warn(
                 "memplan waits: another thread of this process is recording or planning, and one runs at a time",
@@ -153,9 +200,11 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
     """
     with (
         alone(),
+        outside_of(_torch.outside_of_modes),
         random_kept(),
         torch.inference_mode(False),
         torch.enable_grad(),
+        _torch.without_anomaly_checks(),
         collector_held(),
         _defaults_kept(),
         _loaded_in_order(),

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
-from memplan._interrupts import undone
 from memplan.dry.card import CARD
 from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
 from memplan.planning.graph.precision import EXACT
@@ -31,7 +29,7 @@ from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.place import exception_of_user
-from memplan.trace.recording.session import alone, collector_held
+from memplan.trace.recording.session import alone, called, collector_held
 from memplan.trace.step import StepOptions
 from memplan.verification.fitting.own_call import plan_own_call
 from memplan.verification.fitting.plan_cache import Plans, say
@@ -112,7 +110,7 @@ def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
     """
     placed = list[_Fitting]()
     try:
-        with alone():
+        with called("memplan.fit", profiles=True), alone():
             placed.append(_Fitting(request_of(), pairs))
             return placed[0].run()
     except BaseException as error:
@@ -364,7 +362,8 @@ class _Fitting:
             compiled(planned.fused)  # raises an error of which a call would only warn
         plans = self.plans = Plans(self.asked.step, self.settings, budget, self._told)
         plans.expect(planned)
-        self.installed = undo.enter_context(undone(partial(install, self.asked.step, plans)))
+        self.installed = install(self.asked.step, plans)
+        undo.callback(self.installed.undo)
 
     def _handed_over(self, planned: Planned, proof: Proof, budget: int, undo: ExitStack) -> Fitted:
         asked, settings = self.asked, self.settings
@@ -378,7 +377,7 @@ class _Fitting:
                 self.notes += [] if note is None else [note]
         if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
-            undo.enter_context(undone(partial(update_early, optimizer)))
+            undo.callback(update_early(optimizer).undo)
         self.plans.theirs = True
         for one in calls:  # those of the proof do not count
             one.restart()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan._interrupts import in_place_of, outside_of
 from memplan.planning.capture.side_effects import without_hooks
 from memplan.trace.spec import like
 
@@ -46,12 +47,15 @@ class ModuleCopy:
     def in_place(self) -> Iterator[None]:
         """Run the module with the copies; what it changes in them is kept for the next time."""
         theirs = [_torch.own_state(part) for part in self._parts]
-        try:
-            self._set(self._states)
-            yield
+
+        def put_back() -> None:
             self._states = [_torch.own_state(part) for part in self._parts]
-        finally:
             self._set(theirs)
+
+        try:
+            with in_place_of(lambda: self._set(self._states), put_back):
+                yield
+        finally:
             self._copier.put_back()
 
     def _set(self, states: list[_torch.OwnState]) -> None:
@@ -248,6 +252,7 @@ def on_its_own(step: nn.Module) -> Iterator[None]:
     gradients on; and restore the random streams afterwards."""
     with (
         random_state_kept(), without_hooks(step), _torch.outside_autocast(),
-        torch.inference_mode(False), torch.enable_grad(),
+        torch.inference_mode(False), torch.enable_grad(), _torch.without_anomaly_checks(),
+        outside_of(_torch.outside_of_modes),
     ):  # fmt: skip
         yield
