@@ -98,7 +98,7 @@ class _Signals:
         if os.getpid() != self._process or self._depth == 0:
             return
         self._spans -= span
-        if self._depth > 1:
+        if self._depth > 1 or threading.get_ident() != threading.main_thread().ident:  # which alone sets handlers
             self._depth -= 1
             return
         self._put_back()
