@@ -132,6 +132,7 @@ from memplan._torch.patches import (
     eager_instead_of_compiled,
     fetching,
     function_name,
+    generator_replaced,
     here_alone,
     is_compiled,
     lengths_as_tensors,
@@ -143,6 +144,7 @@ from memplan._torch.patches import (
     sequences_padded_in_python,
     without_checkpoints,
 )
+from memplan._torch.random_ops import drawing_from
 from memplan._torch.spectra import spectra_seen, without_vectors
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
@@ -247,6 +249,7 @@ __all__ = [
     "culprit",
     "default_device_replaced",
     "define_opaque",
+    "drawing_from",
     "distinct",
     "dump_history",
     "eager_instead_of_compiled",
@@ -258,6 +261,7 @@ __all__ = [
     "flop_formula",
     "function_name",
     "function_of_functions",
+    "generator_replaced",
     "gives_twice",
     "graph_break",
     "has_gradient_hooks",

@@ -125,7 +125,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     own = _own(model)
     name = options.name or type(own).__name__
     title, place = c_name(name), prepared_folder(folder, options.force)
-    with undisturbed():
+    with undisturbed(real=True):
         asked = _asked(own, step, options.budget)
         plan, choice = _planned(asked, title, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)

@@ -101,7 +101,7 @@ def _measured(
 def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
     """Run the step on this machine's CPU."""
     target, notes = _target(device)
-    with undisturbed():
+    with undisturbed(real=True):
         with random_kept():
             named = named_run(build, steps)
         plain, unended, watch = _plain(build, steps)

@@ -19,6 +19,7 @@ from memplan.trace.recording.boundaries import Program, Runs
 from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.observer import Observer
+from memplan.trace.recording.own_streams import in_thread
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
     Environment,
@@ -312,7 +313,7 @@ class _Recording:
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
         """Record what a thread of the step does: modes are of one thread each."""
-        with self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
+        with in_thread(), self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
             yield
 
     def run(self, build: Runs, steps: int) -> Trace | None:

@@ -29,6 +29,7 @@ from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.passes.pipeline import prepared
 from memplan.trace.held_output import Printed
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
+from memplan.trace.recording.session import random_kept
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.traced_results import INSTEAD, RESULTS, TRAINING_NORM
 
@@ -204,7 +205,7 @@ def _run(model: nn.Module, call: Call) -> None:
     """Call the model as it is. Its buffers are copied; what else changes is put back by the caller."""
     copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
     args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
-    with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held():
+    with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held(), random_kept():
         model.forward(*args, **kwargs)
 
 

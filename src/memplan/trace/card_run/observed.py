@@ -73,7 +73,7 @@ def observed(
     """
     notes = list[str]()
     torch.cuda.init()
-    with undisturbed(cuda=True):
+    with undisturbed(cuda=True, real=True):
         _settle()
         random_state = torch.cuda.get_rng_state()
         with random_kept():

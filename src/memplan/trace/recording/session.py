@@ -30,6 +30,7 @@ from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.followed.line_watch import unwatched
 from memplan.trace.recording.observer import Observer
+from memplan.trace.recording.own_streams import own_streams
 from memplan.trace.recording.place import format_frame, frame_of_error
 from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST
@@ -189,19 +190,22 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(*, cuda: bool = False) -> Iterator[None]:
-    """Record without a trace: the random state is left as it was, cyclic garbage collected between steps only.
+def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
+    """Record without a trace: random streams are left alone, cyclic garbage collected between steps only.
 
     One thread at a time, and with gradients: a step makes its own modes, whatever `torch.no_grad` the caller is within.
 
     When Python's collector would free a cycle inside a step depends on everything else that the process did before,
-    so a prediction could not be the same twice. ``cuda``: a card is recorded for; for the CPU,
-    `torch.cuda.is_available()` answers no.
+    so a prediction could not be the same twice.
+
+    Args:
+        cuda: a card is recorded for; for the CPU, `torch.cuda.is_available()` answers no.
+        real: tensors are real, and ops draw from torch's own stream, which is restored afterwards.
     """
     with (
         alone(),
         outside_of(_torch.outside_of_modes),
-        random_kept(),
+        random_kept() if real else own_streams(),
         torch.inference_mode(False),
         torch.enable_grad(),
         _torch.without_anomaly_checks(),
@@ -216,12 +220,13 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
 
 @contextmanager
 def random_kept() -> Iterator[None]:
-    """Leave the random states of torch, Python and numpy as they were."""
-    state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
+    """Leave the random states of torch, Python and numpy as they were, where real ops draw."""
+    state, python_state, numpy_state = torch.default_generator.get_state(), random.getstate(), _numpy_state()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        if not torch.equal(torch.default_generator.get_state(), state):
+            torch.default_generator.set_state(state)
         random.setstate(python_state)
         if numpy_state is not None:
             import numpy

@@ -28,6 +28,7 @@ from memplan.rewriting.compiled import compiled
 from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
 from memplan.trace.naming.step_parts import Loss, Optimizer
+from memplan.trace.recording.own_streams import own_streams
 from memplan.trace.recording.place import exception_of_user
 from memplan.trace.recording.session import alone, called, collector_held
 from memplan.trace.step import StepOptions
@@ -287,7 +288,7 @@ class _Fitting:
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        with attributes_kept(self.asked.step), self.asked.under_autocast(), collector_held():
+        with own_streams(), attributes_kept(self.asked.step), self.asked.under_autocast(), collector_held():
             yield
 
     def _planned(self, budget: int) -> Planned:

@@ -202,7 +202,7 @@ class RandomState:
     @classmethod
     def now(cls) -> RandomState:
         """Return the present state."""
-        streams: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        streams: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
         if "numpy" in sys.modules:
             import numpy
 
@@ -213,7 +213,7 @@ class RandomState:
 
     def restore(self) -> None:
         """Make this the present state."""
-        torch.set_rng_state(self.streams["torch"])
+        torch.default_generator.set_state(self.streams["torch"])
         random.setstate(self.streams["python"])
         if "numpy" in self.streams:
             import numpy
