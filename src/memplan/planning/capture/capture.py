@@ -28,6 +28,7 @@ from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.passes.pipeline import prepared
 from memplan.trace.held_output import Printed
+from memplan.trace.recording.own_streams import own_streams
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
 from memplan.trace.recording.session import random_kept
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
@@ -62,6 +63,8 @@ class Captured:
         return all(condition.holds(call.tensors) for condition in self.conditions)
 
 
+@own_streams()
+@_torch.without_anomaly_checks()
 def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relaid: bool = False) -> Captured:
     """Trace forward and backward of a call of the model; nothing is computed, nothing of the model is changed.
 
@@ -95,6 +98,8 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     return replace(found, relaid=relaid, guards=tuple(guards.found), printed=watch.printed.lines > 0)
 
 
+@own_streams()
+@_torch.without_anomaly_checks()
 def capture_symbolic(
     model: nn.Module,
     call: Call,

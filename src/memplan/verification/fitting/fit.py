@@ -28,7 +28,6 @@ from memplan.rewriting.compiled import compiled
 from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.own_streams import own_streams
 from memplan.trace.recording.place import exception_of_user
 from memplan.trace.recording.session import alone, called, collector_held
 from memplan.trace.step import StepOptions
@@ -191,7 +190,7 @@ class _Fitting:
     def __init__(self, asked: Request, pairs: int) -> None:
         self.settings, self.planner = asked.settings, Planner(asked.step)
         self.asked = asked
-        with on_its_own(asked.step), self._tracing():
+        with on_its_own(asked.step, draws=False), self._tracing():
             self.asked = self.planner.bounded(asked, key=0)
         self.budget, self.notes = self.asked.bytes, list(self.asked.notes)
         self.prover = Prover(self.asked, pairs)
@@ -210,8 +209,14 @@ class _Fitting:
 
         A relaxation whose proof fails (channels last, a lower precision) is left out of the next plan.
         """
-        with on_its_own(self.asked.step):
+        with on_its_own(self.asked.step, draws=self._draws()):
             return self._run()
+
+    def _draws(self) -> bool:
+        """Whether the step may draw random numbers."""
+        with self._tracing():
+            captured = self.planner.study(self.asked.call, self.settings, key=0).captured
+        return bool(captured.opaque) or any(op.random for op in captured.graph.ops)
 
     def _run(self) -> Fitted:
         unchanged = self._unplanned()
@@ -288,7 +293,7 @@ class _Fitting:
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        with own_streams(), attributes_kept(self.asked.step), self.asked.under_autocast(), collector_held():
+        with attributes_kept(self.asked.step), self.asked.under_autocast(), collector_held():
             yield
 
     def _planned(self, budget: int) -> Planned:
