@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memplan import _torch
+from memplan._interrupts import safe_point
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
 from memplan.planning.capture.flat_call import Call, Flat, Returned
@@ -422,6 +423,7 @@ def _placing(names: Mapping[int, str], place: Place, region: Callable[[], int | 
 
     class Placing(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            safe_point()
             frame = user_frame()
             if frame not in lines:
                 lines[frame] = format_frame(frame)

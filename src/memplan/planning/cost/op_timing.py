@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from memplan import _torch
+from memplan._interrupts import safe_point
 from memplan.devices import Device
 from memplan.errors import UsageError
 from memplan.planning.graph import roofline
@@ -305,6 +306,7 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
     clock, end = _clock(on), time.perf_counter() + limit
     with alone(on):
         for key in keys:
+            safe_point()
             if key in clock.seconds or key in clock.refused:
                 continue
             if time.perf_counter() >= end:
