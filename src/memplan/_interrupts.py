@@ -243,13 +243,6 @@ def safe_point() -> None:
         _signals.deliver(sys._getframe())
 
 
-def each_safely(items: Any) -> Iterator[Any]:
-    """Yield each item, with a `safe_point` before it."""
-    for item in items:
-        safe_point()
-        yield item
-
-
 @contextmanager
 def outside_of(step_out: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter ``step_out()`` around each handler of the user's that is called in here: it undoes for its time what is

@@ -105,7 +105,7 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
         with random_kept():
             named = named_run(build, steps)
         plain, unended, watch = _plain(build, steps)
-    joined = join(named.parts, named.observer.ledger.entries, named.record, plain, lines=watch.rows())
+    joined = join(named.parts, named.entries, named.record, plain, lines=watch.rows())
     notes += named.notes + unended + of_outside(joined.outside)
     if joined.apart:
         notes += (

@@ -328,12 +328,19 @@ def random_state_kept(*, draws: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def on_its_own(step: nn.Module, *, draws: bool = True) -> Iterator[None]:
-    """Detach a step from the caller's context: no hooks of the outermost module, no autocast or inference mode,
-    gradients on; and restore the random streams afterwards (`random_state_kept`)."""
+def as_trained(*, draws: bool = True) -> Iterator[None]:
+    """Run steps with gradients and without anomaly mode's checks, whatever the caller has switched on; and restore the
+    random streams afterwards (`random_state_kept`)."""
     with (
-        random_state_kept(draws=draws), without_hooks(step), _torch.outside_autocast(),
-        torch.inference_mode(False), torch.enable_grad(), _torch.without_anomaly_checks(),
-        outside_of(_torch.outside_of_modes),
+        random_state_kept(draws=draws), torch.inference_mode(False), torch.enable_grad(),
+        _torch.without_anomaly_checks(), outside_of(_torch.outside_of_modes),
     ):  # fmt: skip
+        yield
+
+
+@contextmanager
+def on_its_own(step: nn.Module, *, draws: bool = True) -> Iterator[None]:
+    """Detach a step from the caller's context as `as_trained` does, and from hooks of the outermost module and
+    autocast."""
+    with as_trained(draws=draws), without_hooks(step), _torch.outside_autocast():
         yield
