@@ -67,7 +67,7 @@ class _Signals:
 
     @property
     def is_here(self) -> bool:
-        """Whether signals of this thread are noted: not in another thread, nor in a process forked meanwhile."""
+        """Return whether signals of this thread are noted: not in another thread, nor in a process forked meanwhile."""
         return (
             self._depth > 0 and threading.get_ident() == threading.main_thread().ident and os.getpid() == self._process
         )
@@ -280,7 +280,7 @@ def in_place_of(replace: Callable[[], None], put_back: Callable[[], None]) -> It
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Within this context the program waits for another process: handlers are called at once."""
+    """Call handlers at once while the program waits for another process in here."""
     here = _signals.is_here
     _signals.waits += here
     try:

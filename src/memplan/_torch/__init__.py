@@ -144,7 +144,6 @@ from memplan._torch.patches import (
     sequences_padded_in_python,
     without_checkpoints,
 )
-from memplan._torch.random_ops import drawing_from
 from memplan._torch.spectra import spectra_seen, without_vectors
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
@@ -156,6 +155,7 @@ from memplan._torch.tensors import (
     called_for_the_loss,
     copy_all,
     distinct,
+    drawing_from,
     gives_twice,
     in_backward,
     inner_tensors,

@@ -15,11 +15,11 @@ from memplan.trace import fake_cuda
 from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.held_output import Printed, output_shown
+from memplan.trace.own_streams import in_thread
 from memplan.trace.recording.boundaries import Program, Runs
 from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.own_streams import in_thread
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
     Environment,

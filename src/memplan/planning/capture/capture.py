@@ -29,7 +29,7 @@ from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.passes.pipeline import prepared
 from memplan.trace.held_output import Printed
-from memplan.trace.recording.own_streams import own_streams
+from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
 from memplan.trace.recording.session import random_kept
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE

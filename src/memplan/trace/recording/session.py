@@ -26,11 +26,11 @@ from memplan._interrupts import deferred, outside_of
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError, UsageError
+from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.followed.line_watch import unwatched
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.own_streams import own_streams
 from memplan.trace.recording.place import format_frame, frame_of_error
 from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST

@@ -13,6 +13,7 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
+from memplan._interrupts import deferred
 from memplan.dry.card import CARD
 from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
 from memplan.planning.graph.precision import EXACT
@@ -160,7 +161,8 @@ class Fitted(Displayed):
 
     def undo(self) -> None:
         """Make the model run as before. An ordinary update finds its gradients again."""
-        self._undo.close()
+        with deferred():
+            self._undo.close()
         self.changed = False
 
     def __copy__(self) -> Fitted:
