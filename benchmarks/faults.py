@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py                  # 500, or those that are missing: writes results/faults.json and .md
     python benchmarks/faults.py --count 40 --first 1000    # prints, writes nothing
+    python benchmarks/faults.py --signals    # 1000 signals: writes results/signals.json and .md
 
 Fault number n is drawn from a generator with the seed n: which call (record, measure, explain, check, plan, fit,
 largest, sweep), and which fault:
@@ -11,6 +12,10 @@ largest, sweep), and which fault:
 * interrupt: Ctrl-C at a random moment of the call
 * beside: another thread trains meanwhile
 
+With ``--signals`` each number is a process forked from one that has made every call before, to which a signal comes at
+a random moment of one call (record, measure, plan, fit, watch): Ctrl-C, Ctrl-C twice, SIGTERM with a handler that
+raises SystemExit, or a timer of 2 ms whose handler counts, in which the call has to go on.
+
 After each, these are compared with before: parameters, buffers, gradients, hooks and attributes of the model, state of
 the optimizer, the batch, files of the working and the temporary folder, random states, and all that
 tests/torch_state.py has of torch and Python. The next call and a thread that trains give what they give alone.
@@ -19,6 +24,7 @@ tests/torch_state.py has of torch and Python. The next call and a thread that tr
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -30,7 +36,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -282,25 +288,32 @@ def fault(number: int, user: User, alone: Alone) -> Row:
     draw = random.Random(number)
     name, kind = draw.choice(list(calls(user))), draw.choice(FAULTS)
     expected, ops, seconds = alone[name]
-    row: Row = {"number": number, "call": name, "fault": kind, "outcome": "result", "wrong": []}
-    before, files = user.contents(), _files()
     where = draw.random() * seconds
-    state = random.getstate(), torch.get_rng_state()
     FAULT.calls, FAULT.at, FAULT.kind = 0, draw.randint(1, ops) if kind in ("error", "memory") else 0, kind
     around = {"interrupt": lambda: interrupted(where), "beside": lambda: Beside().training()}.get(kind, nullcontext)
+    row = {"number": number, "call": name, "fault": kind, "outcome": "result", "wrong": []}
+    # where an op of the user's fails, a probe of a kernel may have failed, and the result may be another
+    return compared(row, user, calls(user)[name], around, expected if kind in ("interrupt", "beside") else None)
+
+
+def compared(
+    row: Row, user: User, call: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]], expected: Any
+) -> Row:
+    """Run a call within a context and add to its row what is not as before, nor the result as expected."""
+    before, files = user.contents(), _files()
+    state = random.getstate(), torch.get_rng_state()
     try:
         with torch_state.kept():
             try:
                 with around():
-                    found = calls(user)[name]()
-                if found != expected and kind in ("interrupt", "beside"):  # else a probe of a kernel may have failed
+                    found = call()
+                if expected is not None and found != expected:
                     row["wrong"].append(f"gives {found}, alone {expected}")
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):
                 row["outcome"] = "interrupt"
-                FAULT.at = 0
             except (memplan.MemplanError, Fault, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
                 row["outcome"], row["said"] = type(error).__name__, str(error)[:300]
-                FAULT.at = 0
+            FAULT.at = 0
     except AssertionError as error:
         row["wrong"] += str(error).splitlines()
     FAULT.at = 0
@@ -316,6 +329,125 @@ def fault(number: int, user: User, alone: Alone) -> Row:
     if free.is_alive():
         row["wrong"].append("the next call waits for ever")
     return row
+
+
+# -- signals
+
+
+SIGNALS = ("Ctrl-C", "Ctrl-C twice", "SIGTERM", "timer of 2 ms")
+_TICK, _HANGS = 0.002, 120
+
+
+def signalled_calls(user: User) -> dict[str, Callable[[], Any]]:
+    """Return the calls to which signals come, by name."""
+    every = calls(user)
+
+    def watched() -> int:
+        model = copy.deepcopy(user.model).eval()  # else its dropout would draw
+        optimizer = Update(model.parameters())
+        with memplan.watch(model, optimizer, quiet=True, post_mortem=None) as seen:
+            for _ in range(5):
+                loss(model(user.x), user.y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return len(seen.rows)
+
+    def planned() -> int:
+        return memplan.plan(user.model, user.x, **user.given, budget="95%", costs="roofline").peak
+
+    def fitted() -> None:
+        memplan.fit(user.model, user.x, **user.given, budget="95%", pairs=0).undo()
+
+    return {
+        "record": every["record"], "measure": every["measure"], "plan": planned, "fit": fitted, "watch": watched,
+    }  # fmt: skip
+
+
+def signalled(number: int, user: User, expected: Any, name: str, kind: str, after: float, again: float) -> Row:
+    """Fork a process that makes a call, send it signals, and return what it says; or how it ended."""
+    read, write = os.pipe()
+    process = os.fork()
+    if not process:
+        os.close(read)
+        row: Row = {"number": number, "call": name, "fault": kind, "outcome": "result", "wrong": []}
+        try:
+            call = signalled_calls(user)[name]
+            around = lambda: _handled(kind, row, lambda: os.write(write, b"\n"), after + again + 0.3)  # noqa: E731
+            compared(row, user, call, around, expected)
+        except BaseException as error:
+            row["wrong"].append(f"{type(error).__name__}: {error}")
+        os.write(write, json.dumps(row).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as said:
+        said.read(1)
+        for pause in {"timer of 2 ms": (), "Ctrl-C twice": (after, again)}.get(kind, (after,)):
+            time.sleep(pause)
+            os.kill(process, signal.SIGTERM if kind == "SIGTERM" else signal.SIGINT)
+        killer = threading.Timer(_HANGS, os.kill, (process, signal.SIGKILL))
+        killer.start()
+        text = said.read()
+    _, status = os.waitpid(process, 0)
+    killer.cancel()
+    if os.WIFSIGNALED(status):
+        outcome = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return {"number": number, "call": name, "fault": kind, "outcome": outcome, "wrong": [outcome]}
+    return json.loads(text)
+
+
+@contextmanager
+def _handled(kind: str, row: Row, ready: Callable[[], Any], until: float) -> Iterator[None]:
+    """Handle signals as the user does whom they come to. What comes after the call is ignored: the last one comes some
+    seconds after it began, at most."""
+    ticks, over, begun = 0, False, time.monotonic()
+
+    def tick(*_: Any) -> None:
+        nonlocal ticks
+        ticks += 1
+
+    def leave(*_: Any) -> None:
+        if not over:
+            raise SystemExit
+
+    before = signal.signal(signal.SIGTERM, leave), signal.signal(signal.SIGALRM, tick)
+    try:
+        ready()
+        if kind == "timer of 2 ms":
+            signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
+        yield
+    finally:
+        over = True
+        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        ours = ours and signal.getsignal(signal.SIGTERM) is leave and signal.getsignal(signal.SIGALRM) is tick
+        row["wrong"] += [] if ours else ["handlers are others"]
+        row["ticks"] = ticks
+        time.sleep(max(0.0, begun + until - time.monotonic()))
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGALRM, before[1])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def signal_rows(numbers: list[int]) -> Iterator[Row]:
+    """Send the signals of these numbers, a row each."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    user = User()
+    alone = dict[str, tuple[Any, float]]()
+    for name, call in signalled_calls(user).items():
+        call()
+        begun = time.perf_counter()
+        alone[name] = call(), time.perf_counter() - begun
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        tempfile.tempdir = folder
+        for number in numbers:
+            draw = random.Random(number)
+            name, kind = draw.choice(list(alone)), draw.choice(SIGNALS)
+            expected, seconds = alone[name]
+            yield signalled(number, user, expected, name, kind, draw.random() * seconds, draw.random() * 0.05)
+        os.chdir("/")
 
 
 def _first_other(before: Any, after: Any) -> str:
@@ -370,13 +502,13 @@ def rows_of(numbers: list[int]) -> Iterator[Row]:
         left = left[done:]
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], faults: tuple[str, ...] = FAULTS) -> str:
     """Return how many of each call and fault left everything as before."""
-    lines = [f"| call | {' | '.join(FAULTS)} |", "|---|" + "---|" * len(FAULTS)]
+    lines = [f"| call | {' | '.join(faults)} |", "|---|" + "---|" * len(faults)]
     of = Counter((row.get("call"), row.get("fault")) for row in rows)
     kept = Counter((row.get("call"), row.get("fault")) for row in rows if not row["wrong"])
     for name in sorted({row["call"] for row in rows if "call" in row}):
-        cells = [f"{kept[name, kind]} of {of[name, kind]}" for kind in FAULTS]
+        cells = [f"{kept[name, kind]} of {of[name, kind]}" for kind in faults]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -385,22 +517,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, help="how many, without writing them")
     parser.add_argument("--first", type=int, default=0, help="number of the first")
+    parser.add_argument("--signals", action="store_true", help="send signals")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
         return _work([int(one) for one in given.work.split(",")])
-    file = RESULTS / "faults.json"
-    known = json.loads(file.read_text()) if file.exists() and given.count is None else []
-    wanted = range(given.first, given.first + (given.count or COUNT))
+    name, faults, count = ("signals", SIGNALS, 1000) if given.signals else ("faults", FAULTS, COUNT)
+    file = given.json.absolute() if given.json else RESULTS / f"{name}.json"
+    written = given.json is not None or given.count is None
+    known = json.loads(file.read_text()) if file.exists() and written else []
+    wanted = range(given.first, given.first + (given.count or count))
     missing = [number for number in wanted if number not in {row["number"] for row in known}]
-    for row in rows_of(missing):
+    for row in (signal_rows if given.signals else rows_of)(missing):
         known.append(row)
         print(row["number"], row.get("call"), row.get("fault"), row["outcome"], *row["wrong"][:8], sep="  ", flush=True)
-        if given.count is None:
+        if written:
             file.write_text(json.dumps(sorted(known, key=lambda one: one["number"]), indent=1) + "\n")
-    print(table(known))
+    print(table(known, faults))
     if given.count is None:
-        (RESULTS / "faults.md").write_text(table(known))
+        (RESULTS / f"{name}.md").write_text(table(known, faults))
 
 
 if __name__ == "__main__":

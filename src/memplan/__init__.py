@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from memplan._display import draw_with
+from memplan._interrupts import deferred
 from memplan._version import __version__
 from memplan.errors import BudgetError, MemplanError
 
@@ -142,7 +143,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'memplan' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    with deferred():  # a library that it imports is not left half imported
+        return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

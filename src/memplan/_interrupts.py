@@ -1,143 +1,290 @@
-"""Ctrl-C, and whatever other signals raise, while functions of torch are replaced: never in the middle of putting back.
+"""Signals during a call of memplan: their handlers run between ops, or once everything is as before.
 
-An exception of a signal handler comes between any two instructions. Inside of `__exit__`, or of a ``finally``, it would
-leave half of what was replaced. So for its time `held_off` stands before the handlers of this process: where the main
-thread is within such code, a signal is sent again a moment later, until it is not.
+Python runs the handler of a signal between any two instructions of the main thread, and what it raises comes out there:
+in the middle of putting torch back, of an import, or in a function that torch's C++ calls and that may not raise. So
+while a call runs (`deferred`), the handlers of Python's that are installed are replaced by one that notes the signal.
+The user's handler is called
+
+* at the next `safe_point`: before each op that is recorded, and between the parts of a search or a proof;
+* at once where the user's own code runs, which can raise anything anyway;
+* where neither comes for `LONGEST` seconds, wherever the program is, imports excepted;
+* at the latest when the outermost call ends, after all handlers are back.
+
+Each signal that Python hears of is passed on, so that a handler that counts goes on counting.
 """
 
 from __future__ import annotations
 
 import _thread
-import ast
-import functools
-import linecache
+import os
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType, TracebackType
+from typing import Any
 
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
-_WHOLE = frozenset({"__enter__", "__exit__", "enter_context", "__del__", "_on_death", "_forget", "_mark"})
-"""Functions that have to come to their end: they replace something, or put it back; or they are called where a weak
-reference dies, and Python drops what they raise."""
-_MOMENT = 0.005
-_LONGEST = 5.0
-"""Seconds after which a signal is let through nevertheless: what takes so long may never end."""
+Handler = Callable[[int, FrameType | None], Any]
 
-
-@contextmanager
-def held_off() -> Iterator[None]:
-    """Let no signal raise an exception in here where that would leave something replaced. Of the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = _Held(_body(sys._getframe()))
-    kinds = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-    for kind, handler in before.items():
-        if callable(handler) and not isinstance(handler, _Held):
-            held.handlers[kind] = handler
-            signal.signal(kind, held)
-    try:
-        yield
-    finally:
-        for kind, handler in held.handlers.items():
-            if signal.getsignal(kind) is held:  # else the user's code has set another one
-                signal.signal(kind, handler)
-        for kind in held.end():
-            signal.raise_signal(kind)
+LONGEST = 5.0
+"""Seconds after which a signal does not wait for a safe point any more: what runs may never end."""
+_POLL = 0.25
+_TRIES = 100
+"""How often putting the handlers back may be interrupted by what those that are back raise."""
+_IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
+_LIBRARIES = frozenset({"memplan", "torch", "contextlib", "numpy", "scipy", "sympy", "mpmath", "networkx", "triton"})
+"""Packages in which nothing is raised: what they replace, or have half done, would stay so."""
 
 
-class Undoable(Protocol):
-    """What replaces something until it is undone, which may happen twice."""
+class _Carried(BaseException):
+    """What a handler raised, on its way through code that catches every `Exception`."""
 
-    def undo(self) -> None: ...
-
-
-Made = TypeVar("Made", bound=Undoable)
-
-
-@contextmanager
-def undone(make: Callable[[], Made]) -> Iterator[Made]:
-    """Make something in the moment in which the context is entered, and undo it where that is left."""
-    made = make()
-    try:
-        yield made
-    finally:
-        made.undo()
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
-def _body(frame: FrameType | None) -> FrameType | None:
-    """Return the frame whose ``with`` block is entered: the first that neither is contextlib's nor called by it."""
-    while frame is not None and frame.f_back is not None:
-        if "contextlib" not in (frame.f_globals.get("__name__"), frame.f_back.f_globals.get("__name__")):
-            break
-        frame = frame.f_back
-    return frame
+class _Signals:
+    """Signals of this process while calls of memplan run in its main thread."""
 
+    def __init__(self) -> None:
+        self.queue: deque[int] = deque()
+        self.handlers: dict[int, Handler] = {}
+        """The user's, also after a call: whoever has read the handler within one may install it later."""
+        self.outside: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.waits = 0
+        self._installed: list[int] = []
+        self._depth = self._spans = 0
+        self._process = 0
+        self._since = 0.0
+        self._entry: FrameType | None = None
+        self._delivering = self._polling = False
+        self._woken: int | None = None
+        self._handler: Handler = self._arrived
 
-class _Held:
-    """A handler before those that were there."""
+    @property
+    def is_here(self) -> bool:
+        """Return whether signals of this thread are noted: not in another thread, nor in a process forked meanwhile."""
+        return (
+            self._depth > 0 and threading.get_ident() == threading.main_thread().ident and os.getpid() == self._process
+        )
 
-    def __init__(self, outside: FrameType | None) -> None:
-        self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._outside = outside
-        """The frame from which on what runs is none of ours."""
-        self._waiting: dict[int, float] = {}
-        """Signals that are sent again -> when each came."""
-
-    def __call__(self, kind: int, frame: FrameType | None) -> None:
-        """Call the handler that was there; later, where something is being replaced or put back."""
-        since = self._waiting.setdefault(kind, time.monotonic())
-        if time.monotonic() - since < _LONGEST and self._is_in_whole(frame):
-            _thread.start_new_thread(self._again, (kind,))  # not one of `threading`, whose threads a recording follows
-            return
-        del self._waiting[kind]
-        self.handlers[kind](kind, frame)
-
-    def end(self) -> list[int]:
-        """Stop sending signals again; return those that still wait."""
-        self._outside = None
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        return waiting
-
-    def _again(self, kind: int) -> None:
-        time.sleep(_MOMENT)
-        if kind not in self._waiting:
-            return
-        if hasattr(signal, "pthread_kill"):  # wakes the main thread where it waits for a lock
-            signal.pthread_kill(_main(), kind)
+    def enter(self, entry: FrameType | None, *, span: bool) -> None:
+        """Begin to note signals; a call within a call changes nothing."""
+        if os.getpid() != self._process:  # forked within a call, whose end this process does not see
+            self._depth = self._spans = self.waits = 0
+            self._polling = False
+            self.queue.clear()
+            self._process = os.getpid()
+        if self._depth == 0:
+            self._entry = entry
+            self._depth = 1  # from now on what is installed notes
+            try:
+                self._install()
+            except BaseException:
+                self._depth = 0
+                self._put_back()
+                self._drain()
+                raise
         else:
-            signal.raise_signal(kind)
+            self._depth += 1
+        self._spans += span
 
-    def _is_in_whole(self, frame: FrameType | None) -> bool:
-        while frame is not None and frame is not self._outside:
-            code = frame.f_code
-            if code.co_name in _WHOLE or any(
-                first <= frame.f_lineno <= last for first, last in _finallys(code.co_filename)
-            ):
-                return True
+    def leave(self, error: BaseException | None, *, span: bool) -> None:
+        """Stop noting signals; where that ends the outermost call, pass on those that wait."""
+        if os.getpid() != self._process or self._depth == 0:
+            return
+        self._spans -= span
+        if self._depth > 1 or threading.get_ident() != threading.main_thread().ident:  # which alone sets handlers
+            self._depth -= 1
+            return
+        self._put_back()
+        self._depth, self._entry = 0, None
+        self._drain()
+        if isinstance(error, _Carried):
+            raise error.error
+
+    def deliver(self, frame: FrameType | None) -> None:
+        """Call the handlers of all signals that wait, outside of what is replaced."""
+        if self._delivering:
+            return
+        self._delivering = True
+        try:
+            while self.queue:
+                handler = self.handlers[kind := self.queue.popleft()]
+                self._since = time.monotonic()
+                if handler is signal.default_int_handler:  # it raises, and looks at nothing
+                    handler(kind, frame)
+                with ExitStack() as outside:
+                    for step_out in reversed(self.outside):
+                        outside.enter_context(step_out())
+                    handler(kind, frame)
+        except Exception as error:
+            if self._depth == self._spans:
+                raise
+            raise _Carried(error) from None
+        finally:
+            self._delivering = False
+
+    def _install(self) -> None:
+        for kind in signal.valid_signals():
+            handler = signal.getsignal(kind)
+            if callable(handler) and handler is not self._handler:
+                self.handlers[kind] = handler
+                self._installed.append(kind)
+                signal.signal(kind, self._handler)
+
+    def _put_back(self) -> None:
+        """Install the handlers that were there, unless the user's code has set others meanwhile.
+
+        A signal that comes meanwhile may raise in here: the others are put back all the same.
+        """
+        raised, tries = None, 0
+        while self._installed and tries < _TRIES:
+            try:
+                kind = self._installed[-1]
+                if signal.getsignal(kind) is self._handler:
+                    signal.signal(kind, self.handlers[kind])
+                self._installed.pop()
+            except BaseException as error:
+                raised, tries = error, tries + 1
+        if raised is not None:
+            self._depth, self._entry = 0, None
+            self._drain()
+            raise raised
+
+    def _drain(self) -> None:
+        while self.queue:
+            kind = self.queue.popleft()
+            try:
+                self.handlers[kind](kind, sys._getframe())
+            except BaseException:
+                self._drain()
+                raise
+
+    def _arrived(self, kind: int, frame: FrameType | None) -> None:
+        """Note a signal, and pass it on where that may be done here."""
+        if not self.is_here:
+            self.handlers[kind](kind, frame)
+            return
+        if self._woken == kind:  # it stands for one that waits already
+            self._woken = None
+        else:
+            if not self.queue:
+                self._since = time.monotonic()
+            self.queue.append(kind)
+            if not self._polling:
+                self._polling = True
+                _thread.start_new_thread(self._poll, ())  # not one of `threading`, whose threads a recording follows
+        if self.queue and self._may_raise(frame):
+            self.deliver(frame)
+
+    def _poll(self) -> None:
+        """Wake the main thread where it waits for something while a signal waits for too long."""
+        main = threading.main_thread().ident
+        assert main is not None, "it runs"
+        while self._depth:
+            time.sleep(min(_POLL, LONGEST))
+            if self.queue and self._woken is None and time.monotonic() - self._since > LONGEST:
+                self._woken = self.queue[0]
+                if hasattr(signal, "pthread_kill"):
+                    signal.pthread_kill(main, self._woken)
+                else:
+                    signal.raise_signal(self._woken)
+        self._polling = False
+
+    def _may_raise(self, frame: FrameType | None) -> bool:
+        """Whether an exception may come out of a frame."""
+        overdue = time.monotonic() - self._since > LONGEST
+        users = None
+        while frame is not None and frame is not self._entry:
+            name = str(frame.f_globals.get("__name__"))
+            if name in _IMPORTS or frame.f_code.co_name == "__del__":
+                return False
+            package = name.partition(".")[0]
+            if users is None and (package in _LIBRARIES or package not in sys.stdlib_module_names):
+                users = package not in _LIBRARIES and name != "None"
             frame = frame.f_back
-        return False
+        return overdue or self.waits > 0 or bool(users)
 
 
-def _main() -> int:
-    ident = threading.main_thread().ident
-    assert ident is not None, "it runs"
-    return ident
+_signals = _Signals()
 
 
-@functools.cache
-def _finallys(file: str) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last line of each ``finally`` block of a file."""
+class deferred:
+    """Let signals wait while what is inside runs; see the module. Of the main thread alone.
+
+    Args:
+        span: what is inside is the user's code, which catches what its own handlers raise.
+    """
+
+    def __init__(self, *, span: bool = False) -> None:
+        self._span = span
+        self._here = False
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._here = threading.get_ident() == threading.main_thread().ident
+        if self._here:
+            _signals.enter(sys._getframe().f_back, span=self._span)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Pass on what waits, where that ends the outermost call."""
+        if self._here:
+            _signals.leave(error, span=self._span)
+
+
+def safe_point() -> None:
+    """Call the handlers of signals that wait. What they raise comes out here."""
+    if _signals.queue and _signals.is_here:
+        _signals.deliver(sys._getframe())
+
+
+@contextmanager
+def outside_of(step_out: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter ``step_out()`` around each handler of the user's that is called in here: it undoes for its time what is
+    replaced in here."""
+    here = threading.get_ident() == threading.main_thread().ident
+    if here:
+        _signals.outside.append(step_out)
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ()
-    bodies = [node.finalbody for node in ast.walk(tree) if isinstance(node, ast.Try) and node.finalbody]
-    return tuple((body[0].lineno, body[-1].end_lineno or body[-1].lineno) for body in bodies)
+        yield
+    finally:
+        if here:
+            _signals.outside.remove(step_out)
+
+
+@contextmanager
+def in_place_of(replace: Callable[[], None], put_back: Callable[[], None]) -> Iterator[None]:
+    """Replace something of the user's while what is inside runs, but not for the handlers of the user's that are called
+    meanwhile: one that saves a model saves the user's."""
+
+    @contextmanager
+    def theirs() -> Iterator[None]:
+        put_back()
+        try:
+            yield
+        finally:
+            replace()
+
+    with outside_of(theirs):
+        try:
+            replace()
+            yield
+        finally:
+            put_back()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Call handlers at once while the program waits for another process in here."""
+    here = _signals.is_here
+    _signals.waits += here
+    try:
+        safe_point()
+        yield
+    finally:
+        _signals.waits -= here

@@ -4,6 +4,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from memplan._torch.autocast import casts_kept, outside_autocast
 from memplan._torch.compiled import GraphBreak, before_compiling, graph_break, is_jit_tracing, memory_budget
+from memplan._torch.contexts import (
+    is_profiled,
+    outside_of_modes,
+    profiler_turn,
+    transform_of_caller,
+    without_anomaly_checks,
+)
 from memplan._torch.cuda import (
     checkpoints_for_cuda,
     clear_cublas_workspaces,
@@ -129,7 +136,6 @@ from memplan._torch.opaque import (
     calls_op,
     culprit,
     define_opaque,
-    is_profiled,
     untraced,
 )
 from memplan._torch.optimizers import (
@@ -147,6 +153,7 @@ from memplan._torch.patches import (
     eager_instead_of_compiled,
     fetching,
     function_name,
+    generator_replaced,
     here_alone,
     is_compiled,
     lengths_as_tensors,
@@ -169,6 +176,7 @@ from memplan._torch.tensors import (
     called_for_the_loss,
     copy_all,
     distinct,
+    drawing_from,
     gives_twice,
     in_backward,
     inner_tensors,
@@ -268,6 +276,7 @@ __all__ = [
     "define_opaque",
     "dict_version",
     "distinct",
+    "drawing_from",
     "dump_history",
     "eager_instead_of_compiled",
     "effect_of",
@@ -279,6 +288,7 @@ __all__ = [
     "flop_formula",
     "function_name",
     "function_of_functions",
+    "generator_replaced",
     "gives_twice",
     "gradient_hooks",
     "graph_break",
@@ -327,6 +337,7 @@ __all__ = [
     "op_named",
     "original_call",
     "outside_autocast",
+    "outside_of_modes",
     "own_dicts",
     "own_hooks",
     "own_modules",
@@ -340,6 +351,7 @@ __all__ = [
     "pickled_fakes",
     "place_of",
     "pre_hooks",
+    "profiler_turn",
     "random_states_seen",
     "record_history",
     "rejections_counted",
@@ -368,6 +380,7 @@ __all__ = [
     "tensors_that_tell",
     "threads_watched",
     "torch_version",
+    "transform_of_caller",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -381,6 +394,7 @@ __all__ = [
     "will_run",
     "with_symbols",
     "with_threads",
+    "without_anomaly_checks",
     "without_autocast",
     "without_call",
     "without_checkpoints",

@@ -16,7 +16,10 @@ import torch
 from torch._C._profiler import RecordScope, _EventType, _RecordFunctionFast
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from memplan._interrupts import safe_point
+from memplan._torch.contexts import is_profiled, profiler_turn
 from memplan._torch.patches import patched
+from memplan.errors import UsageError
 
 Run = Callable[[Any], Any]
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
@@ -47,6 +50,7 @@ class EagerMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        safe_point()
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and is_composite(func):
             with self:
@@ -92,18 +96,41 @@ def marker(name: str) -> contextlib.AbstractContextManager[Any]:
 
 def is_observed() -> bool:
     """Return whether a profiler sees what this thread runs, or a dispatch mode, or Dynamo traces it."""
-    profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-    return profiled or _get_current_dispatch_mode() is not None or torch.compiler.is_compiling()
+    return is_profiled() or _get_current_dispatch_mode() is not None or torch.compiler.is_compiling()
 
 
 def memory_profile() -> Any:
-    """Return torch's profiler, as a context: `Profile` reads what it saw.
+    """Return torch's profiler, as a context: `Profile` reads what it saw. Entering it raises UsageError where a
+    profiler is at work already.
 
     Of the two that torch has, `torch.profiler.profile` warns in 2.11 that events end with a cycle, and where it is told
     to keep them, it makes an object of each at once, which takes seconds for a large step.
     """
-    _quieted()
-    return torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+    return _OneProfile(use_kineto=True, profile_memory=True)
+
+
+class _OneProfile(torch.autograd.profiler.profile):
+    """A profile that no other thread of memplan's starts another one beside."""
+
+    def __enter__(self) -> Any:
+        if not profiler_turn.take():
+            raise UsageError(
+                "torch has one profiler at a time, and one is at work",
+                expected="no torch.profiler, memplan.profile or memplan.watch that profiles meanwhile",
+                do="End that first",
+            )
+        try:
+            _quieted()
+            return super().__enter__()
+        except BaseException:
+            profiler_turn.give()
+            raise
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return super().__exit__(*error)
+        finally:
+            profiler_turn.give()
 
 
 class _Capturable(EagerMode):
@@ -149,10 +176,13 @@ class YieldingProfile:
 
     def start(self) -> None:
         """Start it, unless a profiler is at work."""
-        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+        if not profiler_turn.take():
             return
         profile = memory_profile()
-        profile.__enter__()
+        try:
+            profile.__enter__()
+        finally:
+            profiler_turn.give()
         self._profile, self.whole = profile, True
         kind: Any = torch.autograd.profiler.profile
         prepare = kind._prepare_trace
@@ -179,7 +209,7 @@ def _quieted() -> None:
     """Once in a process: torch 2.13's profiler writes two lines to stderr each time that it starts and stops, and reads
     how much it is to say from the environment when it starts for the first time. What the user says there stands.
     """
-    if _LOG_LEVEL in os.environ or torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+    if _LOG_LEVEL in os.environ:
         return
     os.environ[_LOG_LEVEL] = _SILENT
     try:

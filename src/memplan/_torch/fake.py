@@ -26,6 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memplan._interrupts import safe_point
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
@@ -376,6 +377,7 @@ class FakeMode(FakeTensorMode):
         return self._dispatched(func, types, args, kwargs)
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        safe_point()
         self._inside = True
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
         try:

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from memplan._interrupts import in_place_of
 from memplan._torch.fake import READ_SCALAR
 from memplan._torch.modules import has_shape
 from memplan._torch.patches import eager_instead_of_compiled, patched
@@ -342,13 +343,17 @@ def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]
         for name, tensor in list(table.items())
         if tensor is not None and id(tensor) in replacements
     ]
-    try:
-        for table, name, tensor in slots:
-            table[name] = replacements[id(tensor)]
-        yield
-    finally:
+
+    def put_back() -> None:
         for table, name, tensor in slots:
             table[name] = tensor
+
+    def replace() -> None:
+        for table, name, tensor in slots:
+            table[name] = replacements[id(tensor)]
+
+    with in_place_of(replace, put_back):
+        yield
 
 
 # -- what nodes tell

@@ -1,7 +1,7 @@
 """Calls that stay as they are in a traced graph: one op for the call, one for its derivative.
 
 Seen in torch 2.11, 2.13 and 2.15: ``_forward_cls`` of contexts, names of the functions that
-`torch.library.register_autograd` makes, ``func`` of UnsupportedOperatorException, ``torch.autograd._profiler_enabled``,
+`torch.library.register_autograd` makes, ``func`` of UnsupportedOperatorException,
 ``torch._C._DisablePythonDispatcher``. Seen in 2.11 and 2.13 alone: frames of ``torch.autograd.function`` in tracebacks
 (``cls`` in ``Function.apply``, ``self`` in that of its backward).
 """
@@ -86,11 +86,6 @@ def untraced() -> Iterator[None]:
     """Run ops as they do where nothing traces: a dropout, say, is decomposed in C++."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
-
-
-def is_profiled() -> bool:
-    """Return whether a profiler of torch is at work: a second one would break its record."""
-    return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def culprit(error: BaseException) -> Any:

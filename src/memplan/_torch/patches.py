@@ -290,6 +290,22 @@ def seeding_seen(seen: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def generator_replaced(ours: Callable[[], bool]) -> Iterator[None]:
+    """Let the functions of `torch.random` (`torch.manual_seed`, `torch.get_rng_state` and the like) use another
+    generator in threads of which ``ours`` is true; it begins as the process's is now."""
+    generator: Any = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
+    own = torch.Generator()
+    own.set_state(generator.get_state())
+
+    class Replaced:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(own if ours() else generator, name)
+
+    with patched(torch.random, default_generator=Replaced()):
+        yield
+
+
+@contextlib.contextmanager
 def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Tell how often `torch.nn.init.trunc_normal_` draws again: it does until no value is out of range.
 

@@ -17,12 +17,13 @@ from memplan.errors import DeviceError, InputError, MemplanError
 from memplan.explanation.explain import device_of
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import Environment, choose_target
+from memplan.trace.recording.session import Environment, choose_target, public
 from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
 
+@public
 def check(
     what: Any,
     *inputs: Any,

@@ -26,7 +26,7 @@ from memplan.simulation.timeline import Timeline
 from memplan.trace.held_output import output_shown
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import Environment, Target, choose_target
+from memplan.trace.recording.session import Environment, Target, choose_target, public
 from memplan.trace.records import CAUSES, HOST, Op
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace, at_least
@@ -36,6 +36,7 @@ LARGEST_WORKSPACE = "cuDNN's largest workspace"
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
 
 
+@public
 def explain(
     what: Any,
     *inputs: Any,

@@ -37,7 +37,7 @@ from memplan.planning.capture.flat_call import call_of
 from memplan.planning.request import Request, request
 from memplan.planning.settings import PlanOptions
 from memplan.trace.naming.step_parts import Loss, Optimizer, optimizer_of
-from memplan.trace.recording.session import undisturbed
+from memplan.trace.recording.session import public, undisturbed
 from memplan.trace.step import StepOptions, copy_module
 
 STEPS = 20
@@ -58,6 +58,7 @@ class _Options:
     force: bool
 
 
+@public
 def export(
     model: Any,
     *inputs: Any,
@@ -127,7 +128,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     name = options.name or type(own).__name__
     title = c_name(name)
     place = prepared_folder(folder, title, options.force)
-    with undisturbed():
+    with undisturbed(real=True):
         asked = _asked(own, step, options.budget)
         plan, choice = _planned(asked, title, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)

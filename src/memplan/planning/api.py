@@ -15,10 +15,11 @@ from memplan.planning.request import request
 from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.session import undisturbed
+from memplan.trace.recording.session import public, undisturbed
 from memplan.trace.step import StepOptions
 
 
+@public
 def plan(
     model: Any,
     *inputs: Any,

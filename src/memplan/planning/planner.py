@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from memplan._bytes import format_bytes
+from memplan._interrupts import safe_point
 from memplan.errors import BudgetError
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call
@@ -101,5 +102,6 @@ class Planner:
             if key is not None and other == key and replace(known, save=precision.save) == precision:
                 captured = study.captured
                 return replace(captured, graph=with_forms(captured.graph, Situation(precision.save)))
+        safe_point()
         _log.info("tracing the step")
         return capture(self._model, call, precision)

@@ -23,6 +23,7 @@ from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.session import (
     CUDA_DIFFERS,
+    called,
     check_steps,
     of_outside,
     own_card,
@@ -79,6 +80,14 @@ def measure(
         >>> memplan.measure(build, device="h100", dry=True, environment="~/cuda-env")  # doctest: +SKIP
     """
     check_steps(steps)
+    with called("memplan.measure", profiles=not dry):
+        return _measured(build, device, steps, dry, environment, snapshot, contribute)
+
+
+def _measured(
+    build: Runs, device: str | None, steps: int, dry: bool, environment: str | os.PathLike[str] | None,
+    snapshot: str | os.PathLike[str] | None, contribute: str | os.PathLike[str] | None,
+) -> Trace:  # fmt: skip
     if dry:
         _refuse("with dry=True", contribute=contribute)
         return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)
@@ -92,11 +101,11 @@ def measure(
 def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
     """Run the step on this machine's CPU."""
     target, notes = _target(device)
-    with undisturbed():
+    with undisturbed(real=True):
         with random_kept():
             named = named_run(build, steps)
         plain, unended, watch = _plain(build, steps)
-    joined = join(named.parts, named.observer.ledger.entries, named.record, plain, lines=watch.rows())
+    joined = join(named.parts, named.entries, named.record, plain, lines=watch.rows())
     notes += named.notes + unended + of_outside(joined.outside)
     if joined.apart:
         notes += (

@@ -11,6 +11,7 @@ from memplan import _torch
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.join_events import STEP
+from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.put_back import Outside
@@ -29,6 +30,8 @@ class Named:
 
     observer: Observer
     parts: Finished
+    entries: list[Entry]
+    """Storages that the ledger knew when the last step had ended: a program goes on behind it."""
     record: _torch.Profile
     notes: tuple[str, ...]
 
@@ -42,6 +45,7 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
     mode = _torch.EagerMode(_marked(observer, outside))
     compiled: list[str] = []
     finished: list[Finished] = []
+    entries: list[Entry] = []
     with ExitStack() as stack:
         with mode:
             observer.calibrate()
@@ -52,13 +56,14 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
         def ended() -> None:
             observer.ledger.close()
             finished.append(finish(observer, marks.first))
+            entries.extend(observer.ledger.entries)
 
         marks.last = ended
         with profile, mode:
             run_steps(build, steps, observer, marks)
     if outside is not None:  # else it is the last run of its process
         outside.put_back()
-    return Named(observer, finished[0], _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
+    return Named(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
 
 
 def _nothing() -> None:

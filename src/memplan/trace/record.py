@@ -15,6 +15,7 @@ from memplan.trace import fake_cuda
 from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.held_output import Printed, output_shown
+from memplan.trace.own_streams import in_thread
 from memplan.trace.recording.boundaries import Program, Runs
 from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
@@ -27,6 +28,7 @@ from memplan.trace.recording.session import (
     choose_target,
     collect_cycles,
     of_outside,
+    public,
     run_steps,
     undisturbed,
 )
@@ -45,6 +47,7 @@ Known = Callable[[Semantics], Semantics]
 """Of a device's semantics, the same with what is known besides of its kernels."""
 
 
+@public
 def record(
     build: Runs,
     *,
@@ -310,7 +313,7 @@ class _Recording:
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
         """Record what a thread of the step does: modes are of one thread each."""
-        with self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
+        with in_thread(), self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
             yield
 
     def run(self, build: Runs, steps: int) -> Trace | None:

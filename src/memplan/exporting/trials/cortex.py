@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from memplan._display import Printed
+from memplan._interrupts import waiting
 from memplan.errors import UsageError, VerificationError
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.companion_files import Recorded
@@ -125,7 +126,8 @@ def _frames(files: Iterable[Path]) -> int:
 
 
 def _done(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
+    with waiting():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()][-3:]
         raise VerificationError(

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from memplan._display import Printed
+from memplan._interrupts import waiting
 from memplan.errors import UsageError, VerificationError
 from memplan.exporting.c_text import string_literal
 from memplan.exporting.source.companion_files import Recorded
@@ -106,7 +107,8 @@ def _worst(found: np.ndarray, wanted: np.ndarray, bounds: np.ndarray) -> float:
 
 
 def _done(command: list[str], what: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    with waiting():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         telling = [line for line in lines if "error" in line.lower() or "expected" in line] or lines[-1:]

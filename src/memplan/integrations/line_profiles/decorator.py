@@ -7,18 +7,19 @@ import functools
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any, overload
 
 from memplan import _torch
+from memplan._interrupts import deferred
 from memplan.errors import InputError, MemplanError
 from memplan.trace.recording.followed.line_watch import code_of, decorate, is_watched
 
 if TYPE_CHECKING:
     from memplan.explanation.line_profile import LineProfile
-    from memplan.integrations.line_profiles.line_session import Session
 
 _SECONDS = 10.0
 _Key = tuple[str, int, str]
@@ -84,6 +85,7 @@ class Profiled:
         self._code = code
         self._device = device
         self._left = seconds
+        self._told = False
 
     @property
     def lines(self) -> LineProfile | None:
@@ -138,30 +140,51 @@ class Profiled:
     @contextmanager
     def _measured(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Measure what runs in here, unless somebody else does."""
-        if self._left <= 0 or is_watched() or _running or _torch.is_observed():
+        if self._left <= 0 or is_watched() or _torch.is_observed():
+            self._step_aside()
             yield
-            return
-        if self._device is not None:
+        elif self._device is not None:
             self._left = 0
             _note(_predicted(self._function, args, kwargs, self._device))
             yield
-            return
+        elif not _torch.profiler_turn.take():
+            self._step_aside()
+            yield
+        else:
+            global _measuring
+            _measuring = threading.get_ident()
+            try:
+                with deferred(span=True):
+                    yield from self._in_session()
+            finally:
+                _measuring = 0
+                _torch.profiler_turn.give()
+
+    def _in_session(self) -> Iterator[None]:
         from memplan.integrations.line_profiles.line_session import Session, with_note
 
         session = Session(self._left)
         session.begin()
-        _running.append(session)
         try:
             yield
         finally:
-            _running.pop()
             over = not session.is_on
             found = session.end().profiles()
             self._left -= session.took
             _note(with_note(found, _OVER.format(session.took)) if over else found)
 
+    def _step_aside(self) -> None:
+        """Say once that another thread is measured, if that is why this call is not."""
+        if self._left > 0 and not self._told and _measuring not in (0, threading.get_ident()):
+            self._told = True
+            print(
+                f"memplan: calls of {self.__qualname__} are not measured while another thread is: one at a time",
+                file=sys.stderr,
+            )
 
-_running: list[Session] = []
+
+_measuring = 0
+"""The thread that is measured; 0: none."""
 _found: dict[_Key, LineProfile] = {}
 _unprinted: dict[_Key, None] = {}
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memplan._display import Printed
+from memplan._interrupts import deferred
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError, UsageError
 from memplan.integrations.watching.follower import Follower, summary
@@ -28,6 +29,8 @@ from memplan.trace.recording.session import own_card
 
 SCHEMA = 1
 _running = threading.Lock()
+_watched = 0
+"""The thread in which a watch runs."""
 
 
 def watch(
@@ -57,7 +60,8 @@ def watch(
     Raises:
         InputError: no module, no optimizer.
         DeviceError: a card is named, and the model is on the CPU, or there is none.
-        UsageError: on entering it: another watch runs in this process, or this one has run.
+        UsageError: on entering it: another watch runs in this thread, or this one has run. Where one runs in another
+            thread, the new one sees nothing, and says so.
 
     Example:
         >>> with memplan.watch(model, optimizer) as seen:
@@ -121,36 +125,52 @@ class Watch(Printed):
         """Begin with the next step."""
         if self._state != "new":
             raise UsageError("a watch that has run already", expected="one for each training", do="Make another one")
+        with deferred(span=True):
+            self._begin()
+        return self
+
+    def _begin(self) -> None:
+        global _watched
         if not _running.acquire(blocking=False):
-            raise UsageError(
-                "a second watch while one runs in this process",
-                expected="one at a time",
-                do="Leave the first one before",
-            )
+            if _watched == threading.get_ident():
+                raise UsageError(
+                    "a second watch while one runs in this thread",
+                    expected="one at a time",
+                    do="Leave the first one before",
+                )
+            self._state = "aside"
+            self._follower.notes.append("nothing was watched: another thread has a watch, and there is one at a time")
+            self._say(f"memplan: {self._follower.notes[-1]}")
+            return
         self._stack.callback(_running.release)
         self._state, self._thread = "running", threading.get_ident()
+        _watched = self._thread
         try:
             self._set_hooks()
             self._follower.begin()
         except BaseException:
             self._close()
             raise
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         """Put everything back; write a post-mortem first where memory ended."""
         if self._state not in ("running", "broken"):
             return
-        try:
-            if error is not None and self._folder is not None and is_out_of_memory(error):
-                self._write_post_mortem(error)
-        finally:
-            self._close()
+        with deferred(span=True):
+            try:
+                if error is not None and self._folder is not None and is_out_of_memory(error):
+                    self._write_post_mortem(error)
+            finally:
+                self._close()
 
     def end_step(self) -> None:
         """Say that a step is over, in a loop without an optimizer of torch's."""
         if self._state != "running" or threading.get_ident() != self._thread:
             return
+        with deferred(span=True):
+            self._end_step()
+
+    def _end_step(self) -> None:
         try:
             if self._follower.is_observing and self._moved():
                 return

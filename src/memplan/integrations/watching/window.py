@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan._interrupts import deferred
 from memplan.devices import Device
 from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.ledger import Entry
@@ -116,6 +117,7 @@ class Window:
 
     def open(self) -> None:
         """Begin to note. What the subject has now was there before."""
+        self._callbacks.enter_context(deferred(span=True))  # what dies or is noted in a step is not interrupted
         ledger, marks = self.observer.ledger, self.observer.marks
         for model in self._subject.models:
             self._place.add_modules(model)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memplan import _torch
+from memplan._interrupts import safe_point
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
 from memplan.planning.capture.executed import Executed
@@ -37,7 +38,9 @@ from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.passes.pipeline import prepared
 from memplan.trace.held_output import Printed
+from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
+from memplan.trace.recording.session import random_kept
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.traced_results import INSTEAD, RESULTS, TRAINING_NORM
 
@@ -72,6 +75,8 @@ class Captured:
         return all(condition.holds(call.tensors) for condition in self.conditions)
 
 
+@own_streams()
+@_torch.without_anomaly_checks()
 def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relaid: bool = False) -> Captured:
     """Trace forward and backward of a call of the model; nothing is computed, nothing of the model is changed.
 
@@ -114,6 +119,8 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     )
 
 
+@own_streams()
+@_torch.without_anomaly_checks()
 def capture_symbolic(
     model: nn.Module,
     call: Call,
@@ -226,7 +233,7 @@ def _run(model: nn.Module, call: Call) -> None:
     """Call the model as it is. Its buffers are copied; what else changes is put back by the caller."""
     copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
     args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
-    with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held():
+    with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held(), random_kept():
         model.forward(*args, **kwargs)
 
 
@@ -440,6 +447,7 @@ def _placing(names: Mapping[int, str], place: Place, region: Callable[[], int | 
 
     class Placing(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            safe_point()
             frame = user_frame()
             if frame not in lines:
                 lines[frame] = format_frame(frame)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from memplan import _torch
+from memplan._interrupts import safe_point
 from memplan.errors import InputError, RecordingError, UsageError
 from memplan.planning.capture import opaque_calls
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Ref, Value, refs
@@ -221,6 +222,7 @@ class Reader:
         for backward in (False, True):
             for node in calls:
                 if _torch.is_backward(node) == backward:
+                    safe_point()
                     self._call(node)
             self._sequences = sorted(self._forward_op)
         return self._finished(results)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
+from memplan import _torch
+from memplan._interrupts import safe_point
 from memplan.devices import Device
+from memplan.errors import UsageError
 from memplan.planning.graph import roofline
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value, map_refs, recomputable, refs
 from memplan.planning.graph.roofline import Work
@@ -303,6 +306,7 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
     clock, end = _clock(on), time.perf_counter() + limit
     with alone(on):
         for key in keys:
+            safe_point()
             if key in clock.seconds or key in clock.refused:
                 continue
             if time.perf_counter() >= end:
@@ -326,11 +330,12 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
 
 @contextmanager
 def alone(on: str) -> Iterator[None]:
-    """Shield measurements from everything that the caller has switched on, and keep the caller's random state."""
+    """Shield measurements from everything that the caller has switched on, and keep the caller's random state: on the
+    CPU nothing draws from it."""
     device = torch.device(on)
-    devices = [] if device.type == "cpu" else [device]
+    forked = nullcontext() if device.type == "cpu" else torch.random.fork_rng([device], device_type=device.type)
     with (
-        torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
+        forked,
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):
@@ -379,7 +384,15 @@ def _ready(graph: JointGraph, called: Called, on: str) -> Callable[[], Any]:
     call: Any = torch.ops
     for name in target.split("."):
         call = getattr(call, name)
+    if torch.device(on).type == "cpu":
+        call = _torch.drawing_from(call, _generator)
+        if call is None:
+            raise UsageError(f"{target} draws from torch's own random stream, which other threads may draw from")
     return lambda: call(*args, **kwargs)
+
+
+_generator = torch.Generator()
+"""Draws what measuring needs: torch's own stream is the user's, and of all threads."""
 
 
 def _made_up(value: Value, on: str) -> torch.Tensor:
@@ -387,11 +400,11 @@ def _made_up(value: Value, on: str) -> torch.Tensor:
     which are indices into anything."""
     reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
     count = reach if all(value.shape) else 0
-    dtype = getattr(torch, value.dtype)
+    dtype, draw = getattr(torch, value.dtype), _generator if torch.device(on).type == "cpu" else None
     if dtype == torch.bool:
-        flat = torch.rand(count, device=on) < 0.5
+        flat = torch.rand(count, device=on, generator=draw) < 0.5
     elif dtype.is_floating_point or dtype.is_complex:
-        block = torch.rand(min(count, _BLOCK), device=on).mul_(0.9).add_(0.1).to(dtype)
+        block = torch.rand(min(count, _BLOCK), device=on, generator=draw).mul_(0.9).add_(0.1).to(dtype)
         flat = block.repeat(-(-count // _BLOCK))[:count]
     else:
         flat = torch.zeros(count, dtype=dtype, device=on)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from memplan._interrupts import safe_point
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, _outputs, recomputable
 from memplan.planning.schedule import host_copies
 from memplan.planning.schedule.actions import Action, Choices
@@ -59,6 +60,7 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
     A value that cannot be made again (it is random, or has an effect), or that the forward pass returns, is kept
     whatever the choices say.
     """
+    safe_point()
     return _Scheduler(graph, choices).run()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from memplan._interrupts import safe_point
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.levers.lever import STAYS, GradientUse
@@ -70,6 +71,7 @@ class Evaluator:
         excess, load = np.zeros(count), np.zeros(count)
         needed = np.zeros((len(self.flat.values), count), dtype=bool)
         for start in range(0, count, CHUNK):
+            safe_point()
             part = slice(start, min(start + CHUNK, count))
             batch = self._batch(columns[:, part])
             peak[part], seconds[part], load[part] = batch.peak, batch.seconds, batch.load

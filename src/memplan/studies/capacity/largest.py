@@ -30,7 +30,7 @@ from memplan.studies.sweeps.fits import LABELS, part_bytes
 from memplan.studies.sweeps.points import Bytes, measured
 from memplan.studies.sweeps.sweep import again
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.session import Environment
+from memplan.trace.recording.session import Environment, public
 from memplan.trace.recording.values.known_indices import NoSuchRow
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
@@ -127,6 +127,7 @@ class Largest(Displayed):
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest if size > 0)
 
 
+@public
 def largest(
     what: Any,
     axis: str,

@@ -19,7 +19,7 @@ from memplan.studies.comparisons.sides import KINDS, is_saved, of_trace, side_of
 from memplan.trace.measure import measure as measure_step
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import Environment, choose_target
+from memplan.trace.recording.session import Environment, choose_target, public
 from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
@@ -39,6 +39,7 @@ class Given:
     cudnn: Environment = None
 
 
+@public
 def compare(
     a: Any,
     b: Any,

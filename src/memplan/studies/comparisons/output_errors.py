@@ -36,7 +36,7 @@ def made(what: Any) -> nn.Module | None:
     Raises:
         StepError: the callable that makes it raised.
     """
-    with undisturbed():
+    with undisturbed(real=True):
         torch.manual_seed(_SEED)
         try:
             found = copy_module(what) if isinstance(what, nn.Module) else what()
@@ -55,7 +55,7 @@ def made(what: Any) -> nn.Module | None:
 
 def seconds_of(step: Step) -> float:
     """Return the median of some runs after the first, or the first alone where it takes long."""
-    with undisturbed():
+    with undisturbed(real=True):
         first = _timed(step)
         return first if first > _LONG else median(_timed(step) for _ in range(_RUNS))
 
@@ -117,7 +117,7 @@ def _run(model: nn.Module, options: StepOptions) -> dict[str, dict[str, torch.Te
     seen: list[Any] = []
     step = build_of(lambda: model, options)()
     handle = model.register_forward_hook(lambda module, args, output: seen.append(named_outputs(output)))
-    with undisturbed():
+    with undisturbed(real=True):
         torch.manual_seed(_SEED)
         step()
     handle.remove()

@@ -16,12 +16,13 @@ from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import Held
 from memplan.studies.guarding.taken import held
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.session import Environment
+from memplan.trace.recording.session import Environment, public
 
 _CAUSES = 5
 _LAYERS = 8
 
 
+@public
 def assert_peak(
     what: Any,
     *inputs: Any,

@@ -19,10 +19,12 @@ from memplan.studies.quantization.schemes import apply, layers_of, scheme_of
 from memplan.studies.sweeps.points import of_steps
 from memplan.trace.measure import measure
 from memplan.trace.recording.boundaries import Step
+from memplan.trace.recording.session import public
 from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of, copy_module, forward_of
 
 
+@public
 def quantize(
     what: Any,
     *inputs: Any,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memplan._interrupts import waiting
 from memplan.errors import InputError
 from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps.points import Outcome, measured
@@ -108,7 +109,8 @@ def _spread(tasks: Sequence[Task], jobs: int, found: dict[int, Outcome], done: D
                 futures[executor.submit(measured, *tasks[number])] = number
         left = set(futures)
         while left:
-            ended, left = wait(left, return_when=FIRST_COMPLETED)
+            with waiting():
+                ended, left = wait(left, return_when=FIRST_COMPLETED)
             for future in ended:
                 found[futures[future]] = future.result()
                 done(len(found), len(tasks))

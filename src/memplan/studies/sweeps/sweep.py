@@ -25,7 +25,7 @@ from memplan.studies.sweeps.parallel import Done, Task, run
 from memplan.studies.sweeps.points import Outcome
 from memplan.studies.sweeps.sweep_json import FORMAT, KEYS, SCHEMA, SIZES, loads
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.session import Environment, Target, choose_target
+from memplan.trace.recording.session import Environment, Target, choose_target, public
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
@@ -176,6 +176,7 @@ class Sweep(Displayed):
         return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in self.notes)))
 
 
+@public
 def sweep(
     what: Any,
     axes: Mapping[str, Any],

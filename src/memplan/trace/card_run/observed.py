@@ -73,7 +73,7 @@ def observed(
     """
     notes = list[str]()
     torch.cuda.init()
-    with undisturbed(cuda=True):
+    with undisturbed(cuda=True, real=True):
         _settle()
         random_state = torch.cuda.get_rng_state()
         with random_kept():
@@ -90,7 +90,7 @@ def observed(
         requested = events_of(_torch.history()[before:], named.record).profile
         _torch.end_history()
     events = events_of(plain.history, plain.profile)
-    joined = join(named.parts, named.observer.ledger.entries, requested, events.profile, _is_librarys)
+    joined = join(named.parts, named.entries, requested, events.profile, _is_librarys)
     if joined.lost:
         size = format_bytes(joined.lost)
         notes.append(f"{size} of allocations could not be joined to an op: they have no layer and no cause")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memplan import errors
+from memplan._interrupts import waiting
 from memplan.devices import Device, find
 from memplan.dry.card import CARD, DRIVER_LOG, description
 from memplan.dry.cuda_torch import NEWEST, OLDEST, CudaTorch, find_torch
@@ -127,8 +128,9 @@ def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
     with open(os.path.join(folder, _SAID), "w+b") as said:
         process = subprocess.Popen(command, env=variables, stderr=said)
         try:
-            _wait_for_start(process, Path(folder, _STARTED), torch)
-            status = process.wait()
+            with waiting():
+                _wait_for_start(process, Path(folder, _STARTED), torch)
+                status = process.wait()
         except BaseException:
             process.kill()
             process.wait()

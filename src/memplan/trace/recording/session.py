@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import os
@@ -14,17 +15,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, dataset
 
 from memplan import _torch
 from memplan._bytes import format_bytes
-from memplan._interrupts import held_off
+from memplan._interrupts import deferred, outside_of
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device, find, of_properties
-from memplan.errors import DataDependentError, MemplanError, StepError
+from memplan.errors import DataDependentError, MemplanError, StepError, UsageError
+from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.followed.line_watch import unwatched
@@ -110,10 +112,56 @@ def own_card(place: torch.device | None = None) -> Device | None:
 
 def check_steps(steps: int) -> None:
     """Raise UsageError unless ``steps`` is a whole number of at least 1."""
-    from memplan.errors import UsageError
-
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise UsageError(f"steps={steps!r}", expected="a whole number of steps, at least 1", do="Leave it out for 2.")
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@contextmanager
+def called(name: str, *, profiles: bool = False) -> Iterator[None]:
+    """Run a public function's call in here, during which signals wait (`memplan._interrupts`).
+
+    Args:
+        name: of the function.
+        profiles: whether it starts torch's profiler.
+
+    Raises:
+        UsageError: it is called within what changes ops (a transform of torch.func, torch.compile, a meta device), or
+            within a profiler where it starts one.
+    """
+    within = _torch.transform_of_caller()
+    if within is not None:
+        raise UsageError(
+            f"{name} is called within {within}",
+            expected="a call outside of it: memplan runs the step as it is",
+            do="Call it before or afterwards",
+        )
+    if profiles and not _torch.profiler_turn.take():
+        raise UsageError(
+            f"{name} starts torch's profiler, and one is at work",
+            expected="none, neither around the call nor in another thread: torch has one at a time",
+            do="Call it before the other one begins, or after its end",
+        )
+    try:
+        with deferred():
+            yield
+    finally:
+        if profiles:
+            _torch.profiler_turn.give()
+
+
+def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run each call of a public function as `called` does."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with called(f"memplan.{function.__name__}"):
+            return function(*args, **kwargs)
+
+    return call
 
 
 _WAITING = 1.0
@@ -126,9 +174,9 @@ one_at_a_time = threading.RLock()
 def alone() -> Iterator[None]:
     """Wait until no other thread records or plans: for its time, that replaces functions of torch for the process.
 
-    Ctrl-C in here waits where it would leave something replaced.
+    Signals wait until what is replaced is as before, or for a safe point (`memplan._interrupts`).
     """
-    with held_off():
+    with deferred():
         if not one_at_a_time.acquire(timeout=_WAITING):
             warnings.warn(
                 "memplan waits: another thread of this process is recording or planning, and one runs at a time",
@@ -142,20 +190,25 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(*, cuda: bool = False) -> Iterator[None]:
-    """Record without a trace: the random state is left as it was, cyclic garbage collected between steps only.
+def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
+    """Record without a trace: random streams are left alone, cyclic garbage collected between steps only.
 
     One thread at a time, and with gradients: a step makes its own modes, whatever `torch.no_grad` the caller is within.
 
     When Python's collector would free a cycle inside a step depends on everything else that the process did before,
-    so a prediction could not be the same twice. ``cuda``: a card is recorded for; for the CPU,
-    `torch.cuda.is_available()` answers no.
+    so a prediction could not be the same twice.
+
+    Args:
+        cuda: a card is recorded for; for the CPU, `torch.cuda.is_available()` answers no.
+        real: tensors are real, and ops draw from torch's own stream, which is restored afterwards.
     """
     with (
         alone(),
-        random_kept(),
+        outside_of(_torch.outside_of_modes),
+        random_kept() if real else own_streams(),
         torch.inference_mode(False),
         torch.enable_grad(),
+        _torch.without_anomaly_checks(),
         collector_held(),
         _defaults_kept(),
         _loaded_in_order(),
@@ -167,12 +220,13 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
 
 @contextmanager
 def random_kept() -> Iterator[None]:
-    """Leave the random states of torch, Python and numpy as they were."""
-    state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
+    """Leave the random states of torch, Python and numpy as they were, where real ops draw."""
+    state, python_state, numpy_state = torch.default_generator.get_state(), random.getstate(), _numpy_state()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        if not torch.equal(torch.default_generator.get_state(), state):
+            torch.default_generator.set_state(state)
         random.setstate(python_state)
         if numpy_state is not None:
             import numpy

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
-from memplan._interrupts import undone
+from memplan._interrupts import deferred
 from memplan.dry.card import CARD
 from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
 from memplan.planning.graph.precision import EXACT
@@ -31,7 +30,7 @@ from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.place import exception_of_user
-from memplan.trace.recording.session import alone, collector_held
+from memplan.trace.recording.session import alone, called, collector_held
 from memplan.trace.step import StepOptions
 from memplan.verification.fitting.own_call import plan_own_call
 from memplan.verification.fitting.plan_cache import Plans, say
@@ -112,7 +111,7 @@ def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
     """
     placed = list[_Fitting]()
     try:
-        with alone():
+        with called("memplan.fit", profiles=True), alone():
             placed.append(_Fitting(request_of(), pairs))
             return placed[0].run()
     except BaseException as error:
@@ -162,7 +161,8 @@ class Fitted(Displayed):
 
     def undo(self) -> None:
         """Make the model run as before. An ordinary update finds its gradients again."""
-        self._undo.close()
+        with deferred():
+            self._undo.close()
         self.changed = False
 
     def __copy__(self) -> Fitted:
@@ -192,7 +192,7 @@ class _Fitting:
     def __init__(self, asked: Request, pairs: int) -> None:
         self.settings, self.planner = asked.settings, Planner(asked.step)
         self.asked = asked
-        with on_its_own(asked.step), self._tracing():
+        with on_its_own(asked.step, draws=False), self._tracing():
             self.asked = self.planner.bounded(asked, key=0)
         self.budget, self.notes = self.asked.bytes, list(self.asked.notes)
         self.prover = Prover(self.asked, pairs)
@@ -211,8 +211,14 @@ class _Fitting:
 
         A relaxation whose proof fails (channels last, a lower precision) is left out of the next plan.
         """
-        with on_its_own(self.asked.step):
+        with on_its_own(self.asked.step, draws=self._draws()):
             return self._run()
+
+    def _draws(self) -> bool:
+        """Whether the step may draw random numbers."""
+        with self._tracing():
+            captured = self.planner.study(self.asked.call, self.settings, key=0).captured
+        return bool(captured.opaque) or any(op.random for op in captured.graph.ops)
 
     def _run(self) -> Fitted:
         unchanged = self._unplanned()
@@ -364,7 +370,8 @@ class _Fitting:
             compiled(planned.fused)  # raises an error of which a call would only warn
         plans = self.plans = Plans(self.asked.step, self.settings, budget, self._told)
         plans.expect(planned)
-        self.installed = undo.enter_context(undone(partial(install, self.asked.step, plans)))
+        self.installed = install(self.asked.step, plans)
+        undo.callback(self.installed.undo)
 
     def _handed_over(self, planned: Planned, proof: Proof, budget: int, undo: ExitStack) -> Fitted:
         asked, settings = self.asked, self.settings
@@ -378,7 +385,7 @@ class _Fitting:
                 self.notes += [] if note is None else [note]
         if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
-            undo.enter_context(undone(partial(update_early, optimizer)))
+            undo.callback(update_early(optimizer).undo)
         self.plans.theirs = True
         for one in calls:  # those of the proof do not count
             one.restart()

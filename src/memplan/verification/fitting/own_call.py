@@ -10,13 +10,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import torch
 
 from memplan._bytes import format_bytes
-from memplan._interrupts import undone
 from memplan.errors import BudgetError
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import WithLoss, differentiable
@@ -50,7 +48,8 @@ def plan_own_call(
     for held in (True, False):
         outside = replace(settings, plan=None, outside=_outside(asked, held))
         plans = Plans(asked.model, outside, asked.bytes, told, joint=planned)
-        made = undo.enter_context(undone(partial(install, asked.model, plans)))
+        made = install(asked.model, plans)
+        undo.callback(made.undo)
         try:
             if settings.engine == "graph":  # else it is compiled when it is called, which may never be
                 with attributes_kept(asked.model), asked.under_autocast():

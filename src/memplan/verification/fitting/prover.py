@@ -6,14 +6,12 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from memplan import _torch
 from memplan._bytes import format_bytes
-from memplan._interrupts import undone
 from memplan.errors import MemplanError, UsageError
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.cost.eager_baseline import baseline
@@ -101,7 +99,7 @@ class Prover:
         with self._same_kernels(), ExitStack() as undo:
             sides = self._sides(call, grade)
             if planned is not None:
-                undo.enter_context(undone(partial(install, self._step, self._planner_of(call, planned))))
+                undo.callback(install(self._step, self._planner_of(call, planned)).undo)
             return self._beside(sides, call, planned)
 
     def _sides(self, call: Call, grade: Grade) -> Sides:

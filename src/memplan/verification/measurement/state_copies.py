@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan._interrupts import in_place_of, outside_of
+from memplan.errors import UsageError
 from memplan.planning.capture.side_effects import without_hooks
 from memplan.trace.spec import like
 
@@ -46,12 +51,15 @@ class ModuleCopy:
     def in_place(self) -> Iterator[None]:
         """Run the module with the copies; what it changes in them is kept for the next time."""
         theirs = [_torch.own_state(part) for part in self._parts]
-        try:
-            self._set(self._states)
-            yield
+
+        def put_back() -> None:
             self._states = [_torch.own_state(part) for part in self._parts]
-        finally:
             self._set(theirs)
+
+        try:
+            with drawing(), in_place_of(lambda: self._set(self._states), put_back):
+                yield
+        finally:
             self._copier.put_back()
 
     def _set(self, states: list[_torch.OwnState]) -> None:
@@ -191,14 +199,17 @@ class _Copier:
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the random streams of this process: torch's, Python's and numpy's."""
+    """State of the random streams of this process: torch's, Python's and numpy's; of none where `random_state_kept`
+    leaves them alone."""
 
     streams: dict[str, Any]
 
     @classmethod
     def now(cls) -> RandomState:
         """Return the present state."""
-        streams: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if _left_alone.get():
+            return cls({})
+        streams: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
         if "numpy" in sys.modules:
             import numpy
 
@@ -208,8 +219,16 @@ class RandomState:
         return cls(streams)
 
     def restore(self) -> None:
-        """Make this the present state."""
-        torch.set_rng_state(self.streams["torch"])
+        """Make this the present state.
+
+        Raises:
+            UsageError: another thread has drawn from torch's stream since the last run of ours: setting it would wind
+                that back.
+        """
+        if not self.streams:
+            return
+        _refuse_other_draws()
+        torch.default_generator.set_state(self.streams["torch"])
         random.setstate(self.streams["python"])
         if "numpy" in self.streams:
             import numpy
@@ -217,11 +236,55 @@ class RandomState:
             numpy.random.set_state(self.streams["numpy"])
         if "cuda" in self.streams:
             torch.cuda.set_rng_state_all(self.streams["cuda"])
+        _noted.state = self.streams["torch"]
 
     def differing(self, other: RandomState) -> tuple[str, ...]:
         """Return the names of the streams that differ from the other state's."""
         both = [name for name in self.streams if name in other.streams]
         return tuple(name for name in both if _plain(self.streams[name]) != _plain(other.streams[name]))
+
+
+_left_alone: ContextVar[bool] = ContextVar("_left_alone", default=False)
+_QUIET = 0.1
+"""Seconds in which no other thread draws from torch's stream, if one is to be set."""
+
+
+class _Noted:
+    """State of torch's stream as the last run of ours left it; None where nobody else is there to draw."""
+
+    state: torch.Tensor | None = None
+    running = False
+    """Whether a run of ours is under way."""
+
+
+_noted = _Noted()
+
+
+def _refuse_other_draws() -> None:
+    if _noted.state is None or torch.equal(_noted.state, torch.default_generator.get_state()):
+        return
+    _noted.state = None
+    raise UsageError(
+        "another thread draws from torch's random stream while runs are compared that begin in one state of it",
+        expected="no other thread that draws meanwhile",
+        do="Wait until that thread is done, or plan without a proof: memplan.plan",
+    )
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Run a part of a step, which may draw from torch's stream."""
+    if _noted.running:
+        yield
+        return
+    _refuse_other_draws()
+    _noted.running = True
+    try:
+        yield
+    finally:
+        _noted.running = False
+        if _noted.state is not None:
+            _noted.state = torch.default_generator.get_state()
 
 
 def _plain(state: Any) -> Any:
@@ -233,21 +296,51 @@ def _plain(state: Any) -> Any:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore the random streams afterwards."""
+def random_state_kept(*, draws: bool = True) -> Iterator[None]:
+    """Restore the random streams afterwards; while other threads run, only if what runs in here draws from them.
+
+    Raises:
+        UsageError: another thread draws from torch's stream meanwhile. Then it stays as that thread leaves it.
+    """
+    others, outermost = threading.active_count() > 1, _noted.state is None
+    if others and not draws:
+        token = _left_alone.set(True)
+        try:
+            yield
+        finally:
+            _left_alone.reset(token)
+        return
     state = RandomState.now()
+    if others and outermost and state.streams:
+        _noted.state = state.streams["torch"]
+        time.sleep(_QUIET)
+        _refuse_other_draws()
+    watched = _noted.state is not None
     try:
         yield
     finally:
-        state.restore()
+        try:
+            if not watched or _noted.state is not None:
+                state.restore()
+        finally:
+            if outermost:
+                _noted.state = None
 
 
 @contextmanager
-def on_its_own(step: nn.Module) -> Iterator[None]:
-    """Detach a step from the caller's context: no hooks of the outermost module, no autocast or inference mode,
-    gradients on; and restore the random streams afterwards."""
+def as_trained(*, draws: bool = True) -> Iterator[None]:
+    """Run steps with gradients and without anomaly mode's checks, whatever the caller has switched on; and restore the
+    random streams afterwards (`random_state_kept`)."""
     with (
-        random_state_kept(), without_hooks(step), _torch.outside_autocast(),
-        torch.inference_mode(False), torch.enable_grad(),
+        random_state_kept(draws=draws), torch.inference_mode(False), torch.enable_grad(),
+        _torch.without_anomaly_checks(), outside_of(_torch.outside_of_modes),
     ):  # fmt: skip
+        yield
+
+
+@contextmanager
+def on_its_own(step: nn.Module, *, draws: bool = True) -> Iterator[None]:
+    """Detach a step from the caller's context as `as_trained` does, and from hooks of the outermost module and
+    autocast."""
+    with as_trained(draws=draws), without_hooks(step), _torch.outside_autocast():
         yield

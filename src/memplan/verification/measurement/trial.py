@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan._interrupts import safe_point
 from memplan.errors import InputError
 from memplan.planning.capture.loss_module import default_loss
 from memplan.rewriting.update_early import Early, update_early
 from memplan.trace.spec import Spec
 from memplan.trace.structure import take_apart
 from memplan.verification.measurement.peak_and_time import Meter, storage_bytes, timed
-from memplan.verification.measurement.state_copies import ModuleCopy, copies
+from memplan.verification.measurement.state_copies import ModuleCopy, copies, drawing
 
 Optimizer = Callable[[Any], Any]
 
@@ -123,7 +124,7 @@ class Trial:
     def running(self) -> Iterator[None]:
         """Put the copies in place, with gradients on whatever the caller has switched off."""
         with (
-            nullcontext() if self._copy is None else self._copy.in_place(),
+            drawing() if self._copy is None else self._copy.in_place(),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
@@ -139,6 +140,7 @@ class Trial:
 
     def gradients_of_step(self, meter: Meter | None = None) -> None:
         """Run forward and backward for each micro-batch; keep the last one's output."""
+        safe_point()
         with self.running(), _counted(meter, self.name), self._kernels():
             for parameter in self._leaves():
                 parameter.grad = None
@@ -165,6 +167,7 @@ class Trial:
     def update_step(self, meter: Meter | None = None) -> None:
         """Run the optimizer's update, which a meter counts only where the optimizer is the user's."""
         if self.update is not None:  # which closes the step where it updates in the backward pass
+            safe_point()
             with self.running(), _counted(meter if self.work.optimizer is not None else None, self.name):
                 self.update.step()
 
@@ -188,6 +191,7 @@ class Trial:
             if self.update is not None and self.work.optimizer is not None:
                 self.update.step()
 
+        safe_point()
         with self.running():
             taken = timed(step, str(self._place))
         self.rest()

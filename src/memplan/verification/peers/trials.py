@@ -20,7 +20,7 @@ from memplan.planning.request import Request
 from memplan.verification.measurement import free_memory
 from memplan.verification.measurement.peak_alone import measured_alone
 from memplan.verification.measurement.peak_and_time import Times, compare_times
-from memplan.verification.measurement.state_copies import on_its_own
+from memplan.verification.measurement.state_copies import drawing, on_its_own
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.peers.peers import COMPILED, EAGER, Peer, as_peer, blocks_of, peers
 from memplan.verification.proof.float64_gradients import GradientErrors, gradient_errors, same_numbers
@@ -204,7 +204,8 @@ class _Peers:
         return self._seen(Trial("float64", as_peer(step, of), step, work, updates=False))
 
     def _seen(self, trial: Trial) -> _Seen:
-        torch.manual_seed(_SEED)
+        with drawing():
+            torch.manual_seed(_SEED)
         trial.prepare()
         before = self._random_state()
         trial.gradients_of_step()

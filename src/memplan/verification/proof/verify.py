@@ -13,10 +13,10 @@ from torch import nn
 
 from memplan.errors import InputError, TargetError, UsageError
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.session import alone
+from memplan.trace.recording.session import alone, called
 from memplan.trace.step import StepOptions
 from memplan.verification.measurement.peak_and_time import Meter, compare_times
-from memplan.verification.measurement.state_copies import RandomState, random_state_kept
+from memplan.verification.measurement.state_copies import RandomState, as_trained
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.differences import Compared, Difference, difference, named_outputs, output_differences
 from memplan.verification.proof.proof import KINDS, Proof
@@ -81,7 +81,7 @@ def verify(
         options.inputs, options.kwargs, options.targets, *options.callables, options.autocast, micro_batches
     )  # fmt: skip
     modules = _modules(reference, candidate)
-    with alone(), random_state_kept():
+    with called("memplan.verify", profiles=True), alone(), as_trained():
         sides = Sides(Trial("reference", reference, modules[0], work))
         other = Trial("candidate", candidate, modules[1], work)
         _check_names(sides.reference, other)

@@ -233,7 +233,7 @@ def watching(clock: Callable[[], int]) -> Iterator[LineWatch]:
     try:
         yield watch
     finally:
-        _watches.pop()
+        _forget(watch)
         watch.stop()
 
 
@@ -244,7 +244,13 @@ def unwatched() -> Iterator[None]:
     try:
         yield
     finally:
-        _watches.pop()
+        _forget(None)
+
+
+def _forget(watch: LineWatch | None) -> None:
+    """Take the last entry of a watch away, which need not be the last of all: another thread may have added one."""
+    at = max(at for at, one in enumerate(_watches) if one is watch)
+    del _watches[at]
 
 
 def is_watched() -> bool:

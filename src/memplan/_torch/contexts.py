@@ -1,0 +1,94 @@
+"""What the caller has switched on around a call: transforms, tracing, default devices, profilers, anomaly mode.
+
+Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def transform_of_caller() -> str | None:
+    """Return what a call is within that changes what ops are; None where they are as usual."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.vmap, torch.func.grad or another transform of torch.func"
+    if torch.compiler.is_compiling() or _is_compiled():
+        return "a function that torch.compile compiles"
+    if torch.get_default_device().type == "meta":
+        return 'torch.device("meta")'
+    return None
+
+
+def _is_compiled() -> bool:
+    """Return whether Dynamo looks at the functions that this thread calls."""
+    frames = sys.modules.get("torch._C._dynamo.eval_frame")
+    return frames is not None and callable(frames.get_eval_frame_callback())
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Run what is inside as if no mode were entered: tensors are real, and nobody sees the ops."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
+def without_anomaly_checks() -> Iterator[None]:
+    """Leave gradients unchecked, whatever the caller or the step asks of anomaly mode: fake ones have no values, and
+    a check takes memory. `torch.is_anomaly_enabled` answers what was set."""
+    enabled, checks = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    set_enabled, here = torch.set_anomaly_enabled, threading.get_ident()
+
+    def set_unchecked(mode: bool, check_nan: bool = True) -> None:
+        set_enabled(mode, check_nan and threading.get_ident() != here)
+
+    try:
+        torch.set_anomaly_enabled = set_unchecked
+        set_enabled(enabled, False)
+        yield
+    finally:
+        torch.set_anomaly_enabled = set_enabled
+        set_enabled(enabled, checks)
+
+
+def is_profiled() -> bool:
+    """Return whether a profiler of torch is at work, in any thread: a second one would break its record, and two that
+    end across each other end the process."""
+    return torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _Turn:
+    """The right to start torch's profiler, which is one for the process: of one thread of memplan's at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = self._times = 0
+
+    def take(self) -> bool:
+        """Return whether this thread may start a profiler; then others may not until it is given back."""
+        with self._lock:
+            if is_profiled() or (self._times and self._thread != threading.get_ident()):
+                return False
+            self._thread = threading.get_ident()
+            self._times += 1
+            return True
+
+    def give(self) -> None:
+        """Give it back: once for each time that it was taken."""
+        with self._lock:
+            self._times -= 1
+
+
+profiler_turn = _Turn()
