@@ -33,7 +33,8 @@ from memplan.errors import RecordingError, UsageError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.loss_module import with_loss
-from memplan.planning.capture.readable import Reads, told
+from memplan.planning.capture.reads.kinds import told
+from memplan.planning.capture.reads.readable import Reads
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 WEIGHT = 1.0
