@@ -76,7 +76,7 @@ class Watched:
         self._dicts: list[dict[Any, Any]] = []
         self._contents: list[tuple[Names | None, Any]] = []
         self._versions: list[int] = []
-        self._named: dict[Any, dict[str, Any]] = {}
+        self._by_place: dict[Any, dict[str, Any]] = {}
         self._modules, self._instances = Attributes(), Attributes()
         self._objects: list[Any] = []
         self._kinds: list[type] = []
@@ -120,12 +120,12 @@ class Watched:
     def names(self, own: dict[str, Any], names: Names) -> dict[str, Any]:
         """Watch names in the dict of a class or a Python module."""
         place = id(own), names.only, names.without
-        if place not in self._named:  # a base of several classes is one place
+        if place not in self._by_place:  # a base of several classes is one place
             found = names.of(own)
             self._dicts.append(own)
             self._contents.append((names, found))
-            self._named[place] = {name: found[name] for name in sorted(found)}
-        return self._named[place]
+            self._by_place[place] = {name: found[name] for name in sorted(found)}
+        return self._by_place[place]
 
     def attributes(self, own: dict[str, Any], names: Names) -> dict[str, Any]:
         """Watch attributes of a module of the model's own."""
