@@ -317,6 +317,23 @@ def test_any_one_change_in_any_tree(holder: Box, data: st.DataObject) -> None:
         assert same(result(model, model.forward), result(model, model))
 
 
+LOG: list[int] = []
+
+
+def test_a_log_that_forward_only_adds_to_is_not_read() -> None:
+    def read(net: Any) -> float:
+        LOG.append(1)
+        return 1.0
+
+    model = Net(None, read)
+    plans = installed(model)
+    for _ in range(2):
+        result(model, model)
+        result(model, model.forward)
+    assert LOG
+    assert len(plans.engines) == 1
+
+
 def test_what_is_not_read_makes_no_other_plan() -> None:
     model: Any = Net(Box(alpha=1.0, step=0, inner=Box(log=[1])), lambda s: s.h.alpha)
     plans = installed(model)
