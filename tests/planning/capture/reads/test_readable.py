@@ -239,7 +239,7 @@ def put_class(model: Any) -> None:
     model.h.__class__ = Callable_
 
 
-def result(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+def result(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Any]:
     model.zero_grad()
     torch.manual_seed(1)
     loss = call(X).square().sum()
