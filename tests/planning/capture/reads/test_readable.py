@@ -248,7 +248,7 @@ def result(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Any]:
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return all(a is b or bool(torch.equal(*pair)) for pair in zip(one, other, strict=True) for a, b in [pair])
 
 
 @pytest.mark.parametrize("name", cases())
