@@ -23,7 +23,7 @@ seen = pytest.mark.skipif(not _torch.VERSIONS_SEE_ATTRIBUTES, reason="attributes
 def test_a_dicts_version_changes_with_each_change_alone(attributes: bool) -> None:
     box: Any = Box()
     box.a, box.b = 1.0, object()
-    own = vars(box) if attributes else {"a": 1.0}
+    own: dict[str, Any] = vars(box) if attributes else {"a": 1.0}
     for value in (2.0, 2, True, None):
         version = _torch.dict_version(own)
         assert _torch.dict_version(own) == version

@@ -122,12 +122,17 @@ def own_tensor_tables(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return own["_parameters"], own["_buffers"]
 
 
-_DICTS = operator.itemgetter("_parameters", "_buffers", "_modules", *_HOOKS)
+_DICTS, _TABLES = operator.itemgetter("_parameters", "_buffers", "_modules"), operator.itemgetter(*_HOOKS)
 
 
 def own_dicts(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """Return a module's attributes, parameters, buffers, submodules and hooks: the very dicts."""
+    """Return a module's attributes, parameters, buffers and submodules: the very dicts."""
     return vars(module), *_DICTS(vars(module))
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the tables of a module's own hooks: the very dicts."""
+    return _TABLES(vars(module))
 
 
 def own_hooks(module: nn.Module) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ from memplan import _torch
 from memplan.errors import CompileError, RecordingError, TargetError
 from memplan.planning.capture.capture import Captured, is_capturing
 from memplan.planning.capture.flat_call import Call, call_of
-from memplan.planning.capture.readable import Reads, reads_of
+from memplan.planning.capture.reads.passes import reads_of
+from memplan.planning.capture.reads.readable import Reads
 from memplan.planning.inductor.partition import Fused, fused
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.calls import Calls
@@ -121,11 +122,12 @@ class _Table:
         """Return the variants of a kind, the last used one first."""
         return self._variants.get(kind, ())
 
+    def number(self) -> int:
+        """Return the number of a call."""
+        return next(self._calls)
+
     def use(self, kind: _Kind, variant: _Variant) -> None:
-        """Note a call that a variant is for."""
-        variant.used = next(self._calls)
-        if self._variants.get(kind, (variant,))[0] is variant:
-            return
+        """Note a call that a variant is for, which is not the last used one of its kind."""
         with self._lock:
             others = self._variants.get(kind, ())
             if variant in others:
@@ -311,11 +313,13 @@ class Installed:
 
     def _found(self, kind: _Kind, call: Call) -> _Variant | None:
         """Return the variant for such a call, where there is one."""
-        undecided = list[_Variant]()
-        for variant in self._table.of(kind):
-            if variant.holds(self._keys.moment):
+        undecided, moment = list[_Variant](), self._keys.moment
+        for at, variant in enumerate(self._table.of(kind)):
+            if variant.holds(moment):
                 if variant.suits(call):
-                    self._table.use(kind, variant)
+                    variant.used = self._table.number()
+                    if at:
+                        self._table.use(kind, variant)
                     return variant
                 undecided.append(variant)
         if len(undecided) >= _VARIANTS:

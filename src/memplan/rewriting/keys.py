@@ -2,24 +2,27 @@
 
 A key has which modules there are and whether they train, shapes, strides, dtypes and ``requires_grad`` of parameters,
 buffers and inputs, arguments that are not tensors, hooks, autocast, and torch's global flags. What else the model's
-Python code has read is known once it was captured (`memplan.planning.capture.readable`), and is compared for each
+Python code has read is known once it was captured (`memplan.planning.capture.reads`), and is compared for each
 plan by itself.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memplan import _torch
 from memplan.planning.capture.flat_call import Call
-from memplan.planning.capture.readable import PLAIN, told
+from memplan.planning.capture.reads.kinds import PLAIN, told
 from memplan.trace.structure import TENSOR, Holder, Structure
+
+_STATES = 64
+"""Number of states that are recognized as the very same object."""
 
 
 class UnkeyedError(Exception):
@@ -88,7 +91,11 @@ class _Last:
     """Attributes, parameters, buffers, submodules and hooks of all modules, and their versions then."""
     versions: list[int]
     empty: list[dict[Any, Any]]
-    """Those that had nothing in them."""
+    """Those that had nothing in them, tables of hooks aside."""
+    tables: list[dict[Any, Any]]
+    """Tables of hooks that had nothing in them."""
+    hooks: int
+    """Number of hooks that had been registered in the process."""
     kinds: list[type]
     training: list[bool]
     tensors: list[torch.Tensor]
@@ -105,6 +112,7 @@ class Keys:
     def __init__(self, model: nn.Module) -> None:
         self._structure, self._number = _structure(model), 0
         self._last: _Last | None = None
+        self._states: dict[State, State] = {}
 
     def key(self, model: nn.Module, call: Call) -> Key:
         """Return the key of a call in the model's present state.
@@ -118,11 +126,11 @@ class Keys:
     def are_gradients_held(self) -> bool:
         """Return whether a parameter that is trained has a gradient. Call it after `key`."""
         trained = self._trained() if self._last is None else self._last.trained
-        return any(tensor.grad is not None for tensor in trained)
+        return [tensor.grad for tensor in trained].count(None) != len(trained)
 
     @property
     def moment(self) -> object:
-        """An object that is the same in later calls as long as no module's attributes have changed."""
+        """Token: the same object in later calls as long as no module's attributes have changed; None: not known."""
         return self._last if _torch.VERSIONS_SEE_ATTRIBUTES else None
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -146,10 +154,12 @@ class Keys:
         return (
             list(map(_torch.dict_version, last.dicts)) == last.versions
             and not any(last.empty)
-            and all(map(operator.is_, map(type, self._structure.modules), last.kinds))
-            and type(model) is last.kinds[-1]
+            and [*map(type, self._structure.modules), type(model)] == last.kinds
             and (_torch.VERSIONS_SEE_ATTRIBUTES or self._training(model) == last.training)
-            and _hooked(last.tensors) == last.hooked
+            and (
+                (last.hooked is None and RemovableHandle.next_id == last.hooks)  # no hook was registered anywhere
+                or (not any(last.tables) and _hooked(last.tensors) == last.hooked)
+            )
         )
 
     def _new_state(self, model: nn.Module, around: Hashable) -> State:
@@ -168,15 +178,34 @@ class Keys:
             tuple([_torch.own_hooks(module) for module in structure.modules]),
             around,
         ))  # fmt: skip
+        if len(self._states) >= _STATES:
+            self._states.clear()
+        state = self._states.setdefault(state, state)  # objects that are the same are compared quickly
         present = list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
-        every = [table for module in (model, *structure.modules) for table in _torch.own_dicts(module)]
-        dicts, empty = [table for table in every if table], [table for table in every if not table]
+        modules = model, *structure.modules
+        own = [table for module in modules for table in _torch.own_dicts(module)]
+        hooks = [table for module in modules for table in _torch.hook_tables(module)]
+        dicts = [table for table in (*own, *hooks) if table]
+        empty, tables = [table for table in own if not table], [table for table in hooks if not table]
         versions = list(map(_torch.dict_version, dicts))
         guards = {around: (_torch.TensorGuards(present), state)}
         if last is not None and around not in last.guards and last.versions == versions:
             guards |= last.guards
         hooked = _hooked(present)
-        self._last = _Last(state, dicts, versions, empty, kinds, training, present, hooked, self._trained(), guards)
+        self._last = _Last(
+            state,
+            dicts,
+            versions,
+            empty,
+            tables,
+            RemovableHandle.next_id,
+            kinds,
+            training,
+            present,
+            hooked,
+            self._trained(),
+            guards,
+        )
         return state
 
     def _training(self, model: nn.Module) -> list[bool]:

@@ -146,8 +146,8 @@ def test_a_guard_that_does_not_raise_in_the_end_is_told(monkeypatch: pytest.Monk
     with pytest.raises(Exploded):
         model(far)
     monkeypatch.setenv("LENIENT", "1")
-    with pytest.warns(UserWarning, match=r"a call runs unplanned: the flag at .*test_fit_guards\.py:\d+ was True"):
-        model(far)
+    with pytest.warns(UserWarning, match=r"a call runs unplanned: .*test_fit_guards\.py:\d+"):
+        assert model(far).isfinite()
 
 
 class Branches(nn.Module):

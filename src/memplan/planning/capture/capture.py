@@ -18,13 +18,14 @@ from memplan import _torch
 from memplan._interrupts import safe_point
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
-from memplan.planning.capture.executed import Executed
 from memplan.planning.capture.flat_call import Call, Flat, Returned
 from memplan.planning.capture.fx_reader import Reader
 from memplan.planning.capture.guards import Guard, Guards
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.opaque_calls import Around, Opaque
-from memplan.planning.capture.readable import Passes, Reads, note_reads
+from memplan.planning.capture.reads.executed import Executed
+from memplan.planning.capture.reads.passes import Passes, note_reads
+from memplan.planning.capture.reads.readable import Reads
 from memplan.planning.capture.side_effects import (
     Watch,
     is_fake,

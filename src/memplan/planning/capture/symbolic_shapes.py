@@ -16,7 +16,7 @@ from torch import nn
 from memplan import _torch
 from memplan.planning.capture.capture import Captured, SymbolicError, capture, capture_symbolic, read
 from memplan.planning.capture.flat_call import Call, Flat
-from memplan.planning.capture.readable import Reads
+from memplan.planning.capture.reads.readable import Reads
 from memplan.planning.graph.precision import EXACT, Precision
 
 _log = logging.getLogger("memplan")

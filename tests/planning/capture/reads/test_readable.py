@@ -33,7 +33,8 @@ from memplan.errors import RecordingError, UsageError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.loss_module import with_loss
-from memplan.planning.capture.readable import Reads, told
+from memplan.planning.capture.reads.kinds import told
+from memplan.planning.capture.reads.readable import Reads
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 WEIGHT = 1.0
@@ -238,7 +239,7 @@ def put_class(model: Any) -> None:
     model.h.__class__ = Callable_
 
 
-def result(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+def result(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Any]:
     model.zero_grad()
     torch.manual_seed(1)
     loss = call(X).square().sum()
@@ -247,7 +248,7 @@ def result(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor | 
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return all(a is b or bool(torch.equal(*pair)) for pair in zip(one, other, strict=True) for a, b in [pair])
 
 
 @pytest.mark.parametrize("name", cases())
@@ -314,6 +315,23 @@ def test_any_one_change_in_any_tree(holder: Box, data: st.DataObject) -> None:
         value = data.draw(VALUES)
         setattr(owner, key, value) if isinstance(owner, Box) else owner.__setitem__(key, value)
         assert same(result(model, model.forward), result(model, model))
+
+
+LOG: list[int] = []
+
+
+def test_a_log_that_forward_only_adds_to_is_not_read() -> None:
+    def read(net: Any) -> float:
+        LOG.append(1)
+        return 1.0
+
+    model = Net(None, read)
+    plans = installed(model)
+    for _ in range(2):
+        result(model, model)
+        result(model, model.forward)
+    assert LOG
+    assert len(plans.engines) == 1
 
 
 def test_what_is_not_read_makes_no_other_plan() -> None:

@@ -277,7 +277,7 @@ class Uses:
     """Names in the code of one function."""
 
     loaded: tuple[str, ...]
-    """Globals that it loads."""
+    """Globals that it loads, but for what it only adds to, such as a list that is a log."""
     names: frozenset[str]
     """Attributes, and strings that can be names of some."""
     of_globals: frozenset[str]
@@ -286,6 +286,9 @@ class Uses:
     """Modules that it imports, and those that it names where it looks modules up."""
 
 
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_FILLING = frozenset({"add", "append", "appendleft", "extend"})
+"""Methods by which code adds to a container without reading it."""
 _LOOKED_UP = frozenset({"modules", "import_module", "__import__"})
 _uses: dict[int, tuple[CodeType, Uses]] = {}
 
@@ -300,15 +303,17 @@ def uses_of(code: CodeType) -> Uses:
 
 def _read(code: CodeType) -> Uses:
     loaded, chained, imports = dict[str, None](), set[str](), dict[str, None]()
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PUSH_NULL", "NOP")]
     follows = False
-    for one in dis.get_instructions(code):
+    for one, after in zip(instructions, [*instructions[1:], None], strict=True):
         if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            loaded[one.argval] = None
+            if after is None or after.opname not in _ATTRIBUTE or after.argval not in _FILLING:
+                loaded[one.argval] = None
             follows = True
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif one.opname in _ATTRIBUTE:
             if follows:
                 chained.add(one.argval)
-        elif one.opname not in ("CACHE", "PUSH_NULL", "NOP"):
+        else:
             follows = False
         if one.opname == "IMPORT_NAME":
             imports[one.argval] = None

@@ -1,0 +1,161 @@
+"""Tell kinds of objects apart: which are plain values, which have content that Python sees, which do not count."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.planning.capture.reads.executed import code_counts
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+         torch.memory_format, enum.Enum)  # fmt: skip
+"""Types of immutable values."""
+MISSING: Any = object()
+
+
+def told(value: Any) -> Hashable:
+    """Return the key of a plain value, its type and value: NaN equals itself, and -0.0 is not 0.0."""
+    if isinstance(value, float):
+        return type(value), value.hex()
+    if isinstance(value, complex):
+        return type(value), value.real.hex(), value.imag.hex()
+    return type(value), value
+
+
+class Itself:
+    """Identity of an object. It keeps the object alive only if that has no weak references; then it equals nothing once
+    the object is gone."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._ref: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._ref = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._ref()
+        return isinstance(other, Itself) and mine is not None and mine is other._ref()
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def wrapped(value: Any) -> tuple[Any, ...] | None:
+    """Return what an object of Python's own wraps: functions and arguments."""
+    if isinstance(value, (functools.partial, functools.partialmethod)):
+        return value.func, value.args, value.keywords
+    if isinstance(value, property):
+        return value.fget, None
+    if isinstance(value, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if isinstance(value, functools.cached_property):
+        return (value.func,)
+    return None
+
+
+def plainly(container: Any) -> Iterator[Any]:
+    """Iterate over a container as its base class does, whatever its own class says."""
+    bases: tuple[Any, ...] = (tuple, list, set, frozenset, collections.deque)
+    return next(base.__iter__(container) for base in bases if isinstance(container, base))
+
+
+def cell_content(cell: Any) -> Any:
+    """Return the content of a function's cell; MISSING where it has none yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return MISSING
+
+
+def imported(names: Iterable[str], package: str) -> Iterator[str]:
+    """Yield the modules outside of torch and the standard library that these names in imports can mean."""
+    parents = [package]
+    while parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
+    for name in names:
+        for parent in parents:
+            found = f"{parent}.{name}" if parent and name else parent or name
+            module = sys.modules.get(found)
+            if module is not None and code_counts(vars(module)):
+                yield found
+
+
+@functools.lru_cache(4096)
+def dict_of(kind: type) -> dict[str, Any]:
+    """Return the dict behind a class's ``__dict__``, which is a proxy of it."""
+    found = gc.get_referents(vars(kind))
+    return found[0] if len(found) == 1 and type(found[0]) is dict else dict(vars(kind))
+
+
+@functools.lru_cache(4096)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the attributes that a class keeps in slots."""
+    found = [(base, vars(base).get("__slots__", ())) for base in kind.__mro__]
+    names = [(base, name) for base, slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(
+        f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for base, name in names
+        if name not in ("__dict__", "__weakref__")
+    )
+
+
+@functools.lru_cache(4096)
+def is_open_class(kind: type) -> bool:
+    """Return whether attributes of a class count: those of users' and libraries' classes and of torch's layers."""
+    module = module_of(kind)
+    layer = module.startswith("torch.nn.") and kind is not nn.Module
+    return layer or code_counts({"__name__": module})
+
+
+_CLOSED = frozenset({
+    "_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "re", "socket", "subprocess",
+    "threading", "unittest",
+})  # fmt: skip
+
+
+@functools.lru_cache(4096)
+def is_closed(kind: type) -> bool:
+    """Return whether objects of a class are compared by identity: loggers, locks, files and the like."""
+    return module_of(kind).partition(".")[0] in _CLOSED or kind is dataclasses.Field
+
+
+def module_of(kind: type) -> str:
+    """Return the name of the module of a class; empty where it has none."""
+    found = kind.__module__  # of classes that C makes it can be anything
+    return found if isinstance(found, str) else ""
+
+
+_LARGEST_ARRAY = 1 << 24
+"""Bytes of an array that are compared in each call; of a larger one it is seen only that it is another one."""
+
+
+def memory_of(value: Any) -> Callable[[], Any] | None:
+    """Return what reads an object whose content is memory, such as an array of numpy's; None of any other."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        if value.nbytes > _LARGEST_ARRAY:
+            itself = Itself(value)
+            return lambda: (itself, value.dtype.str, value.shape)
+        return lambda: (value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, (bytearray, memoryview)) or module_of(type(value)) in ("array", "mmap", "ctypes"):
+        return lambda: bytes(memoryview(value))
+    return None
+
+
+def objects_of(value: Any) -> list[Any] | None:
+    """Return the elements of an array of objects; None of anything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        return value.ravel().tolist()
+    return None
