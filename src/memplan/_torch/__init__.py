@@ -49,6 +49,7 @@ from memplan._torch.engine import (
     call_with_hooks,
     has_gradient_hooks,
     has_hooks,
+    hooked_module,
     hooks_of,
     is_transformed,
     keeps_graph,
@@ -136,6 +137,8 @@ from memplan._torch.patches import (
     seeding_seen,
     sequences_padded_in_python,
     without_checkpoints,
+    without_function_modes,
+    without_global_hooks,
 )
 from memplan._torch.spectra import spectra_seen, without_vectors
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
@@ -256,6 +259,7 @@ __all__ = [
     "graph_break",
     "has_gradient_hooks",
     "has_hooks",
+    "hooked_module",
     "has_kept_fake",
     "has_shape",
     "here_alone",
@@ -350,6 +354,8 @@ __all__ = [
     "without_autocast",
     "without_call",
     "without_checkpoints",
+    "without_function_modes",
+    "without_global_hooks",
     "without_vectors",
     "written_arguments",
 ]

@@ -325,6 +325,8 @@ class FakeMode(FakeTensorMode):
         """Held by the thread of a step that dispatches an op: what is noted of it is one piece."""
         self._selected = False
         """Whether the result of the running op was bounded."""
+        self.suspended = False
+        """Whether what runs now is no part of the recording."""
         self._memo = _Memo()
         self._of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)
@@ -425,6 +427,17 @@ class FakeMode(FakeTensorMode):
             yield
         finally:
             self._inside = before
+
+    @contextlib.contextmanager
+    def suspending(self) -> Iterator[None]:
+        """What runs in here is no part of the recording: no op is observed, and fake tensors have no values."""
+        before, self.suspended, bound = self.suspended, True, self.bound
+        self.bound = lambda func, args, kwargs: NotImplemented
+        try:
+            with self.within(), no_modes():
+                yield
+        finally:
+            self.suspended, self.bound = before, bound
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

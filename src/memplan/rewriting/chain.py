@@ -100,8 +100,8 @@ class _Call:
         self._saved: list[torch.Tensor] | None = saved
         self._devices = [outputs[tangent.output].device for tangent in chain.tangents]
         self._versions = [_torch.version_of(inputs[at]) for at, _ in chain.guarded]
-        memory = {output.untyped_storage().data_ptr() for output in outputs}
-        returned = [at for at, tensor in enumerate(saved) if tensor.untyped_storage().data_ptr() in memory]
+        memory = {_torch.storage_key(output.untyped_storage()) for output in outputs}
+        returned = [at for at, tensor in enumerate(saved) if _torch.storage_key(tensor.untyped_storage()) in memory]
         self._returned = [(at, _torch.version_of(saved[at])) for at in returned]
         self._running: Iterator[Given] | None = None
         self._next = 0

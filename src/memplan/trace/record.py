@@ -22,11 +22,13 @@ from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
     Environment,
+    Running,
     Target,
     check_steps,
     choose_target,
     collect_cycles,
     of_outside,
+    recording_runs,
     run_steps,
     undisturbed,
 )
@@ -261,6 +263,7 @@ class _Recording:
         self._collected: list[int] = []
         self._parts: Finished | None = None
         self._lines: LineWatch | None = None
+        self._running = Running(target, self._suspended)
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
@@ -313,6 +316,14 @@ class _Recording:
         with self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
             yield
 
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
+        with (
+            self._place.suspending(), _torch.without_global_hooks(), _torch.without_function_modes(),
+            self._mode.suspending(),
+        ):  # fmt: skip
+            yield
+
     def run(self, build: Runs, steps: int) -> Trace | None:
         """Build and run the step.
 
@@ -335,6 +346,7 @@ class _Recording:
             observer.calibrate()
             stack.enter_context(place.following())
             self._lines = stack.enter_context(watching(lambda: observer.ledger.clock))
+            stack.enter_context(recording_runs(self._running))
             try:
                 run_steps(build, steps, observer, self)
             except _Unsettled:
@@ -345,6 +357,7 @@ class _Recording:
         calls = tuple(self._card.calls) if self._card is not None else ()
         notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused + self._printed.note()
         notes += (*_environment(), *benchmark) if self._card is not None else ()
+        notes += tuple(self._running.notes)
         trace = Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumed.rows(), notes,

@@ -175,6 +175,7 @@ class _Run:
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        module = _torch.hooked_module(module)
         if not self._running:
             self._at_boundary()
             if not any(module is one for one in self._models):
@@ -183,6 +184,7 @@ class _Run:
         self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        module = _torch.hooked_module(module)
         if any(module is one for one in self._running):  # those that raised before their own hook leave with it
             while self._running.pop() is not module:
                 pass

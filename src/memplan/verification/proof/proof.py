@@ -144,6 +144,8 @@ class Proof(Displayed):
         return "\n".join(filter(None, lines))
 
     def _verdict(self) -> str:
+        if not self.steps:
+            return "not proven: this is a recording, in which nothing runs"
         if not self.same:
             wrong = [text for text in self.failures if "the budget" not in text]
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
