@@ -17,7 +17,8 @@ from torch import nn
 
 from memplan import _torch
 from memplan.integrations.described_calls import Unknown, described, options_of
-from memplan.trace.recording.place import format_frame
+from memplan.trace.recording.place import format_frame, local_variables
+from memplan.trace.recording.session import is_suspended
 
 
 @dataclass
@@ -81,7 +82,9 @@ class CallWatch:
         plain = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.call is None:
+            if is_suspended():
+                pass
+            elif self.call is None:
                 if is_outermost() and _trains(module):
                     self._keep(module, args, kwargs)
             elif not self._inside and not is_outermost():
@@ -131,7 +134,7 @@ class CallWatch:
         while frame is not None:
             file = frame.f_code.co_filename
             own = os.path.abspath(file).startswith(self._folder + os.sep) and "-packages" not in file
-            if own and not file.startswith("<") and not isinstance(frame.f_locals.get("self"), nn.Module):
+            if own and not file.startswith("<") and not isinstance(local_variables(frame).get("self"), nn.Module):
                 yield frame
             frame = frame.f_back
 
@@ -149,8 +152,9 @@ def _autocast(module: nn.Module) -> torch.dtype | None:
 def _modules(frame: FrameType) -> dict[int, str]:
     """Return the names of the variables of a frame that hold modules, those of the function before the module's."""
     found: dict[int, str] = {}
-    own = frame.f_locals.get("self")
-    for variables in (frame.f_locals, {f"self.{name}": one for name, one in _attributes(own).items()}, frame.f_globals):
+    here = local_variables(frame)
+    own = here.get("self")
+    for variables in (here, {f"self.{name}": one for name, one in _attributes(own).items()}, frame.f_globals):
         for name, value in list(variables.items()):
             if isinstance(value, nn.Module):
                 found.setdefault(id(value), name)

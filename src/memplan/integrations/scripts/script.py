@@ -26,6 +26,7 @@ from memplan.integrations.scripts.model_call import CallWatch, ModelCall
 from memplan.integrations.scripts.request import Request, ScriptEnded
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.recording.boundaries import Boundaries
+from memplan.trace.recording.session import is_suspended
 from memplan.trace.trace import Trace
 
 _RARE = 8
@@ -158,6 +159,8 @@ class _Run:
 
         def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
+            if is_suspended():  # memplan's own, which it plans or proves a step with
+                return
             self._optimizers.setdefault(optimizer, 0)
             self.calls.made(optimizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import linecache
 import os
 import re
@@ -79,6 +80,19 @@ def instruction(frame: FrameType) -> int:
     while dis.opname[code[at]] == "CACHE":
         at -= 2
     return at
+
+
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """Return a copy of a frame's variables that the frame does not keep.
+
+    Up to Python 3.12 a function's frame holds on to the dict that ``f_locals`` returns, and so to tensors that the
+    function drops later.
+    """
+    values = frame.f_locals
+    found = dict(values)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        values.clear()
+    return found
 
 
 def format_frame(frame: tuple[str, int] | None) -> str | None:

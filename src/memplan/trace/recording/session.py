@@ -163,6 +163,11 @@ def running_recording() -> Running | None:
     return found if found is not None and found.thread == threading.get_ident() else None
 
 
+def is_suspended() -> bool:
+    """Return whether what runs now is no part of the recording or measurement around it."""
+    return bool(_running) and _running[-1] is None
+
+
 @contextmanager
 def recording_runs(running: Running) -> Iterator[None]:
     """Make it known while a recording runs."""
