@@ -370,6 +370,11 @@ class _Recording:
             return trace
         return with_workspaces(trace, asked, self._target.cudnn, self._target.card)
 
+    @property
+    def tick(self) -> int:
+        """Return the present tick."""
+        return self._observer.ledger.clock
+
     def built(self) -> None:
         """See what building made.
 

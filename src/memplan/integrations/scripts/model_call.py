@@ -6,6 +6,7 @@ import ast
 import linecache
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.integrations.described_calls import Unknown, described, options_of
+from memplan.integrations.scripts.beside import Calls, Span
 from memplan.trace.recording.place import format_frame, local_variables
 from memplan.trace.recording.session import is_suspended
 
@@ -43,6 +45,10 @@ class ModelCall:
     """``file:line`` of the script beside which it can be made to fit."""
     before: bool = False
     """Whether before that line; else after it."""
+    calls: Calls = field(default_factory=Calls)
+    """When it was called, and updated by that optimizer."""
+    end: int = 0
+    """Tick at which the last step ended."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,20 @@ class CallWatch:
 
     Args:
         folder: of the script's own code.
+        tick: returns the present tick of the trace.
+        fits: called with the model before that call, where the script is to run with a plan.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: str, tick: Callable[[], int], fits: Callable[[nn.Module], None] | None = None
+    ) -> None:
+        self._folder, self._tick, self._fits = folder, tick, fits
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        """That of the plan."""
+        self._update = 0
+        """Tick at which the update that runs began."""
+        self._running = False
+        """Whether the kept model runs."""
         self.call: ModelCall | None = None
         """None until there is one."""
         self._inside = False
@@ -83,14 +99,25 @@ class CallWatch:
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_suspended():
-                pass
-            elif self.call is None:
+                return plain(module, *args, **kwargs)
+            if self.call is None:
                 if is_outermost() and _trains(module):
                     self._keep(module, args, kwargs)
+                    if self._fits is not None:
+                        self._fits(module)
             elif not self._inside and not is_outermost():
                 self._inside = True
                 self.call.autocast = _autocast(self.call.module)
-            return plain(module, *args, **kwargs)
+            call = self.call
+            if call is None or module is not call.module or self._running or not torch.is_grad_enabled():
+                return plain(module, *args, **kwargs)
+            begin, self._running = self._tick(), True
+            call.calls.held |= any(one.requires_grad and one.grad is not None for one in module.parameters())
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                self._running = False
+                call.calls.calls.append(Span(begin, self._tick()))
 
         with _torch.patched(nn.Module, __call__=called):
             yield
@@ -101,14 +128,23 @@ class CallWatch:
         if frame is not None and self.call is None:
             self._made = _Made((frame.f_code.co_filename, frame.f_lineno), _statement(frame)[1], _modules(frame))
 
+    def updates(self) -> None:
+        """Note that an optimizer begins an update."""
+        self._update = self._tick()
+
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has made an update."""
+        """Note that an optimizer has made an update. The first one that updates nothing but the model is the plan's."""
         call = self.call
-        if call is None or call.optimizer is not None:
+        if call is None:
             return
-        own = {id(parameter) for parameter in call.module.parameters()}
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            call.optimizer, call.options = type(optimizer), options_of(optimizer)
+        if call.optimizer is None:
+            own = {id(parameter) for parameter in call.module.parameters()}
+            theirs = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            if theirs and own.issuperset(theirs):
+                call.optimizer, call.options = type(optimizer), options_of(optimizer)
+                self._optimizer = weakref.ref(optimizer)
+        if self._optimizer is not None and self._optimizer() is optimizer:
+            call.calls.updates.append(Span(self._update, self._tick()))
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self.call = ModelCall(module, autocast=_autocast(module))

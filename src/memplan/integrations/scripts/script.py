@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memplan import _torch
 from memplan.errors import MemplanError, StepError
@@ -62,8 +62,8 @@ class Script:
         """Called with the error of a script that does not let itself be ended."""
         self._runs: list[tuple[int, Facts]] = []
         """Of each run, its steps and what it did besides: runs differ in the branches that they take."""
-        self.call: ModelCall | None = None
-        """The first training call of a model in the first run, where a plan of it is asked for."""
+        self.calls: list[ModelCall | None] = []
+        """Of each run, the first training call of a model, where a plan of it is asked for."""
 
     @property
     def title(self) -> str:
@@ -73,6 +73,15 @@ class Script:
     def facts(self, trace: Trace) -> Facts:
         """Return what it did in the run that a trace was made of."""
         return next(facts for steps, facts in self._runs if steps == len(trace.steps))
+
+    def call(self, trace: Trace) -> ModelCall | None:
+        """Return the first training call of a model in the run that a trace was made of; None where there was none."""
+        found = [call for call in self.calls if call is not None]
+        return next((call for call in found if call.end == trace.end), found[-1] if found else None)
+
+    def with_fit(self, fits: Callable[[nn.Module], None]) -> Script:
+        """Return the script with a model that is made to fit before its first training call."""
+        return Script(replace(self._request, fits=fits), self._world, self._give_up)
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
         """Run the script until it has made ``steps`` steps, or ends."""
@@ -87,7 +96,7 @@ class Script:
                 run.run()
         finally:
             faulthandler.cancel_dump_traceback_later()
-        self.call = self.call or run.calls.call
+        self.calls.append(run.calls.call)
         self._runs.append((run.steps_made, replace(run.facts(), held=held.rows(), really=request.really)))
 
 
@@ -115,8 +124,8 @@ class _Run:
         self._ending: Ending | None = None
         self._code: int | str | None = None
         self._raised = 0
-        self.calls = CallWatch(request.command.folder)
-        self._plans = request.plan is not None
+        self.calls = CallWatch(request.command.folder, lambda: boundaries.tick, request.fits)
+        self._plans = request.plan is not None or request.fits is not None
 
     def facts(self) -> Facts:
         """Return what the script did besides its step."""
@@ -168,6 +177,7 @@ class _Run:
             for handle in (
                 module_hooks.register_module_forward_pre_hook(self._enter),
                 module_hooks.register_module_forward_hook(self._leave, always_call=True),
+                register_optimizer_step_pre_hook(lambda *_: self.calls.updates()),
                 register_optimizer_step_post_hook(self._updated),
             ):
                 stack.callback(handle.remove)
@@ -231,6 +241,8 @@ class _Run:
     def _stepped(self) -> None:
         self.steps_made += 1
         self._boundaries.stepped()
+        if self.calls.call is not None:
+            self.calls.call.end = self._boundaries.tick
 
     def _end(self, ending: Ending) -> None:
         self._ending = ending

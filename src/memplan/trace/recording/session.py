@@ -143,11 +143,13 @@ def alone() -> Iterator[None]:
 
 @dataclass
 class Running:
-    """A recording that runs, as what the recorded program calls of memplan sees it."""
+    """A recording, or a measurement, that runs, as what the program in it calls of memplan sees it."""
 
     target: Target
     suspended: Callable[[], AbstractContextManager[None]]
     """Returns a context that is no part of the recording."""
+    really: bool = False
+    """Whether tensors have data."""
     thread: int = field(default_factory=threading.get_ident)
     notes: dict[str, None] = field(default_factory=dict[str, None])
     """What the trace is to say of these calls."""

@@ -76,7 +76,10 @@ def put_in_place(request_of: Callable[[], Request], running: Running, undo: Exit
         if skipped is not None and not fits:
             running.notes[f"{name} is shown as it runs without memplan.fit: {skipped}"] = None
         return asked, Unproven(found.plan, False, None, [], notes)
-    running.notes[f"{name} runs as memplan.fit plans it, by estimated seconds: with measured ones the plan can differ"] = None
+    running.notes[
+        f"{name} runs as memplan.fit plans it, by estimated seconds and without its proof: with measured seconds the plan "
+        "can differ"
+    ] = None
     settings = replace(asked.settings, precision=found.plan.precision) if asked.settings.undecided else asked.settings
     plans = Plans(asked.step, settings, asked.bytes, lambda text: None)
     plans.expect(found)
@@ -156,7 +159,7 @@ def _planned(planner: Planner, asked: Request) -> tuple[Planned, bool]:
 
 def _not_recorded(asked: Request, running: Running) -> str | None:
     """Return why a recording cannot show a plan; None where it can."""
-    if running.target.card is not None:
+    if running.target.card is not None:  # else a measurement, which has the card's own tensors
         return f"a plan for {running.target.name} is made on that card, with its kernels"
     if asked.settings.engine == "inductor":
         return "a recording runs no fused kernels"
@@ -169,6 +172,8 @@ def _installed(step: torch.nn.Module, plans: Plans, undo: ExitStack) -> Installe
     def planned(call: Call, held: bool, _: ExitStack = undo) -> Planned | Reused:  # undone when nothing holds it
         with recording_suspended():
             found = plans(with_values(call), held)
+        if not any(isinstance(one, _torch.FakeTensor) for one in call.tensors):
+            return found
         # which branch values take is the recording's own assumption, and guards read values that it does not have
         return replace(found, captured=replace(found.captured, conditions=(), guards=()))
 
