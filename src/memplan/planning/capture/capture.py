@@ -19,6 +19,7 @@ from memplan.errors import DataDependentError, InputError, MemplanError, Recordi
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
 from memplan.planning.capture.flat_call import Call, Flat, Returned
 from memplan.planning.capture.fx_reader import Reader
+from memplan.planning.capture.free_tensors import FreeTensors
 from memplan.planning.capture.guards import Guard, Guards
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.opaque_calls import Around, Opaque
@@ -80,10 +81,10 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     """
     refuse_tensors(model, call.tensors)
     refuse_hooks(model)
-    watch, around, guards = Watch(model), Around(), Guards()
+    watch, around, guards, free = Watch(model), Around(), Guards(), FreeTensors()
 
     def trace() -> _Traced:
-        return _trace(model, call, watch, around, guards, precision, relaid)
+        return _trace(model, call, watch, around, guards, precision, relaid, free)
 
     try:
         joint, flat = _traced(trace, model, call, around, guards, watch)
@@ -91,6 +92,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     finally:
         watch.restore()
     found = read(joint, flat, call, tuple(around.found), precision)
+    found = replace(found, constants={value: free.original(one) for value, one in found.constants.items()})
     return replace(found, relaid=relaid, guards=tuple(guards.found), printed=watch.printed.lines > 0)
 
 
@@ -123,7 +125,8 @@ def capture_symbolic(
     try:
         mode = _torch.symbolic_mode()
         joint, flat = _trace(
-            model, call, watch, around, Guards(), precision, relaid, conditional=False, fake=fake, mode=mode
+            model, call, watch, around, Guards(), precision, relaid, FreeTensors(), conditional=False, fake=fake,
+            mode=mode,
         )
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
@@ -218,7 +221,7 @@ class _Untraceable(Exception):
 
 def _trace(
     model: nn.Module, call: Call, watch: Watch, around: Around, guards: Guards, precision: Precision, relaid: bool,
-    **how: Any,
+    free: FreeTensors, **how: Any,
 ) -> _Traced:  # fmt: skip
     place, names = Place(), _layers(model)
 
@@ -229,13 +232,13 @@ def _trace(
         opaque, lowered = around.tracing(lambda: names.get(place.module, "")), _lowered(model, names, precision)
         layout = ChannelsLast() if relaid else nullcontext()
         with (
-            _torch.casts_kept(kept) as region, autocast(), lowered, opaque, _placing(names, place, region), layout,
+            _torch.casts_kept(kept) as region, autocast(), lowered, opaque, _placing(names, place, region, free), layout,
             guards.tracing(), watch.seeding(),
         ):  # fmt: skip
             yield
 
     # What the caller expects is what the call returns without that.
-    plain = _trace(model, call, watch, around, guards, EXACT, relaid=False)[1] if precision.compute else None
+    plain = _trace(model, call, watch, around, guards, EXACT, False, free)[1] if precision.compute else None
     dtypes, like = (plain.dtypes, plain.returned and plain.returned.structure) if plain else (None, None)
     flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like, lambda: guards.flags)
     try:
@@ -410,7 +413,9 @@ def _layers(model: nn.Module) -> dict[int, str]:
 
 
 @contextmanager
-def _placing(names: Mapping[int, str], place: Place, region: Callable[[], int | None]) -> Iterator[None]:
+def _placing(
+    names: Mapping[int, str], place: Place, region: Callable[[], int | None], free: FreeTensors
+) -> Iterator[None]:
     lines: dict[tuple[str, int] | None, str | None] = {}
     calls = itertools.count()
 
@@ -420,7 +425,8 @@ def _placing(names: Mapping[int, str], place: Place, region: Callable[[], int | 
             if frame not in lines:
                 lines[frame] = format_frame(frame)
             _torch.say_place((names.get(place.module, ""), lines[frame]), (next(calls), region()))
-            return func(*args, **(kwargs or {}))
+            args, kwargs = free.replaced((args, kwargs or {}))
+            return func(*args, **kwargs)
 
     with Placing():
         yield
