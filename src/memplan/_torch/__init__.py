@@ -141,6 +141,16 @@ from memplan._torch.patches import (
     without_global_hooks,
 )
 from memplan._torch.spectra import spectra_seen, without_vectors
+from memplan._torch.subclasses import (
+    OpNames,
+    computes_by_itself,
+    dressed,
+    fake_like,
+    fakes_dressed,
+    kind_of,
+    plain,
+    with_attributes,
+)
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
     IN_PLACE_IN_FORMULAS,
@@ -180,6 +190,14 @@ from memplan._torch.thread_memory import threads_watched, with_threads
 from memplan._torch.values import Condition
 
 __all__ = [
+    "OpNames",
+    "computes_by_itself",
+    "dressed",
+    "fake_like",
+    "fakes_dressed",
+    "kind_of",
+    "plain",
+    "with_attributes",
     "DATA_DEPENDENT",
     "END_MARK",
     "IN_PLACE_IN_FORMULAS",

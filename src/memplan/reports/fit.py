@@ -234,8 +234,9 @@ class Fitting:
 
     @property
     def planned(self) -> int | None:
-        """Return a bound on what the script takes with the plan; None without one."""
-        return None if self.plan is None else max(self.plan.peak + self.beside, self.outside) + self.surplus
+        """Return a bound on what the script takes with the lines; None without a plan. It is of the budget that they
+        name: with the seconds of another machine `memplan.fit` finds another plan, which may use all of that."""
+        return None if self.plan is None else max(self.plan.budget + self.beside, self.outside) + self.surplus
 
     @property
     def smallest(self) -> int | None:

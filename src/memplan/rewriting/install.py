@@ -16,16 +16,17 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.errors import CompileError, RecordingError, TargetError
+from memplan.errors import CompileError, InputError, RecordingError, TargetError
 from memplan.planning.capture.capture import Captured, is_capturing
 from memplan.planning.capture.flat_call import Call, call_of
+from memplan.planning.capture.subclassed import Kinds, as_kinds, output_kinds
 from memplan.planning.inductor.partition import Fused, fused
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.calls import Calls
 from memplan.rewriting.compiled import compiled
 from memplan.rewriting.engine import Engine, GuardedError
 from memplan.rewriting.keys import Key, Keys, UnkeyedError, argument_of
-from memplan.trace.recording.session import one_at_a_time
+from memplan.trace.recording.session import one_at_a_time, recording_suspended
 from memplan.trace.structure import take_apart
 
 
@@ -91,6 +92,8 @@ class _Variant:
     captured: Captured | None = None
     unplanned: str = ""
     """Why, where a plan was tried."""
+    kinds: Kinds = ()
+    """Subclass of each tensor that is returned, where an input is of one."""
 
     def suits(self, call: Call) -> bool:
         return self.captured is None or self.captured.holds(call)
@@ -229,7 +232,7 @@ class Installed:
                 why = f"{error}, and did not now"
             else:
                 self.calls.planned()
-                return output
+                return as_kinds(output, variant.kinds)
         try:
             output = model.forward(*args, **kwargs)
         except BaseException:
@@ -294,15 +297,17 @@ class Installed:
         outer = getattr(_planning, "modules", ())
         _planning.modules = (*outer, model)
         try:
+            with recording_suspended():
+                kinds = output_kinds(model, call)
             planned = self._planner(_as_leaves(call), kind[1])
-        except UnkeyedError as error:
+        except (UnkeyedError, InputError) as error:
             return _Variant(unplanned=str(error))
         finally:
             _planning.modules = outer
         if planned is None:
             return _Variant()
         try:
-            return _Variant(_engine(planned), planned.captured)
+            return _Variant(_engine(planned), planned.captured, kinds=kinds)
         except CompileError as error:  # perhaps hours into a training, for its last batch
             return _Variant(unplanned=str(error))
 

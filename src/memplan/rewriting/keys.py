@@ -87,6 +87,7 @@ class Keys:
             _tied(tensors),
             tuple([_about(tensor) for tensor in call.tensors]),
             call.aliases,
+            call.kinds,
             call.structure.spec,
             _hooks(structure),
             _autocast(),

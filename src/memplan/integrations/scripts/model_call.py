@@ -18,9 +18,12 @@ from torch import nn
 
 from memplan import _torch
 from memplan.integrations.described_calls import Unknown, described, options_of
+from memplan.errors import MemplanError
 from memplan.integrations.scripts.beside import Calls, Span
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.subclassed import output_kinds
 from memplan.trace.recording.place import format_frame, local_variables
-from memplan.trace.recording.session import is_suspended
+from memplan.trace.recording.session import is_suspended, recording_suspended
 
 
 @dataclass
@@ -31,6 +34,8 @@ class ModelCall:
     inputs: tuple[Any, ...] = ()
     """Its positional arguments, tensors as `Spec`."""
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    refused: MemplanError | None = None
+    """Why no plan of such a call would equal eager, if none does."""
     unknown: str = ""
     """What among its arguments cannot be described, if anything."""
     autocast: torch.dtype | None = None
@@ -151,8 +156,12 @@ class CallWatch:
         try:
             call.inputs = tuple(described(one) for one in args)
             call.kwargs = {name: described(one) for name, one in kwargs.items()}
+            with recording_suspended():
+                output_kinds(module, call_of(args, kwargs))
         except Unknown as error:
             call.unknown = str(error)
+        except MemplanError as error:
+            call.refused = error
         frame, made = next(self._frames(), None), self._made
         if frame is None:
             return

@@ -139,6 +139,9 @@ def _checked(call: ModelCall | None, title: str) -> ModelCall:
             expected="a script that trains a torch.nn.Module, with gradients",
             do="memplan run says what it does; plans are for training steps",
         )
+    if call.refused is not None:
+        call.refused.where = call.line
+        raise call.refused
     if call.unknown:
         raise InputError(
             f"{title} calls {type(call.module).__name__} with {call.unknown}",

@@ -160,6 +160,7 @@ class Standins:
                 )
             )
             stack.enter_context(_torch.modules_converted_as_real())
+            stack.enter_context(_torch.fakes_dressed())
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             sliced = lambda values: self.becomes_size(values[0], values[1], user_frame())  # noqa: E731
