@@ -336,6 +336,10 @@ class FakeMode(FakeTensorMode):
         self.bound: Dispatched = lambda func, args, kwargs: NotImplemented
         """What stands for the result of an op whose shape depends on values; NotImplemented where nothing does."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
+        """Return the mode itself: it is an attribute of each of its tensors, and subclasses copy attributes."""
+        return self
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # The default wraps the method below in torch._disable_dynamo, which costs more than our whole bookkeeping.

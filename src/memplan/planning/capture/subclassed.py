@@ -36,9 +36,9 @@ def output_kinds(model: nn.Module, call: Call) -> Kinds:
         ops, found = _called(model, call, as_they_are=True)
         plain_ops, _ = _called(model, call, as_they_are=False)
     except Exception as error:  # of the user's code, or of a class that reads values
-        raise _refused(kind, f"forward() without data raises {type(error).__name__}") from error
+        raise _refused(kind, f"what it computes with that cannot be followed ({type(error).__name__})") from error
     if ops != plain_ops:
-        raise _refused(kind, "forward() computes something else with it than with a plain tensor")
+        raise _refused(kind, "forward() computes something else with that than with a plain tensor")
     of_outputs = tuple(map(_torch.kind_of, found))
     own = next((one for one in of_outputs if one is not None and _torch.computes_by_itself(one)), None)
     if own is not None:

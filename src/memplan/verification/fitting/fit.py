@@ -120,7 +120,9 @@ def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
     try:
         with alone():
             placed.append(_Fitting(request_of(), pairs))
-            return placed[0].run()
+            fitted = placed[0].run()
+            placed[0].forget()
+            return fitted
     except BaseException as error:
         for one in placed:
             one.undo.close()
@@ -234,6 +236,10 @@ class _Fitting:
         """
         with on_its_own(self.asked.step):
             return self._run()
+
+    def forget(self) -> None:
+        """Drop the call's tensors and what was measured with them: what is in place still tells its notes here."""
+        del self.asked, self.planner, self.prover
 
     def _run(self) -> Fitted:
         unchanged = self._unplanned()
