@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
+from memplan._torch.subclasses import undressed
 from memplan._torch.tensors import KNOWN, is_sparse, known_indices, sparse_coo, sparse_parts, storage_key
 
 DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
@@ -348,7 +349,7 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
-        with self._alone:
+        with self._alone, undressed(types, args, kwargs):
             return self._dispatched_alone(func, types, args, kwargs or {})
 
     def _dispatched_alone(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from memplan._torch.patches import patched
 
@@ -76,6 +77,28 @@ class _FakeOfSubclass(FakeTensor):
         return torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # pyright: ignore[reportFunctionMemberAccess]
 
 
+@contextlib.contextmanager
+def undressed(types: Any, *arguments: Any) -> Iterator[None]:
+    """Let fake tensors among an op's arguments be plain ones meanwhile: kernels of fake tensors are Python code, which
+    calls methods that subclasses override.
+
+    Args:
+        types: the classes of the tensors, as a dispatch has them.
+        arguments: the op's.
+    """
+    if not any(issubclass(kind, _FakeOfSubclass) for kind in types):
+        yield
+        return
+    found = [(one, type(one)) for one in tree_leaves(arguments) if isinstance(one, _FakeOfSubclass)]
+    try:
+        for one, _ in found:
+            one.__class__ = FakeTensor
+        yield
+    finally:
+        for one, kind in found:
+            one.__class__ = kind
+
+
 @functools.lru_cache(256)
 def _fake(kind: type) -> type:
     """Return the class of the fake tensors of a subclass."""
@@ -108,7 +131,8 @@ class OpNames(TorchDispatchMode):
         self.seen: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with undressed(types, args, kwargs):
+            result = func(*args, **(kwargs or {}))
         if func not in _SILENT:
             self.seen.append((str(func), tuple(result.shape) if isinstance(result, torch.Tensor) else None))
         return result
