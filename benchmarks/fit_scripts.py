@@ -65,7 +65,9 @@ def rows_of(script: Path) -> list[Row]:
             if found["lines"] is None:
                 continue
             added = Path(folder, f"with_lines_{script.name}")
-            added.write_text(with_lines(Path(folder, script.name).read_text(encoding="utf-8"), found["lines"]), encoding="utf-8")
+            added.write_text(
+                with_lines(Path(folder, script.name).read_text(encoding="utf-8"), found["lines"]), encoding="utf-8"
+            )
             measured = measure(folder, added.name)
             rows.append(
                 Row(

@@ -28,6 +28,7 @@ from memplan.trace.recording.session import (
     own_card,
     random_kept,
     recording_runs,
+    recording_suspended,
     run_steps,
     undisturbed,
 )
@@ -80,6 +81,14 @@ def measure(
         >>> memplan.measure(build, device="h100", dry=True, environment="~/cuda-env")  # doctest: +SKIP
     """
     check_steps(steps)
+    with recording_suspended():  # of a program that measures something itself
+        return _measured(build, device, steps, dry, environment, snapshot, contribute)
+
+
+def _measured(
+    build: Runs, device: str | None, steps: int, dry: bool, environment: str | os.PathLike[str] | None,
+    snapshot: str | os.PathLike[str] | None, contribute: str | os.PathLike[str] | None,
+) -> Trace:  # fmt: skip
     if dry:
         _refuse("with dry=True", contribute=contribute)
         return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)

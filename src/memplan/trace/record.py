@@ -29,6 +29,7 @@ from memplan.trace.recording.session import (
     collect_cycles,
     of_outside,
     recording_runs,
+    recording_suspended,
     run_steps,
     undisturbed,
 )
@@ -109,17 +110,18 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         steps: how often the step runs.
         known: adds to the target's semantics what else is known of its kernels.
     """
-    recording, trace = _placed(target, known, build, steps)
+    with recording_suspended():  # of a program that records something itself
+        recording, trace = _placed(target, known, build, steps)
 
-    def again(
-        other: Way,
-    ) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Way]:
-        way, found = _recorded(
-            target, recording.on_card, known, build, steps, recording.other | other, recording.counts
-        )
-        return found, way.choices, way.turned
+        def again(
+            other: Way,
+        ) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Way]:
+            way, found = _recorded(
+                target, recording.on_card, known, build, steps, recording.other | other, recording.counts
+            )
+            return found, way.choices, way.turned
 
-    return with_both_ways(trace, recording.choices, again)
+        return with_both_ways(trace, recording.choices, again)
 
 
 def _placed(target: Target, known: Known, build: Runs, steps: int) -> tuple[_Recording, Trace]:

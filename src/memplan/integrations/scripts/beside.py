@@ -137,7 +137,9 @@ class _Own:
             return op.index in self._forward
         if op.gradient_of is not None:
             return op.gradient_of in self._forward
-        return op.phase == "backward" and op.layer in self._layers and bool(self._starts) and op.start >= self._starts[0]
+        return (
+            op.phase == "backward" and op.layer in self._layers and bool(self._starts) and op.start >= self._starts[0]
+        )
 
     def _in_call(self, tick: int) -> bool:
         at = bisect_right(self._starts, tick) - 1

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.integrations.described_calls import Unknown, described, options_of
 from memplan.errors import MemplanError
+from memplan.integrations.described_calls import Unknown, described, options_of
 from memplan.integrations.scripts.beside import Calls, Span
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.subclassed import output_kinds
@@ -76,9 +76,7 @@ class CallWatch:
         fits: called with the model before that call, where the script is to run with a plan.
     """
 
-    def __init__(
-        self, folder: str, tick: Callable[[], int], fits: Callable[[nn.Module], None] | None = None
-    ) -> None:
+    def __init__(self, folder: str, tick: Callable[[], int], fits: Callable[[nn.Module], None] | None = None) -> None:
         self._folder, self._tick, self._fits = folder, tick, fits
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         """That of the plan."""

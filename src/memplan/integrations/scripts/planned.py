@@ -110,9 +110,7 @@ def _of_outside(fitting: Fitting, found: Plan) -> BudgetError:
     )
 
 
-def _over(
-    fitting: Fitting, script: Script, call: ModelCall, options: Mapping[str, Any], steps: int
-) -> int | None:
+def _over(fitting: Fitting, script: Script, call: ModelCall, options: Mapping[str, Any], steps: int) -> int | None:
     """Return by how much the script takes more than its bound, recorded with the lines that are to be added; None where
     its calls do not run as planned in a recording."""
     assert fitting.planned is not None, "there is a plan"
@@ -121,8 +119,13 @@ def _over(
     def fits(module: nn.Module) -> None:
         fitted.append(
             fit(
-                module, *_known(call.inputs), kwargs=_known(call.kwargs), budget=fitting.budget - fitting.beside,
-                optimizer=_optimizer(call), autocast=call.autocast, **options,
+                module,
+                *_known(call.inputs),
+                kwargs=_known(call.kwargs),
+                budget=fitting.budget - fitting.beside,
+                optimizer=_optimizer(call),
+                autocast=call.autocast,
+                **options,
             )  # fmt: skip
         )
 

@@ -18,8 +18,8 @@ from memplan import _torch
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
 from memplan.planning.capture.flat_call import Call, Flat, Returned
-from memplan.planning.capture.fx_reader import Reader
 from memplan.planning.capture.free_tensors import FreeTensors
+from memplan.planning.capture.fx_reader import Reader
 from memplan.planning.capture.guards import Guard, Guards
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.opaque_calls import Around, Opaque
@@ -125,7 +125,16 @@ def capture_symbolic(
     try:
         mode = _torch.symbolic_mode()
         joint, flat = _trace(
-            model, call, watch, around, Guards(), precision, relaid, FreeTensors(), conditional=False, fake=fake,
+            model,
+            call,
+            watch,
+            around,
+            Guards(),
+            precision,
+            relaid,
+            FreeTensors(),
+            conditional=False,
+            fake=fake,
             mode=mode,
         )
         assert flat.returned is not None

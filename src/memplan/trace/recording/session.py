@@ -41,7 +41,7 @@ _CUDA = re.compile(
     r"support create a new Stream",
     re.I,
 )
-COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"
+COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels, or a backend's plan, may keep less"
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
 
 

@@ -142,9 +142,7 @@ def _recorded(request_of: Callable[[], Request], running: Running) -> Fitted:
         raise
     loss = None if asked.step is asked.model else asked.step
     proof = no_proof(found.plan, asked)
-    return Fitted(
-        asked.model, loss, found.plan, proof, found.changed, found.optimizer, found.notes, undo, found.calls
-    )
+    return Fitted(asked.model, loss, found.plan, proof, found.changed, found.optimizer, found.notes, undo, found.calls)
 
 
 def _check_provable() -> None:

@@ -30,8 +30,7 @@ from memplan.trace.spec import like
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting.plan_cache import Plans, Reused
 from memplan.verification.measurement.state_copies import attributes_kept
-from memplan.verification.proof.differences import Compared
-from memplan.verification.proof.proof import Proof
+from memplan.verification.proof.proof import Proof, nothing_compared
 
 COSTS = "roofline"
 """Estimates of seconds: a recording is the same every time, and measures nothing."""
@@ -77,15 +76,17 @@ def put_in_place(request_of: Callable[[], Request], running: Running, undo: Exit
             running.notes[f"{name} is shown as it runs without memplan.fit: {skipped}"] = None
         return asked, Unproven(found.plan, False, None, [], notes)
     running.notes[
-        f"{name} runs as memplan.fit plans it, by estimated seconds and without its proof: with measured seconds the plan "
-        "can differ"
+        f"{name} runs as memplan.fit plans it, by estimated seconds and without its proof: with measured ones the "
+        "plan can differ"
     ] = None
     settings = replace(asked.settings, precision=found.plan.precision) if asked.settings.undecided else asked.settings
     plans = Plans(asked.step, settings, asked.bytes, lambda text: None)
     plans.expect(found)
     placed = _installed(asked.step, plans, undo)
     with attributes_kept(asked.step), asked.under_autocast():
-        placed.prepare(asked.call, settings.gradients.adds)  # now, as by a proof: the program may still change the model
+        placed.prepare(
+            asked.call, settings.gradients.adds
+        )  # now, as by a proof: the program may change the model
     calls = [placed.calls]
     if asked.step is not asked.model:
         outside = replace(settings, plan=None, outside=_outside(asked))
@@ -133,11 +134,10 @@ def _outside(asked: Request) -> Fraction:
 
 def no_proof(plan: Plan, asked: Request) -> Proof:
     """Return the proof of a step that did not run: it compares nothing, and its peak is the plan's."""
-    none = Compared()
-    return Proof(
-        steps=0, micro_batches=1, optimizer="", early=asked.settings.gradients.updates, outputs=none, gradients=none,
-        parameters=none, buffers=none, random_streams=(), resident=sum(plan.resident.values()), peak=plan.peak,
-        reference_peak=plan.eager_peak, predicted=plan.peak, budget=asked.bytes, torch=torch.__version__,
+    return replace(
+        nothing_compared(), early=asked.settings.gradients.updates, resident=sum(plan.resident.values()),
+        peak=plan.peak, reference_peak=plan.eager_peak, predicted=plan.peak, budget=asked.bytes,
+        torch=torch.__version__,
     )  # fmt: skip
 
 

@@ -140,12 +140,12 @@ class Proof(Displayed):
         return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        if not self.steps:
+            return "not proven: this is a recording or a measurement, in which nothing is compared"
         lines = self._verdict(), self._rounding(), self._compared(), self._bytes(), self._seconds()
         return "\n".join(filter(None, lines))
 
     def _verdict(self) -> str:
-        if not self.steps:
-            return "not proven: this is a recording, in which nothing runs"
         if not self.same:
             wrong = [text for text in self.failures if "the budget" not in text]
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
@@ -265,6 +265,15 @@ def loads(text: str, source: str = "the text") -> Proof:
 def _said(kind: str, one: Difference) -> str:
     head = {"outputs": "", "gradients": "the gradient of ", "parameters": "after the update ", "buffers": "the buffer "}
     return f"{head[kind]}{one}"
+
+
+def nothing_compared() -> Proof:
+    """Return the proof of a step that did not run, as within a recording: it is of no steps."""
+    none = Compared()
+    return Proof(
+        steps=0, micro_batches=1, optimizer="", early=False, outputs=none, gradients=none, parameters=none,
+        buffers=none, random_streams=(), resident=0, peak=0, reference_peak=0,
+    )  # fmt: skip
 
 
 def _several(number: int, noun: str) -> str:
