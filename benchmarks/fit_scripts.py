@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -190,10 +191,8 @@ def run_measured(updates: int, script: str) -> None:
     sys.argv = [script]
     sys.path.insert(0, os.getcwd())
     meter.start()
-    try:
+    with suppress(_Done):
         runpy.run_path(script, run_name="__main__")
-    except _Done:
-        pass
     meter.stop()
     planned, unplanned = sum(one.stats.planned for one in fits), sum(one.stats.unplanned for one in fits)
     print("\nMEASURED " + json.dumps({"peak": meter.peak, "planned": planned, "unplanned": unplanned}), flush=True)

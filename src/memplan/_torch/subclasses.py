@@ -1,4 +1,4 @@
-"""Subclasses of `torch.Tensor` that have no data of their own: real tensors as what they are, fake ones as if they were.
+"""Subclasses of `torch.Tensor` without data of their own: as the plain tensors that they are, and of fake tensors.
 
 Seen in torch 2.11 and 2.13: a fake tensor refuses `as_subclass`, as its object in Python is made already; its class can
 be set. ``torch._C.DisableTorchFunctionSubclass``; ``torch.Tensor._make_subclass``.
@@ -32,7 +32,8 @@ def kind_of(tensor: torch.Tensor) -> type | None:
         return None
     if issubclass(kind, FakeTensor):
         return getattr(kind, _KIND, None)
-    own_dispatch = getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+    default: Any = torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+    own_dispatch = getattr(kind, "__torch_dispatch__", None) is not default
     return None if own_dispatch or isinstance(tensor, nn.Parameter) else kind
 
 
@@ -92,7 +93,7 @@ def undressed(types: Any, *arguments: Any) -> Iterator[None]:
     found = [(one, type(one)) for one in tree_leaves(arguments) if isinstance(one, _FakeOfSubclass)]
     try:
         for one, _ in found:
-            one.__class__ = FakeTensor
+            one.__class__ = FakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # of the same layout
         yield
     finally:
         for one, kind in found:

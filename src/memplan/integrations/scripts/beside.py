@@ -51,7 +51,7 @@ class Beside:
     inside: int
     """The most that is held at any moment of the model's steps beside what the plan counts."""
     outside: int
-    """The most that the script takes at any other moment, with all that it holds: a validation, an average of weights."""
+    """The most that the script takes at any other moment, all in all: in a validation, say."""
 
 
 def held_beside(trace: Trace, kind: str, parts: Iterable[str], inputs: Iterable[Spec], calls: Calls) -> Beside:
@@ -119,7 +119,7 @@ class _Own:
         return (at >= 0 and tick <= self._steps[at].end) or self._updates(tick, tick)
 
     def until(self, storage: Storage) -> int:
-        """Return the tick until which a plan counts a storage: the beginning of the next call; -1 where it never does."""
+        """Return the tick until which a plan counts a storage, such as the next call's; -1 where it never does."""
         if storage.cause in _NAMED and storage.name:
             return _ALWAYS if storage.name.rpartition(".")[0] in self._layers else _NEVER
         if storage.cause == "optimizer_state":

@@ -126,7 +126,7 @@ def _over(fitting: Fitting, script: Script, call: ModelCall, options: Mapping[st
                 optimizer=_optimizer(call),
                 autocast=call.autocast,
                 **options,
-            )  # fmt: skip
+            )
         )
 
     with_lines = record(script.with_fit(fits), device="cpu", steps=steps)
@@ -143,7 +143,6 @@ def _checked(call: ModelCall | None, title: str) -> ModelCall:
             do="memplan run says what it does; plans are for training steps",
         )
     if call.refused is not None:
-        call.refused.where = call.line
         raise call.refused
     if call.unknown:
         raise InputError(

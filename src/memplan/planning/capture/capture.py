@@ -241,8 +241,8 @@ def _trace(
         opaque, lowered = around.tracing(lambda: names.get(place.module, "")), _lowered(model, names, precision)
         layout = ChannelsLast() if relaid else nullcontext()
         with (
-            _torch.casts_kept(kept) as region, autocast(), lowered, opaque, _placing(names, place, region, free), layout,
-            guards.tracing(), watch.seeding(),
+            _torch.casts_kept(kept) as region, autocast(), lowered, opaque,
+            _placing(names, place, region, free), layout, guards.tracing(), watch.seeding(),
         ):  # fmt: skip
             yield
 

@@ -84,9 +84,7 @@ def put_in_place(request_of: Callable[[], Request], running: Running, undo: Exit
     plans.expect(found)
     placed = _installed(asked.step, plans, undo)
     with attributes_kept(asked.step), asked.under_autocast():
-        placed.prepare(
-            asked.call, settings.gradients.adds
-        )  # now, as by a proof: the program may change the model
+        placed.prepare(asked.call, settings.gradients.adds)  # now, as by a proof: the program may change the model
     calls = [placed.calls]
     if asked.step is not asked.model:
         outside = replace(settings, plan=None, outside=_outside(asked))

@@ -5,7 +5,8 @@ from torch import nn
 from torch.nn import functional as F
 
 torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256)) for _ in range(4)), nn.Linear(256, 10))
+layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256)) for _ in range(4)]
+model = nn.Sequential(*layers, nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 losses = []
 for _ in range(4):

@@ -23,7 +23,7 @@ for _ in range(2):
         loss.backward()
         optimizer.step()
         with torch.no_grad():
-            for slow, fast in zip(average.parameters(), model.parameters()):
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
                 slow.lerp_(fast, 0.1)
         model.eval()
         with torch.no_grad():
