@@ -53,14 +53,14 @@ class Row:
         return self.measured <= self.bound <= self.budget and self.planned > 0
 
 
-def rows_of(script: Path) -> list[Row]:
+def rows_of(script: Path, shares: tuple[float, ...] = SHARES) -> list[Row]:
     """Fit a script and measure it with its lines."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(script, folder)
         least = _fitted(folder, script.name, 1 << 10)
         smallest, recorded = least["smallest_budget"] or least["recorded"], least["recorded"]
         rows = []
-        for share in SHARES:
+        for share in shares:
             budget = smallest + int(share * (recorded - smallest))
             found = _fitted(folder, script.name, budget)
             if found["lines"] is None:
