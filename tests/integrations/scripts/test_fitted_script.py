@@ -25,7 +25,7 @@ for _ in range(3):
     opt.step()
     opt.zero_grad()
 """
-FIT = 'memplan.fit(model, "512x64", budget="80%", optimizer=torch.optim.AdamW)'
+FIT = 'memplan.fit(model, "512x64", budget="90%", optimizer=torch.optim.AdamW)'
 
 
 def peak(folder: Path, text: str, *, really: bool = False) -> int:
@@ -36,7 +36,7 @@ def peak(folder: Path, text: str, *, really: bool = False) -> int:
 def test_a_fitted_script_is_recorded_as_planned(tmp_path: Path) -> None:
     """Its plan is made of estimates both times, so that a measured run of it takes the same bytes."""
     recorded = peak(tmp_path, FIT)
-    assert recorded < 0.9 * peak(tmp_path, "")
+    assert recorded < 0.95 * peak(tmp_path, "")
     assert recorded == peak(tmp_path, FIT, really=True)
 
 
@@ -57,7 +57,7 @@ def test_on_a_card_the_script_runs_without_its_plan_and_says_so(tmp_path: Path) 
 @pytest.mark.parametrize(
     "call",
     [
-        'memplan.plan(model, "512x64", budget="80%")',
+        'memplan.plan(model, "512x64", budget="90%")',
         "memplan.record(lambda: lambda: nn.Linear(99, 99)(torch.ones(9, 99)).sum().backward())",
         "memplan.measure(lambda: lambda: nn.Linear(99, 99)(torch.ones(9, 99)).sum().backward())",
         'memplan.explain(model, "512x64")',
