@@ -208,7 +208,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward`` as the module's own, with the module's hooks around it."""
-    twin = _Twin(forward)
+    twin = _Twin(forward, module)
     own = twin.__dict__
     for name in _HOOKS:
         own[name] = OrderedDict((key, _as_of(hook, module)) for key, hook in getattr(module, name).items())
@@ -225,6 +225,11 @@ def _as_of(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
 
 
 class _Twin(nn.Module):
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["forward"] = forward
+        self.__dict__.update(forward=forward, of=module)
+
+
+def hooked_module(module: nn.Module) -> nn.Module:
+    """Return the module that a hook on all modules was called for: that of `call_with_hooks` has another one around."""
+    return vars(module)["of"] if isinstance(module, _Twin) else module

@@ -30,6 +30,7 @@ from memplan._interrupts import safe_point
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
+from memplan._torch.subclasses import undressed
 from memplan._torch.tensors import KNOWN, is_sparse, known_indices, sparse_coo, sparse_parts, storage_key
 
 DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
@@ -339,6 +340,8 @@ class FakeMode(FakeTensorMode):
         """Held by the thread of a step that dispatches an op: what is noted of it is one piece."""
         self._selected = False
         """Whether the result of the running op was bounded."""
+        self.suspended = False
+        """Whether what runs now is no part of the recording."""
         self._memo = _Memo()
         self._of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)
@@ -348,6 +351,10 @@ class FakeMode(FakeTensorMode):
         self.bound: Dispatched = lambda func, args, kwargs: NotImplemented
         """What stands for the result of an op whose shape depends on values; NotImplemented where nothing does."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
+        """Return the mode itself: it is an attribute of each of its tensors, and subclasses copy attributes."""
+        return self
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # The default wraps the method below in torch._disable_dynamo, which costs more than our whole bookkeeping.
@@ -356,7 +363,7 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
-        with self._alone:
+        with self._alone, undressed(types, args, kwargs):
             return self._dispatched_alone(func, types, args, kwargs or {})
 
     def _dispatched_alone(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -440,6 +447,17 @@ class FakeMode(FakeTensorMode):
             yield
         finally:
             self._inside = before
+
+    @contextlib.contextmanager
+    def suspending(self) -> Iterator[None]:
+        """What runs in here is no part of the recording: no op is observed, and fake tensors have no values."""
+        before, self.suspended, bound = self.suspended, True, self.bound
+        self.bound = lambda func, args, kwargs: NotImplemented
+        try:
+            with self.within(), no_modes():
+                yield
+        finally:
+            self.suspended, self.bound = before, bound
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.modules.module as _modules
+import torch.optim.optimizer as _optimizers
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -393,6 +395,46 @@ def _all() -> list[Any]:
     """Pop all modes; outermost first."""
     popped = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     return popped[::-1]
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Leave all modes of this thread that see calls of torch's functions, and enter them again at the end."""
+    entered = _all()
+    try:
+        yield
+    finally:
+        for mode in entered:
+            _push_mode(mode)
+
+
+_GLOBAL_HOOKS = (
+    (_modules, "_global_buffer_registration_hooks"),
+    (_modules, "_global_module_registration_hooks"),
+    (_modules, "_global_parameter_registration_hooks"),
+    (_modules, "_global_backward_pre_hooks"),
+    (_modules, "_global_backward_hooks"),
+    (_modules, "_global_forward_pre_hooks"),
+    (_modules, "_global_forward_hooks"),
+    (_optimizers, "_global_optimizer_pre_hooks"),
+    (_optimizers, "_global_optimizer_post_hooks"),
+)
+"""Seen in torch 2.11 and 2.13, each a dict by the number of a hook."""
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Take away the hooks on all modules and on all optimizers, and put them back at the end."""
+    tables = [getattr(module, name) for module, name in _GLOBAL_HOOKS]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
 def function_name(func: Any) -> str:

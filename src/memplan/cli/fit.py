@@ -69,6 +69,8 @@ Exit code: 0 done, or it fits already; 1 it does not fit, or the proof fails; 2 
 for another model, or a step that cannot be planned.
 """
 _POINTS = 9
+_UPDATES = 4
+"""Of a script that is planned: its first steps hold less of what it keeps over several."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def _script(request: Request, budget: str | None, options: dict[str, Any], files
     from memplan.studies.capacity.limit import room_of
 
     room = room_of(request.device, budget, assume=dict(request.assume))
-    found = run(replace(request, device=request.device or room.device, room=room, plan=tuple(options.items()))).fitting
+    asked = replace(request, device=request.device or room.device, room=room, plan=tuple(options.items()))
+    found = run(replace(asked, steps=_UPDATES)).fitting
     assert found is not None, "it was asked for"
     files.results.write(lambda: dumps_script(found))
     if found.plan is not None and files.plan is not None:

@@ -15,7 +15,7 @@ from memplan.planning.request import request
 from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.session import public, undisturbed
+from memplan.trace.recording.session import public, recording_suspended, undisturbed
 from memplan.trace.step import StepOptions
 
 
@@ -73,7 +73,7 @@ def plan(
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(), costs=costs,
         host_memory=True,
     )  # fmt: skip
-    with undisturbed(cuda=is_on_card(model)):
+    with recording_suspended(), undisturbed(cuda=is_on_card(model)):
         asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=True)
         with asked.under_autocast():
             planner = Planner(asked.step)

@@ -17,6 +17,7 @@ from memplan.errors import DeviceError, InputError, TargetError, UsageError
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.side_effects import is_fake
+from memplan.planning.capture.subclassed import output_kinds
 from memplan.planning.graph.placement import Home, home_of
 from memplan.planning.graph.precision import UNSCALED
 from memplan.planning.relative_budget import Relative, read_any_budget
@@ -88,6 +89,7 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     if options.gradients.updates:
         _check_apart(module)
     call = call_of(args, keywords)
+    output_kinds(module, call)  # said before anything is planned, where a plan would not equal eager
     home = home_of(module, call.tensors)
     _check_compiler(options.engine, home)
     settings = Settings(

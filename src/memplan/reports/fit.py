@@ -219,6 +219,8 @@ class Fitting:
     shortfall: BudgetError | None = None
     """Why no plan fits."""
     lines: Lines | None = None
+    outside: int = 0
+    """Most that the script takes at moments at which its model is not trained, with all that it holds then."""
 
     @property
     def fits(self) -> bool:
@@ -232,15 +234,17 @@ class Fitting:
 
     @property
     def planned(self) -> int | None:
-        """Return a bound on what the script takes with the plan; None without one."""
-        return None if self.plan is None else self.plan.peak + self.beside + self.surplus
+        """Return a bound on what the script takes with the lines; None without a plan. It is of the budget that they
+        name: with the seconds of another machine `memplan.fit` finds another plan, which may use all of that."""
+        return None if self.plan is None else max(self.plan.budget + self.beside, self.outside) + self.surplus
 
     @property
     def smallest(self) -> int | None:
         """Return the smallest budget for which there is a plan; None where the given one is enough."""
         if self.shortfall is None:
             return None
-        return min(self.shortfall.smallest_budget + self.beside + self.surplus, self.recorded)
+        least = max(self.shortfall.smallest_budget + self.beside, self.outside) + self.surplus
+        return min(least, self.recorded)
 
 
 def dumps_script(found: Fitting) -> str:
@@ -255,6 +259,7 @@ def dumps_script(found: Fitting) -> str:
         "recorded": found.recorded,
         "beside": found.beside,
         "surplus": found.surplus,
+        "outside": found.outside,
         "planned": found.planned,
         "smallest_budget": found.smallest,
         "plan": None if found.plan is None else json.loads(found.plan.to_json()),

@@ -102,8 +102,8 @@ class _Call:
         self._versions = [_torch.version_of(inputs[at]) for at, _ in chain.guarded]
         self._storages = [inputs[at].untyped_storage() for at, _ in chain.guarded]
         """Memory of the same: `.data = ...` puts another in its place, and no version says so."""
-        memory = {output.untyped_storage().data_ptr() for output in outputs}
-        returned = [at for at, tensor in enumerate(saved) if tensor.untyped_storage().data_ptr() in memory]
+        memory = {_torch.storage_key(output.untyped_storage()) for output in outputs}
+        returned = [at for at, tensor in enumerate(saved) if _torch.storage_key(tensor.untyped_storage()) in memory]
         self._returned = [(at, _torch.version_of(saved[at])) for at in returned]
         self._running: Iterator[Given] | None = None
         self._next = 0

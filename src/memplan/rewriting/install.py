@@ -17,18 +17,19 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.errors import CompileError, RecordingError, TargetError
+from memplan.errors import CompileError, InputError, RecordingError, TargetError
 from memplan.planning.capture.capture import Captured, is_capturing
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.reads.passes import reads_of
 from memplan.planning.capture.reads.readable import Reads
+from memplan.planning.capture.subclassed import Kinds, as_kinds, output_kinds
 from memplan.planning.inductor.partition import Fused, fused
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.calls import Calls
 from memplan.rewriting.compiled import compiled
 from memplan.rewriting.engine import Engine, GuardedError
 from memplan.rewriting.keys import Key, Keys, UnkeyedError, argument_of
-from memplan.trace.recording.session import one_at_a_time
+from memplan.trace.recording.session import one_at_a_time, recording_suspended
 from memplan.trace.structure import take_apart
 
 
@@ -98,6 +99,8 @@ class _Variant:
     """What the model's code had read when it was captured."""
     used: int = 0
     """Number of the last call that it was for."""
+    kinds: Kinds = ()
+    """Subclass of each tensor that is returned, where an input is of one."""
 
     def holds(self, moment: object = None) -> bool:
         return self.reads is None or self.reads.hold(moment)
@@ -260,7 +263,7 @@ class Installed:
                 why = f"{error}, and did not now"
             else:
                 self.calls.planned()
-                return output
+                return as_kinds(output, variant.kinds)
         try:
             output = model.forward(*args, **kwargs)
         except BaseException:
@@ -331,8 +334,10 @@ class Installed:
         outer = getattr(_planning, "modules", ())
         _planning.modules = (*outer, model)
         try:
+            with recording_suspended():
+                kinds = output_kinds(model, call)
             planned = self._planner(_as_leaves(call), kind[1])
-        except UnkeyedError as error:
+        except (UnkeyedError, InputError) as error:
             return _Variant(unplanned=str(error), reads=reads_of(error))
         finally:
             _planning.modules = outer
@@ -343,7 +348,7 @@ class Installed:
             changed = f"what forward() reads changed while it was planned: the {reads.differing()[0]}"
             return _Variant(unplanned=changed, reads=reads)
         try:
-            return _Variant(_engine(planned), planned.captured, reads=reads)
+            return _Variant(_engine(planned), planned.captured, reads=reads, kinds=kinds)
         except CompileError as error:  # perhaps hours into a training, for its last batch
             return _Variant(unplanned=str(error), reads=reads)
 

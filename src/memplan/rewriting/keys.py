@@ -120,7 +120,7 @@ class Keys:
         Raises:
             UnkeyedError: an argument is neither a tensor nor plain data.
         """
-        rest = tuple([_about(tensor) for tensor in call.tensors]), call.aliases, call.structure.spec
+        rest = tuple([_about(tensor) for tensor in call.tensors]), call.aliases, call.kinds, call.structure.spec
         return Key(_leaves(call.structure), self._state(model), rest)
 
     def are_gradients_held(self) -> bool:
@@ -262,11 +262,16 @@ def _is_number(leaf: Hashable) -> bool:
 def _about(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
-    if type(tensor) is not torch.Tensor and type(tensor) not in (nn.Parameter, nn.Buffer):
+    if type(tensor) is not torch.Tensor and type(tensor) not in (nn.Parameter, nn.Buffer) and not _is_recorded(tensor):
         raise UnkeyedError(f"a tensor of type {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise UnkeyedError(f"a tensor of layout {tensor.layout}")
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is what memplan's recordings have for any dense one."""
+    return type(tensor) is _torch.FakeTensor and isinstance(tensor.fake_mode, _torch.FakeMode)
 
 
 def _tied(tensors: list[Any]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from memplan.errors import DeviceError, UsageError
 from memplan.trace.card_run import contribution
 from memplan.trace.card_run.observed import observed
 from memplan.trace.dry_run.process import run_dry
-from memplan.trace.measure_run import StepMarks, named_run
+from memplan.trace.measure_run import StepMarks, measurement, named_run
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.followed.line_marks import LineClock
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
@@ -28,6 +28,8 @@ from memplan.trace.recording.session import (
     of_outside,
     own_card,
     random_kept,
+    recording_runs,
+    recording_suspended,
     run_steps,
     undisturbed,
 )
@@ -80,7 +82,8 @@ def measure(
         >>> memplan.measure(build, device="h100", dry=True, environment="~/cuda-env")  # doctest: +SKIP
     """
     check_steps(steps)
-    with called("memplan.measure", profiles=not dry):
+    # suspended: of a program that measures something itself
+    with recording_suspended(), called("memplan.measure", profiles=not dry):
         return _measured(build, device, steps, dry, environment, snapshot, contribute)
 
 
@@ -131,9 +134,10 @@ def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...], Li
     """
     profile = _torch.memory_profile()
     with _torch.eager_instead_of_compiled(lambda: None), _torch.threads_watched() as threads, profile:
-        observer = Observer(Place(), real=True)
+        place = Place()
+        observer = Observer(place, real=True)
         marks = StepMarks(observer)
-        with watching(LineClock()) as watch:
+        with watching(LineClock()) as watch, recording_runs(measurement(place)):
             marks.last = watch.stop
             run_steps(build, steps, observer, marks)
     unended = (_UNENDED,) if len(threads.started) > len(threads.ended) else ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.put_back import Outside
-from memplan.trace.recording.session import collect_cycles, run_steps
+from memplan.trace.recording.session import Running, Target, collect_cycles, recording_runs, run_steps
 from memplan.trace.records import HOST
 
 _COMPILED = (
@@ -59,11 +59,24 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
             entries.extend(observer.ledger.entries)
 
         marks.last = ended
-        with profile, mode:
+        with recording_runs(measurement(place, device)), profile, mode:
             run_steps(build, steps, observer, marks)
     if outside is not None:  # else it is the last run of its process
         outside.put_back()
     return Named(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
+
+
+def measurement(place: Place, device: str = HOST) -> Running:
+    """Return what a program that is measured sees of that: what memplan does meanwhile is no part of it."""
+
+    @contextmanager
+    def suspended() -> Iterator[None]:
+        with (
+            place.suspending(), _torch.without_global_hooks(), _torch.without_function_modes(), _torch.no_modes(),
+        ):  # fmt: skip
+            yield
+
+    return Running(Target(device), suspended, really=True)
 
 
 def _nothing() -> None:
@@ -84,6 +97,11 @@ class StepMarks:
         """Called after building and after each step."""
         self.last: Callable[[], None] = _nothing
         """Called at the end."""
+
+    @property
+    def tick(self) -> int:
+        """Return the present tick of the ledger, which is not that of the trace."""
+        return self._observer.ledger.clock
 
     def built(self) -> None:
         """See what building made."""

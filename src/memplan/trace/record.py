@@ -23,12 +23,15 @@ from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
     Environment,
+    Running,
     Target,
     check_steps,
     choose_target,
     collect_cycles,
     of_outside,
     public,
+    recording_runs,
+    recording_suspended,
     run_steps,
     undisturbed,
 )
@@ -110,17 +113,18 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         steps: how often the step runs.
         known: adds to the target's semantics what else is known of its kernels.
     """
-    recording, trace = _placed(target, known, build, steps)
+    with recording_suspended():  # of a program that records something itself
+        recording, trace = _placed(target, known, build, steps)
 
-    def again(
-        other: Way,
-    ) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Way]:
-        way, found = _recorded(
-            target, recording.on_card, known, build, steps, recording.other | other, recording.counts
-        )
-        return found, way.choices, way.turned
+        def again(
+            other: Way,
+        ) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Way]:
+            way, found = _recorded(
+                target, recording.on_card, known, build, steps, recording.other | other, recording.counts
+            )
+            return found, way.choices, way.turned
 
-    return with_both_ways(trace, recording.choices, again)
+        return with_both_ways(trace, recording.choices, again)
 
 
 def _placed(target: Target, known: Known, build: Runs, steps: int) -> tuple[_Recording, Trace]:
@@ -264,6 +268,7 @@ class _Recording:
         self._collected: list[int] = []
         self._parts: Finished | None = None
         self._lines: LineWatch | None = None
+        self._running = Running(target, self._suspended)
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
@@ -316,6 +321,14 @@ class _Recording:
         with in_thread(), self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
             yield
 
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
+        with (
+            self._place.suspending(), _torch.without_global_hooks(), _torch.without_function_modes(),
+            self._mode.suspending(),
+        ):  # fmt: skip
+            yield
+
     def run(self, build: Runs, steps: int) -> Trace | None:
         """Build and run the step.
 
@@ -338,6 +351,7 @@ class _Recording:
             observer.calibrate()
             stack.enter_context(place.following())
             self._lines = stack.enter_context(watching(lambda: observer.ledger.clock))
+            stack.enter_context(recording_runs(self._running))
             try:
                 run_steps(build, steps, observer, self)
             except _Unsettled:
@@ -348,6 +362,7 @@ class _Recording:
         calls = tuple(self._card.calls) if self._card is not None else ()
         notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused + self._printed.note()
         notes += (*_environment(), *benchmark) if self._card is not None else ()
+        notes += tuple(self._running.notes)
         trace = Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumed.rows(), notes,
@@ -359,6 +374,11 @@ class _Recording:
         if not asked or self._target.cudnn is None or self._target.card is None:
             return trace
         return with_workspaces(trace, asked, self._target.cudnn, self._target.card)
+
+    @property
+    def tick(self) -> int:
+        """Return the present tick."""
+        return self._observer.ledger.clock
 
     def built(self) -> None:
         """See what building made.

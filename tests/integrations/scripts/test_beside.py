@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import memplan
-from memplan.integrations.scripts.beside import held_beside
+from memplan import _torch
+from memplan.integrations.scripts.beside import Beside, Calls, Span, held_beside
 
 BATCH, WIDTH = 64, 100
 INPUT = memplan.spec(f"{BATCH}x{WIDTH}")
@@ -17,9 +19,52 @@ SCALARS = 16
 """The sum, its gradient of ones, and what else is one number."""
 
 
+class Timed:
+    """A build whose step is timed: calls of the models that it makes, and updates."""
+
+    def __init__(self, build: Callable[[], Callable[[], Any]], updates: bool) -> None:
+        self.build, self.updates, self.calls, self.tick = build, updates, Calls(), lambda: 0
+        self.title = "build"
+
+    def run_steps(self, steps: int, boundaries: Any) -> None:
+        """Run it as a program, which knows the ticks of its trace."""
+        self.calls = Calls()
+        plain, begun = nn.Sequential.__call__, [0]
+
+        def called(module: nn.Module, *args: Any) -> Any:
+            start = boundaries.tick
+            try:
+                return plain(module, *args)
+            finally:
+                self.calls.calls.append(Span(start, boundaries.tick))
+
+        def updated(*_: Any) -> None:
+            if self.updates:
+                self.calls.updates.append(Span(begun[0], boundaries.tick))
+
+        before = register_optimizer_step_pre_hook(lambda *_: begun.__setitem__(0, boundaries.tick))
+        after = register_optimizer_step_post_hook(updated)
+        try:
+            with _torch.patched(nn.Sequential, __call__=called):
+                step = self.build()
+                boundaries.built()
+                for _ in range(steps):
+                    step()
+                    boundaries.stepped()
+                boundaries.ended()
+        finally:
+            before.remove()
+            after.remove()
+
+
+def both(build: Callable[[], Callable[[], Any]], *, updates: bool = False, device: str = "cpu") -> Beside:
+    timed = Timed(build, updates)
+    trace = memplan.record(timed, device=device)
+    return held_beside(trace, "Sequential", ["0"], [INPUT], timed.calls)
+
+
 def beside(build: Callable[[], Callable[[], Any]], *, updates: bool = False, device: str = "cpu") -> int:
-    trace = memplan.record(build, device=device)
-    return held_beside(trace, "Sequential", ["0"], [INPUT], updates=updates)
+    return both(build, updates=updates, device=device).inside
 
 
 def net() -> nn.Sequential:
@@ -90,3 +135,37 @@ def test_an_optimizers_state_counts_where_the_plan_has_none() -> None:
 
 def test_on_a_card_it_is_blocks() -> None:
     assert beside(held(lambda: torch.zeros(10)), device="h100") % 512 == 0
+
+
+def test_an_output_that_outlives_its_step_counts_in_the_next() -> None:
+    def build() -> Callable[[], Any]:
+        model, data, outputs = net(), torch.randn(BATCH, WIDTH), list[torch.Tensor]()
+
+        def step() -> None:
+            output = model(data)
+            output.sum().backward()
+            outputs[:] = [output]
+
+        return step
+
+    whole = 4 * BATCH * WIDTH
+    assert whole <= beside(build) <= whole + 2 * SCALARS
+
+
+def test_what_is_there_while_the_model_is_not_trained_is_apart() -> None:
+    """A validation is not within a step: nothing of it is beside the plan, and all of it is of the script."""
+
+    def build() -> Callable[[], Any]:
+        model, data = net(), torch.randn(BATCH, WIDTH)
+
+        def step() -> None:
+            model(data).sum().backward()
+            with torch.no_grad():
+                model[0](torch.randn(10 * BATCH, WIDTH))
+
+        return step
+
+    found, validated = both(build), 4 * 10 * BATCH * WIDTH
+    assert found.inside <= 2 * SCALARS
+    weights = 4 * (WIDTH * WIDTH + WIDTH)
+    assert 2 * validated <= found.outside - 2 * weights <= 2 * validated + 4 * BATCH * WIDTH + 4 * SCALARS

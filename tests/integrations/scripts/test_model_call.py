@@ -29,7 +29,7 @@ def call_of(folder: Path, text: str, **files: str) -> ModelCall | None:
         (folder / f"{name}.py").write_text(textwrap.dedent(other), encoding="utf-8")
     path = folder / "train.py"
     path.write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(text), encoding="utf-8")
-    watch, depth, made = CallWatch(str(folder)), [0], torch.optim.Optimizer.__init__
+    watch, depth, made = CallWatch(str(folder), lambda: 0), [0], torch.optim.Optimizer.__init__
 
     def moved(by: int) -> Any:
         def move(*given: Any) -> None:

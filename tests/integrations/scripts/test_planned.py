@@ -48,7 +48,7 @@ def fitting(folder: Path, text: str, budget: str, device: str = "cpu", **options
     room = room_of(device, budget)
     request = Request(Command(str(folder / "script.py")), device, room=room, plan=tuple(options.items()))
     script = script_of(str(folder / "script.py"), room=room, plan=request.plan)
-    return planned(memplan.record(script, device=device), script.call, request)  # pyright: ignore[reportArgumentType]  # a program
+    return planned(memplan.record(script, device=device), script, request)  # pyright: ignore[reportArgumentType]  # a program
 
 
 def test_the_lines_make_the_script_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import ast
 import linecache
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,13 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan.errors import MemplanError
 from memplan.integrations.described_calls import Unknown, described, options_of
-from memplan.trace.recording.place import format_frame
+from memplan.integrations.scripts.beside import Calls, Span
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.subclassed import output_kinds
+from memplan.trace.recording.place import format_frame, local_variables
+from memplan.trace.recording.session import is_suspended, recording_suspended
 
 
 @dataclass
@@ -28,6 +34,8 @@ class ModelCall:
     inputs: tuple[Any, ...] = ()
     """Its positional arguments, tensors as `Spec`."""
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    refused: MemplanError | None = None
+    """Why no plan of such a call would equal eager, if none does."""
     unknown: str = ""
     """What among its arguments cannot be described, if anything."""
     autocast: torch.dtype | None = None
@@ -42,6 +50,10 @@ class ModelCall:
     """``file:line`` of the script beside which it can be made to fit."""
     before: bool = False
     """Whether before that line; else after it."""
+    calls: Calls = field(default_factory=Calls)
+    """When it was called, and updated by that optimizer."""
+    end: int = 0
+    """Tick at which the last step ended."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +72,18 @@ class CallWatch:
 
     Args:
         folder: of the script's own code.
+        tick: returns the present tick of the trace.
+        fits: called with the model before that call, where the script is to run with a plan.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, tick: Callable[[], int], fits: Callable[[nn.Module], None] | None = None) -> None:
+        self._folder, self._tick, self._fits = folder, tick, fits
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        """That of the plan."""
+        self._update = 0
+        """Tick at which the update that runs began."""
+        self._running = False
+        """Whether the kept model runs."""
         self.call: ModelCall | None = None
         """None until there is one."""
         self._inside = False
@@ -81,13 +101,26 @@ class CallWatch:
         plain = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_suspended():
+                return plain(module, *args, **kwargs)
             if self.call is None:
                 if is_outermost() and _trains(module):
                     self._keep(module, args, kwargs)
+                    if self._fits is not None:
+                        self._fits(module)
             elif not self._inside and not is_outermost():
                 self._inside = True
                 self.call.autocast = _autocast(self.call.module)
-            return plain(module, *args, **kwargs)
+            call = self.call
+            if call is None or module is not call.module or self._running or not torch.is_grad_enabled():
+                return plain(module, *args, **kwargs)
+            begin, self._running = self._tick(), True
+            call.calls.held |= any(one.requires_grad and one.grad is not None for one in module.parameters())
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                self._running = False
+                call.calls.calls.append(Span(begin, self._tick()))
 
         with _torch.patched(nn.Module, __call__=called):
             yield
@@ -98,22 +131,35 @@ class CallWatch:
         if frame is not None and self.call is None:
             self._made = _Made((frame.f_code.co_filename, frame.f_lineno), _statement(frame)[1], _modules(frame))
 
+    def updates(self) -> None:
+        """Note that an optimizer begins an update."""
+        self._update = self._tick()
+
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has made an update."""
+        """Note that an optimizer has made an update. The first one that updates nothing but the model is the plan's."""
         call = self.call
-        if call is None or call.optimizer is not None:
+        if call is None:
             return
-        own = {id(parameter) for parameter in call.module.parameters()}
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            call.optimizer, call.options = type(optimizer), options_of(optimizer)
+        if call.optimizer is None:
+            own = {id(parameter) for parameter in call.module.parameters()}
+            theirs = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            if theirs and own.issuperset(theirs):
+                call.optimizer, call.options = type(optimizer), options_of(optimizer)
+                self._optimizer = weakref.ref(optimizer)
+        if self._optimizer is not None and self._optimizer() is optimizer:
+            call.calls.updates.append(Span(self._update, self._tick()))
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self.call = ModelCall(module, autocast=_autocast(module))
         try:
             call.inputs = tuple(described(one) for one in args)
             call.kwargs = {name: described(one) for name, one in kwargs.items()}
+            with recording_suspended():
+                output_kinds(module, call_of(args, kwargs))
         except Unknown as error:
             call.unknown = str(error)
+        except MemplanError as error:
+            call.refused = error
         frame, made = next(self._frames(), None), self._made
         if frame is None:
             return
@@ -131,7 +177,7 @@ class CallWatch:
         while frame is not None:
             file = frame.f_code.co_filename
             own = os.path.abspath(file).startswith(self._folder + os.sep) and "-packages" not in file
-            if own and not file.startswith("<") and not isinstance(frame.f_locals.get("self"), nn.Module):
+            if own and not file.startswith("<") and not isinstance(local_variables(frame).get("self"), nn.Module):
                 yield frame
             frame = frame.f_back
 
@@ -149,8 +195,9 @@ def _autocast(module: nn.Module) -> torch.dtype | None:
 def _modules(frame: FrameType) -> dict[int, str]:
     """Return the names of the variables of a frame that hold modules, those of the function before the module's."""
     found: dict[int, str] = {}
-    own = frame.f_locals.get("self")
-    for variables in (frame.f_locals, {f"self.{name}": one for name, one in _attributes(own).items()}, frame.f_globals):
+    here = local_variables(frame)
+    own = here.get("self")
+    for variables in (here, {f"self.{name}": one for name, one in _attributes(own).items()}, frame.f_globals):
         for name, value in list(variables.items()):
             if isinstance(value, nn.Module):
                 found.setdefault(id(value), name)

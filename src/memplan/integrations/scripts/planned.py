@@ -5,23 +5,30 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from memplan import _torch
-from memplan.errors import BudgetError, InputError
+from memplan._bytes import format_bytes
+from memplan.errors import BudgetError, InputError, RecordingError
 from memplan.integrations.described_calls import copied, maker, text_of
 from memplan.integrations.scripts.beside import held_beside
 from memplan.integrations.scripts.model_call import ModelCall
 from memplan.integrations.scripts.request import Request
+from memplan.integrations.scripts.script import Script
 from memplan.planning.api import plan
+from memplan.planning.plan.plan import Plan
 from memplan.reports.fit import Fitting, Lines
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
 from memplan.studies.capacity.limit import Room
+from memplan.trace.record import record
 from memplan.trace.spec import Spec
 from memplan.trace.trace import Trace
+from memplan.verification.fitting.fit import fit
 
 _WIDTH = 76
 _SMALL = 1 << 20
@@ -29,12 +36,16 @@ _SMALL = 1 << 20
 _LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def planned(trace: Trace, call: ModelCall | None, request: Request) -> Fitting:
-    """Plan the model of a script that was recorded.
+_ROUNDS = 3
+"""Plans for a script, each for less, whose recording may take more than its bound."""
+
+
+def planned(trace: Trace, script: Script, request: Request) -> Fitting:
+    """Plan the model of a script that was recorded. With the plan the script is recorded again: the bound has to hold.
 
     Args:
         trace: of the script.
-        call: the model's first training call; None where there was none.
+        script: that was recorded.
         request: with the room that the script has to fit into.
 
     Raises:
@@ -49,22 +60,79 @@ def planned(trace: Trace, call: ModelCall | None, request: Request) -> Fitting:
     recorded = timeline.peak_reserved + context
     if room.holds(trace, AllocatorSettings()):
         return Fitting(title, room.limit, recorded)
-    call = _checked(call, title)
+    call = _checked(script.call(trace), title)
     parts = [path for path, _ in call.module.named_modules() if path]
     tensors = [one for one in _torch.tree_leaves((call.inputs, call.kwargs)) if isinstance(one, Spec)]
-    beside = held_beside(trace, type(call.module).__name__, parts, tensors, updates=call.optimizer is not None)
-    surplus = recorded - timeline.peak_allocated
+    found = held_beside(trace, type(call.module).__name__, parts, tensors, call.calls)
+    fitting = Fitting(
+        title, room.limit, recorded, found.inside, recorded - timeline.peak_allocated, outside=found.outside
+    )
     options = dict(request.plan or ())
-    lines = _lines(call, room, beside, options)
+    if call.calls.held and not options.get("early"):
+        options = {"accumulate": call.calls.accumulated, **options}
+    for _ in range(_ROUNDS):
+        fitting = _fitting(fitting, call, room, options)
+        if fitting.plan is None or room.target.card is not None:  # whose kernels are not those of a plan made here
+            return fitting
+        over = _over(fitting, script, call, options, len(trace.steps))
+        if over is None or over <= 0:
+            return fitting
+        fitting = replace(fitting, beside=fitting.beside + over)
+    raise RecordingError(
+        f"{title} takes more with each of {_ROUNDS} plans than their bounds",
+        expected="a script that holds beside the model what it holds without a plan",
+        do="Make the model fit in the script, with less: memplan run shows what it takes then",
+    )
+
+
+def _fitting(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[str, Any]) -> Fitting:
+    """Return the outcome with a plan for what the script leaves, or why there is none."""
+    budget = max(room.limit - fitting.beside - fitting.surplus, 1)
     try:
         found = plan(
-            lambda: copied(call.module), *_known(call.inputs), kwargs=_known(call.kwargs),
-            budget=max(room.limit - beside - surplus, 1), optimizer=_optimizer(call), autocast=call.autocast,
+            lambda: copied(call.module), *_known(call.inputs), kwargs=_known(call.kwargs), budget=budget,
+            optimizer=_optimizer(call), autocast=call.autocast,
             device=None if room.target.card is None else room.target.card.name, costs="roofline", **options,
         )  # fmt: skip
     except BudgetError as error:
-        return Fitting(title, room.limit, recorded, beside, surplus, shortfall=error)
-    return Fitting(title, room.limit, recorded, beside, surplus, found, lines=lines)
+        return replace(fitting, plan=None, shortfall=error, lines=None)
+    if fitting.outside + fitting.surplus > room.limit:
+        return replace(fitting, plan=None, shortfall=_of_outside(fitting, found), lines=None)
+    return replace(fitting, plan=found, lines=_lines(call, room, fitting.beside, options))
+
+
+def _of_outside(fitting: Fitting, found: Plan) -> BudgetError:
+    return BudgetError(
+        f"{fitting.title} takes {format_bytes(fitting.outside)} where its model is not trained, as in a validation",
+        expected=f"no more than {format_bytes(fitting.budget - fitting.surplus)} there: a plan is of training steps",
+        do="Let that part of the script take less, such as a smaller batch of the validation",
+        smallest_budget=found.floor,
+    )
+
+
+def _over(fitting: Fitting, script: Script, call: ModelCall, options: Mapping[str, Any], steps: int) -> int | None:
+    """Return by how much the script takes more than its bound, recorded with the lines that are to be added; None where
+    its calls do not run as planned in a recording."""
+    assert fitting.planned is not None, "there is a plan"
+    fitted = list[Any]()
+
+    def fits(module: nn.Module) -> None:
+        fitted.append(
+            fit(
+                module,
+                *_known(call.inputs),
+                kwargs=_known(call.kwargs),
+                budget=fitting.budget - fitting.beside,
+                optimizer=_optimizer(call),
+                autocast=call.autocast,
+                **options,
+            )
+        )
+
+    with_lines = record(script.with_fit(fits), device="cpu", steps=steps)
+    if not fitted or not fitted[-1].stats.planned:
+        return None
+    return simulate(with_lines).peak_allocated - fitting.planned
 
 
 def _checked(call: ModelCall | None, title: str) -> ModelCall:
@@ -74,6 +142,8 @@ def _checked(call: ModelCall | None, title: str) -> ModelCall:
             expected="a script that trains a torch.nn.Module, with gradients",
             do="memplan run says what it does; plans are for training steps",
         )
+    if call.refused is not None:
+        raise call.refused
     if call.unknown:
         raise InputError(
             f"{title} calls {type(call.module).__name__} with {call.unknown}",

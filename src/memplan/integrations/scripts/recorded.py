@@ -55,7 +55,7 @@ def recorded(request: Request, view: View, give_up: GiveUp) -> Ran:
     if request.room is None:
         return ran
     if request.plan is not None:
-        return replace(ran, fitting=planned(trace, script.call, request))
+        return replace(ran, fitting=planned(trace, script, request))
     if ran.facts.batch_size is None:
         raise InputError(
             f"{script.title} loads no batch by a torch.utils.data.DataLoader",

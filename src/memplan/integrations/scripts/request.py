@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,8 @@ class Request:
     """What the largest batch, or the script with a plan, has to fit; None: the step alone is asked for."""
     plan: tuple[tuple[str, Any], ...] | None = None
     """Options of a plan of its model, where that is asked for instead of the largest batch."""
+    fits: Callable[[Any], None] | None = None
+    """Called with the model before its first training call."""
     most: int | None = None
     """The largest batch to try."""
     settings: str | None = None

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memplan import _torch
 from memplan.errors import MemplanError, StepError
@@ -27,6 +27,7 @@ from memplan.integrations.scripts.request import Request, ScriptEnded
 from memplan.integrations.scripts.views import View
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.recording.boundaries import Boundaries
+from memplan.trace.recording.session import is_suspended
 from memplan.trace.trace import Trace
 
 _RARE = 8
@@ -58,8 +59,8 @@ class Script:
         """Called with the error of a script that does not let itself be ended."""
         self._runs: list[tuple[int, Facts]] = []
         """Of each run, its steps and what it did besides: runs differ in the branches that they take."""
-        self.call: ModelCall | None = None
-        """The first training call of a model in the first run, where a plan of it is asked for."""
+        self.calls: list[ModelCall | None] = []
+        """Of each run, the first training call of a model, where a plan of it is asked for."""
 
     @property
     def title(self) -> str:
@@ -69,6 +70,15 @@ class Script:
     def facts(self, trace: Trace) -> Facts:
         """Return what it did in the run that a trace was made of."""
         return next(facts for steps, facts in self._runs if steps == len(trace.steps))
+
+    def call(self, trace: Trace) -> ModelCall | None:
+        """Return the first training call of a model in the run that a trace was made of; None where there was none."""
+        found = [call for call in self.calls if call is not None]
+        return next((call for call in found if call.end == trace.end), found[-1] if found else None)
+
+    def with_fit(self, fits: Callable[[nn.Module], None]) -> Script:
+        """Return the script with a model that is made to fit before its first training call."""
+        return Script(replace(self._request, fits=fits), self._view, self._give_up)
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
         """Run the script until it has made ``steps`` steps, or ends."""
@@ -85,7 +95,7 @@ class Script:
             effects.followed(),
         ):
             run.run()
-        self.call = self.call or run.calls.call
+        self.calls.append(run.calls.call)
         held = effects.rows(view.changes(), but=view.own, writes=request.writes)
         self._runs.append((run.steps_made, replace(run.facts(), held=held, really=request.really)))
 
@@ -114,8 +124,8 @@ class _Run:
         self._ending: Ending | None = None
         self._code: int | str | None = None
         self._raised = 0
-        self.calls = CallWatch(request.command.folder)
-        self._plans = request.plan is not None
+        self.calls = CallWatch(request.command.folder, lambda: boundaries.tick, request.fits)
+        self._plans = request.plan is not None or request.fits is not None
 
     def facts(self) -> Facts:
         """Return what the script did besides its step."""
@@ -165,6 +175,8 @@ class _Run:
 
         def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
+            if is_suspended():  # memplan's own, which it plans or proves a step with
+                return
             self._optimizers.setdefault(optimizer, 0)
             self.calls.made(optimizer)
 
@@ -172,6 +184,7 @@ class _Run:
             for handle in (
                 module_hooks.register_module_forward_pre_hook(self._enter),
                 module_hooks.register_module_forward_hook(self._leave, always_call=True),
+                register_optimizer_step_pre_hook(lambda *_: self.calls.updates()),
                 register_optimizer_step_post_hook(self._updated),
             ):
                 stack.callback(handle.remove)
@@ -182,6 +195,7 @@ class _Run:
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        module = _torch.hooked_module(module)
         if not self._running:
             self._at_boundary()
             if not any(module is one for one in self._models):
@@ -190,6 +204,7 @@ class _Run:
         self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        module = _torch.hooked_module(module)
         if any(module is one for one in self._running):  # those that raised before their own hook leave with it
             while self._running.pop() is not module:
                 pass
@@ -234,6 +249,8 @@ class _Run:
     def _stepped(self) -> None:
         self.steps_made += 1
         self._boundaries.stepped()
+        if self.calls.call is not None:
+            self.calls.call.end = self._boundaries.tick
 
     def _end(self, ending: Ending) -> None:
         self._ending = ending

@@ -19,6 +19,7 @@ from memplan._interrupts import safe_point
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
 from memplan.planning.capture.flat_call import Call, Flat, Returned
+from memplan.planning.capture.free_tensors import FreeTensors
 from memplan.planning.capture.fx_reader import Reader
 from memplan.planning.capture.guards import Guard, Guards
 from memplan.planning.capture.loss_module import WithLoss
@@ -99,9 +100,10 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     refuse_hooks(model)
     refuse_surroundings()
     watch, around, guards, passes = Watch(model), Around(), Guards(), Passes(model, Executed())
+    free = FreeTensors()
 
     def trace() -> _Traced:
-        return _trace(model, call, watch, around, guards, precision, relaid, passes)
+        return _trace(model, call, watch, around, guards, precision, relaid, free, passes)
 
     try:
         with passes.executed.following():
@@ -115,6 +117,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     finally:
         watch.restore()
     found = read(joint, flat, call, tuple(around.found), precision)
+    found = replace(found, constants={value: free.original(one) for value, one in found.constants.items()})
     return replace(
         found, relaid=relaid, guards=tuple(guards.found), printed=watch.printed.lines > 0, reads=passes.reads()
     )
@@ -152,7 +155,18 @@ def capture_symbolic(
         mode = _torch.symbolic_mode()
         with passes.executed.following():
             joint, flat = _trace(
-                model, call, watch, around, Guards(), precision, relaid, passes, conditional=False, fake=fake, mode=mode
+                model,
+                call,
+                watch,
+                around,
+                Guards(),
+                precision,
+                relaid,
+                FreeTensors(),
+                passes,
+                conditional=False,
+                fake=fake,
+                mode=mode,
             )
         passes.refuse()
         assert flat.returned is not None
@@ -248,7 +262,7 @@ class _Untraceable(Exception):
 
 def _trace(
     model: nn.Module, call: Call, watch: Watch, around: Around, guards: Guards, precision: Precision, relaid: bool,
-    passes: Passes | None = None, **how: Any,
+    free: FreeTensors, passes: Passes | None = None, **how: Any,
 ) -> _Traced:  # fmt: skip
     place, names = Place(), _layers(model)
 
@@ -259,15 +273,15 @@ def _trace(
         opaque, lowered = around.tracing(lambda: names.get(place.module, "")), _lowered(model, names, precision)
         layout = ChannelsLast() if relaid else nullcontext()
         with (
-            _torch.casts_kept(kept) as region, autocast(), lowered, opaque, _placing(names, place, region), layout,
-            guards.tracing(), watch.seeding(),
+            _torch.casts_kept(kept) as region, autocast(), lowered, opaque,
+            _placing(names, place, region, free), layout, guards.tracing(), watch.seeding(),
         ):  # fmt: skip
             yield
         if passes is not None:
             passes.ended()
 
     # What the caller expects is what the call returns without that.
-    plain = _trace(model, call, watch, around, guards, EXACT, relaid=False)[1] if precision.compute else None
+    plain = _trace(model, call, watch, around, guards, EXACT, False, free)[1] if precision.compute else None
     dtypes, like = (plain.dtypes, plain.returned and plain.returned.structure) if plain else (None, None)
     flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like, lambda: guards.flags)
     try:
@@ -442,7 +456,9 @@ def _layers(model: nn.Module) -> dict[int, str]:
 
 
 @contextmanager
-def _placing(names: Mapping[int, str], place: Place, region: Callable[[], int | None]) -> Iterator[None]:
+def _placing(
+    names: Mapping[int, str], place: Place, region: Callable[[], int | None], free: FreeTensors
+) -> Iterator[None]:
     lines: dict[tuple[str, int] | None, str | None] = {}
     calls = itertools.count()
 
@@ -453,7 +469,8 @@ def _placing(names: Mapping[int, str], place: Place, region: Callable[[], int | 
             if frame not in lines:
                 lines[frame] = format_frame(frame)
             _torch.say_place((names.get(place.module, ""), lines[frame]), (next(calls), region()))
-            return func(*args, **(kwargs or {}))
+            args, kwargs = free.replaced((args, kwargs or {}))
+            return func(*args, **kwargs)
 
     with Placing():
         yield

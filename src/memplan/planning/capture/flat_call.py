@@ -22,6 +22,13 @@ class Call:
 
     tensors: tuple[torch.Tensor, ...]
     structure: Structure
+    likes: tuple[torch.Tensor | None, ...] = ()
+    """For each tensor that was one of a subclass, which it is on the same memory: that one."""
+
+    @property
+    def kinds(self) -> tuple[type | None, ...]:
+        """Return the subclass of each tensor; nothing where all are plain."""
+        return tuple([None if like is None else type(like) for like in self.likes])
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments with these tensors."""
@@ -49,8 +56,13 @@ class Call:
 
 
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Take arguments apart."""
-    return Call(*take_apart((tuple(args), dict(kwargs))))
+    """Take arguments apart. Tensors of subclasses that leave memory and dispatch to torch become plain ones."""
+    tensors, structure = take_apart((tuple(args), dict(kwargs)))
+    likes = tuple([None if _torch.kind_of(one) is None else one for one in tensors])
+    if not any(like is not None for like in likes):
+        return Call(tensors, structure)
+    plain = (one if like is None else _torch.plain(one) for one, like in zip(tensors, likes, strict=True))
+    return Call(tuple(plain), structure, likes)
 
 
 @dataclass(frozen=True)

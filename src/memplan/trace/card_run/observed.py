@@ -14,12 +14,12 @@ from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.trace.card_run.history import OnCard, events_of, on_card
 from memplan.trace.card_run.residence import everything_on_card
-from memplan.trace.measure_run import StepMarks, named_run
+from memplan.trace.measure_run import StepMarks, measurement, named_run
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.join_events import join
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.session import random_kept, run_steps, undisturbed
+from memplan.trace.recording.session import random_kept, recording_runs, run_steps, undisturbed
 from memplan.trace.records import Counters
 
 _EVERYTHING = "build names CUDA nowhere, so everything was made on the card"
@@ -119,7 +119,8 @@ def _plain(
         _Nothing: building put nothing on the card, and ``elsewhere`` says that it may have been meant for the CPU.
     """
     found, profile = _Plain(), _torch.memory_profile()
-    observer = Observer(Place(), real=True)
+    place = Place()
+    observer = Observer(place, real=True)
     marks = StepMarks(observer)
     _torch.record_history(stacks=snapshot_file is not None)
     before = len(_torch.history())
@@ -142,7 +143,7 @@ def _plain(
 
     marks.after, marks.last = counted, ended
     torch.cuda.reset_peak_memory_stats()
-    with around(), profile:
+    with around(), recording_runs(measurement(place, "cuda")), profile:
         run_steps(build, steps, observer, marks)
     found.profile = _torch.Profile.of(profile, "cuda")
     return found

@@ -12,6 +12,11 @@ Build = Callable[[], Step]
 class Boundaries(Protocol):
     """Told where the parts of a run begin and end."""
 
+    @property
+    def tick(self) -> int:
+        """Return the present tick of the trace that is made; that of a measurement is known at the end only."""
+        ...
+
     def built(self) -> None:
         """Note that everything the first step needs is made."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import linecache
 import os
 import re
@@ -81,6 +82,19 @@ def instruction(frame: FrameType) -> int:
     return at
 
 
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """Return a copy of a frame's variables that the frame does not keep.
+
+    Up to Python 3.12 a function's frame holds on to the dict that ``f_locals`` returns, and so to tensors that the
+    function drops later.
+    """
+    values = frame.f_locals
+    found = dict(values)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        values.clear()
+    return found
+
+
 def format_frame(frame: tuple[str, int] | None) -> str | None:
     """``file:line`` with the path relative to the working directory, or to the place of its package."""
     if frame is None:
@@ -113,6 +127,7 @@ class Place:
         self._stack: list[int] = []
         self._thread = threading.get_ident()
         self._optimizers_running = 0
+        self._suspended = False
         self.on_module = _nothing
         self.on_result: Callable[[int, Any], None] = lambda module, result: None
         """Told what a module returned that was called from outside of all modules."""
@@ -160,6 +175,15 @@ class Place:
                 self.modules[id(module)] = weakref.ref(module)
 
     @contextmanager
+    def suspending(self) -> Iterator[None]:
+        """Take no note of copied modules and of backward passes in here; the hooks are the caller's to suspend."""
+        on_backward, self._suspended, self.on_backward = self.on_backward, True, lambda keeps: _nothing
+        try:
+            yield
+        finally:
+            self._suspended, self.on_backward = False, on_backward
+
+    @contextmanager
     def following(self) -> Iterator[None]:
         """Set the hooks, remove them at the end whatever happens."""
         with ExitStack() as stack:
@@ -194,7 +218,7 @@ class Place:
 
         def restore_and_note(module: nn.Module, state: Any) -> None:
             restore(module, state)
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self._thread and not self._suspended:
                 self.add_modules(module)
 
         return restore_and_note
@@ -202,6 +226,7 @@ class Place:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
             return
+        module = _torch.hooked_module(module)
         known = self.modules.get(id(module))
         if known is None or known() is not module:
             self.add_modules(module)
@@ -213,6 +238,7 @@ class Place:
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() != self._thread:
             return
+        module = _torch.hooked_module(module)
         if result is None and sys.exc_info()[1] is not None and self.failed_in == 0:
             self.failed_in = self._stack[-1] if self._stack else 0
         # a module that raised before its own hook ran leaves nothing behind; unwind to where it stands

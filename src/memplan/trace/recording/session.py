@@ -12,7 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
@@ -43,7 +43,10 @@ _CUDA = re.compile(
     r"support create a new Stream",
     re.I,
 )
-COMPILED = "torch.compile or torch.jit was asked for and the step ran as if eager: fused kernels may keep less"
+COMPILED = (
+    "torch.compile or torch.jit was asked for and the step ran as if eager: fused kernels, or a backend's plan, may "
+    "keep less"
+)
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
 
 
@@ -189,6 +192,60 @@ def alone() -> Iterator[None]:
             one_at_a_time.release()
 
 
+@dataclass
+class Running:
+    """A recording, or a measurement, that runs, as what the program in it calls of memplan sees it."""
+
+    target: Target
+    suspended: Callable[[], AbstractContextManager[None]]
+    """Returns a context that is no part of the recording."""
+    really: bool = False
+    """Whether tensors have data."""
+    thread: int = field(default_factory=threading.get_ident)
+    notes: dict[str, None] = field(default_factory=dict[str, None])
+    """What the trace is to say of these calls."""
+
+
+_running: list[Running | None] = []
+"""Recordings from the outermost on; None where the innermost is suspended."""
+
+
+def running_recording() -> Running | None:
+    """Return the recording that sees what this thread does now; None where none does."""
+    found = _running[-1] if _running else None
+    return found if found is not None and found.thread == threading.get_ident() else None
+
+
+def is_suspended() -> bool:
+    """Return whether what runs now is no part of the recording or measurement around it."""
+    return bool(_running) and _running[-1] is None
+
+
+@contextmanager
+def recording_runs(running: Running) -> Iterator[None]:
+    """Make it known while a recording runs."""
+    _running.append(running)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+@contextmanager
+def recording_suspended() -> Iterator[None]:
+    """Compute without being seen by the recording that runs, if any: planning is no part of a recorded step."""
+    running = running_recording()
+    if running is None:
+        yield
+        return
+    _running.append(None)
+    try:
+        with running.suspended():
+            yield
+    finally:
+        _running.pop()
+
+
 @contextmanager
 def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
     """Record without a trace: random streams are left alone, cyclic garbage collected between steps only.
@@ -253,8 +310,12 @@ def collector_held() -> Iterator[None]:
     """Collect cyclic garbage only where that is asked for alone, and only of what was made in here.
 
     Tracing and compiling make and hold so many objects that Python's collector takes a fifth of their time. What was
-    there before is none of our business, and walking it at every step would cost a third of a second each time.
+    there before is none of our business, and walking it at every step would cost a third of a second each time. Within
+    a recording nothing is frozen: its own garbage would stay to its end.
     """
+    if _running:
+        yield
+        return
     enabled, inside = gc.isenabled(), _holding.get()
     frees = not inside and not gc.get_freeze_count()  # what the user froze stays so, and nothing joins it
     gc.disable()

@@ -148,18 +148,19 @@ class Standins:
             stack.enter_context(
                 _torch.patched(
                     fake,
-                    item=lambda tensor: self._item(tensor),
-                    tolist=lambda tensor: self._tolist(tensor),
-                    numpy=lambda tensor, **_: self._numpy(tensor),
-                    __bool__=lambda tensor: self._bool(tensor),
-                    __float__=lambda tensor: self._float(tensor),
-                    __int__=lambda tensor: self._int(tensor),
-                    __index__=lambda tensor: self._index(tensor),
+                    item=self._unless_suspended("item", self._item),
+                    tolist=self._unless_suspended("tolist", self._tolist),
+                    numpy=self._unless_suspended("numpy", lambda tensor, **_: self._numpy(tensor)),
+                    __bool__=self._unless_suspended("__bool__", self._bool),
+                    __float__=self._unless_suspended("__float__", self._float),
+                    __int__=self._unless_suspended("__int__", lambda tensor: self._int(tensor)),
+                    __index__=self._unless_suspended("__index__", self._index),
                     __format__=lambda tensor, form: format(tensor.item() if tensor.dim() == 0 else str(tensor), form),
                     __deepcopy__=lambda tensor, memo: _deepcopy(tensor, memo),
                 )
             )
             stack.enter_context(_torch.modules_converted_as_real())
+            stack.enter_context(_torch.fakes_dressed())
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             sliced = lambda values: self.becomes_size(values[0], values[1], user_frame())  # noqa: E731
@@ -170,7 +171,7 @@ class Standins:
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
             stack.enter_context(_torch.spectra_seen(self._observer.in_values_alone))
-            stack.enter_context(_torch.random_states_seen(self._observer.random_state))
+            stack.enter_context(_torch.random_states_seen(self._random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
             stack.enter_context(self.calls.unasked())
             self._installed = stack
@@ -180,6 +181,19 @@ class Standins:
                 self._installed = None
                 self.largest.end()
                 self.calls.end()
+
+    def _unless_suspended(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that reads a value as a recording does, and as before where that is suspended."""
+        before = getattr(_torch.FakeTensor, name)
+
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return (before if self._mode.suspended else read)(tensor, *args, **kwargs)
+
+        return method
+
+    def _random_state(self, state: torch.Tensor) -> None:
+        if not self._mode.suspended:
+            self._observer.random_state(state)
 
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:

@@ -30,11 +30,12 @@ from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.place import exception_of_user
-from memplan.trace.recording.session import alone, called, collector_held
+from memplan.trace.recording.session import Running, alone, called, collector_held, running_recording
 from memplan.trace.step import StepOptions
 from memplan.verification.fitting.own_call import plan_own_call
 from memplan.verification.fitting.plan_cache import Plans, say
 from memplan.verification.fitting.prover import Prover
+from memplan.verification.fitting.unproven import COSTS, no_proof, put_in_place
 from memplan.verification.measurement.state_copies import attributes_kept, on_its_own
 from memplan.verification.proof.proof import Proof
 
@@ -95,12 +96,17 @@ def fit(
         >>> memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="1.5 MiB").proof.ok
         True
     """
-    _check_provable()
+    running = running_recording()
+    if running is None:
+        _check_provable()
     options = PlanOptions(
         budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
+        costs=None if running is None else COSTS,
     )  # fmt: skip
     step = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast)
+    if running is not None:
+        return _recorded(lambda: request(model, step, options, fake=True), running)
     return _fitted(lambda: request(model, step, options, fake=False), pairs)
 
 
@@ -113,7 +119,9 @@ def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
     try:
         with called("memplan.fit", profiles=True), alone():
             placed.append(_Fitting(request_of(), pairs))
-            return placed[0].run()
+            fitted = placed[0].run()
+            placed[0].forget()
+            return fitted
     except BaseException as error:
         for one in placed:
             one.undo.close()
@@ -121,6 +129,19 @@ def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
         if own is None:
             raise
     raise own  # here it keeps its own context
+
+
+def _recorded(request_of: Callable[[], Request], running: Running) -> Fitted:
+    """Fit within a recording, which runs nothing: planned, and not proven."""
+    undo = ExitStack()
+    try:
+        asked, found = put_in_place(request_of, running, undo)
+    except BaseException:
+        undo.close()
+        raise
+    loss = None if asked.step is asked.model else asked.step
+    proof = no_proof(found.plan, asked)
+    return Fitted(asked.model, loss, found.plan, proof, found.changed, found.optimizer, found.notes, undo, found.calls)
 
 
 def _check_provable() -> None:
@@ -219,6 +240,10 @@ class _Fitting:
         with self._tracing():
             captured = self.planner.study(self.asked.call, self.settings, key=0).captured
         return bool(captured.opaque) or any(op.random for op in captured.graph.ops)
+
+    def forget(self) -> None:
+        """Drop the call's tensors and what was measured with them: what is in place still tells its notes here."""
+        del self.asked, self.planner, self.prover
 
     def _run(self) -> Fitted:
         unchanged = self._unplanned()

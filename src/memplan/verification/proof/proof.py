@@ -143,6 +143,8 @@ class Proof(Displayed):
         return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | fields
 
     def __str__(self) -> str:
+        if not self.steps:
+            return "not proven: this is a recording or a measurement, in which nothing is compared"
         lines = self._verdict(), self._rounding(), self._compared(), self._bytes(), self._seconds()
         return "\n".join(filter(None, lines))
 
@@ -260,6 +262,15 @@ def loads(text: str, source: str = "the text") -> Proof:
 def _said(kind: str, one: Difference) -> str:
     head = {"outputs": "", "gradients": "the gradient of ", "parameters": "after the update ", "buffers": "the buffer "}
     return f"{head[kind]}{one}"
+
+
+def nothing_compared() -> Proof:
+    """Return the proof of a step that did not run, as within a recording: it is of no steps."""
+    none = Compared()
+    return Proof(
+        steps=0, micro_batches=1, optimizer="", early=False, outputs=none, gradients=none, parameters=none,
+        buffers=none, random_streams=(), resident=0, peak=0, reference_peak=0,
+    )  # fmt: skip
 
 
 def _several(number: int, noun: str) -> str:

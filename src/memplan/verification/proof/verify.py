@@ -13,13 +13,13 @@ from torch import nn
 
 from memplan.errors import InputError, TargetError, UsageError
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.session import alone, called
+from memplan.trace.recording.session import alone, called, running_recording
 from memplan.trace.step import StepOptions
 from memplan.verification.measurement.peak_and_time import Meter, compare_times
 from memplan.verification.measurement.state_copies import RandomState, as_trained
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.differences import Compared, Difference, difference, named_outputs, output_differences
-from memplan.verification.proof.proof import KINDS, Proof
+from memplan.verification.proof.proof import KINDS, Proof, nothing_compared
 from memplan.verification.proof.rounding import (
     EXACT,
     Rounded,
@@ -81,6 +81,10 @@ def verify(
         options.inputs, options.kwargs, options.targets, *options.callables, options.autocast, micro_batches
     )  # fmt: skip
     modules = _modules(reference, candidate)
+    running = running_recording()
+    if running is not None:  # which has no values to compare, or has the profiler
+        running.notes["memplan.verify was skipped: in a recorded or measured script it compares nothing"] = None
+        return nothing_compared()
     with called("memplan.verify", profiles=True), alone(), as_trained():
         sides = Sides(Trial("reference", reference, modules[0], work))
         other = Trial("candidate", candidate, modules[1], work)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any
 
-from memplan.trace.recording.place import is_users
+from memplan.trace.recording.place import is_users, local_variables
 
 _LISTS = (list, tuple, str, bytes, range)
 _READERS = ("numpy", "itertools")
@@ -64,7 +64,7 @@ def _reads(value: Any) -> bool:
 def _value(node: ast.expr, frame: FrameType) -> Any:
     """Return what a name stands for, or an attribute of one; None where that is not there yet."""
     if isinstance(node, ast.Name):
-        places = (frame.f_locals, frame.f_globals, vars(builtins))
+        places = (local_variables(frame), frame.f_globals, vars(builtins))
         return next((one[node.id] for one in places if node.id in one), None)
     if isinstance(node, ast.Constant):
         return node.value

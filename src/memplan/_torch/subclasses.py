@@ -1,0 +1,149 @@
+"""Subclasses of `torch.Tensor` without data of their own: as the plain tensors that they are, and of fake tensors.
+
+Seen in torch 2.11 and 2.13: a fake tensor refuses `as_subclass`, as its object in Python is made already; its class can
+be set. ``torch._C.DisableTorchFunctionSubclass``; ``torch.Tensor._make_subclass``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memplan._torch.patches import patched
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor})
+_KIND = "_memplan_kind"
+_OWN = frozenset(("fake_mode", "fake_device", "constant", "real_tensor", "nonzero_memo", "item_memo", "unique_memo"))
+
+
+def kind_of(tensor: torch.Tensor) -> type | None:
+    """Return the class of a tensor that is one of a subclass and has no dispatch of its own; None of any other."""
+    kind = type(tensor)
+    if kind in _PLAIN:
+        return None
+    if issubclass(kind, FakeTensor):
+        return getattr(kind, _KIND, None)
+    default: Any = torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+    own_dispatch = getattr(kind, "__torch_dispatch__", None) is not default
+    return None if own_dispatch or isinstance(tensor, nn.Parameter) else kind
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that one of a subclass is, on the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(tensor, FakeTensor):
+            return torch.ops.aten.alias.default(tensor)
+        return tensor.as_subclass(torch.Tensor)
+
+
+def dressed(tensor: torch.Tensor, kind: type) -> torch.Tensor:
+    """Return a plain tensor as one of a subclass, as `torch.Tensor.as_subclass` does; a fake one, too."""
+    if not isinstance(tensor, FakeTensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.as_subclass(kind)
+    made = plain(tensor)
+    if kind is not torch.Tensor and kind is not FakeTensor:
+        made.__class__ = kind if issubclass(kind, FakeTensor) else _fake(kind)
+    return made
+
+
+def with_attributes(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Give a tensor the attributes of another one, and return it."""
+    for name, value in vars(like).items():
+        if name not in _OWN:
+            setattr(tensor, name, value)
+    return tensor
+
+
+def computes_by_itself(kind: type) -> bool:
+    """Return whether a subclass has a `__torch_function__` of its own, so that results can be anything."""
+    own: Any = kind.__torch_function__  # pyright: ignore[reportAttributeAccessIssue]  # of a tensor's class
+    return getattr(own, "__func__", own) is not torch.Tensor.__torch_function__.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class _FakeOfSubclass(FakeTensor):
+    """Calls functions as subclasses do by default: `FakeTensor` itself turns that off."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@contextlib.contextmanager
+def undressed(types: Any, *arguments: Any) -> Iterator[None]:
+    """Let fake tensors among an op's arguments be plain ones meanwhile: kernels of fake tensors are Python code, which
+    calls methods that subclasses override.
+
+    Args:
+        types: the classes of the tensors, as a dispatch has them.
+        arguments: the op's.
+    """
+    if not any(issubclass(kind, _FakeOfSubclass) for kind in types):
+        yield
+        return
+    found = [(one, type(one)) for one in tree_leaves(arguments) if isinstance(one, _FakeOfSubclass)]
+    try:
+        for one, _ in found:
+            one.__class__ = FakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # of the same layout
+        yield
+    finally:
+        for one, kind in found:
+            one.__class__ = kind
+
+
+@functools.lru_cache(256)
+def _fake(kind: type) -> type:
+    """Return the class of the fake tensors of a subclass."""
+    content = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _KIND: kind}
+    return types.new_class(kind.__name__, (kind, _FakeOfSubclass), {}, lambda space: space.update(content))
+
+
+@contextlib.contextmanager
+def fakes_dressed() -> Iterator[None]:
+    """Let fake tensors be of subclasses: `as_subclass`, and the constructor that subclasses call, know them."""
+    make: Callable[..., Any] = torch.Tensor._make_subclass
+
+    def made(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
+        if isinstance(data, FakeTensor) and not issubclass(cls, nn.Parameter):
+            return dressed(data.detach(), cls).requires_grad_(require_grad)
+        return make(cls, data, require_grad, **kwargs)
+
+    with (
+        patched(FakeTensor, as_subclass=dressed),
+        patched(torch.Tensor, _make_subclass=staticmethod(made)),
+    ):
+        yield
+
+
+class OpNames(TorchDispatchMode):
+    """Notes the ops that run, with the shapes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with undressed(types, args, kwargs):
+            result = func(*args, **(kwargs or {}))
+        if func not in _SILENT:
+            self.seen.append((str(func), tuple(result.shape) if isinstance(result, torch.Tensor) else None))
+        return result
+
+
+_SILENT = frozenset({torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.prim.device.default})
+
+
+def fake_like(tensors: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, list[torch.Tensor]]:
+    """Return fake tensors for plain ones, and their mode: that of those that are fake already, if any."""
+    found = next((one.fake_mode for one in tensors if isinstance(one, FakeTensor)), mode)
+    mode = found or FakeTensorMode(allow_non_fake_inputs=True)
+    return mode, [one if isinstance(one, FakeTensor) else mode.from_tensor(one) for one in tensors]
