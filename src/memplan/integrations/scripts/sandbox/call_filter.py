@@ -23,7 +23,8 @@ _CALLS = {
         "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
         "fremovexattr": 199, "tkill": 200, "sched_setaffinity": 203, "semtimedop": 220, "tgkill": 234, "utimes": 235,
         "mq_open": 240, "mq_unlink": 241, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251,
-        "migrate_pages": 256, "openat": 257, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "move_pages": 279, "utimensat": 280,
+        "migrate_pages": 256, "openat": 257, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "move_pages": 279,
+        "utimensat": 280,
         "rt_tgsigqueueinfo": 297, "prlimit64": 302, "process_vm_writev": 311, "sched_setattr": 314,
     },
     "aarch64": {
