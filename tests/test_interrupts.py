@@ -373,4 +373,5 @@ def test_ctrl_c_at_the_very_end_of_fit_leaves_nothing_planned(monkeypatch: pytes
     monkeypatch.setattr(fit._Fitting, "run", run_and_press)
     with pytest.raises(KeyboardInterrupt):
         memplan.fit(model, x, budget="90%", pairs=0)
+    monkeypatch.undo()
     memplan.fit(model, x, budget="100%", pairs=0)  # it refuses a model that is planned already
