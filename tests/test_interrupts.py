@@ -344,6 +344,27 @@ def test_a_timer_that_counts_changes_nothing(call: str) -> None:
     assert came
 
 
+TICKS = 0
+
+
+def test_what_a_handler_changes_is_nothing_that_a_planned_model_reads() -> None:
+    """Handlers run between the ops of a capture, which observes the code that the model executes."""
+
+    def tick(*_: object) -> None:
+        global TICKS
+        TICKS += 1
+
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]), torch.randn(16, 8)
+    signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    try:
+        for _ in range(5):
+            memplan.plan(model, x, budget="100%", costs="roofline")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert TICKS
+
+
 @pytest.mark.parametrize("verb", ["record", "measure"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_a_step(verb: str, times: int) -> None:
