@@ -36,7 +36,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -289,8 +289,14 @@ def fault(number: int, user: User, alone: Alone) -> Row:
     name, kind = draw.choice(list(calls(user))), draw.choice(FAULTS)
     expected, ops, seconds = alone[name]
     where = draw.random() * seconds
-    FAULT.calls, FAULT.at, FAULT.kind = 0, draw.randint(1, ops) if kind in ("error", "memory") else 0, kind
-    around = {"interrupt": lambda: interrupted(where), "beside": lambda: Beside().training()}.get(kind, nullcontext)
+    at = draw.randint(1, ops) if kind in ("error", "memory") else 0
+
+    @contextmanager
+    def armed() -> Iterator[None]:
+        FAULT.calls, FAULT.at, FAULT.kind = 0, at, kind
+        yield
+
+    around = {"interrupt": lambda: interrupted(where), "beside": lambda: Beside().training()}.get(kind, armed)
     row = {"number": number, "call": name, "fault": kind, "outcome": "result", "wrong": []}
     # where an op of the user's fails, a probe of a kernel may have failed, and the result may be another
     return compared(row, user, calls(user)[name], around, expected if kind in ("interrupt", "beside") else None)

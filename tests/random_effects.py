@@ -8,6 +8,11 @@ import random
 # unix socket, {a}: abstract one, {k}: number of a process outside, {h}: folder in shared memory
 # {host}: another name of the machine
 CALLS = [
+    "os.setpriority(os.PRIO_USER, 0, 7)",
+    "os.rename('/mnt', '/mnt2')",
+    "os.symlink({d!r}, '/mnt/memplan-test')",
+    "subprocess.run(['unshare', '-Urm', 'sh', '-c', 'mount -t cgroup2 none /mnt; mkdir /mnt/memplan-test'])",
+    "[libc.shmctl(number, 0, None) for number in range(64)]",
     "open({f!r}, 'w').write('x')",
     "open({f!r}, 'ab').write(b'x')",
     "open({n!r}, 'x').close()",
@@ -99,7 +104,7 @@ CALLS = [
     "open('/proc/1/root{f}', 'w').write('x')",
 ]
 
-OF_THE_MACHINE = ("sethostname", "libc.mount", "umount", "unshare", "/proc/")
+OF_THE_MACHINE = ("sethostname", "PRIO_USER", "/mnt", "shmctl", "libc.mount", "umount", "unshare", "/proc/")
 """What calls of root's name that would change the machine itself where nothing holds them."""
 
 HEAD = """

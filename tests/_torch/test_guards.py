@@ -24,6 +24,7 @@ def test_a_dicts_version_changes_with_each_change_alone(attributes: bool) -> Non
     box: Any = Box()
     box.a, box.b = 1.0, object()
     own: dict[str, Any] = vars(box) if attributes else {"a": 1.0}
+    value: Any
     for value in (2.0, 2, True, None):
         version = _torch.dict_version(own)
         assert _torch.dict_version(own) == version

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.overrides import _pop_mode, _push_mode
@@ -17,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 def transform_of_caller() -> str | None:
     """Return what a call is within that changes what ops are; None where they are as usual."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+    if functorch.peek_interpreter_stack() is not None:
         return "torch.vmap, torch.func.grad or another transform of torch.func"
     if torch.compiler.is_compiling() or _is_compiled():
         return "a function that torch.compile compiles"

@@ -91,7 +91,7 @@ def surroundings() -> str | None:
     if any(_GLOBAL_HOOKS):
         hooks = [hook for table in _GLOBAL_HOOKS for hook in table.values()]
         return f"a hook for all modules is registered, {_called(hooks[0])}"
-    if torch.is_anomaly_enabled():
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():  # memplan's own runs switch the latter off
         return "anomaly detection is on"
     if torch._C._len_torch_function_stack():
         for mode in _get_current_function_mode_stack():

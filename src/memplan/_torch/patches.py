@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -116,14 +117,20 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
             return call(self, *args, **kwargs)
 
-    def as_it_is(function: Any, *args: Any, **kwargs: Any) -> Any:
-        said()
-        return function
+    def python_of(compiles: Callable[..., Any]) -> Callable[..., Any]:
+        def as_it_is(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] == "torch":  # which needs its own
+                return compiles(function, *args, **kwargs)
+            said()
+            return function
 
+        return as_it_is
+
+    jit = ("script", "trace", "freeze", "optimize_for_inference")
     with (
         torch.compiler.set_stance("force_eager"),
         patched(torch, compile=compile_and_say),
-        patched(torch.jit, script=as_it_is, trace=as_it_is, freeze=as_it_is, optimize_for_inference=as_it_is),
+        patched(torch.jit, **{name: python_of(getattr(torch.jit, name)) for name in jit}),
         patched(eval_frame.OptimizedModule, __call__=call_and_say),
     ):
         yield

@@ -213,23 +213,41 @@ with open('open.pt', 'wb') as f: torch.save(model.state_dict(), f)
 b = io.BytesIO(); torch.save(model.state_dict(), b); open('buffer.pt', 'wb').write(b.getvalue())
 torch.save(model, 'tmp'); os.replace('tmp', 'renamed.pt'); shutil.copyfile('renamed.pt', 'best.pt')
 pickle.dump(model.state_dict(), open('pickled.pt', 'wb'))
+late = open('late.pt', 'wb')
+import gzip
+with gzip.open('packed.gz', 'wb') as file: torch.save(model.state_dict(), file)
+import numpy
+numpy.savez('arrays.npz', **{name: value.detach().numpy() for name, value in model.state_dict().items()})
+open('t', 'w').write('new'); os.replace('t', 'latest')
 os.remove('old.pt')
 """
 
 
 def test_allowed_writes_never_touch_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = ["model.pt", "open.pt", "buffer.pt", "renamed.pt", "best.pt", "pickled.pt", "old.pt"]
+    names = [
+        "model.pt",
+        "open.pt",
+        "buffer.pt",
+        "renamed.pt",
+        "best.pt",
+        "pickled.pt",
+        "old.pt",
+        "late.pt",
+        "packed.gz",
+        "arrays.npz",
+    ]
     for name in names:
         (tmp_path / name).write_text("three days", encoding="utf-8")
         os.utime(tmp_path / name, (1, 1))
+    (tmp_path / "latest").symlink_to("old.pt")
     text = "import pickle\n" + LOOP.replace("print", CHECKPOINTS + "print")
     ran = run_script(Request(_written(tmp_path, text), device="cpu", writes=True))
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "x"
     for name in names:
         assert (tmp_path / name).read_text(encoding="utf-8") == "three days"
         assert (tmp_path / name).stat().st_mtime == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["log.txt", "script.py", *names])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["latest", "log.txt", "script.py", *names])
     assert {one.kind for one in ran.facts.held} == {"checkpoint", "removed"}
 
 

@@ -191,3 +191,14 @@ def test_reads_in_other_threads_are_theirs_and_the_methods_are_put_back() -> Non
         thread.join()
     assert all(answers)
     assert not {"__bool__", "item"} & set(vars(torch.Tensor))
+
+
+def test_a_model_is_fitted_under_anomaly_detection() -> None:
+    """Values of a capture are none; the mode is as before, and calls in it run unplanned."""
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(64, 16)
+    with torch.autograd.set_detect_anomaly(True):
+        fitted = memplan.fit(model, x, budget="90%", pairs=0)
+        assert torch.is_anomaly_enabled()
+    assert fitted.changed
+    assert fitted.proof is not None
+    assert fitted.proof.ok

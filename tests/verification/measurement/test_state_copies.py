@@ -15,6 +15,7 @@ from memplan.verification.measurement.state_copies import (
     RandomState,
     attributes_kept,
     copies,
+    drawing,
     random_state_kept,
 )
 
@@ -144,7 +145,8 @@ def test_random_streams(draw: Any, name: str) -> None:
     drawn = []
 
     def interrupted() -> None:
-        drawn.append(draw())
+        with drawing():
+            drawn.append(draw())
         assert before.differing(RandomState.now()) == (name,)
         raise KeyboardInterrupt
 
@@ -204,3 +206,12 @@ def test_hooks_that_come_meanwhile_go_again_and_handles_still_remove_theirs() ->
     handle.remove()
     module(torch.ones(2))
     assert len(calls) == 5
+
+
+def test_a_state_that_is_set_by_itself_watches_nothing() -> None:
+    before = RandomState.now()
+    torch.rand(1)
+    before.restore()
+    torch.rand(1)
+    with drawing():  # nobody else is said to have drawn
+        torch.rand(1)

@@ -136,6 +136,9 @@ def _alone(request: Request) -> _Ended:
             except subprocess.TimeoutExpired:
                 over = True
             finally:
+                if os.name == "posix":  # with what it has started
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
             status = process.wait()
         text = answer.read_bytes()
@@ -253,6 +256,13 @@ def _unprotected(outcome: Outcome, request: Request) -> UsageError:
     )
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
 def _ended(command: Command, outcome: Outcome, said: str) -> MemplanError:
     """Return the error of a process that gave no answer."""
     if outcome.over:
@@ -265,7 +275,7 @@ def _ended(command: Command, outcome: Outcome, said: str) -> MemplanError:
             where=own[0] if own else None,
         )
     code = os.waitstatus_to_exitcode(outcome.status or 0)
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    how = f"by {_signal_name(-code)}" if code < 0 else f"with exit code {code}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = f"; it said last: {lines[-1][:200]}" if lines else ""
     return StepError(

@@ -63,7 +63,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
         "groups",
         "pieces",
     ),
-    "memplan.dropout_mask.default": ("self", "p"),
+    "memplan.dropout_mask.default": ("self", "p", "generator"),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }
 """Ops of the engine's own that a graph can have (see `memplan.planning.passes`), and their arguments: what plans does

@@ -195,16 +195,16 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
 
 
 @define(
-    "dropout_mask(Tensor self, float p) -> Tensor",
-    lambda self, p: torch.empty_like(self, dtype=torch.bool),
+    "dropout_mask(Tensor self, float p, *, Generator? generator=None) -> Tensor",
+    lambda self, p, *, generator=None: torch.empty_like(self, dtype=torch.bool),
     (torch.Tag.nondeterministic_seeded,),
 )
-def _dropout_mask(self: Tensor, p: float) -> Tensor:
+def _dropout_mask(self: Tensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
     """What native_dropout draws. On CUDA it gives the numbers to other elements than bernoulli_ does (Dropout.cu: those
-    of a thread to neighbours), so it draws itself, and what it multiplies is let go."""
+    of a thread to neighbours), so it draws itself, and what it multiplies is let go. ``generator``: on the CPU."""
     if self.is_cuda:
         return _ATEN.native_dropout(self, p, True)[1]
-    return torch.empty_like(self, dtype=torch.bool).bernoulli_(1 - p)
+    return torch.empty_like(self, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
 
 
 @define("dropout(Tensor self, Tensor mask, float scale) -> Tensor", lambda self, mask, scale: torch.empty_like(self))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from memplan._interrupts import safe_point
 from memplan.errors import ScheduleError
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref
 from memplan.planning.graph.resident import Surroundings
@@ -20,7 +19,6 @@ def validate(
     graph: JointGraph, schedule: Schedule, budget: int | None = None, surroundings: Surroundings | None = None
 ) -> int:
     """Count the peak of a schedule. Raises ScheduleError where it is not within budget, or not what the graph says."""
-    safe_point()
     check_copies(schedule)
     return _Walk(graph, schedule, float("inf") if budget is None else budget, surroundings or Surroundings()).walk()
 

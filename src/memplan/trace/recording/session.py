@@ -142,17 +142,20 @@ def called(name: str, *, profiles: bool = False) -> Iterator[None]:
             expected="a call outside of it: memplan runs the step as it is",
             do="Call it before or afterwards",
         )
-    if profiles and not _torch.profiler_turn.take():
-        raise UsageError(
-            f"{name} starts torch's profiler, and one is at work",
-            expected="none, neither around the call nor in another thread: torch has one at a time",
-            do="Call it before the other one begins, or after its end",
-        )
-    try:
+    if not profiles:
         with deferred():
             yield
-    finally:
-        if profiles:
+        return
+    with alone():  # another thread that records, measures or fits is waited for: the profiler may be its own
+        if not _torch.profiler_turn.take():
+            raise UsageError(
+                f"{name} starts torch's profiler, and one is at work",
+                expected="none, neither around the call nor in another thread: torch has one at a time",
+                do="Call it before the other one begins, or after its end",
+            )
+        try:
+            yield
+        finally:
             _torch.profiler_turn.give()
 
 

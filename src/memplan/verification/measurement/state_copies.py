@@ -236,7 +236,8 @@ class RandomState:
             numpy.random.set_state(self.streams["numpy"])
         if "cuda" in self.streams:
             torch.cuda.set_rng_state_all(self.streams["cuda"])
-        _noted.state = self.streams["torch"]
+        if _noted.state is not None:
+            _noted.state = self.streams["torch"]
 
     def differing(self, other: RandomState) -> tuple[str, ...]:
         """Return the names of the streams that differ from the other state's."""

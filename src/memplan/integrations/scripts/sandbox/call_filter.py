@@ -16,21 +16,25 @@ from dataclasses import dataclass
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CALLS = {
     "x86_64": {
-        "open": 2, "ioctl": 16, "shmget": 29, "shmat": 30, "socket": 41, "kill": 62, "semget": 64, "msgget": 68,
+        "open": 2, "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "kill": 62, "semget": 64,
+        "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "fcntl": 72,
         "truncate": 76, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "ptrace": 101,
         "rt_sigqueueinfo": 129, "utime": 132, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
         "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
-        "fremovexattr": 199, "tkill": 200, "sched_setaffinity": 203, "tgkill": 234, "utimes": 235, "mq_open": 240,
-        "mq_unlink": 241, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251, "migrate_pages": 256,
-        "openat": 257, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "move_pages": 279, "utimensat": 280,
+        "fremovexattr": 199, "tkill": 200, "sched_setaffinity": 203, "semtimedop": 220, "tgkill": 234, "utimes": 235,
+        "mq_open": 240, "mq_unlink": 241, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251,
+        "migrate_pages": 256, "openat": 257, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "move_pages": 279,
+        "utimensat": 280,
         "rt_tgsigqueueinfo": 297, "prlimit64": 302, "process_vm_writev": 311, "sched_setattr": 314,
     },
     "aarch64": {
         "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
-        "ioctl": 29, "ioprio_set": 30, "truncate": 45, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55,
-        "openat": 56, "utimensat": 88, "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119,
+        "fcntl": 25, "ioctl": 29, "ioprio_set": 30, "truncate": 45, "fchmod": 52, "fchmodat": 53, "fchownat": 54,
+        "fchown": 55, "openat": 56, "utimensat": 88, "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119,
         "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138,
-        "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "semget": 190, "shmget": 194,
+        "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188,
+        "msgsnd": 189,
+        "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195,
         "shmat": 196, "socket": 198, "add_key": 217, "request_key": 218, "keyctl": 219, "migrate_pages": 238,
         "move_pages": 239, "rt_tgsigqueueinfo": 240, "prlimit64": 261, "process_vm_writev": 271,
         "sched_setattr": 274,
@@ -48,7 +52,13 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _X32 = 0x40000000
 """Calls of the second interface of x86_64, from this number on."""
 
-_SET_FLAGS = (0x40086602, 0x401C5820)  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
+_CHANGES = (
+    0x40086602, 0x401C5820, 0x40087602, 0x40806685,  # FS_IOC_SETFLAGS, FSSETXATTR, SETVERSION, ENABLE_VERITY
+    *range(0x5402, 0x540D), 0x540E, 0x5410, 0x5412, 0x5414, 0x541D, 0x5423,  # of terminals: TCSETS to TIOCSETD
+    *range(0x402C542B, 0x402C542E),  # TCSETS2 and its kin
+)  # fmt: skip
+"""Commands of ioctl that change a file or a terminal that is open for reading."""
+_OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: who is sent a signal, and which
 _NO_TRUNCATION = os.O_TRUNC | os.O_WRONLY | os.O_RDWR
 
 
@@ -96,19 +106,21 @@ def no_effects(*, signals: bool, truncates: bool) -> tuple[Rule, ...]:
         "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
         "setxattrat", "removexattrat", "file_setattr",
     )  # fmt: skip
-    refused = ("shmget", "shmat", "semget", "msgget", "mq_open", "mq_unlink", "ptrace", "process_vm_writev",
+    refused = ("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv",
+               "msgctl", "setpriority", "mq_open", "mq_unlink", "ptrace", "process_vm_writev",
                "add_key", "request_key", "keyctl", "migrate_pages", "move_pages", "process_madvise")  # fmt: skip
     rules = [Rule(name, 0) for name in pretended]
     rules += [Rule(name, errno.EPERM) for name in refused]
     rules += [Rule("socket", errno.ENETUNREACH), Rule("io_uring_setup", errno.ENOSYS)]
-    rules.append(Rule("ioctl", errno.EPERM, 1, _SET_FLAGS))
+    rules.append(Rule("ioctl", errno.EPERM, 1, _CHANGES))
     # of processes: 0 is the one that asks; threads of its own ask by number, and it does not matter what they get
-    rules += [Rule("setpriority", errno.EPERM, 1, (0,), but=True), Rule("ioprio_set", 0, 1, (0,), but=True)]
+    rules.append(Rule("ioprio_set", 0))
     rules += [Rule(f"sched_set{what}", 0, 0, (0,), but=True) for what in ("param", "scheduler", "affinity", "attr")]
     rules.append(Rule("prlimit64", errno.EPERM, 0, (0, os.getpid()), but=True))
     if signals:
         own = (os.getpid(), 0)
         rules += [Rule(name, errno.EPERM, 0, own, but=True) for name in ("kill", "tgkill")]
+        rules.append(Rule("fcntl", errno.EPERM, 1, _OWNERS))
         rules += [
             Rule(name, errno.EPERM) for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
         ]

@@ -131,6 +131,9 @@ def _lay(inside: Inside, failures: int) -> None:
     _show_processes(f"{root}/proc")
     kernel.mount("/sys", f"{root}/sys", flags=kernel.BIND | kernel.RECURSIVE)
     kernel.make_read_only(f"{root}/sys")
+    # else a script could put a link in the place of a folder below which something is mounted anew
+    kernel.mount(None, root, flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SUID)
+    _write("/proc/sys/user/max_user_namespaces", "0")  # in which a script would have root's rights again
     if inside.own_network:
         _bring_up_loopback()
     _count_processes_from_high_up()

@@ -90,6 +90,8 @@ def _in_namespaces(job: Job, place: str, temporary: str) -> Outcome:
         os.close(theirs)
         status, over = _follow(process, job.seconds, ours, lambda: _changes(tree, commit=job.commit))
         if job.commit and not over:
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # what it has left running
             tree.commit()
         os.write(ends, json.dumps((status, over)).encode())
 
@@ -110,10 +112,14 @@ def _in_namespaces(job: Job, place: str, temporary: str) -> Outcome:
 
 
 def _changes(tree: Tree, *, commit: bool) -> bytes:
-    found = [(change.path, change.kind) for change in tree.changes()]
-    if commit:
-        tree.commit()
-    tree.renew()
+    os.kill(-1, signal.SIGSTOP)  # all others of the namespace: nothing changes while it is looked at
+    try:
+        found = [(change.path, change.kind) for change in tree.changes(commits=commit)]
+        if commit:
+            tree.commit()
+        tree.renew()
+    finally:
+        os.kill(-1, signal.SIGCONT)
     return json.dumps(found).encode() + b"\n"
 
 
@@ -192,8 +198,10 @@ def _serve(control: int, answer: Callable[[], bytes]) -> int | None:
     if os.read(control, 1) != NEXT:
         os.close(control)
         return None
+    data = answer()
     with suppress(BrokenPipeError):
-        os.write(control, answer())
+        while data:
+            data = data[os.write(control, data) :]
     return control
 
 

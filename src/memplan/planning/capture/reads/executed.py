@@ -27,6 +27,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from memplan import _torch
+from memplan._interrupts import outside_of
 from memplan.trace.recording.place import format_frame
 
 _CLOSED = frozenset({
@@ -85,9 +86,18 @@ class Executed:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Observe what this thread executes."""
-        with _monitored(self) if sys.version_info >= (3, 12) else _profiled(self):
+        """Observe what this thread executes, but for handlers of signals."""
+        with outside_of(self.pause), _monitored(self) if sys.version_info >= (3, 12) else _profiled(self):
             yield
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out what runs in here."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def started(self, code: CodeType, frame: FrameType) -> bool:
         """Note code that starts. Return whether it is settled, so that it need not be looked at again."""

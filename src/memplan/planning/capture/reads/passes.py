@@ -24,15 +24,12 @@ class Passes:
 
     def ended(self) -> None:
         """Note that a pass has ended."""
-        self.executed.paused = True
-        try:
+        with self.executed.pause():
             if self._first is None or self._readable is None:
                 self._readable = Readable(self._model, recipe_of(self.executed))
                 self._first = self._readable.now()
             else:
                 self._changing = self._changing or self._first.differing(self._readable.now())
-        finally:
-            self.executed.paused = False
 
     def refuse(self) -> None:
         """Raise RecordingError where what was read is not the same in the next call, or cannot be compared."""
