@@ -159,7 +159,6 @@ def run_measured(updates: int, script: str) -> None:
     """Run a script here, and print what it took. Ends the process."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
-    from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     import memplan
@@ -181,13 +180,16 @@ def run_measured(updates: int, script: str) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         seen += not fitting and not any(isinstance(one, FakeTensor) for one in parameters)
 
-    def called(module: Any, args: Any) -> None:
+    plain_call = torch.nn.Module.__call__
+
+    def called(module: Any, *args: Any, **kwargs: Any) -> Any:  # no hook: a fitted model would run unplanned
         if not fitting and seen >= updates and torch.is_grad_enabled():
             raise _Done
+        return plain_call(module, *args, **kwargs)
 
     vars(memplan)["fit"] = fit
     register_optimizer_step_post_hook(updated)
-    register_module_forward_pre_hook(called)
+    torch.nn.Module.__call__ = called
     sys.argv = [script]
     sys.path.insert(0, os.getcwd())
     meter.start()

@@ -89,8 +89,9 @@ def surroundings() -> str | None:
     None where there is nothing of that kind. Of torch's own, dispatch modes and hooks on saved tensors do not count:
     they observe, or keep what is saved elsewhere; nor do memplan's."""
     if any(_GLOBAL_HOOKS):
-        hooks = [hook for table in _GLOBAL_HOOKS for hook in table.values()]
-        return f"a hook for all modules is registered, {_called(hooks[0])}"
+        for hook in (hook for table in _GLOBAL_HOOKS for hook in table.values()):
+            if not _is_of(hook, "memplan."):
+                return f"a hook for all modules is registered, {_called(hook)}"
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():  # memplan's own runs switch the latter off
         return "anomaly detection is on"
     if torch._C._len_torch_function_stack():
@@ -102,13 +103,17 @@ def surroundings() -> str | None:
             if not _is_ours(mode) and not type(mode).__module__.startswith("torch."):
                 return f"the TorchDispatchMode {type(mode).__name__} is active"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    if hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith(("memplan.", "torch.")):
+    if hooks is not None and not _is_of(hooks[0], "memplan.", "torch."):
         return f"hooks on saved tensors are active, {_called(hooks[0])}"
     return None
 
 
 def _is_ours(mode: Any) -> bool:
     return any(kind.__module__.startswith("memplan.") for kind in type(mode).__mro__)
+
+
+def _is_of(hook: Any, *packages: str) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(packages)
 
 
 def _called(hook: Any) -> str:
