@@ -213,6 +213,13 @@ class Installed:
         """Remembered planned steps."""
         return tuple(variant.engine for variant in self._table.all() if variant.engine is not None)
 
+    def release(self) -> None:
+        """Hold no tensor of the last call: the next one reads anew what its key and its guards need."""
+        self._keys.release()
+        for variant in self._table.all():
+            if variant.reads is not None:
+                variant.reads.release()
+
     def _forget(self) -> None:
         """Drop all references to the model."""
         self._unwatch()

@@ -133,6 +133,10 @@ class Keys:
         """Token: the same object in later calls as long as no module's attributes have changed; None: not known."""
         return self._last if _torch.VERSIONS_SEE_ATTRIBUTES else None
 
+    def release(self) -> None:
+        """Hold no tensor of the last call: the next key is made anew."""
+        self._last = None
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the model's present parameters."""
         for own in self._structure.tensors[::2]:

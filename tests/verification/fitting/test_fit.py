@@ -183,6 +183,24 @@ def test_the_collector_is_held_while_the_step_is_traced_and_on_again_afterwards(
     assert gc.isenabled()
 
 
+def tensor_bytes() -> int:
+    gc.collect()
+    found = (one for one in gc.get_objects() if isinstance(one, Tensor) and type(one) in (Tensor, nn.Parameter))
+    strided = [one for one in found if one.layout is torch.strided and not one.is_meta]
+    return resident(*strided, *[one.grad for one in strided if one.is_leaf and one.grad is not None])
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_no_copy_of_a_weight_outlives_the_proof(with_loss: bool) -> None:
+    model, inputs, targets, loss = resnet()
+    budget = int(0.8 * plan(model, inputs, budget="1 GiB").eager_peak)
+    options: dict[str, Any] = {"targets": targets, "loss": loss} if with_loss else {}
+    before = tensor_bytes()
+    fitted = fit(model, inputs, budget=budget, optimizer=torch.optim.AdamW, **options)
+    assert fitted.changed
+    assert tensor_bytes() - before < min(one.nbytes for one in model.parameters() if one.ndim > 1)
+
+
 def test_undo_gives_the_model_back_as_it_was() -> None:
     model, x, y, loss = resnet()
     before = everything(model, x, y)

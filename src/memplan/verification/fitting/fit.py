@@ -401,19 +401,22 @@ class _Fitting:
     def _handed_over(self, planned: Planned, proof: Proof, budget: int, undo: ExitStack) -> Fitted:
         asked, settings = self.asked, self.settings
         loss = optimizer = None
-        calls = [self.installed.calls]
+        installed = [self.installed]
         if asked.step is not asked.model:
             loss = asked.step
             if proof.within_budget:
                 own, note = plan_own_call(asked, settings, planned, self._told, undo)
-                calls.append(own.calls)
+                installed.append(own)
                 self.notes += [] if note is None else [note]
         if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
             undo.callback(update_early(optimizer).undo)
         self.plans.theirs = True
-        for one in calls:  # those of the proof do not count
-            one.restart()
+        self.plans.release()
+        for one in installed:  # calls of the proof do not count, and ran with copies of the weights
+            one.calls.restart()
+            one.release()
+        calls = [one.calls for one in installed]
         return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo, calls)
 
     def _differs(self, proof: Proof) -> VerificationError:

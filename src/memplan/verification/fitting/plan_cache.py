@@ -74,6 +74,10 @@ class Plans:
         self.made.append(planned)
         self._shapes = self._new_shapes()
 
+    def release(self) -> None:
+        """Hold no tensor of the last call."""
+        self._keys.release()
+
     def __call__(self, call: Call, held: bool) -> Planned | Reused:
         """Return the plan of a call.
 

@@ -34,6 +34,10 @@ class Reads:
         """Return the names of what is not as it was."""
         return self.found.differing(self.readable.now())
 
+    def release(self) -> None:
+        """Hold nothing that was read: it is read anew the next time."""
+        self.readable.release()
+
     def share(self, other: Reads) -> None:
         """Read together with what reads the same."""
         if self.readable.recipe == other.readable.recipe:
@@ -64,3 +68,7 @@ class Readable:
             self._walk, self._found = walk, walk.found()
         self._moment = moment
         return self._found
+
+    def release(self) -> None:
+        """Hold nothing that was read."""
+        self._moment = self._walk = self._found = None
