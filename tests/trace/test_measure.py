@@ -16,6 +16,7 @@ from steps import STEPS, mlp, plain
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memplan
+from memplan.trace.recording.boundaries import Boundaries
 
 NAMES = ["in_place", "checkpoint_of_a_function", "frozen_and_tied", "convolutions_3d", "optimizer_adamw_foreach",
          "custom_function", "double_backward", "autocast"]  # fmt: skip
@@ -161,6 +162,25 @@ def test_what_cannot_be_joined_gets_a_line() -> None:
 
     trace = memplan.measure(build)
     assert any("could not be joined" in note for note in trace.notes)
+
+
+def test_what_a_program_does_after_its_last_step_is_not_measured() -> None:
+    class Training:
+        title = "a training with a validation at its end"
+
+        def run_steps(self, steps: int, boundaries: Boundaries) -> None:
+            model = torch.nn.Linear(64, 64)
+            boundaries.built()
+            for _ in range(steps):
+                model(torch.randn(16, 64)).sum().backward()
+                boundaries.stepped()
+            boundaries.ended()
+            for _ in range(40):  # more ops than the steps have
+                self.kept = torch.randn(256, 256) @ torch.randn(256, 256)
+
+    trace = memplan.measure(Training(), device="cpu")
+    weights, inputs = 4 * (64 * 64 + 64), 4 * 16 * 64
+    assert 2 * weights + inputs <= memplan.simulate(trace).peak_allocated < 4 * 256 * 256
 
 
 def test_memory_from_before_is_not_counted() -> None:

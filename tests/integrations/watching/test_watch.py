@@ -350,6 +350,28 @@ def test_an_error_of_an_op_is_torchs_own() -> None:
         model(torch.randn(3, 3))
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_second_interrupt_as_the_watch_ends_leaves_nothing(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+
+    class Interrupted:
+        """The signal comes before anything lets it wait."""
+
+        def __init__(self, **_: Any) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    def run() -> None:
+        with memplan.watch(model, optimizer, quiet=True) as seen:
+            train(seen, model, optimizer, steps=steps)
+            monkeypatch.setattr(module_of_watch, "deferred", Interrupted)
+            raise KeyboardInterrupt
+
+    with unchanged(model, optimizer), pytest.raises(KeyboardInterrupt):
+        run()
+
+
 def test_training_gives_the_same_bits_with_a_watch() -> None:
     def trained(watch: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)

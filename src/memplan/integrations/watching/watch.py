@@ -156,12 +156,17 @@ class Watch(Printed):
         """Put everything back; write a post-mortem first where memory ended."""
         if self._state not in ("running", "broken"):
             return
-        with deferred(span=True):
-            try:
-                if error is not None and self._folder is not None and is_out_of_memory(error):
-                    self._write_post_mortem(error)
-            finally:
+        try:
+            with deferred(span=True):
+                try:
+                    if error is not None and self._folder is not None and is_out_of_memory(error):
+                        self._write_post_mortem(error)
+                finally:
+                    self._close()
+        except BaseException:
+            with deferred(span=True):  # a second Ctrl-C can come before the first of these lets it wait
                 self._close()
+            raise
 
     def end_step(self) -> None:
         """Say that a step is over, in a loop without an optimizer of torch's."""
