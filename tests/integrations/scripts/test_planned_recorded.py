@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import fit_scripts
 from script_runs import run
 
 import memplan
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-import fit_scripts
 
 LAYERS = """
 import memplan

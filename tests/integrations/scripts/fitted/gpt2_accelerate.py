@@ -11,7 +11,8 @@ def main():
     config = GPT2Config(vocab_size=1000, n_positions=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
     tokens = torch.randint(0, 1000, (32, 64))
-    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=4)
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    loader = DataLoader(rows, batch_size=4)  # pyright: ignore[reportArgumentType]  # a list is a data set
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
