@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan._bytes import format_bytes, parse_bytes
+from memplan._bytes import format_bytes, parse_bytes, round_to_blocks
 from memplan.errors import UnitError
 
 # Written out here, not taken from the code under test.
@@ -170,3 +170,10 @@ def test_round_trip(number: int) -> None:
 def test_more_bytes_never_read_as_less(one: int, other: int) -> None:
     low, high = sorted((one, other))
     assert parse_bytes(format_bytes(low)) <= parse_bytes(format_bytes(high))
+
+
+@given(st.integers(0, 1 << 40))
+def test_a_block_is_the_smallest_multiple_of_512_that_holds_it(size: int) -> None:
+    found = round_to_blocks(size)
+    assert found % 512 == 0
+    assert 0 <= found - size < 512

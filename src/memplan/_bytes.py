@@ -14,6 +14,15 @@ _PREFIXES = "KMGT"
 _SIZE = re.compile(r"(\d{1,20})(\.\d{1,20})?\s*(?:([kmgt])(i?)b?|b)?", re.ASCII | re.IGNORECASE)
 _BITS = re.compile(r"bits?\b|bps\b", re.ASCII | re.IGNORECASE)
 
+ALLOCATOR_BLOCK = 512
+"""Smallest block of CUDA's caching allocator, of which all blocks are multiples (``kMinBlockSize`` in torch's
+c10/cuda/CUDACachingAllocator.h)."""
+
+
+def round_to_blocks(size: int) -> int:
+    """Return the bytes that CUDA's caching allocator counts for a request: rounded up to a multiple of 512."""
+    return -(-size // ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK
+
 
 def parse_bytes(value: str | SupportsIndex) -> int:
     """Read a number of bytes.

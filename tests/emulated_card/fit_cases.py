@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memplan
+from memplan._bytes import ALLOCATOR_BLOCK
 from memplan.errors import BudgetError, DeviceError, VerificationError
 from memplan.planning.cost import op_timing
-from memplan.planning.graph.placement import BLOCK
 from memplan.planning.levers import encode
 from memplan.planning.ops import pieces
 from memplan.rewriting.engine import Engine
@@ -268,7 +268,7 @@ def test_pieces_on_a_card_hold_no_more_than_is_said(monkeypatch: pytest.MonkeyPa
         lambda: ops.hardswish_backward_(gradient, x): 4 * pieces.piece(x.numel(), "cuda"),
     }
     held = [op_timing.held_on("cuda:0", call) for call in said]
-    assert all(0 < one <= most + 8 * BLOCK for one, most in zip(held, said.values(), strict=True)), held
+    assert all(0 < one <= most + 8 * ALLOCATOR_BLOCK for one, most in zip(held, said.values(), strict=True)), held
 
 
 class OtherNorms(nn.Module):

@@ -11,7 +11,6 @@ from allocator import measured_peak
 from torch import Tensor, nn
 
 import memplan
-from memplan.trace.both_ways import most_at_once
 from memplan.trace.records import loud
 
 
@@ -215,8 +214,3 @@ def test_a_branch_that_is_no_longer_reached_is_not_the_same_either_way() -> None
     trace = memplan.record(build)
     assert not any("the same either way" in one.text for one in trace.assumptions)
     assert any("IS NOT BOUNDED" in one.text for one in trace.assumptions if one.kind == "branch")
-
-
-def test_most_at_once_is_the_simulated_peak_on_the_cpu() -> None:
-    trace = memplan.record(branching(large, small, 0))
-    assert most_at_once(trace) == memplan.simulate(trace).peak_allocated

@@ -24,6 +24,7 @@ from memplan.explanation.scaling import scaled
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
 from memplan.trace.held_output import output_shown
+from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Environment, Target, choose_target, public
@@ -207,16 +208,7 @@ def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
 
 def _most(trace: Trace) -> dict[str, int]:
     """Return the most that each cause holds at any one time."""
-    events = sorted(
-        [(s.born, s.bytes, s.cause) for s in trace.counted]
-        + [(s.died, -s.bytes, s.cause) for s in trace.counted if s.died is not None]
-    )
-    level: dict[str, int] = dict.fromkeys(CAUSES, 0)
-    most: dict[str, int] = dict.fromkeys(CAUSES, 0)
-    for _, size, cause in events:
-        level[cause] += size
-        most[cause] = max(most[cause], level[cause])
-    return most
+    return {cause: peak_live_bytes(s for s in trace.counted if s.cause == cause) for cause in CAUSES}
 
 
 def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:

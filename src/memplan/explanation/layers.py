@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from memplan.explanation.formulas import formulas, needing
 from memplan.explanation.model import LayerRow, SavedRow
 from memplan.simulation.simulate import live_at
+from memplan.trace.live_bytes import live_bytes
 from memplan.trace.records import Op, Sharer, Storage
 from memplan.trace.trace import Trace
 
@@ -54,10 +55,8 @@ def origin_word(op: Op, trace: Trace) -> str:
 def fullest(trace: Trace, start: int, end: int) -> int:
     """Return the first tick within a span at which the most bytes are saved."""
     saved = [storage for storage in trace.counted if storage.cause == "saved"]
-    events = sorted([(s.born, s.bytes) for s in saved] + [(s.died, -s.bytes) for s in saved if s.died is not None])
-    level, most, best = 0, -1, start
-    for tick, size in events:
-        level += size
+    most, best = -1, start
+    for tick, level in live_bytes(saved):
         if start < tick <= end and level > most:
             most, best = level, tick
     return best

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 from memplan.errors import UsageError
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.on_card import drive
-from memplan.simulation.peaks import Level, timeline_of
+from memplan.simulation.peaks import timeline_of
 from memplan.simulation.timeline import Timeline
+from memplan.trace.live_bytes import live_bytes
 from memplan.trace.records import HOST, Storage
 from memplan.trace.trace import Trace
 
@@ -51,10 +52,7 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
             expected="settings only for a device with a caching allocator; the CPU has none",
             do="Leave settings out.",
         )
-    level, events = 0, list[Level]()
-    for tick, size in _changes(trace.storages):
-        level += size
-        events.append((tick, level, level))
+    events = [(tick, level, level) for tick, level in live_bytes(trace.storages)]
     return timeline_of(trace.device, events, (0, *trace.steps, trace.end))
 
 
@@ -83,9 +81,3 @@ def _driven(trace: Trace, settings: AllocatorSettings, *, low: bool, apart: bool
 def live_at(trace: Trace, tick: int) -> list[Storage]:
     """Return the storages that count and are allocated right after the event ``tick``."""
     return [s for s in trace.counted if s.born <= tick and (s.died is None or s.died > tick)]
-
-
-def _changes(storages: tuple[Storage, ...]) -> list[tuple[int, int]]:
-    changes = [(s.born, s.bytes) for s in storages]
-    changes += [(s.died, -s.bytes) for s in storages if s.died is not None]
-    return sorted(changes)

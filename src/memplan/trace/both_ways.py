@@ -8,7 +8,8 @@ from textwrap import shorten
 
 from memplan._bytes import format_bytes
 from memplan.errors import RecordingError
-from memplan.trace.each_value import SAME, Again, EachValue, Tried, most_at_once, sampled
+from memplan.trace.each_value import SAME, Again, EachValue, Tried, sampled
+from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.recording.place import Line, format_frame
 from memplan.trace.recording.values.readings import Choice, Reading, Site, Use, Way
 from memplan.trace.records import Assumption
@@ -37,7 +38,7 @@ class _Search:
     """Takes one choice after the other otherwise, beside those that made the step take more."""
 
     def __init__(self, trace: Trace, choices: Sequence[Choice], again: Again) -> None:
-        self._trace, self._again, self._straight = trace, again, most_at_once(trace)
+        self._trace, self._again, self._straight = trace, again, peak_live_bytes(trace.counted)
         self._taken = Way()
         self._branches: dict[Line, tuple[int, Assumption | None]] = {}
         self._readings = dict[Reading, Tried | None]()
@@ -50,7 +51,7 @@ class _Search:
         first = list(self._seen.values())
         self._each_of([one for one in first if not isinstance(one, Reading)])
         readings = [one for one in first if isinstance(one, Reading)]
-        matter = self._each.that_matter(readings, self._taken, most_at_once(self._trace))
+        matter = self._each.that_matter(readings, self._taken, peak_live_bytes(self._trace.counted))
         self._readings |= dict.fromkeys(readings if not matter else ())
         self._each_of(matter)
 
@@ -61,7 +62,7 @@ class _Search:
             if way is None:
                 if self._taken and not isinstance(choice, Reading):  # beside what is taken otherwise, then alone
                     queue.insert(0, (choice, Way(), self._straight))
-                way, peak = self._taken, most_at_once(self._trace)
+                way, peak = self._taken, peak_live_bytes(self._trace.counted)
             queue[:0] = (
                 self._of_reading(choice, way, peak) if isinstance(choice, Reading) else self._of_line(choice, way, peak)
             )
@@ -73,7 +74,7 @@ class _Search:
 
     def _of_line(self, line: Line, way: Way, peak: int) -> list[_Next]:
         other, below, reached = self._again(way | {line})
-        weight = max(peak, most_at_once(other)) if isinstance(other, Trace) and line in reached else 0
+        weight = max(peak, peak_live_bytes(other.counted)) if isinstance(other, Trace) and line in reached else 0
         if line not in self._branches or weight >= self._branches[line][0]:
             self._branches[line] = weight, _of_line(line, peak, other, self._trace, reached=line in reached)
         return self._found(other, way | {line}, below) if isinstance(other, Trace) else []
@@ -84,10 +85,11 @@ class _Search:
         self._seen |= {_key(one): one for one in new}
         # where peaks are the same, a program that makes more steps is what is shown
         more = len(other.steps) - len(self._trace.steps)
-        if most_at_once(other) * (SAME if more > 0 else 1) > most_at_once(self._trace) * (SAME if more < 0 else 1):
+        theirs, ours = peak_live_bytes(other.counted), peak_live_bytes(self._trace.counted)
+        if theirs * (SAME if more > 0 else 1) > ours * (SAME if more < 0 else 1):
             self._trace, self._taken = other, way
         followed, self._more = new[: self._more], self._more - len(new[: self._more])
-        return [(one, way, most_at_once(other)) for one in followed]
+        return [(one, way, peak_live_bytes(other.counted)) for one in followed]
 
     def result(self) -> Trace:
         """Return the trace of the way that takes most, with what is to be said."""
@@ -126,7 +128,7 @@ def _of_line(
 
 def _of_branch(where: str | None, peak: int, other: Trace | RecordingError | None) -> Assumption | None:
     if isinstance(other, Trace):
-        return _compared(where, peak, most_at_once(other))
+        return _compared(where, peak, peak_live_bytes(other.counted))
     if isinstance(other, RecordingError):
         return Assumption("scalar", _ENDS.format(how=shorten(other.found, 120, placeholder=" ...")), where)
     return None

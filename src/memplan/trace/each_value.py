@@ -9,6 +9,7 @@ from textwrap import shorten
 
 from memplan._bytes import format_bytes
 from memplan.errors import RecordingError, StepError
+from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.recording.place import format_frame
 from memplan.trace.recording.values.readings import Choice, Reading, Taken, Use, Way
 from memplan.trace.records import Assumption
@@ -47,7 +48,7 @@ class EachValue:
         for each in zip_longest(*(one.others for one in readings)):
             way = beside.union(one for one in each if one is not None)
             trace, _, reached = self._recorded(way)
-            if not isinstance(trace, Trace) or most_at_once(trace) != peak or reached != way:
+            if not isinstance(trace, Trace) or peak_live_bytes(trace.counted) != peak or reached != way:
                 return sorted(readings, key=lambda one: -one.use)
         return []
 
@@ -63,7 +64,7 @@ class EachValue:
         for values in (reading.others, reading.all_others if reading.use > Use.SIZE else ()):
             for one in values:
                 self._try(tried, one)
-            if all(isinstance(one, Trace) and most_at_once(one) == peak for one in tried.found.values()):
+            if all(isinstance(one, Trace) and peak_live_bytes(one.counted) == peak for one in tried.found.values()):
                 return tried  # it matters in none of them
         by_peak = sorted(tried.peaks, key=lambda one: -tried.peaks[one])
         several = [one for one in by_peak if one is None or len(one.values) == 1]
@@ -104,7 +105,7 @@ class Tried:
     @property
     def peaks(self) -> dict[Taken | None, int]:
         """Return the peak of each way that ran, in bytes; None: with the reading at its largest."""
-        found = {one: most_at_once(trace) for one, trace in self.found.items() if isinstance(trace, Trace)}
+        found = {one: peak_live_bytes(trace.counted) for one, trace in self.found.items() if isinstance(trace, Trace)}
         return {None: self.peak, **found}
 
     def row(self, shown: Way, steps: int) -> Assumption | None:
@@ -175,15 +176,3 @@ _CHOOSES = "; it is from {low} to {high}, MAY CHOOSE what is used, and what othe
 _ORDERS = "; it is read {times} times in a step, and what other orders of its values take IS NOT BOUNDED"
 _NO_SMALLEST = "a value that is read is taken {end}, and what shrinks as it grows IS NOT BOUNDED: {other}, {how}"
 _UNTRIED = "a value that is read is taken {end}: what shrinks as it grows IS NOT BOUNDED"
-
-
-def most_at_once(trace: Trace) -> int:
-    """Return the most bytes of a trace's storages that are there at once, as they are requested."""
-    counted = trace.counted
-    changes = [(one.born, one.bytes) for one in counted]
-    changes += [(one.died, -one.bytes) for one in counted if one.died is not None]
-    level = most = 0
-    for _, size in sorted(changes):
-        level += size
-        most = max(most, level)
-    return most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from memplan._bytes import round_to_blocks
 from memplan.cudnn.ask import ask
 from memplan.cudnn.cudnn_library import Cudnn
 from memplan.cudnn.questions import ExecutionPlan, Plans, stairs
@@ -54,14 +55,9 @@ def with_workspaces(trace: Trace, asked: Mapping[int, Asked], library: Cudnn, ca
 
 def _as_measured(took: int, plans: Plans) -> Plans:
     """Return a plan that takes what a card took, with the engine of cuDNN's that takes as much, and what can follow."""
-    same = (plan.engine for plan in plans if blocks_of(plan.workspace) == blocks_of(took))
+    same = (plan.engine for plan in plans if round_to_blocks(plan.workspace) == round_to_blocks(took))
     first = ExecutionPlan(next(same, "an engine that it did not name"), took)
     return (first, *(plan for plan in plans if plan.workspace < took))
-
-
-def blocks_of(size: int) -> int:
-    """Return the blocks of 512 bytes that an allocation takes."""
-    return -(-size // 512)
 
 
 def _largest_first(plans: Plans) -> Plans:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan._bytes import format_bytes
+from memplan._bytes import format_bytes, round_to_blocks
 from memplan._display import Printed
 from memplan.explanation.by_line import profiles_of
 from memplan.explanation.line_profile import LineProfile
@@ -30,7 +30,6 @@ from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.records import HOST, FunctionLines
 
 _FREED = "freed"
-_BLOCK = 512
 _LATE = "CUDA was used first within it: what lies on the card was not measured"
 
 
@@ -210,7 +209,7 @@ class _Card:
     def read(self, watch: LineWatch) -> Measured:
         """Return what was seen; its events are the ticks."""
         changes = [(one.bytes if one.action == "alloc" else -one.bytes, one.address) for one in self.events]
-        changes = [(-(-size // _BLOCK) * _BLOCK if size > 0 else size // _BLOCK * _BLOCK, at) for size, at in changes]
+        changes = [(round_to_blocks(size) if size > 0 else -round_to_blocks(-size), at) for size, at in changes]
         levels, lives = _levels(self.before, changes)
         lines = on_events(watch.rows(), self._marks.__getitem__)
         return Measured(torch.cuda.get_device_name(), self.before, levels, lives, lines)

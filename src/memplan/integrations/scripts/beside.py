@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memplan.planning.graph.placement import blocks
+from memplan._bytes import round_to_blocks
 from memplan.trace.records import HOST, Op, Storage
 from memplan.trace.spec import Spec
 from memplan.trace.trace import Trace
@@ -96,7 +96,7 @@ def held_beside(trace: Trace, kind: str, parts: Iterable[str], inputs: Iterable[
 
 
 def _size(storage: Storage, trace: Trace) -> int:
-    return storage.bytes if trace.device == HOST else blocks(storage.bytes)
+    return storage.bytes if trace.device == HOST else round_to_blocks(storage.bytes)
 
 
 class _Own:

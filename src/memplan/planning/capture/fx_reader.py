@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 import torch
 
 from memplan import _torch
+from memplan._bytes import round_to_blocks
 from memplan._interrupts import safe_point
 from memplan.errors import InputError, RecordingError, UsageError
 from memplan.planning.capture import opaque_calls
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Ref, Value, refs
 from memplan.planning.graph.op_schema import NUMBERS
-from memplan.planning.graph.placement import blocks
 from memplan.planning.passes.share_autocast_casts import CAST
 from memplan.planning.passes.split_convolution_backward import idle_arguments
 from memplan.trace.records import HOST
@@ -158,7 +158,7 @@ class Values:
         size = int(tensor.untyped_storage().nbytes())
         if not self._on_card:
             return size
-        return blocks(size) if tensor.device.type == "cuda" else 0
+        return round_to_blocks(size) if tensor.device.type == "cuda" else 0
 
     def _discarded(self, result: Any) -> int:
         """Return the bytes of a result that nobody reads."""

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from memplan._bytes import round_to_blocks
 from memplan.cudnn.ask import ask
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.cost.op_timing import alone, held_on
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
-from memplan.planning.graph.placement import Home, blocks
+from memplan.planning.graph.placement import Home
 from memplan.planning.levers.chunk_convolutions import alike
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Asked, Extra
@@ -51,8 +52,8 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     answered = {} if library is None else _answered(library, device, [extra for of in taken for extra in of])
     kept, ops = 0, list[GraphOp]()
     for op, own, extras in zip(graph.ops, ours, taken, strict=True):
-        kept += sum(blocks(extra.bytes) for extra in extras if extra.held)
-        other = sum(blocks(extra.bytes) for extra in extras if not extra.held and extra.asked is None)
+        kept += sum(round_to_blocks(extra.bytes) for extra in extras if extra.held)
+        other = sum(round_to_blocks(extra.bytes) for extra in extras if not extra.held and extra.asked is None)
         ops.append(op if own else replace(op, scratch=other + _of_cudnn(graph, op, extras, answered)))
     return OnCard(replace(graph, ops=tuple(ops)), kept)
 
@@ -77,8 +78,8 @@ def _of_cudnn(graph: JointGraph, op: GraphOp, extras: Sequence[Extra], answered:
     for extra in extras:
         if extra.asked is not None:
             later = (op.outputs[number] for number in range((extra.after or 0) + 1, len(op.outputs)))
-            made_later = sum(blocks(graph.values[value].bytes) for value in later if value is not None)
-            most = max(most, blocks(answered.get(extra.asked, extra.bytes)) - made_later)
+            made_later = sum(round_to_blocks(graph.values[value].bytes) for value in later if value is not None)
+            most = max(most, round_to_blocks(answered.get(extra.asked, extra.bytes)) - made_later)
     return most
 
 

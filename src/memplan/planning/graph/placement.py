@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan._bytes import round_to_blocks
 from memplan.cudnn.cudnn_library import find_cudnn
 from memplan.devices import Device
 from memplan.errors import DeviceError
 from memplan.trace.recording.session import Target, own_card
 from memplan.trace.records import HOST
-
-BLOCK = 512
-"""Bytes: CUDA's caching allocator gives out multiples of these."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Home:
 
     def taken(self, size: int) -> int:
         """Return the bytes that the allocator there gives out for so many."""
-        return size if self.card is None else blocks(size)
+        return size if self.card is None else round_to_blocks(size)
 
     @property
     def target(self) -> Target:
@@ -77,8 +75,3 @@ def is_on_card(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(
         tensor.device.type == "cuda" for tensor in (*model.parameters(), *model.buffers())
     )
-
-
-def blocks(size: int) -> int:
-    """Return the bytes of a block of CUDA's caching allocator for so many."""
-    return -(-size // BLOCK) * BLOCK

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from memplan._bytes import round_to_blocks
 from memplan.errors import UsageError
 from memplan.simulation.allocator.blocks import BlockTable
 from memplan.simulation.allocator.device_memory import OutOfMemory, ascending
@@ -108,7 +109,7 @@ class CachingAllocator(BlockTable):
                 raise UsageError(f"a request for {size} bytes", expected="0 or more")
             return 0
         self._device.tick = tick
-        rounded = block_size(self.settings, size) if self._rounds else (size + 511) & -512
+        rounded = block_size(self.settings, size) if self._rounds else round_to_blocks(size)
         pools = self._cache.pools.get(pool) or self._cache.pool(pool)
         source = pools[0] if rounded <= LARGEST_SMALL else pools[1]
         if self._cache.collects:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from memplan._bytes import ALLOCATOR_BLOCK, round_to_blocks
 from memplan.simulation.allocator.settings import MIB, AllocatorSettings
 
-SMALLEST_BLOCK = 512
 LARGEST_SMALL = MIB
 """Requests up to this size come from the small pool."""
 SMALL_SEGMENT = 2 * MIB
@@ -23,9 +23,9 @@ def block_size(settings: AllocatorSettings, requested: int) -> int:
         1536
     """
     divisions = settings.divisions(requested)
-    if divisions > 1 and requested > SMALLEST_BLOCK * divisions:
+    if divisions > 1 and requested > ALLOCATOR_BLOCK * divisions:
         return next_division(requested, divisions)
-    return max(-(-requested // SMALLEST_BLOCK), 1) * SMALLEST_BLOCK
+    return max(round_to_blocks(requested), ALLOCATOR_BLOCK)
 
 
 def next_division(size: int, divisions: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
+from memplan._bytes import ALLOCATOR_BLOCK
 from memplan.simulation.allocator.device_memory import Device
 from memplan.simulation.allocator.expandable_segments import ExpandableSegments
 from memplan.simulation.allocator.free_lists import Chunk, ChunkPool
-from memplan.simulation.allocator.rounding import LARGEST_SMALL, SMALLEST_BLOCK, segment_size
+from memplan.simulation.allocator.rounding import LARGEST_SMALL, segment_size
 from memplan.simulation.allocator.segments import segment_of
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.timeline import DEFAULT_POOL, Pool, Segment
@@ -72,7 +73,7 @@ class SegmentCache:
     def splits(self, pool: ChunkPool, rest: int, size: int) -> bool:
         """Check whether ``rest`` bytes behind a request of ``size`` become a free chunk of their own."""
         if pool.small or self.settings.expandable_segments:
-            return rest >= SMALLEST_BLOCK
+            return rest >= ALLOCATOR_BLOCK
         split = self.settings.max_split_size
         return rest > LARGEST_SMALL and (split is None or size < split)
 

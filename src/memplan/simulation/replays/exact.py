@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from memplan._bytes import ALLOCATOR_BLOCK
 from memplan._display import Printed
 from memplan.errors import UsageError
 from memplan.simulation.allocator.allocator import OutOfMemory
-from memplan.simulation.allocator.rounding import LARGEST_SMALL, SMALLEST_BLOCK, block_size
+from memplan.simulation.allocator.rounding import LARGEST_SMALL, block_size
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.peaks import Level
 from memplan.simulation.replays.initial_state import Start
@@ -166,7 +167,7 @@ class Exact:
             taken, before = segment.blocks[at], segment.blocks[at - 1]
             behind = segment.blocks[at + 1 : at + 2]
             free = taken.size + sum(block.size for block in behind if block.state == "inactive")
-            more = free - block_size(settings, taken.requested) + SMALLEST_BLOCK
+            more = free - block_size(settings, taken.requested) + ALLOCATOR_BLOCK
             left_over = before.size + more - block_size(settings, before.requested)
             owner = before.owner
             if owner is not None and owner in self.start.uncertain and left_over <= LARGEST_SMALL and more < free:

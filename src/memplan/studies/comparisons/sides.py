@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import Point, Sweep
 from memplan.studies.sweeps.sweep_json import FORMAT as SWEEP
 from memplan.trace import codec
+from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.records import Storage
 from memplan.trace.trace import Trace, at_least
 
@@ -194,9 +194,7 @@ def cast_copies(trace: Trace) -> set[int]:
 
 def _most(trace: Trace, storages: set[int]) -> int:
     """Return the most bytes that some storages hold at any one time."""
-    found = [storage for storage in trace.counted if storage.id in storages]
-    events = [(s.born, s.bytes) for s in found] + [(s.died, -s.bytes) for s in found if s.died is not None]
-    return max(accumulate(size for _, size in sorted(events)), default=0)
+    return peak_live_bytes(storage for storage in trace.counted if storage.id in storages)
 
 
 def outputs_of(trace: Trace) -> tuple[str, ...] | None:

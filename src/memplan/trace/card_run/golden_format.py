@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from memplan._bytes import ALLOCATOR_BLOCK
+
 FORMAT, VERSION = "memplan-golden", 1
 DRY_FORMAT = "memplan-dry-golden"
 """Of files of an emulated card, so that nothing takes one for a real card's."""
-UNIT = 512
+UNIT = ALLOCATOR_BLOCK
 """Bytes that addresses are counted in: all blocks of torch's caching allocator are cut in multiples of this."""
 LIMIT = 10_000_000
 """Bytes that a folder of golden files may hold."""

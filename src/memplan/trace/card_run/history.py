@@ -6,11 +6,11 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 
 from memplan import _torch
+from memplan._bytes import round_to_blocks
 from memplan.trace.recording.join_events import Joined
 from memplan.trace.records import ON_CARD, Call, CallKind
 
 _FREED, _WAITED = "free_requested", "free_completed"
-_BLOCK = 512
 """Bytes: the caching allocator gives out multiples of these."""
 _DEFAULT: tuple[int, tuple[int, ...]] = (0, (0, 0))
 
@@ -71,7 +71,7 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
             born = row.action == "alloc"
             if born:
                 known = seen[row.address]
-                matches = bool(known) and _size(known[0]) == -(-max(row.bytes, 1) // _BLOCK) * _BLOCK
+                matches = bool(known) and _size(known[0]) == round_to_blocks(max(row.bytes, 1))
                 open_now[row.address] = life = known.popleft() if matches else _Life()
             else:
                 life = open_now.pop(row.address, _Life())

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan._bytes import round_to_blocks
 from memplan.trace.records import HOST, ON_CARD, Phase
 from memplan.trace.semantics.kinds import Asked
-
-_BLOCK = 512
 
 
 @dataclass(slots=True)
@@ -195,8 +194,7 @@ class Ledger:
         return entry
 
     def _changed(self, size: int) -> None:
-        blocks = -(-abs(size) // _BLOCK)
-        self.level += blocks * _BLOCK if size > 0 else -blocks * _BLOCK
+        self.level += round_to_blocks(size) if size > 0 else -round_to_blocks(-size)
         self.most = max(self.most, self.level)
 
     def _born(self, storage: torch.UntypedStorage, key: int, tensor: torch.Tensor, op: int | None) -> Entry:

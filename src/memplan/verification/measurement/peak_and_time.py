@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.planning.graph.placement import blocks
+from memplan._bytes import round_to_blocks
 from memplan.trace.recording.session import collector_held
 
 Step = Callable[[], Any]
@@ -114,7 +114,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], place: str = "cpu") -> int:
     """
     storages = [one.untyped_storage() for one in tensors if one.device.type == place]
     sizes = {_torch.storage_key(one): one.nbytes() for one in storages}.values()
-    return sum(map(blocks, sizes)) if place == "cuda" else sum(sizes)
+    return sum(map(round_to_blocks, sizes)) if place == "cuda" else sum(sizes)
 
 
 def compare_times(first: Callable[[], float], second: Callable[[], float], pairs: int = 5) -> Times:

@@ -1,0 +1,34 @@
+"""Bytes that storages hold over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from memplan.trace.records import Storage
+
+
+def _requested(storage: Storage) -> int:
+    return storage.bytes
+
+
+def live_bytes(storages: Iterable[Storage], size: Callable[[Storage], int] = _requested) -> Iterator[tuple[int, int]]:
+    """Yield (tick, live bytes right after it) for each allocation and free, in order.
+
+    Args:
+        storages: that are counted.
+        size: bytes of a storage: as requested, or in blocks.
+    """
+    changes = list[tuple[int, int]]()
+    for storage in storages:
+        changes.append((storage.born, size(storage)))
+        if storage.died is not None:
+            changes.append((storage.died, -size(storage)))
+    level = 0
+    for tick, change in sorted(changes):
+        level += change
+        yield tick, level
+
+
+def peak_live_bytes(storages: Iterable[Storage]) -> int:
+    """Return the most bytes that storages hold at once, as requested."""
+    return max((level for _, level in live_bytes(storages)), default=0)
