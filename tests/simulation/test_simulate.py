@@ -33,7 +33,9 @@ def programs(draw: st.DrawFn) -> tuple[Trace, list[int]]:
         levels.append(sum(storages[i].bytes for i in live))
     end = len(levels)
     steps = tuple(sorted(draw(st.sets(st.integers(0, end), min_size=1, max_size=3))))
-    return Trace("recorded", "cpu", "2", (), tuple(storages), (), steps, end), levels
+    return Trace(
+        origin="recorded", device="cpu", torch="2", ops=(), storages=tuple(storages), layers=(), steps=steps, end=end
+    ), levels
 
 
 @given(programs())
@@ -57,7 +59,7 @@ def test_what_is_live_adds_up(program: tuple[Trace, list[int]]) -> None:
 
 
 def test_settings_need_a_device_that_has_them() -> None:
-    trace = Trace("recorded", "cpu", "2", (), (), (), (0,), 0)
+    trace = Trace(origin="recorded", device="cpu", torch="2", ops=(), storages=(), layers=(), steps=(0,), end=0)
     with pytest.raises(UsageError, match="the CPU has none"):
         memplan.simulate(trace, settings="expandable_segments:True")
     with pytest.raises(UsageError, match="'low', 'high' or 'measured'"):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.planning.capture.capture import TRAINING_NORM, Captured
+from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.guards import Guard
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph, Value, refs
@@ -22,6 +22,7 @@ from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.codegen import gives, program, read_in_backward
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.chain import Chain, Tangent
+from memplan.trace.semantics.traced_results import TRAINING_NORM
 
 _STATISTICS = slice(3, 5)
 """Positions of a training norm's running statistics, on which its results do not depend."""

@@ -118,9 +118,19 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
     elif joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
     return Trace(
-        "measured", target, torch.__version__, joined.ops, joined.storages, joined.layers, joined.steps, joined.end,
-        (), notes, forms=joined.forms, returned=joined.returned, lines=joined.lines,
-    )  # fmt: skip
+        origin="measured",
+        device=target,
+        torch=torch.__version__,
+        ops=joined.ops,
+        storages=joined.storages,
+        layers=joined.layers,
+        steps=joined.steps,
+        end=joined.end,
+        notes=notes,
+        forms=joined.forms,
+        returned=joined.returned,
+        lines=joined.lines,
+    )
 
 
 _UNENDED = "a thread that the step started is still running: what it allocates is not measured"
@@ -186,9 +196,20 @@ def _on_card(
         contribution.write(os.fspath(contribute), contribution.contribution(run))
     parts = run.found.joined
     return Trace(
-        "measured", card.name, torch.__version__, parts.ops, parts.storages, parts.layers, parts.steps, parts.end,
-        (), run.notes, run.found.calls, forms=parts.forms, returned=parts.returned, counters=run.counters,
-    )  # fmt: skip
+        origin="measured",
+        device=card.name,
+        torch=torch.__version__,
+        ops=parts.ops,
+        storages=parts.storages,
+        layers=parts.layers,
+        steps=parts.steps,
+        end=parts.end,
+        notes=run.notes,
+        calls=run.found.calls,
+        forms=parts.forms,
+        returned=parts.returned,
+        counters=run.counters,
+    )
 
 
 def _few(names: tuple[str, ...]) -> str:

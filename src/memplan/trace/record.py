@@ -364,12 +364,26 @@ class _Recording:
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         notes += tuple(self._running.notes)
         trace = Trace(
-            "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
-            tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumed.rows(), notes,
-            calls, tuple(other.name for other in catalogue() if other.architecture in self._differing),
-            forms=parts.forms, returned=parts.returned, lines=self._lines.rows() if self._lines else (),
-            passes=parts.passes, collected=tuple(self._collected), optimized=parts.optimized, ungraded=parts.ungraded,
-        )  # fmt: skip
+            origin="recorded",
+            device=self._target.name,
+            torch=torch.__version__,
+            ops=tuple(parts.ops),
+            storages=tuple(parts.storages),
+            layers=tuple(parts.layers),
+            steps=tuple(bounds[:-1]),
+            end=bounds[-1],
+            assumptions=self._standins.assumed.rows(),
+            notes=notes,
+            calls=calls,
+            other_kernels=tuple(other.name for other in catalogue() if other.architecture in self._differing),
+            forms=parts.forms,
+            returned=parts.returned,
+            lines=self._lines.rows() if self._lines else (),
+            passes=parts.passes,
+            collected=tuple(self._collected),
+            optimized=parts.optimized,
+            ungraded=parts.ungraded,
+        )
         asked = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
         if not asked or self._target.cudnn is None or self._target.card is None:
             return trace

@@ -29,7 +29,7 @@ from memplan.trace.records import (
 )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Trace(Displayed):
     """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
 

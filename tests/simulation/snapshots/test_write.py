@@ -181,7 +181,16 @@ def cpu_trace() -> Trace:
         Storage(2, 0, "temporary", 3, 4),
         Storage(3, 2 << 20, "activation", 6, None, op=0),
     )
-    return Trace("recorded", "cpu", "2", (op,), storages, (Layer("first", "Linear"),), (1,), 6)
+    return Trace(
+        origin="recorded",
+        device="cpu",
+        torch="2",
+        ops=(op,),
+        storages=storages,
+        layers=(Layer("first", "Linear"),),
+        steps=(1,),
+        end=6,
+    )
 
 
 def test_a_step_on_the_cpu_has_a_segment_for_each_storage(tmp_path: Path) -> None:

@@ -64,7 +64,16 @@ def search_steps(sizes: Sizes, limit: int, start: int, total: Total) -> Found:
         if max(found) >= 1 << 62:
             return None  # no tensor is that large
         storages = tuple(Storage(number, size, "saved", number, None) for number, size in enumerate(found))
-        trace = Trace("recorded", "cpu", "", (), storages, (), (0,), len(storages))
+        trace = Trace(
+            origin="recorded",
+            device="cpu",
+            torch="",
+            ops=(),
+            storages=storages,
+            layers=(),
+            steps=(0,),
+            end=len(storages),
+        )
         return Sample(place, float(place), needed(trace), needed(trace) <= limit, trace)
 
     return last_fitting(probe, float, limit, start, fits=lambda trace: needed(trace) <= limit)

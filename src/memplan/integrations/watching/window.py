@@ -174,9 +174,17 @@ class Window:
             return None
         parts, card = self.parts, self._subject.card
         return Trace(
-            "measured", HOST if card is None else card.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
-            tuple(parts.layers), tuple(self.bounds[:-1]), self.bounds[-1], forms=parts.forms, returned=parts.returned,
-        )  # fmt: skip
+            origin="measured",
+            device=HOST if card is None else card.name,
+            torch=torch.__version__,
+            ops=tuple(parts.ops),
+            storages=tuple(parts.storages),
+            layers=tuple(parts.layers),
+            steps=tuple(self.bounds[:-1]),
+            end=self.bounds[-1],
+            forms=parts.forms,
+            returned=parts.returned,
+        )
 
     def step_of(self, entry: Entry) -> int:
         """Return in which of its steps a storage was born, from 0; -1: it was there before."""

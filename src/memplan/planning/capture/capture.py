@@ -44,9 +44,9 @@ from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
 from memplan.trace.recording.session import random_kept
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
-from memplan.trace.semantics.traced_results import INSTEAD, RESULTS, TRAINING_NORM
+from memplan.trace.semantics.traced_results import INSTEAD, RESULTS
 
-__all__ = ["TRAINING_NORM", "Captured", "SymbolicError", "capture", "capture_symbolic", "read"]
+__all__ = ["Captured", "SymbolicError", "capture", "capture_symbolic", "read"]
 
 
 @dataclass(frozen=True)

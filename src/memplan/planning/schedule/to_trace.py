@@ -89,7 +89,16 @@ class _Tracer:
             )
             for number, e in enumerate(self.entries)
         )  # fmt: skip
-        return Trace("recorded", self.device, torch.__version__, tuple(self.ops), storages, (), (begin,), self.tick)
+        return Trace(
+            origin="recorded",
+            device=self.device,
+            torch=torch.__version__,
+            ops=tuple(self.ops),
+            storages=storages,
+            layers=(),
+            steps=(begin,),
+            end=self.tick,
+        )
 
     def _build(self) -> None:
         for value in self.graph.values:

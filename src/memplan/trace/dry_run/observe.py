@@ -43,10 +43,21 @@ def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trac
         run = observed(build, steps, snapshot_file=snapshot, around=reads.noted)
     parts = run.found.joined
     return Trace(
-        "dry", card.name, torch.__version__, parts.ops, parts.storages, parts.layers, parts.steps, parts.end,
-        (*reads.assumptions(), *not_known()), (DRY, *run.notes), run.found.calls, forms=parts.forms,
-        returned=parts.returned, counters=run.counters,
-    )  # fmt: skip
+        origin="dry",
+        device=card.name,
+        torch=torch.__version__,
+        ops=parts.ops,
+        storages=parts.storages,
+        layers=parts.layers,
+        steps=parts.steps,
+        end=parts.end,
+        assumptions=(*reads.assumptions(), *not_known()),
+        notes=(DRY, *run.notes),
+        calls=run.found.calls,
+        forms=parts.forms,
+        returned=parts.returned,
+        counters=run.counters,
+    )
 
 
 def check_card(card: Device) -> None:

@@ -66,8 +66,12 @@ class HeldNumbers:
     def without(
         self, extras: Sequence[Extra], name: str, args: tuple[Any, ...], sequence: int | None
     ) -> Sequence[Extra]:
-        """Return what an op takes less the number that the node of its derivative holds."""
-        if name not in _OPS or isinstance(args[1], torch.Tensor) or sequence not in self._by_sequence:
+        """Return the workspaces of a backward op without the scalar that the node of its derivative holds already.
+
+        The formula of such an op (`semantics.cpu.scalar_operands`) counts one workspace: that scalar. A table without
+        that formula has none to leave out.
+        """
+        if not extras or name not in _OPS or isinstance(args[1], torch.Tensor) or sequence not in self._by_sequence:
             return extras
         return (Extra(extras[0].bytes - wrapped(args[1]).itemsize),)
 
