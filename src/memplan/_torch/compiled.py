@@ -50,7 +50,7 @@ def before_compiling(said: Callable[[str, list[nn.Module]], None]) -> Callable[[
 
     def begins(_: Any) -> None:
         frame = sys._getframe(1)
-        while frame is not None and (frame.f_code.co_name, frame.f_globals["__name__"]) != _COMPILE:
+        while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != _COMPILE:
             frame = frame.f_back
         if frame is not None:
             code = frame.f_locals["code"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import textwrap
 from pathlib import Path
 
@@ -145,8 +146,12 @@ def test_an_update_in_a_function_that_returns_is_counted(tmp_path: Path) -> None
 
 
 def test_a_script_may_interrupt_itself(tmp_path: Path) -> None:
-    with pytest.raises(StepError, match="interrupted itself"):
-        run(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    try:
+        with pytest.raises(StepError, match="interrupted itself"):
+            run(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_exit_before_any_model_is_the_scripts_own(tmp_path: Path) -> None:

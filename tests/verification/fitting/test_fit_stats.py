@@ -42,13 +42,19 @@ class Net(nn.Module):
         return out
 
 
+class Own(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 X = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
 
 REASONS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "an argument": (lambda model: model(X, object()), "an argument of type object, neither a tensor nor plain data"),
     "a kind of tensor": (
-        lambda model: model(X.as_subclass(type("Own", (Tensor,), {}))),  # pyright: ignore[reportArgumentType]
-        "a tensor of type Own",
+        lambda model: model(X.as_subclass(Own)),
+        "an input is a Own, and its __torch_function__ makes the outputs what they are",
     ),
     "a branch": (lambda model: model(X, "branch"), "needs the values of a tensor to go on|goes on both ways"),
     "an attribute": (lambda model: model(X, "count"), r"forward\(\) changes the attribute .*seen"),
