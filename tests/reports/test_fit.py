@@ -116,7 +116,7 @@ SCRIPTS = {
         "the model's step 600.0 MiB -> 300.0 MiB",
         "beside the model at most 80.0 MiB",
         "the allocator's 20.0 MiB: context and cached blocks, as recorded",
-        "the script planned at most 400.0 MiB",
+        "the script planned at most 500.0 MiB",
     ]),
     "already": (Fitting("train.py", 500 * MIB, 400 * MIB), [
         "train.py fits 500.0 MiB already: it takes 400.0 MiB. There is nothing to change.",
@@ -159,6 +159,6 @@ def test_the_lines_to_add_and_their_place(where: str | None, before: bool, said:
 def test_a_script_as_json() -> None:
     data = json.loads(dumps_script(SCRIPT))
     assert (data["format"], data["fits"], data["changed"]) == ("memplan.fit_script", True, True)
-    assert (data["recorded"], data["planned"], data["smallest_budget"]) == (700 * MIB, 400 * MIB, None)
+    assert (data["recorded"], data["planned"], data["smallest_budget"]) == (700 * MIB, (400 + 80 + 20) * MIB, None)
     assert data["lines"]["where"] == "train.py:13"
     assert Plan.from_json(json.dumps(data["plan"])) == plan()
