@@ -127,12 +127,6 @@ def number(value: float | None) -> Cell:
     return Cell("–", -1) if value is None else Cell(f"{value:,}", value)
 
 
-def share(part: float, whole: float) -> str:
-    """Return a share as people read it."""
-    percent = 100 * part / whole if whole else 0.0
-    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
-
-
 def table(
     name: str, headers: Sequence[str], rows: Sequence[Sequence[Cell]], most: int = 0, more: str = "{} smaller ones"
 ) -> Table:
