@@ -81,11 +81,11 @@ def _count(findings: Sequence[Finding]) -> str:
 
 
 def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]:
-    place = ", ".join(printable(part) for part in (finding.layer, finding.where) if part)
+    location = ", ".join(printable(part) for part in (finding.layer, finding.where) if part)
     cost = f"  {format_bytes(finding.bytes)}" if finding.bytes > 0 else ""
     yield Text(f"{finding.severity} {finding.id}{cost}", _COLOURS[finding.severity])
-    if place:
-        yield Padding(Text(f"at {place}", "dim"), (0, 0, 0, 2))
+    if location:
+        yield Padding(Text(f"at {location}", "dim"), (0, 0, 0, 2))
     message = printable(finding.message)
     if not message.startswith("cuDNN"):
         message = message[:1].upper() + message[1:]

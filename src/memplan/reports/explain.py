@@ -147,9 +147,8 @@ def _shared(row: LayerRow) -> str:
 
 
 def _bytes_field(header: str, name: str, drop: int, cell: Callable[[LayerRow], str] | None = None) -> Field:
-    return number_field(
-        header, lambda row: getattr(row, name), cell=cell or (lambda row: size_or_dash(getattr(row, name))), drop=drop
-    )
+    cell = cell or (lambda row: size_or_dash(getattr(row, name)))
+    return number_field(header, lambda row: getattr(row, name), cell=cell, drop=drop)
 
 
 _INFERENCE = (

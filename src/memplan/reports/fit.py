@@ -63,7 +63,7 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
     """Yield the parts of the report as rich renderables, in order."""
     yield _verdict(outcome)
     if outcome.shortfall is not None:
-        yield from (Text(printable(line)) for line in _sentences(outcome.shortfall))
+        yield from (Text(printable(line)) for line in _shortfall_sentences(outcome.shortfall))
     if outcome.plan is not None:
         yield ""
         yield _figures(outcome.plan, outcome.proof, page, changed=outcome.changed)
@@ -146,7 +146,7 @@ def _errors(proof: Proof, page: Page) -> Table:
     return page.rows(rows, fields)
 
 
-def _sentences(error: BudgetError) -> Iterator[str]:
+def _shortfall_sentences(error: BudgetError) -> Iterator[str]:
     yield f"{error.found.rstrip('.')}."
     if error.expected:
         yield f"Expected {error.expected.rstrip('.')}."

@@ -57,7 +57,9 @@ def parts(result: Largest, page: Page) -> Iterator[RenderableType]:
     yield _table(result, page)
     yield from (Text(line) for line in _remarks(result))
     if result.planned is not None:
-        yield Text(f"\nPlanned: {_answer(result.planned)}{_added_time(result.planned)}", "bold")
+        added = "" if result.planned.answer is None else _added_time(result.planned.answer)
+        cost = f"; it adds {added} to a step, estimated" if added else ""
+        yield Text(f"\nPlanned: {_answer(result.planned)}{cost}", "bold")
         yield _table(result.planned, page)
         yield from (Text(line) for line in _failures(result.planned))
         if result.room.target.card is not None:
@@ -127,7 +129,7 @@ def _table(result: Largest, page: Page) -> Table:
     """Draw a row for each value tried, smallest first: what it needs and whether that fits."""
     fields = [Field(result.axis, lambda trial: str(trial.value), right=True)]
     if any(trial.plan is not None for trial in result.tried):
-        fields += [Field("least budget", _need, right=True), Field("added time", _added, right=True)]
+        fields += [Field("least budget", _need, right=True), Field("added time", _added_time, right=True)]
     else:
         fields.append(_bytes_field("peak", "peak"))
     if result.room.target.card is not None and len(fields) == 2:
@@ -149,17 +151,12 @@ def _verdict(trial: Tried) -> str:
     return "failed" if trial.reason else "fits" if trial.fits else "does not fit"
 
 
-def _added(trial: Tried) -> str:
+def _added_time(trial: Tried) -> str:
     plan = trial.plan
     if plan is None or plan.seconds is None:
         return ""
     share = f" ({100 * plan.seconds / plan.step_seconds:.1f} %)" if plan.step_seconds else ""
     return f"{format_seconds(plan.seconds)}{share}"
-
-
-def _added_time(result: Largest) -> str:
-    added = _added(result.answer) if result.answer is not None else ""
-    return f"; it adds {added} to a step, estimated" if added else ""
 
 
 def _trial_dict(trial: Tried) -> dict[str, Any]:

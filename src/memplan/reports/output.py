@@ -53,15 +53,8 @@ def number_field(
     cell: Callable[[Any], str] | None = None,
     drop: int = 0,
 ) -> Field:
-    """Return a column of numbers, by default bytes, with the sum as its total.
-
-    Args:
-        header: of the column.
-        number: of a row.
-        shown: formats a number or a sum.
-        cell: text of a row, if not the formatted number.
-        drop: as in `Column`.
-    """
+    """Return a column of numbers with the sum as its total. ``shown`` formats numbers, as bytes by default; ``cell``
+    gives the text of a row where that is not the formatted number."""
     cell = cell or (lambda row: shown(number(row)))
     return Field(header, cell, lambda rows: shown(sum(map(number, rows))), right=True, drop=drop)
 

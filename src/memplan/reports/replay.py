@@ -245,8 +245,8 @@ def _size_class(least: int) -> str:
 def _frame_line(frame: Frame | None) -> str:
     if frame is None:
         return "(no stack recorded)"
-    place = f"{frame.filename}:{frame.line} " if frame.filename else ""
-    return shown(f"{place}{frame.name}", 300)
+    location = f"{frame.filename}:{frame.line} " if frame.filename else ""
+    return shown(f"{location}{frame.name}", 300)
 
 
 def _settings_name(settings: AllocatorSettings) -> str:

@@ -68,7 +68,9 @@ def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
 
 def table(sweep: Sweep, page: Page) -> Table:
     """Draw a row for each point: axis values, peak, reserved bytes, the peak by category, and fragmentation."""
-    fields = [_axis_field(name) for name in sweep.axes]
+    fields = [
+        Field(_header(name), lambda row, name=name: printable(shown(row[name])), right=True) for name in sweep.axes
+    ]
     fields.append(Field("peak", _peak, right=True))
     if sweep.device != "cpu":
         fields.append(Field("reserved", lambda row: _interval(row, "reserved"), right=True, drop=9))
@@ -79,10 +81,6 @@ def table(sweep: Sweep, page: Page) -> Table:
     if any(row.get("fragmentation") for row in sweep.rows):
         fields.append(Field("fragments", partial(_sum, causes=("fragmentation",)), right=True, drop=5))
     return page.rows(sweep.rows, fields)
-
-
-def _axis_field(name: str) -> Field:
-    return Field(_header(name), lambda row: printable(shown(row[name])), right=True)
 
 
 def _workspace(row: Mapping[str, Any]) -> str:

@@ -46,15 +46,14 @@ def plan_result(plan: Plan) -> Result:
 
 
 def _facts(plan: Plan) -> tuple[tuple[str, str], ...]:
-    facts = [
+    return (
         ("before", format_bytes(plan.eager_peak)),
         ("after", format_bytes(plan.peak)),
         ("budget", format_bytes(plan.budget)),
         ("added time", format_seconds(plan.seconds)),
         ("floor", format_bytes(plan.floor)),
         ("grade", plan.grade),
-    ]
-    return tuple(facts)
+    )
 
 
 def _causes(plan: Plan) -> dict[str, int]:
@@ -153,13 +152,10 @@ def proof_result(proof: Proof) -> Result:
     """Return the page content of a proof."""
     verdict = "The planned step is proven to be the same." if proof.ok else "The proof failed."
     mood: Mood = "good" if proof.ok else "bad"
-    parts = tuple(_proof_parts(proof))
-    return Result("proof", "Proof", verdict, mood, _peaks(proof), (Section("Proof", parts),), peak=proof.peak)
-
-
-def _peaks(proof: Proof) -> tuple[tuple[str, str], ...]:
-    how = "measured" if proof.measured else "predicted"
-    return (("before", format_bytes(proof.reference_peak)), (f"after, {how}", format_bytes(proof.peak)))
+    after = "after, measured" if proof.measured else "after, predicted"
+    facts = (("before", format_bytes(proof.reference_peak)), (after, format_bytes(proof.peak)))
+    sections = (Section("Proof", tuple(_proof_parts(proof))),)
+    return Result("proof", "Proof", verdict, mood, facts, sections, peak=proof.peak)
 
 
 def _proof_parts(proof: Proof) -> Iterator[Part]:

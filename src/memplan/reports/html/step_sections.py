@@ -63,10 +63,10 @@ def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
         scaling_sentence(explanation),
         None if use is None else smaller_plans_sentence(use),
     )
-    what = "training step" if explanation.train else "inference"
+    step = "training step" if explanation.train else "inference"
     return Result(
         kind,
-        f"{explanation.title}: {what} on {explanation.device}",
+        f"{explanation.title}: {step} on {explanation.device}",
         explanation.sentence if use is None else verdict_sentence(use),
         mood,
         tuple(facts),
@@ -135,13 +135,8 @@ def _by_cause(explanation: Explanation) -> Iterator[Part]:
     peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
     causes = {cause: number for cause, number in explanation.by_cause.items() if number or most.get(cause)}
     rows = [
-        (
-            text(LABELS.get(cause, cause)),
-            size(number),
-            Cell(format_share(number, peak), number),
-            size(most.get(cause, number)),
-        )
-        for cause, number in sorted(causes.items(), key=lambda item: -item[1])
+        (text(LABELS.get(cause, cause)), size(n), Cell(format_share(n, peak), n), size(most.get(cause, n)))
+        for cause, n in sorted(causes.items(), key=lambda item: -item[1])
     ]
     yield table("By cause", ("cause", "at the peak", "share", "most at any time"), rows)
     if explanation.scaling is not None:
@@ -156,10 +151,10 @@ def _by_cause(explanation: Explanation) -> Iterator[Part]:
 
 def _by_layer(explanation: Explanation) -> Iterator[Part]:
     at_peak: dict[str, int] = {}
-    for holder in explanation.holders:
-        at_peak[holder.layer] = at_peak.get(holder.layer, 0) + holder.bytes
+    for owner in explanation.holders:
+        at_peak[owner.layer] = at_peak.get(owner.layer, 0) + owner.bytes
     saved = {row.name: row.saved_bytes for row in explanation.layers}
-    nodes = _tree({**saved, **{name: 0 for name in at_peak if name not in saved}}, at_peak)
+    nodes = _tree(saved, at_peak)
     controls = (("saved", "what each saves"), ("peak", "share of the peak"))
     if not any(saved.values()):
         controls = controls[1:]
