@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from memplan.reports.columns import Column, fit, shortened, shortened_apart
+from memplan.reports.columns import Column, fit, shortened, shortened_distinct
 
 NAMES = Column("name", ("encoder.layer.0.attention", "head"), shrinks_to=8, from_left=True)
 KINDS = Column("kind", ("Linear", "Conv2d"), drop=1)
@@ -60,7 +60,7 @@ names = st.text("ab.", min_size=1, max_size=24)
 
 @given(st.lists(names, min_size=1, max_size=12), st.integers(6, 20), st.booleans())
 def test_names_that_differ_differ_when_they_are_cut(texts: list[str], width: int, from_left: bool) -> None:
-    cut = shortened_apart(texts, width, from_left)
+    cut = shortened_distinct(texts, width, from_left)
     assert all(len(short) <= width for short in cut)
     assert len(set(cut)) == len(set(texts))
     assert all(short == text for text, short in zip(texts, cut, strict=True) if len(text) <= width)
@@ -68,7 +68,7 @@ def test_names_that_differ_differ_when_they_are_cut(texts: list[str], width: int
 
 def test_a_cut_goes_to_where_names_are_alike() -> None:
     layers = [f"{half}_blocks.{number}.attentions.0.to_out" for half in ("down", "up") for number in (0, 1)]
-    assert shortened_apart(layers, 26, from_left=True) == (
+    assert shortened_distinct(layers, 26, from_left=True) == (
         "d…ks.0.attentions.0.to_out", "d…ks.1.attentions.0.to_out",
         "u…ks.0.attentions.0.to_out", "u…ks.1.attentions.0.to_out",
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Explanation -> something to read: one file an output."""
+"""Turn results into output: terminal tables, JSON, HTML, charts, CI formats; a module for each kind of result."""

@@ -1,4 +1,4 @@
-"""What memplan keeps on disk, on the terminal and as JSON."""
+"""Reports of the files that memplan caches on disk, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from memplan.cudnn.answer_cache import Kept
 from memplan.reports.output import Field, number_field, print_parts
 
 _FIELDS = [
-    Field("what", lambda one: one.what),
-    Field("number", lambda one: str(one.number), right=True),
-    number_field("bytes", lambda one: one.bytes),
-    Field("where", lambda one: str(one.path), shrinks_to=20, from_left=True),
+    Field("what", lambda entry: entry.what),
+    Field("number", lambda entry: str(entry.number), right=True),
+    number_field("bytes", lambda entry: entry.bytes),
+    Field("where", lambda entry: str(entry.path), shrinks_to=20, from_left=True),
 ]
 
 
-def dumps(found: Sequence[Kept]) -> str:
-    """Write ``{"kept": [...], ...}`` as JSON text, indented."""
-    rows = [{"what": one.what, "number": one.number, "bytes": one.bytes, "path": str(one.path)} for one in found]
+def dumps(entries: Sequence[Kept]) -> str:
+    """Return ``{"kept": [...], ...}`` as indented JSON, an object for each cache. All sizes are bytes."""
+    rows = [
+        {"what": entry.what, "number": entry.number, "bytes": entry.bytes, "path": str(entry.path)} for entry in entries
+    ]
     return json.dumps({"format": "memplan.cache", "schema": 1, "kept": rows}, indent=1) + "\n"
 
 
-def print_cache(found: Sequence[Kept], file: TextIO | None = None) -> None:
-    """Print a table of what is kept: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
+def print_cache(entries: Sequence[Kept], file: TextIO | None = None) -> None:
+    """Print a table of the caches. See `print_parts`.
 
     Args:
-        found: what to print, in this order.
+        entries: the caches, in the order of the rows.
         file: where to; stdout by default.
     """
-    print_parts(lambda page: [page.rows(found, _FIELDS) if found else Text("nothing is kept")], file)
+    print_parts(lambda page: [page.rows(entries, _FIELDS) if entries else Text("nothing is kept")], file)

@@ -1,14 +1,14 @@
-"""Bytes that a step takes from its card: the sum that nvidia-smi would show, and the cards that it fits."""
+"""Report parts about a step's GPU: the memory that nvidia-smi would show, and on which GPUs the step fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memplan.explanation.model import CardUse, Verdict, smaller_plans_sentence, verdict_sentence
+from memplan.explanation.model import CardUse, Charge, smaller_plans_sentence, verdict_sentence
 from memplan.reports.output import Field, Page, number_field
 
 _LABELS = {
@@ -27,25 +27,29 @@ _ANSWERS = {"fits": "fits on", "low only": "fits in the low case only on", "does
 
 
 def charge_table(use: CardUse, page: Page) -> Table:
-    """Draw the sum, with a low and a high case."""
+    """Draw what adds up to the memory that nvidia-smi would show, in a low and a high case."""
     charges = [charge for charge in use.charges if charge.high or charge.name in ("tensors", "context")]
+
+    def why_not_one_number(charge: Charge) -> str:
+        return _WHY.get(charge.name, "") if charge.low != charge.high else ""
+
     fields = [
         Field("On the card", lambda charge: _LABELS[charge.name]),
         number_field("low", lambda charge: charge.low),
         number_field("high", lambda charge: charge.high),
-        Field("why not one number", lambda c: _WHY.get(c.name, "") if c.low != c.high else "", shrinks_to=10, drop=1),
+        Field("why not one number", why_not_one_number, shrinks_to=10, drop=1),
     ]
     return page.rows(charges, fields, total="nvidia-smi would show")
 
 
 def verdict_lines(use: CardUse) -> Iterator[RenderableType]:
-    """Yield the verdict, the other cards by answer, and what is not in the sum."""
+    """Yield the verdict, the other GPUs by answer, and what the sum leaves out."""
     style = {"fits": "bold green", "low only": "bold yellow", "does not fit": "bold red"}[use.verdict.answer]
     yield Text(verdict_sentence(use), style)
     if text := smaller_plans_sentence(use):
         yield Text(text)
     for answer, words in _ANSWERS.items():
-        names = [other.device for other in _of(use.others, answer)]
+        names = [other.device for other in use.others if other.answer == answer]
         if names:
             yield Text(f"{words} {', '.join(names)}", "dim")
     if use.other_kernels:
@@ -53,7 +57,3 @@ def verdict_lines(use: CardUse) -> Iterator[RenderableType]:
         yield Text(f"takes other kernels on {names}: name one of them as the device", "dim")
     for line in use.not_modelled:
         yield Text(f"not in this sum: {line}", "dim")
-
-
-def _of(verdicts: Sequence[Verdict], answer: str) -> list[Verdict]:
-    return [verdict for verdict in verdicts if verdict.answer == answer]

@@ -1,4 +1,4 @@
-"""Charts by matplotlib as files: the same bytes for the same data."""
+"""Reproducible matplotlib charts: the same bytes for the same data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def check_drawable(path: str, option: str) -> None:
-    """Check that a chart can be written to a file of this name, before the work for it is done.
+    """Check early that a chart can be written to a file of this name.
 
     Raises:
         InputError: the name ends in none of `FORMATS`.
@@ -37,22 +37,22 @@ def check_drawable(path: str, option: str) -> None:
 
 
 def picture(draw: Callable[[], Figure], path: str) -> bytes:
-    """Return the bytes of a chart file, in the format that its name ends in."""
+    """Return the content of a chart file in the format of the path's suffix. ``draw`` makes the figure."""
     import matplotlib
 
-    kind = PurePath(path).suffix.lower().removeprefix(".")
-    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    suffix = PurePath(path).suffix.lower().removeprefix(".")
+    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[suffix]
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "memplan"}):
-        draw().savefig(buffer, format=kind, metadata=undated)
+        draw().savefig(buffer, format=suffix, metadata=undated)
     return buffer.getvalue()
 
 
 def unit_of(largest: float) -> tuple[int, str]:
-    """Return the unit of an axis of bytes: its size and its name."""
+    """Return (size, name) of the unit for an axis up to ``largest`` bytes, such as (1 << 20, "MiB")."""
     return next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
 
 
 def plain(text: str) -> str:
-    """Return a text that matplotlib does not read as a formula."""
+    """Return the text printable and with ``$`` escaped, so that matplotlib parses no math in it."""
     return printable(text).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Findings on the terminal and as JSON."""
+"""Reports of findings, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -50,14 +50,18 @@ def render(title: str, findings: Sequence[Finding], page: Page, top: int = 12) -
 
 
 def print_fixes(trace: Trace, findings: Sequence[Finding], file: TextIO | None = None) -> None:
-    """Print how to keep the border that findings name, or that none does.
+    """Print a patch or a wrapper for each border-erosion warning, or that there is none to fix.
 
     Args:
-        trace: the step that was looked at.
-        findings: what was found in it.
-        file: where to; stdout by default.
+        trace: of the checked step.
+        findings: of that step.
+        file: where to print; stdout by default.
     """
-    fixes = [fix_of(f, trace) for f in findings if f.id == border_erosion.ID and f.severity == "warning"]
+    fixes = [
+        fix_of(finding, trace)
+        for finding in findings
+        if finding.id == border_erosion.ID and finding.severity == "warning"
+    ]
     lines = [] if fixes else ["", "--fix: no border is lost that padding could keep."]
     for fix in fixes:
         if fix.kind != "patch":
@@ -77,11 +81,11 @@ def _count(findings: Sequence[Finding]) -> str:
 
 
 def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]:
-    place = ", ".join(printable(part) for part in (finding.layer, finding.where) if part)
+    location = ", ".join(printable(part) for part in (finding.layer, finding.where) if part)
     cost = f"  {format_bytes(finding.bytes)}" if finding.bytes > 0 else ""
     yield Text(f"{finding.severity} {finding.id}{cost}", _COLOURS[finding.severity])
-    if place:
-        yield Padding(Text(f"at {place}", "dim"), (0, 0, 0, 2))
+    if location:
+        yield Padding(Text(f"at {location}", "dim"), (0, 0, 0, 2))
     message = printable(finding.message)
     if not message.startswith("cuDNN"):
         message = message[:1].upper() + message[1:]
@@ -94,7 +98,7 @@ def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]
 
 
 def _layers(rows: list[dict[str, Any]], top: int, page: Page) -> Table:
-    """Draw the layers that a finding is about, those that cost most first."""
+    """Draw the layers of a finding, those that cost most first."""
     fields = [name_field("layer", lambda row: printable(row["layer"]) or "-")]
     if any("lost" in row for row in rows):
         fields.append(Field("lost on each side, in pixels", lambda row: _lost(row["lost"])))
@@ -109,5 +113,5 @@ def _cost(row: dict[str, Any]) -> float:
 
 
 def _lost(sides: Sequence[Sequence[float]]) -> str:
-    """Write ``1 x 1``; ``0+1`` where the two sides differ."""
+    """Return pixels lost on each side by dimension, such as "1 x 1", or "0+1" if the two sides differ."""
     return " x ".join(f"{a:g}" if a == b else f"{a:g}+{b:g}" for a, b in sides)

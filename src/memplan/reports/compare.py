@@ -1,4 +1,4 @@
-"""Two steps side by side on the terminal and as JSON, and a measured one beside its prediction."""
+"""Reports of comparisons, on the terminal and as JSON: of two steps, and of a measured step with its prediction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from memplan._bytes import format_bytes
 from memplan._json import text_of
 from memplan._text import format_seconds, printable
-from memplan.reports.output import Field, Page, name_field, number_field, print_parts
+from memplan.reports.output import Field, Page, name_field, number_field, print_parts, size_or_dash
 from memplan.studies.comparisons.comparison import (
     CAUSE_LABELS,
     Comparison,
@@ -61,7 +61,7 @@ def render(comparison: Comparison, page: Page, top: int = 12) -> list[Renderable
 
 def _head(comparison: Comparison) -> Iterator[RenderableType]:
     for name, side in (("A", comparison.a), ("B", comparison.b)):
-        kind = {True: ", training step", False: ", inference"}.get(side.train, "") if side.train is not None else ""
+        kind = "" if side.train is None else ", training step" if side.train else ", inference"
         yield Text(f"{name}: {printable(side.title)} ({side.origin}{kind}, {printable(side.device)})", "bold")
     yield Text(f"{headline(comparison)}.")
     seconds = seconds_sentence(comparison)
@@ -70,15 +70,15 @@ def _head(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def by_cause(comparison: Comparison, page: Page, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Table:
-    """Draw the bytes at each side's peak by cause, the largest difference first; the last row adds up to the peaks."""
+    """Draw the bytes at both peaks by category, the largest difference first; the last row adds up to the peaks."""
     rows = sorted(comparison.by_cause, key=lambda row: (-abs(row.difference), -row.a))
     shares = lambda rows: _share(sum(row.a for row in rows), sum(row.b for row in rows))  # noqa: E731
     fields = [
         name_field(
             "By cause, at the peak", lambda row: CAUSE_LABELS.get(row.cause, printable(row.cause)), 12, from_left=False
         ),
-        number_field(names[0], lambda row: row.a, cell=lambda row: _size(row.a)),
-        number_field(names[1], lambda row: row.b, cell=lambda row: _size(row.b)),
+        number_field(names[0], lambda row: row.a, cell=lambda row: size_or_dash(row.a)),
+        number_field(names[1], lambda row: row.b, cell=lambda row: size_or_dash(row.b)),
         number_field(names[2], lambda row: row.difference, _signed),
         Field("", lambda row: shares([row]), shares, right=True, drop=1),
     ]
@@ -86,7 +86,7 @@ def by_cause(comparison: Comparison, page: Page, names: tuple[str, str, str] = (
 
 
 def _figures(comparison: Comparison, page: Page) -> Table:
-    """Draw the other figures of both."""
+    """Draw the other figures of both sides: saved bytes, weights, parameters, time, memory techniques."""
     a, b = comparison.a, comparison.b
     rows = [_bytes_row("saved from forward to backward", a.saved_bytes, b.saved_bytes)]
     rows.append(_bytes_row("weights", a.weight_bytes, b.weight_bytes))
@@ -97,21 +97,24 @@ def _figures(comparison: Comparison, page: Page) -> Table:
         rows.append(_bytes_row("reserved, at most", a.reserved, b.reserved))
     if by_one_measure(a, b):
         rows.append(_row("seconds", a.seconds, b.seconds, format_seconds, _signed_seconds))
-    levers = [[row.lever for row in side.decided] for side in (a, b)]
-    for lever in dict.fromkeys((*levers[0], *levers[1])):
-        counts = levers[0].count(lever), levers[1].count(lever)
-        rows.append(_row(f"values: {lever}", *counts, str, lambda n: f"{n:+}"))
+    levers_a, levers_b = ([row.lever for row in side.decided] for side in (a, b))
+    for lever in dict.fromkeys((*levers_a, *levers_b)):
+        rows.append(_row(f"values: {lever}", levers_a.count(lever), levers_b.count(lever), str, lambda n: f"{n:+}"))
     headers = ("Of a step", "A", "B", "B - A")
-    fields = [Field(header, itemgetter(at), right=at > 0) for at, header in enumerate(headers)]
+    fields = [Field(header, itemgetter(index), right=index > 0) for index, header in enumerate(headers)]
     return page.rows([row for row in rows if row is not None], fields)
 
 
 def _decided(comparison: Comparison, top: int, page: Page) -> Table:
-    """Return the values that two plans treat otherwise, the largest first."""
+    """Draw the values to which the two plans apply different memory techniques."""
     fields = [
         name_field("Decided otherwise", lambda pair: printable((pair[0] or pair[1]).value), from_left=False),
-        Field("layer", lambda p: printable((p[0] or p[1]).layer), shrinks_to=12, from_left=True, drop=1),
-        Field("bytes", lambda pair: format_bytes(max(one.bytes for one in pair if one is not None)), right=True),
+        Field("layer", lambda pair: printable((pair[0] or pair[1]).layer), shrinks_to=12, from_left=True, drop=1),
+        Field(
+            "bytes",
+            lambda pair: format_bytes(max(decision.bytes for decision in pair if decision is not None)),
+            right=True,
+        ),
         Field("A", lambda pair: pair[0].lever if pair[0] else "-"),
         Field("B", lambda pair: pair[1].lever if pair[1] else "-"),
     ]
@@ -119,45 +122,45 @@ def _decided(comparison: Comparison, top: int, page: Page) -> Table:
 
 
 def _bytes_row(label: str, a: int | None, b: int | None) -> tuple[str, ...] | None:
-    return _row(label, a, b, _size, _signed)
+    return _row(label, a, b, size_or_dash, _signed)
 
 
 def _row(
-    label: str, a: float | None, b: float | None, said: Callable[..., str], signed_as: Callable[..., str]
+    label: str, a: float | None, b: float | None, show: Callable[..., str], show_difference: Callable[..., str]
 ) -> tuple[str, ...] | None:
-    """Return a line of figures; None where neither is known, or both are 0."""
+    """Return (label, a, b, b - a) as texts, "?" for an unknown figure; None if both are unknown or 0."""
     if not a and not b:
         return None
-    both = a is not None and b is not None
-    difference = signed_as(b - a) if a is not None and b is not None and b != a else "-" if both else ""
-    return (label, "?" if a is None else said(a), "?" if b is None else said(b), difference)
+    difference = ""
+    if a is not None and b is not None:
+        difference = "-" if a == b else show_difference(b - a)
+    return (label, "?" if a is None else show(a), "?" if b is None else show(b), difference)
 
 
-_FIELDS = ("saved_bytes", "output_bytes", "weight_bytes")
 _HEADERS = {"saved_bytes": "saves", "output_bytes": "outputs", "weight_bytes": "weights"}
 
 
 def _by_layer(comparison: Comparison, top: int, page: Page) -> Iterator[RenderableType]:
-    """Yield the layers that differ most, what the others add up to, all."""
-    field, *others = _FIELDS if _saves(comparison) else ("output_bytes", "weight_bytes", "saved_bytes")
-    pairs = sorted(comparison.layers, key=lambda pair: (-abs(pair.difference(field)), -_most(pair, field)))
-    alike = [pair for pair in pairs if not any(pair.difference(name) for name in _FIELDS)]
-    pairs = [pair for pair in pairs if any(pair.difference(name) for name in _FIELDS)]
-    if pairs:
+    """Yield a table of the layers that differ, the largest difference first, and the number of those that do not.
+
+    Layers are compared by saved bytes and outputs; if neither side saves anything, by outputs and weights.
+    """
+    saves = any(layer.saved_bytes for side in (comparison.a, comparison.b) for layer in side.layers)
+    first, second = ("saved_bytes", "output_bytes") if saves else ("output_bytes", "weight_bytes")
+    pairs = sorted(comparison.layers, key=lambda pair: (-abs(pair.difference(first)), -_larger(pair, first)))
+    different = [pair for pair in pairs if any(pair.difference(name) for name in _HEADERS)]
+    same = len(pairs) - len(different)
+    if different:
         fields = [name_field("By layer", lambda pair: printable(pair.name))]
-        fields += [*_fields(field, 0), *_fields(others[0], 1)]
-        yield page.rows(pairs, fields, top, f"all {len(comparison.layers)}", comparison.layers)
-    if alike:
-        text = "1 layer takes" if len(alike) == 1 else f"{len(alike)} layers take"
+        fields += [*_layer_fields(first, 0), *_layer_fields(second, 1)]
+        yield page.rows(different, fields, top, f"all {len(comparison.layers)}", comparison.layers)
+    if same:
+        text = "1 layer takes" if same == 1 else f"{same} layers take"
         yield Text(f"{text} the same in both.", "dim")
 
 
-def _saves(comparison: Comparison) -> bool:
-    return any(part.saved_bytes for side in (comparison.a, comparison.b) for part in side.layers)
-
-
-def _fields(name: str, drop: int) -> list[Field]:
-    """Return the fields of A, of B and of their difference."""
+def _layer_fields(name: str, drop: int) -> list[Field]:
+    """Return columns for a figure of layers: that of A, of B, and the difference."""
     header = _HEADERS[name]
     a, b = (lambda pairs, side=side: _total([getattr(pair, side) for pair in pairs], name) for side in "ab")
     return [
@@ -167,18 +170,14 @@ def _fields(name: str, drop: int) -> list[Field]:
     ]
 
 
-def _total(parts: Sequence[object], field: str) -> str:
-    """Return bytes of layers; "none" where this side has no such layer."""
-    there = [part for part in parts if part is not None]
-    return _size(sum(getattr(part, field) for part in there)) if there else "none"
+def _total(layers: Sequence[object], field: str) -> str:
+    """Return the sum of a figure over one side's layers; "none" if that side has none of them."""
+    present = [layer for layer in layers if layer is not None]
+    return size_or_dash(sum(getattr(layer, field) for layer in present)) if present else "none"
 
 
-def _most(pair: LayerPair, field: str) -> int:
+def _larger(pair: LayerPair, field: str) -> int:
     return max(getattr(pair.a, field, 0), getattr(pair.b, field, 0))
-
-
-def _size(number: int) -> str:
-    return format_bytes(number) if number else "-"
 
 
 def _signed(number: int) -> str:
@@ -194,18 +193,18 @@ def _share(a: int, b: int) -> str:
 
 
 def dumps_beside(explanation: str, beside: Beside) -> str:
-    """Return the JSON of an explanation with both beside it. All sizes are bytes."""
+    """Add the comparison of measured and predicted peaks to the JSON of an explanation. All sizes are bytes."""
     return text_of({**json.loads(explanation), "beside": beside_to_dict(beside)})
 
 
 def beside_to_dict(beside: Beside) -> dict[str, Any]:
-    """Return plain data. All sizes are bytes."""
+    """Return measured and predicted peaks, and their comparison, as a dict for JSON. All sizes are bytes."""
     peaks = [dataclasses.asdict(row) for row in beside.peaks]
     return {"peaks": peaks, "comparison": json.loads(dumps(beside.comparison))}
 
 
 def print_beside(beside: Beside, file: TextIO | None = None, top: int = 12) -> None:
-    """Print both to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
+    """Print measured and predicted peaks to a file, stdout by default; ``top`` rows of long tables, 0 for all."""
     print_parts(lambda page: render_beside(beside, page, top), file)
 
 

@@ -1,4 +1,4 @@
-"""Cards on the terminal and as JSON: a table of all, or one with its sources. Plain text in a pipe."""
+"""Reports of known GPUs, on the terminal and as JSON: a table, or all figures of a GPU with their sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEGEND = (
 
 
 def dumps(devices: Sequence[Device]) -> str:
-    """Write ``{"devices": [...], ...}`` as JSON text, indented; sizes in bytes, rates per second.
+    """Return ``{"devices": [...], ...}`` as indented JSON. Sizes are bytes, rates are per second.
 
     Example:
         >>> [device["name"] for device in json.loads(dumps(catalogue()))["devices"]]
@@ -33,22 +33,17 @@ def dumps(devices: Sequence[Device]) -> str:
 
 
 def print_devices(devices: Sequence[Device], file: TextIO | None = None) -> None:
-    """Print a table of cards: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
+    """Print a table of GPUs. See `print_parts`.
 
     Args:
-        devices: what to print, in this order.
-        file: where to; stdout by default.
+        devices: the GPUs, in the order of the rows.
+        file: where to print; stdout by default.
     """
     print_parts(lambda page: [page.rows(devices, _FIELDS), "", Text(_LEGEND, "dim")], file)
 
 
 def print_device(device: Device, file: TextIO | None = None) -> None:
-    """Print every figure of a card and where it is from.
-
-    Args:
-        device: what to print.
-        file: where to; stdout by default.
-    """
+    """Print every figure of a GPU and its sources to a file, stdout by default."""
     low, high = device.context
     facts = {
         "capacity": f"{format_bytes(device.capacity)} ({device.capacity} bytes)",
@@ -97,5 +92,5 @@ def _gib(size: int) -> str:
 
 
 def _number(value: float) -> str:
-    """Write at most four digits: what data sheets give."""
+    """Return a number rounded to an integer from 100 on, else to three digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

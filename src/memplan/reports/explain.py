@@ -1,4 +1,4 @@
-"""An explanation on the terminal (a paragraph, by cause, by layer, why) and as JSON."""
+"""Reports of explanations, on the terminal and as JSON: summary, bytes by category and by layer, reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memplan.explanation.model import (
 )
 from memplan.reports import line_tables
 from memplan.reports.card import charge_table, verdict_lines
-from memplan.reports.output import Field, Page, name_field, number_field, print_parts
+from memplan.reports.output import Field, Page, format_share, name_field, number_field, print_parts, size_or_dash
 from memplan.trace.records import Assumption, loud
 
 _REASONS = 5
@@ -57,7 +57,7 @@ def render(explanation: Explanation, page: Page, top: int = 12) -> list[Renderab
         use = explanation.card
         parts += ["", charge_table(use, page), *verdict_lines(use)]
     if explanation.holders:
-        parts += ["", _holders(explanation, top, page)]
+        parts += ["", _holders_table(explanation, top, page)]
     if explanation.layers:
         parts += ["", _by_layer(explanation, top, page), _legend(explanation)]
     reasons = list(_reasons(explanation, top))
@@ -87,17 +87,17 @@ def _by_cause(explanation: Explanation, page: Page) -> Table:
     fields = [
         name_field("By cause", lambda row: LABELS.get(str(row[0]), str(row[0])), 12, from_left=False),
         number_field("at the peak", lambda row: row[1]),
-        number_field("share", lambda row: row[1], lambda size: _share(size, peak), drop=1),
+        number_field("share", lambda row: row[1], lambda size: format_share(size, peak), drop=1),
         Field("", lambda row: block * round(_BAR * row[1] / peak) if peak else "", drop=3),
         Field("most at any time", lambda row: format_bytes(row[2]), right=True, drop=2),
     ]
     return page.rows(rows, fields, total="peak")
 
 
-def _holders(explanation: Explanation, top: int, page: Page) -> Table:
-    """Return what is alive at the peak, the largest first."""
+def _holders_table(explanation: Explanation, top: int, page: Page) -> Table:
+    """Draw the storages alive at the peak, by owner."""
     fields = [
-        name_field("Who holds the peak", _holder),
+        name_field("Who holds the peak", _holder_name),
         Field("cause", lambda row: LABELS[row.cause], shrinks_to=11, drop=1),
         Field("born", lambda row: "building" if row.step < 0 else f"{row.phase} {row.step + 1}", drop=3),
         Field("at", lambda row: printable(row.where or "-"), shrinks_to=14, from_left=True, drop=2),
@@ -106,37 +106,28 @@ def _holders(explanation: Explanation, top: int, page: Page) -> Table:
     return page.rows(explanation.holders, fields, top, "all")
 
 
-def _holder(row: HolderRow) -> str:
-    """Write the layer and what it holds; a parameter's name says both."""
-    names = row.layer and row.name.startswith(f"{row.layer}.")
-    name = row.name if names or not row.layer else f"{row.layer}: {row.name}"
+def _holder_name(row: HolderRow) -> str:
+    """Return "layer: storage x count"; only the name for parameters, which begins with the layer's."""
+    qualified = row.layer and row.name.startswith(f"{row.layer}.")
+    name = row.name if qualified or not row.layer else f"{row.layer}: {row.name}"
     return printable(name or "-") + (f" x {row.count}" if row.count > 1 else "")
 
 
-def _share(part: int, whole: int) -> str:
-    share = 100 * part / whole if whole else 0.0
-    return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"
-
-
 def _by_layer(explanation: Explanation, top: int, page: Page) -> Table:
-    """Return the layers that save (in inference: output) the most, the sum of the others, the sum of all."""
-    rows = sorted(explanation.layers, key=_weight_of(explanation.train), reverse=True)
+    """Draw the layers that save the most for backward (in inference: output the most), and the totals."""
+    rows = sorted(explanation.layers, key=_sort_key(explanation.train), reverse=True)
     fields = _TRAINING if explanation.train else _INFERENCE
     return page.rows(rows, fields, top, f"all {len(rows)} layers")
 
 
-def _weight_of(train: bool) -> Callable[[LayerRow], tuple[int, ...]]:
-    """Return the key that layers are sorted by, the most first."""
+def _sort_key(train: bool) -> Callable[[LayerRow], tuple[int, ...]]:
+    """Return a sort key for layers: bytes saved for backward, in inference bytes of the outputs."""
     return lambda row: (row.saved_bytes, row.kept_bytes, row.output_bytes) if train else (row.output_bytes,)
 
 
-def _size(number: int) -> str:
-    return format_bytes(number) if number else "-"
-
-
 def _saves(row: LayerRow) -> str:
-    """Write the bytes that count for this layer; "(shared)" where all that it keeps counts for another."""
-    return "(shared)" if row.kept_bytes and not row.saved_bytes else _size(row.saved_bytes)
+    """Return the bytes counted for this layer; "(shared)" if all that it saves is counted for another layer."""
+    return "(shared)" if row.kept_bytes and not row.saved_bytes else size_or_dash(row.saved_bytes)
 
 
 def _needs(row: LayerRow) -> str:
@@ -147,7 +138,7 @@ def _needs(row: LayerRow) -> str:
 
 
 def _shared(row: LayerRow) -> str:
-    """Return the first layer that shares with this one, and how many others do."""
+    """Return the first other layer that saves the same tensors, as "name +N" if N more do."""
     layers = dict.fromkeys(printable(other).rsplit("'s ", 1)[0] for other in row.shared_with)
     others = [layer for layer in layers if layer != printable(row.name)]
     if not others:
@@ -155,25 +146,24 @@ def _shared(row: LayerRow) -> str:
     return others[0] + (f" +{len(others) - 1}" if len(others) > 1 else "")
 
 
-def _bytes_of(header: str, name: str, drop: int, cell: Callable[[LayerRow], str] | None = None) -> Field:
-    return number_field(
-        header, lambda row: getattr(row, name), cell=cell or (lambda row: _size(getattr(row, name))), drop=drop
-    )
+def _bytes_field(header: str, name: str, drop: int, cell: Callable[[LayerRow], str] | None = None) -> Field:
+    cell = cell or (lambda row: size_or_dash(getattr(row, name)))
+    return number_field(header, lambda row: getattr(row, name), cell=cell, drop=drop)
 
 
 _INFERENCE = (
     name_field("By layer", lambda row: printable(row.name)),
     Field("kind", lambda row: printable(row.kind), shrinks_to=9, drop=3),
-    _bytes_of("outputs", "output_bytes", 1),
-    _bytes_of("weights", "weight_bytes", 5),
+    _bytes_field("outputs", "output_bytes", 1),
+    _bytes_field("weights", "weight_bytes", 5),
 )
 _TRAINING = (
     *_INFERENCE[:3],
-    _bytes_of("saves", "saved_bytes", 0, _saves),
+    _bytes_field("saves", "saved_bytes", 0, _saves),
     Field("needed\nfor", _needs, drop=2),
     Field("shared\nwith", _shared, shrinks_to=12, from_left=True, drop=4),
     _INFERENCE[3],
-    _bytes_of("gradients", "gradient_bytes", 6),
+    _bytes_field("gradients", "gradient_bytes", 6),
 )
 
 
@@ -189,13 +179,13 @@ def _legend(explanation: Explanation) -> Text:
 
 
 def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
-    """Yield the layers that save the most, each with what and for what; those that repeat one are counted."""
+    """Yield the layers that save the most and why; layers of the same kind, size and reasons are listed once."""
     rows = [row for row in explanation.layers if row.saved_bytes and row.why]
-    rows.sort(key=_weight_of(True), reverse=True)
-    alike: dict[tuple[object, ...], list[LayerRow]] = {}
+    rows.sort(key=_sort_key(True), reverse=True)
+    groups: dict[tuple[object, ...], list[LayerRow]] = {}
     for row in rows:
-        alike.setdefault((row.kind, row.saved_bytes, _NUMBER.sub("#", "\n".join(row.why))), []).append(row)
-    for first, *others in list(alike.values())[: min(top, _REASONS) if top else None]:
+        groups.setdefault((row.kind, row.saved_bytes, _NUMBER.sub("#", "\n".join(row.why))), []).append(row)
+    for first, *others in list(groups.values())[: min(top, _REASONS) if top else None]:
         where = f" ({printable(first.where)})" if first.where else ""
         like = f", and {len(others)} layer{'s' if len(others) > 1 else ''} like it" if others else ""
         yield Text(f"{printable(first.name)}, {format_bytes(first.saved_bytes)}{where}{like}")
@@ -207,7 +197,7 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
 
 
 def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
-    lines = [_assumed(one) for one in explanation.assumptions if one not in loud(explanation.assumptions)]
+    lines = [_assumed(remark) for remark in explanation.assumptions if remark not in loud(explanation.assumptions)]
     lines += [f"note: {printable(note)}" for note in explanation.notes]
     if lines:
         yield ""

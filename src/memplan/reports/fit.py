@@ -1,5 +1,4 @@
-"""The outcome of fitting a step, or of planning a script's model: before and after, the plan and the proof, or why no
-plan fits; printed and as JSON."""
+"""Reports of `memplan fit`, for a step or a script, on the terminal and as JSON: verdict, figures, plan and proof."""
 
 from __future__ import annotations
 
@@ -29,20 +28,20 @@ FORMAT = "memplan.fit"
 SCRIPT_FORMAT = "memplan.fit_script"
 SCHEMA = 1
 _LAYERS = 8
-"""Of a lossy step, layers whose errors are shown: the farthest off."""
+"""Layers listed in the error table of a lossy step, those with the largest error first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of fitting a step."""
+    """Outcome of fitting a step into a budget."""
 
     title: str
     plan: Plan | None
-    """None where no plan fits the budget, or where the proof failed."""
+    """None if no plan fits the budget, or if the proof failed."""
     proof: Proof | None = None
-    """None where nothing ran."""
+    """None if nothing was run."""
     changed: bool = True
-    """Whether the model runs the plan; False where the step fits without one."""
+    """Whether the model runs the plan; False if the step fits without a plan."""
     shortfall: BudgetError | None = None
     """Why no plan fits the budget."""
     frontier: Frontier | None = None
@@ -51,12 +50,12 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Return whether the step is within the budget, and proven to be the same where it ran."""
+        """Whether the step is within the budget and, if it was run, passed the proof."""
         return self.shortfall is None and (self.proof is None or self.proof.ok)
 
 
 def print_fit(outcome: Outcome, file: TextIO | None = None, top: int = 12) -> None:
-    """Print a fitting to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
+    """Print an outcome to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
     print_parts(lambda page: render(outcome, page, top), file)
 
 
@@ -64,7 +63,7 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
     """Yield the parts of the report as rich renderables, in order."""
     yield _verdict(outcome)
     if outcome.shortfall is not None:
-        yield from (Text(printable(line)) for line in _sentences(outcome.shortfall))
+        yield from (Text(printable(line)) for line in _shortfall_sentences(outcome.shortfall))
     if outcome.plan is not None:
         yield ""
         yield _figures(outcome.plan, outcome.proof, page, changed=outcome.changed)
@@ -89,8 +88,7 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
 
 
 def dumps(outcome: Outcome) -> str:
-    """Return an outcome as JSON, indented: the plan and the proof as they are written by themselves. Bytes and
-    seconds."""
+    """Return an outcome as indented JSON; plan and proof are in their own saved formats. Bytes and seconds."""
     shortfall = outcome.shortfall
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -113,11 +111,11 @@ def _verdict(outcome: Outcome) -> Text:
     if outcome.shortfall is not None:
         least = format_bytes(outcome.shortfall.smallest_budget)
         return Text(f"{title} does not fit. The smallest budget that it fits is {least}.", "bold red")
-    asked = None if proof is None else proof.budget  # a plan may be made for less
-    if asked is None:
+    limit = None if proof is None else proof.budget  # the plan's own budget may be smaller
+    if limit is None:
         assert plan is not None, "without a plan there is a reason"
-        asked = plan.budget
-    budget = f"the budget of {format_bytes(asked)}"
+        limit = plan.budget
+    budget = f"the budget of {format_bytes(limit)}"
     if proof is not None and not proof.ok:
         return Text(f"{title} was NOT made to fit {budget}: the proof failed.", "bold red")
     if not outcome.changed:
@@ -127,20 +125,19 @@ def _verdict(outcome: Outcome) -> Text:
     if proof.grade == "lossy":
         assert plan is not None, "it was proven"
         total = overall(proof.rounded, "parameters" if proof.early else "gradients")
-        what = f"its {'updates' if proof.early else 'gradients'} are {total.relative:.2%} off"
-        return Text(f"{title} fits {budget} now. It is lossy, {plan.lost}: {what}.", "bold green")
+        error = f"its {'updates' if proof.early else 'gradients'} are {total.relative:.2%} off"
+        return Text(f"{title} fits {budget} now. It is lossy, {plan.lost}: {error}.", "bold green")
     rounding = "" if proof.exact else " but for rounding"
     return Text(f"{title} fits {budget} now, and its result is the same{rounding}.", "bold green")
 
 
 def _errors(proof: Proof, page: Page) -> Table:
-    """Draw relative errors of a lossy step, in L2: all outputs and gradients, then the layers that are farthest off."""
-    shown = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
-    totals = [overall(proof.rounded, kind) for kind in shown]
-    layers = sorted((one for one in proof.layers if one.kind != "outputs"), key=lambda one: -one.relative)
-    totals = [one for one in totals if one.norm or one.error]
-    rows = [(f"all {shown[one.kind]}", one) for one in totals]
-    rows += [(f"{shown[one.kind]} of {one.layer or 'the model'}", one) for one in layers[:_LAYERS]]
+    """Draw the relative L2 errors of a lossy step: over all outputs and gradients, then the layers with the largest."""
+    labels = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
+    totals = [overall(proof.rounded, kind) for kind in labels]
+    layers = sorted((layer for layer in proof.layers if layer.kind != "outputs"), key=lambda layer: -layer.relative)
+    rows = [(f"all {labels[total.kind]}", total) for total in totals if total.norm or total.error]
+    rows += [(f"{labels[layer.kind]} of {layer.layer or 'the model'}", layer) for layer in layers[:_LAYERS]]
     fields = [
         Field("Off by (relative, L2)", lambda row: printable(row[0])),
         Field("planned", lambda row: f"{row[1].relative:.2%}", right=True),
@@ -149,7 +146,7 @@ def _errors(proof: Proof, page: Page) -> Table:
     return page.rows(rows, fields)
 
 
-def _sentences(error: BudgetError) -> Iterator[str]:
+def _shortfall_sentences(error: BudgetError) -> Iterator[str]:
     yield f"{error.found.rstrip('.')}."
     if error.expected:
         yield f"Expected {error.expected.rstrip('.')}."
@@ -158,7 +155,7 @@ def _sentences(error: BudgetError) -> Iterator[str]:
 
 
 def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> Table:
-    """Draw peak and time of a step, predicted and measured, without the plan and with it."""
+    """Draw a step's peak and time, predicted and measured, before and after the plan."""
     rows = [_bytes_row("predicted peak", plan.eager_peak, plan.peak)]
     if proof is not None:
         rows += _measured_peak(proof)
@@ -168,7 +165,7 @@ def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> T
         samples = "" if proof.cut is None else f", {proof.cut.samples} of {proof.cut.of} samples"
         rows.append(_seconds_row(f"measured time{samples}", proof.times.before, proof.times.after, proof.times.ratio))
     headers = ("Of a step", "before", "after", "change") if changed else ("Of a step", "as it is")
-    return page.rows(rows, [Field(header, itemgetter(at), right=at > 0) for at, header in enumerate(headers)])
+    return page.rows(rows, [Field(header, itemgetter(index), right=index > 0) for index, header in enumerate(headers)])
 
 
 def _measured_peak(proof: Proof) -> list[tuple[str, str, str, str]]:
@@ -195,9 +192,9 @@ class Lines:
     """Lines to add to a script."""
 
     where: str | None
-    """``file:line`` beside which they go; None where nothing of the script's was seen there."""
+    """``file:line`` before or after which they go; None if no line of the script is known for it."""
     before: bool
-    """Whether before that line; else after it."""
+    """True: they go before that line; False: after it."""
     text: tuple[str, ...]
 
 
@@ -207,113 +204,116 @@ class Fitting:
 
     title: str
     budget: int
-    """Of the whole script."""
+    """Limit for the whole script."""
     recorded: int
-    """What the script takes as it is: on a card reserved bytes and the context, else the allocated peak."""
+    """Peak of the unchanged script: on a GPU reserved bytes plus the CUDA context, else the allocated peak."""
     beside: int = 0
-    """Most that the script holds at any moment and a plan of its model does not count: a loss, other models."""
+    """Peak of memory outside of the planned model, such as a loss or other models."""
     surplus: int = 0
-    """On a card: context, rounding and what is reserved and not allocated, as recorded."""
+    """On a GPU: CUDA context, rounding, and reserved but unallocated bytes, as recorded."""
     plan: Plan | None = None
-    """None where the script fits already, or no plan does."""
+    """None if the script fits without a plan, or no plan fits."""
     shortfall: BudgetError | None = None
     """Why no plan fits."""
     lines: Lines | None = None
     outside: int = 0
-    """Most that the script takes at moments at which its model is not trained, with all that it holds then."""
+    """Allocated peak of the whole script while its model is not being trained."""
 
     @property
     def fits(self) -> bool:
-        """Return whether the script is within the budget, as it is or with the plan."""
+        """Whether the script is within the budget, unchanged or with the plan."""
         return self.shortfall is None
 
     @property
     def changes(self) -> bool:
-        """Return whether there is something to change."""
+        """Whether there is a plan to apply."""
         return self.plan is not None
 
     @property
     def planned(self) -> int | None:
-        """Return a bound on what the script takes with the lines; None without a plan. It is of the budget that they
-        name: with the seconds of another machine `memplan.fit` finds another plan, which may use all of that."""
+        """Upper bound on the script's memory with the added lines; None without a plan.
+
+        It is computed from the budget that the lines name and not from this plan's peak: on another machine, with
+        other timings, `memplan.fit` can choose another plan, which may use all of that budget.
+        """
         return None if self.plan is None else max(self.plan.budget + self.beside, self.outside) + self.surplus
 
     @property
     def smallest(self) -> int | None:
-        """Return the smallest budget for which there is a plan; None where the given one is enough."""
+        """Smallest budget for which there is a plan; None if the script fits its budget."""
         if self.shortfall is None:
             return None
         least = max(self.shortfall.smallest_budget + self.beside, self.outside) + self.surplus
         return min(least, self.recorded)
 
 
-def dumps_script(found: Fitting) -> str:
-    """Return it as indented JSON. All sizes are bytes."""
+def dumps_script(fitting: Fitting) -> str:
+    """Return the outcome for a script as indented JSON. All sizes are bytes."""
     data: dict[str, Any] = {
         "format": SCRIPT_FORMAT,
         "schema": SCHEMA,
-        "title": found.title,
-        "fits": found.fits,
-        "changed": found.changes,
-        "budget": found.budget,
-        "recorded": found.recorded,
-        "beside": found.beside,
-        "surplus": found.surplus,
-        "outside": found.outside,
-        "planned": found.planned,
-        "smallest_budget": found.smallest,
-        "plan": None if found.plan is None else json.loads(found.plan.to_json()),
-        "lines": None if found.lines is None else dataclasses.asdict(found.lines),
+        "title": fitting.title,
+        "fits": fitting.fits,
+        "changed": fitting.changes,
+        "budget": fitting.budget,
+        "recorded": fitting.recorded,
+        "beside": fitting.beside,
+        "surplus": fitting.surplus,
+        "outside": fitting.outside,
+        "planned": fitting.planned,
+        "smallest_budget": fitting.smallest,
+        "plan": None if fitting.plan is None else json.loads(fitting.plan.to_json()),
+        "lines": None if fitting.lines is None else dataclasses.asdict(fitting.lines),
     }
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
-def print_script(found: Fitting, file: TextIO | None = None, top: int = 12) -> None:
-    """Print it to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render_script(found, page, top), file)
+def print_script(fitting: Fitting, file: TextIO | None = None, top: int = 12) -> None:
+    """Print the outcome for a script to a file, stdout by default; ``top`` rows of long tables, 0 for all."""
+    print_parts(lambda page: render_script(fitting, page, top), file)
 
 
-def render_script(found: Fitting, page: Page, top: int = 12) -> Iterator[RenderableType]:
+def render_script(fitting: Fitting, page: Page, top: int = 12) -> Iterator[RenderableType]:
     """Yield the parts of the report as rich renderables, in order."""
-    title, budget = printable(found.title), format_bytes(found.budget)
-    if found.smallest is not None:
-        least = format_bytes(found.smallest)
+    title, budget = printable(fitting.title), format_bytes(fitting.budget)
+    if fitting.smallest is not None:
+        least = format_bytes(fitting.smallest)
         yield Text(f"{title} does not fit {budget}. The smallest budget with a plan is {least}.", "bold red")
-    elif not found.changes:
-        needs = format_bytes(found.recorded)
+    elif not fitting.changes:
+        needs = format_bytes(fitting.recorded)
         yield Text(f"{title} fits {budget} already: it takes {needs}. There is nothing to change.", "bold green")
         return
     else:
         yield Text(f"{title} can be made to fit {budget}; nothing was run.", "bold green")
     yield ""
-    yield facts_table(_facts_of_script(found))
-    if found.beside:
+    yield facts_table(_script_facts(fitting))
+    if fitting.beside:
         yield Text(
             "beside the model: the most that the script holds at one time and the plan does not count, such as a loss "
             "outside of the model. The plan leaves it free for the whole step, so the sum is a bound.", "dim",
         )  # fmt: skip
-    if found.lines is not None:
+    if fitting.lines is not None:
         yield ""
-        yield from _lines(found.lines)
-    if found.plan is not None:
+        yield from _lines_to_add(fitting.lines)
+    if fitting.plan is not None:
         yield ""
-        yield from plans.render(found.plan, page, top)
+        yield from plans.render(fitting.plan, page, top)
 
 
-def _facts_of_script(found: Fitting) -> dict[str, str]:
-    rows = {"the script as it is": format_bytes(found.recorded)}
-    if found.plan is not None:
-        rows["the model's step"] = f"{format_bytes(found.plan.eager_peak)} -> {format_bytes(found.plan.peak)}"
-    if found.beside:
-        rows["beside the model"] = f"at most {format_bytes(found.beside)}"
-    if found.surplus:
-        rows["the allocator's"] = f"{format_bytes(found.surplus)}: context and cached blocks, as recorded"
-    if found.planned is not None:
-        rows["the script planned"] = f"at most {format_bytes(found.planned)}"
+def _script_facts(fitting: Fitting) -> dict[str, str]:
+    rows = {"the script as it is": format_bytes(fitting.recorded)}
+    if fitting.plan is not None:
+        rows["the model's step"] = f"{format_bytes(fitting.plan.eager_peak)} -> {format_bytes(fitting.plan.peak)}"
+    if fitting.beside:
+        rows["beside the model"] = f"at most {format_bytes(fitting.beside)}"
+    if fitting.surplus:
+        rows["the allocator's"] = f"{format_bytes(fitting.surplus)}: context and cached blocks, as recorded"
+    if fitting.planned is not None:
+        rows["the script planned"] = f"at most {format_bytes(fitting.planned)}"
     return rows
 
 
-def _lines(lines: Lines) -> Iterator[RenderableType]:
+def _lines_to_add(lines: Lines) -> Iterator[RenderableType]:
     if lines.where is None:
         place = "before the first step, where the model is at hand"
     else:

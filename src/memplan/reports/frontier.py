@@ -1,4 +1,4 @@
-"""Peak against time, from all kept to the floor, and peers beside: as tables, and as a picture by matplotlib."""
+"""Frontiers of peak memory against time, with measured baselines: as tables, and as a chart by matplotlib."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ _LOOKS = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A plan that was found."""
+    """A plan on the frontier."""
 
     peak: int
     """Predicted bytes."""
     seconds: float
-    """What it adds to the step, predicted; below 0 where computing in fewer bits is faster."""
+    """Predicted time added to the step; negative if lower precision makes it faster."""
     lost: str = ""
-    """What it computes and saves in fewer bits, where it does."""
+    """What a lossy plan computes or saves in lower precision; "" for exact plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Plans of one step; none has both a larger peak and more added seconds than another."""
+    """Pareto-optimal plans of a step: none has both a larger peak and more added seconds than another."""
 
     title: str
     points: tuple[Point, ...]
-    """From all kept to the floor: the largest peak first."""
+    """The largest peak, where all activations stay saved, first; the floor last."""
     eager_peak: int
     """Predicted bytes of the step without a plan."""
     step_seconds: float | None = None
-    """Predicted, without a plan."""
+    """Predicted time of the step without a plan."""
     budget: int | None = None
-    """Bytes that were asked for, marked."""
+    """The user's budget in bytes: tables and charts mark it."""
     peers: tuple[PeerResult, ...] = ()
-    """What others take, measured; eager mode first."""
+    """Measured memory and time of other approaches, such as eager mode (first) and torch.compile."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: bytes and seconds."""
+        """Return a dict for JSON. Bytes and seconds."""
         data: dict[str, Any] = {
             "eager_peak": self.eager_peak,
             "step_seconds": self.step_seconds,
@@ -66,8 +66,8 @@ class Frontier:
 
 
 def table(frontier: Frontier, page: Page) -> Table:
-    """Return a row for each plan, with what it frees and what that adds; the first within the budget is marked."""
-    points, most = frontier.points, frontier.eager_peak
+    """Draw a row for each plan: peak and added time; the first within the budget and the floor are marked."""
+    points, eager_peak = frontier.points, frontier.eager_peak
     fitting = next((p for p in points if frontier.budget is not None and p.peak <= frontier.budget), None)
 
     def name(point: Point) -> str:
@@ -76,7 +76,7 @@ def table(frontier: Frontier, page: Page) -> Table:
 
     fields = [
         Field("Frontier", lambda p: format_bytes(p.peak), right=True),
-        Field("of eager", lambda p: f"{100 * p.peak / most:.0f} %" if most else "", right=True, drop=2),
+        Field("of eager", lambda p: f"{100 * p.peak / eager_peak:.0f} %" if eager_peak else "", right=True, drop=2),
         Field("added time", lambda p: format_seconds(p.seconds), right=True),
     ]
     if step := frontier.step_seconds:
@@ -87,68 +87,78 @@ def table(frontier: Frontier, page: Page) -> Table:
 
 
 def peers_table(frontier: Frontier, page: Page) -> Table:
-    """Draw a row for each peer: measured peak, time beside eager mode, and whether its gradients are right."""
-    most = next((one.peak for one in frontier.peers if one.failed is None), 0)
+    """Draw a row for each baseline: measured peak, time compared with eager mode, and whether its gradients are
+    right."""
+    eager_peak = next((result.peak for result in frontier.peers if result.failed is None), 0)
+
+    def of_eager(result: PeerResult) -> str:
+        return f"{100 * result.peak / eager_peak:.0f} %" if eager_peak and result.failed is None else ""
+
+    def added_time(result: PeerResult) -> str:
+        return "" if result.times is None else f"{100 * (result.times.ratio - 1):+.0f} %"
+
     fields = [
-        Field("Peers, measured", lambda one: one.peer.name),
-        Field("peak", lambda one: format_bytes(one.peak) if one.failed is None else "", right=True),
-        Field(
-            "of eager", lambda one: f"{100 * one.peak / most:.0f} %" if most and one.failed is None else "",
-            right=True, drop=2,
-        ),
-        Field("added time", lambda p: "" if p.times is None else f"{100 * (p.times.ratio - 1):+.0f} %", right=True),
+        Field("Peers, measured", lambda result: result.peer.name),
+        Field("peak", lambda result: format_bytes(result.peak) if result.failed is None else "", right=True),
+        Field("of eager", of_eager, right=True, drop=2),
+        Field("added time", added_time, right=True),
         Field("gradients", _gradients),
-    ]  # fmt: skip
+    ]
     return page.rows(frontier.peers, fields)
 
 
 def why_not(frontier: Frontier) -> list[str]:
-    """Give the reason of each peer that did not run."""
-    return [f"{one.peer.name} did not run: {printable(one.failed)}" for one in frontier.peers if one.failed is not None]
+    """Return a sentence for each baseline that did not run, with the reason."""
+    return [
+        f"{result.peer.name} did not run: {printable(result.failed)}"
+        for result in frontier.peers
+        if result.failed is not None
+    ]
 
 
-def _gradients(one: PeerResult) -> str:
-    if one.failed is not None:
+def _gradients(result: PeerResult) -> str:
+    if result.failed is not None:
         return "did not run"
-    if one.gradients == "lossy":
-        return f"off by {one.error:.2%}"
-    return one.gradients if one.worst is None else f"WRONG by {one.worst:.0%}"
+    if result.gradients == "lossy":
+        return f"off by {result.error:.2%}"
+    return result.gradients if result.worst is None else f"WRONG by {result.worst:.0%}"
 
 
 def draw(frontier: Frontier) -> Figure:
-    """Return the picture: bytes at the peak to the right, seconds upwards."""
+    """Return the chart: peak bytes on the x axis, seconds on the y axis."""
     from matplotlib.figure import Figure
 
-    shown = [one for one in frontier.peers if one.times is not None]
-    largest = max((frontier.eager_peak, *(point.peak for point in (*frontier.points, *shown))))
+    measured = [peer for peer in frontier.peers if peer.times is not None]
+    largest = max((frontier.eager_peak, *(point.peak for point in (*frontier.points, *measured))))
     unit, unit_name = unit_of(largest)
-    base, how = frontier.step_seconds or 0.0, "predicted: " if shown else ""
+    base, prefix = frontier.step_seconds or 0.0, "predicted: " if measured else ""
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for lossy, label in ((False, "planned"), (True, "planned, lossy")):
         points = [point for point in frontier.points if bool(point.lost) is lossy]
         if points:
-            axes.plot([p.peak / unit for p in points], [base + p.seconds for p in points], "o-", label=how + label)
-    axes.plot([frontier.eager_peak / unit], [base], "s", color="black", label=f"{how}without a plan")
+            axes.plot([p.peak / unit for p in points], [base + p.seconds for p in points], "o-", label=prefix + label)
+    axes.plot([frontier.eager_peak / unit], [base], "s", color="black", label=f"{prefix}without a plan")
     for name, look in _LOOKS.items():
-        places = [(one.peak / unit, _height(one, base)) for one in shown if _kind(one) == name]
-        if places:
-            axes.scatter(*zip(*places, strict=True), label=f"measured: {name}", **look)
+        positions = [(peer.peak / unit, _height(peer, base)) for peer in measured if _kind(peer) == name]
+        if positions:
+            axes.scatter(*zip(*positions, strict=True), label=f"measured: {name}", **look)
     if frontier.budget is not None and frontier.budget <= largest:
         axes.axvline(frontier.budget / unit, linestyle="--", color="gray", label="budget")
-    axes.set_xlabel(f"{'' if shown else 'predicted '}peak ({unit_name})")
-    axes.set_ylabel(f"{'' if shown else 'predicted '}seconds {'of a step' if base else 'added'}")
+    axes.set_xlabel(f"{'' if measured else 'predicted '}peak ({unit_name})")
+    axes.set_ylabel(f"{'' if measured else 'predicted '}seconds {'of a step' if base else 'added'}")
     axes.set_title(plain(frontier.title))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
 
 
-def _kind(one: PeerResult) -> str:
-    return "wrong gradients" if one.wrong else one.peer.group
+def _kind(result: PeerResult) -> str:
+    return "wrong gradients" if result.wrong else result.peer.group
 
 
-def _height(one: PeerResult, base: float) -> float:
-    """Return seconds on the plans' scale: a measured ratio of the predicted time in eager mode."""
-    assert one.times is not None, "only those that ran are shown"
-    return base + (one.times.ratio - 1) * (base or one.times.before)
+def _height(result: PeerResult, base: float) -> float:
+    """Return the y position in seconds: the predicted eager time, times the measured ratio to eager mode. Without a
+    predicted time, the measured seconds added."""
+    assert result.times is not None, "only those that ran are shown"
+    return base + (result.times.ratio - 1) * (base or result.times.before)

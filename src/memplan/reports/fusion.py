@@ -1,4 +1,4 @@
-"""Fused kernels of a planned step: their number and bytes before and after, and a table of the largest."""
+"""Report part about the fused kernels of a planned step: number and bytes before and after, and the largest."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def render(fusion: Fusion, page: Page, top: int = 12) -> Iterator[RenderableType
     """Yield the parts of the report as rich renderables, in order.
 
     Args:
-        fusion: what to print.
-        page: where to.
-        top: how many kernels to list, those that move most first; 0 for all.
+        fusion: the fused kernels of a plan.
+        page: width and encoding of the output.
+        top: how many kernels to list, those that move most bytes first; 0 for all.
     """
     yield Text("Fused kernels", "bold")
     yield Text(printable(fusion.summary))
     if not fusion.groups:
         return
-    groups = sorted(fusion.groups, key=lambda group: -group.bytes)  # of the same size in the order in which they run
+    groups = sorted(fusion.groups, key=lambda group: -group.bytes)  # stable: equal sizes stay in execution order
     yield ""
     yield page.rows(groups, _FIELDS, top)
     yield Text(_LEGEND.format("a CPU of two cores" if fusion.device == HOST else printable(fusion.device)), "dim")

@@ -1,4 +1,4 @@
-"""A step beside its baseline, on the terminal and as JSON."""
+"""Reports of `memplan guard`, a step compared with its baseline, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> list[RenderableType]:
 
 
 def verdict(outcome: Outcome) -> str:
-    """Say whether it takes more than it may."""
+    """Return a sentence that says whether the step's memory is within the tolerance of its baseline."""
     before, now = outcome.before, outcome.now
     if now.peak - before.peak > outcome.allowed:
         return f"It takes more than the baseline and {format_bytes(outcome.allowed)} of tolerance. --update accepts it."
@@ -70,6 +70,5 @@ def _changes(changes: tuple[Change, ...], top: int) -> Iterator[RenderableType]:
         yield Padding(Text(f"{printable(str(change))}{printable(place)}"), (0, 0, 0, 2))
     hidden = changes[len(shown) :]
     if hidden:
-        yield Padding(
-            Text(f"and {len(hidden)} more: {signed(sum(one.difference for one in hidden))}", "dim"), (0, 0, 0, 2)
-        )
+        difference = signed(sum(change.difference for change in hidden))
+        yield Padding(Text(f"and {len(hidden)} more: {difference}", "dim"), (0, 0, 0, 2))

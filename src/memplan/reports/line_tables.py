@@ -1,4 +1,4 @@
-"""Memory line by line on the terminal: a table for each function."""
+"""Reports of line profiles on the terminal: a table for each function."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _CODE = 12
 
 
 def print_lines(profiles: Sequence[LineProfile], file: TextIO | None = None) -> None:
-    """Print profiles to a file, stdout by default."""
+    """Print the tables of line profiles to a file, stdout by default."""
     print_parts(lambda page: list(render(profiles, page))[1:], file)
 
 
 def render(profiles: Sequence[LineProfile], page: Page) -> Iterator[RenderableType]:
-    """Yield a heading and a table for each function, and what the columns are at the end."""
-    for one in profiles:
+    """Yield a heading and a table for each function, then the legend."""
+    for profile in profiles:
         yield ""
-        yield Text(one.title, "bold")
-        yield _table(one, page)
-        yield from (Text(f"note: {printable(note)}") for note in one.notes)
+        yield Text(profile.title, "bold")
+        yield _table(profile, page)
+        yield from (Text(f"note: {printable(note)}") for note in profile.notes)
     if profiles:
         yield ""
         yield Text(LEGEND, "dim")
@@ -40,7 +40,7 @@ def render(profiles: Sequence[LineProfile], page: Page) -> Iterator[RenderableTy
 
 def _table(profile: LineProfile, page: Page) -> Table:
     columns: list[Column] = []
-    for one in COLUMNS:
-        cells, code = tuple(one.cell(row) for row in profile.rows), one.name == "source"
-        columns.append(Column(one.header, cells, right=not code, shrinks_to=_CODE if code else None))
+    for column in COLUMNS:
+        cells, code = tuple(column.cell(row) for row in profile.rows), column.name == "source"
+        columns.append(Column(column.header, cells, right=not code, shrinks_to=_CODE if code else None))
     return page.table(columns)

@@ -1,4 +1,4 @@
-"""Pages and tables of all reports: width, encoding, and plain text in a pipe."""
+"""Tables and printing for all reports: fitted to the terminal's width and encoding, plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ PIPE_WIDTH = 80
 _BOX = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")  # rules below the header and above the sums
 
 
-def _nothing(rows: Sequence[Any]) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Field:
-    """A column of a table of rows: its text for one row, and for several together."""
+    """A column of a table: ``cell`` gives its text for a row, ``total`` for several rows together.
+
+    The other fields are those of `Column`.
+    """
 
     header: str
     cell: Callable[[Any], str]
-    total: Callable[[Sequence[Any]], str] = _nothing
+    total: Callable[[Sequence[Any]], str] = lambda rows: ""
     right: bool = field(default=False, kw_only=True)
     shrinks_to: int | None = field(default=None, kw_only=True)
     from_left: bool = field(default=False, kw_only=True)
@@ -42,7 +41,7 @@ class Field:
 def name_field(
     header: str, cell: Callable[[Any], str], shrinks_to: int | None = 16, *, from_left: bool = True
 ) -> Field:
-    """Return the first field of a table: names, which can be cut at their beginning."""
+    """Return a column of names, to be the first of a table; they are cut to ``shrinks_to`` at least."""
     return Field(header, cell, shrinks_to=shrinks_to, from_left=from_left)
 
 
@@ -54,20 +53,32 @@ def number_field(
     cell: Callable[[Any], str] | None = None,
     drop: int = 0,
 ) -> Field:
-    """Return a field of numbers, bytes where ``shown`` says nothing else; of several rows it has the sum."""
-    one = cell or (lambda row: shown(number(row)))
-    return Field(header, one, lambda rows: shown(sum(map(number, rows))), right=True, drop=drop)
+    """Return a column of numbers with the sum as its total. ``shown`` formats numbers, as bytes by default; ``cell``
+    gives the text of a row where that is not the formatted number."""
+    cell = cell or (lambda row: shown(number(row)))
+    return Field(header, cell, lambda rows: shown(sum(map(number, rows))), right=True, drop=drop)
+
+
+def format_share(part: float, whole: float) -> str:
+    """Return a percentage such as "12 %"; "<1 %" for small shares."""
+    percent = 100 * part / whole if whole else 0.0
+    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
+
+
+def size_or_dash(size: int) -> str:
+    """Return bytes as text, "-" for 0."""
+    return format_bytes(size) if size else "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Width of a report in columns of text, and whether its encoding has ASCII alone."""
+    """Where a report is printed: the width in characters, and whether the encoding is limited to ASCII."""
 
     width: int = PIPE_WIDTH
     ascii_only: bool = False
 
     def narrower(self, columns: int) -> Page:
-        """Return the page for a part that is indented."""
+        """Return the page for a part that is indented by some columns of text."""
         return replace(self, width=max(1, self.width - columns))
 
     def rows(
@@ -82,35 +93,37 @@ class Page:
 
         Args:
             rows: in order.
-            fields: the columns; the first one names a row.
-            top: how many rows to list; the others share a line with their number and totals. 0 for all.
-            total: name of a last line, with the totals of all rows; None for no such line.
-            total_of: rows that it sums up, where these are others.
+            fields: the columns; the first names the row.
+            top: rows to list, 0 for all. A line with their number and totals stands for the others.
+            total: label of a last line with the totals; None for no such line.
+            total_of: the rows to add up in that line, if not ``rows``.
         """
         shown = rows[:top] if top else rows
         hidden = rows[len(shown) :]
         columns: list[Column] = []
-        for place, one in enumerate(fields):
-            cells = [one.cell(row) for row in shown]
+        for index, column in enumerate(fields):
+            cells = [column.cell(row) for row in shown]
             if hidden:
-                cells.append(one.total(hidden) if place else f"... {len(hidden)} more")
+                cells.append(column.total(hidden) if index else f"... {len(hidden)} more")
             if total is not None:
-                cells.append(one.total(rows if total_of is None else total_of) if place else total)
-            columns.append(Column(one.header, tuple(cells), one.right, one.shrinks_to, one.from_left, one.drop))
+                cells.append(column.total(rows if total_of is None else total_of) if index else total)
+            columns.append(
+                Column(column.header, tuple(cells), column.right, column.shrinks_to, column.from_left, column.drop)
+            )
         return self.table(columns, None if total is None else len(columns[0].cells) - 1)
 
     def table(self, columns: Sequence[Column], sums_from: int | None = None) -> Table:
-        """Return a table of the columns that fit, with a rule above the rows that add others up."""
+        """Draw the columns that fit into the page's width, with a rule above row ``sums_from``, where totals begin."""
         columns = [
-            replace(one, header=printable_lines(one.header), cells=tuple(map(printable_lines, one.cells)))
-            for one in columns
+            replace(column, header=printable_lines(column.header), cells=tuple(map(printable_lines, column.cells)))
+            for column in columns
         ]
-        kept, gap = fit(columns, self.width, "..." if self.ascii_only else "…")
+        fitting, gap = fit(columns, self.width, "..." if self.ascii_only else "…")
         table = Table(box=_BOX, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
-        for column in kept:
+        for column in fitting:
             justify = "right" if column.right else "left"
             table.add_column(column.header, justify=justify, no_wrap=True, overflow="crop", vertical="bottom")
-        for index, row in enumerate(zip(*(column.cells for column in kept), strict=True)):
+        for index, row in enumerate(zip(*(column.cells for column in fitting), strict=True)):
             is_sum = sums_from is not None and index >= sums_from
             if index == sums_from:
                 table.add_section()
@@ -118,7 +131,7 @@ class Page:
         return table
 
     def lines(self, table: Table) -> list[str]:
-        """Return the lines of a table as text, for a report that puts others between them."""
+        """Return a table as lines of text, for reports that print other text between its rows."""
         console = Console(file=io.StringIO(), width=self.width, color_system=None)
         with console.capture() as capture:
             console.print(table)
@@ -126,7 +139,7 @@ class Page:
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
-    """Draw labels and their values, a line each."""
+    """Draw two columns, labels and values, without a header."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for label, value in facts.items():
         table.add_row(Text(printable(label)), Text(printable(value)))
@@ -134,7 +147,7 @@ def facts_table(facts: Mapping[str, str]) -> Table:
 
 
 class _SafeConsole(Console):
-    """Prints texts without what would steer a terminal: they can come from a file, or from another library's error."""
+    """Removes terminal control sequences from texts, which can come from untrusted files or errors of libraries."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         if isinstance(renderable, str):
@@ -146,11 +159,11 @@ class _SafeConsole(Console):
 
 
 def print_parts(parts: Callable[[Page], Iterable[RenderableType]], file: TextIO | None = None) -> None:
-    """Print the parts of a report: as wide as the terminal, or 80 columns without colours where there is none.
+    """Print a report: as wide as the terminal, or in 80 columns without colours if ``file`` is no terminal.
 
     Args:
-        parts: makes them for a page.
-        file: where to; stdout by default.
+        parts: gives the renderables of the report for a page.
+        file: where to print; stdout by default.
     """
     console = _SafeConsole(file=file, highlight=False, markup=False, emoji=False)
     ascii_only = not console.encoding.lower().startswith("utf")
@@ -162,7 +175,7 @@ def print_parts(parts: Callable[[Page], Iterable[RenderableType]], file: TextIO 
     with console.capture() as capture:
         for part in parts(Page(PIPE_WIDTH, ascii_only)):
             console.print(part)
-    # rich fills lines up with spaces, and breaks them where a command could begin
+    # rich pads lines with spaces, and may wrap a text so that a line begins with a CI command such as ::error
     text = "".join(f"{inert(line.rstrip())}\n" for line in capture.get().split("\n")[:-1])
     out = sys.stdout if file is None else file
     out.write(text.encode(console.encoding, "replace").decode(console.encoding))

@@ -1,4 +1,4 @@
-"""A plan on the terminal: what it needs and adds, and a table of its decisions with their reasons."""
+"""Reports of plans on the terminal: the figures of the step, and a table of decisions with their reasons."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
 
 
 def _head(plan: Plan) -> Table:
-    """Return the figures of the whole step."""
-    change = plan.eager_peak - plan.peak
-    share = f", {100 * change / plan.eager_peak:.0f} % less" if change > 0 and plan.eager_peak else ""
+    """Draw the figures of the whole step: budget, peak, floor, added time and further bounds."""
+    reduction = plan.eager_peak - plan.peak
+    share = f", {100 * reduction / plan.eager_peak:.0f} % less" if reduction > 0 and plan.eager_peak else ""
     base = plan.step_seconds if plan.base_seconds is None else plan.base_seconds
     of = f" of {format_seconds(base)} ({100 * plan.seconds / base:.1f} %)" if base else ""
     facts = {
@@ -59,9 +59,11 @@ def _head(plan: Plan) -> Table:
         + format_seconds(plan.lower_bound_seconds),
     }
     if plan.choices.fused:
-        least, end = format_bytes(plan.floor), format_bytes(plan.lower_bound)
-        facts["floor"] = f"{least} is the least that was looked at; {end} is there when the backward pass has ended"
-        del facts["gap"]  # the search's bounds are of single ops
+        floor, lower_bound = format_bytes(plan.floor), format_bytes(plan.lower_bound)
+        facts["floor"] = (
+            f"{floor} is the least that was looked at; {lower_bound} is there when the backward pass has ended"
+        )
+        del facts["gap"]  # the search's bounds hold for unfused ops only
     if plan.grade == "lossy":
         facts["lossy"] = str(plan.lost)
     if plan.base_seconds is not None and plan.step_seconds is not None:
@@ -78,21 +80,25 @@ def _head(plan: Plan) -> Table:
 
 
 def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[RenderableType]:
-    """Draw decisions about the whole step, the largest of the rest, and sums by lever; reasons below their rows."""
-    shown, left = parted(decisions, top)
-    rows: list[_Row] = [[column.cell(one) for column in COLUMNS] for one in shown]
-    more = _sums(left, "... {} more")
-    all_ = _sums([one for one in decisions if one.scope.kind != "step"], "all {}")
-    header, _, *lines = page.lines(page.rows([*rows, *more, *all_], _FIELDS))
+    """Yield the table of decisions, each with its reason below, and the sums by memory technique.
+
+    Decisions about the whole step come first, then the ``top`` largest of the others.
+    """
+    shown, hidden = parted(decisions, top)
+    rows: list[_Row] = [[column.cell(decision) for column in COLUMNS] for decision in shown]
+    hidden_sums = _sums(hidden, "... {} more")
+    all_sums = _sums([decision for decision in decisions if decision.scope.kind != "step"], "all {}")
+    header, _, *lines = page.lines(page.rows([*rows, *hidden_sums, *all_sums], _FIELDS))
     rule = Text(("-" if page.ascii_only else "─") * page.width)
     yield from (Text(header, "bold"), rule)
     for line, decision in zip(lines, shown, strict=False):
         yield Text(line)
         for part in textwrap.wrap(printable(decision.reason), page.width - _INDENT):
             yield Text(" " * _INDENT + part, "dim")
-    yield from (Text(line) for line in lines[len(rows) : len(rows) + len(more)])
+    totals_from = len(rows) + len(hidden_sums)
+    yield from (Text(line) for line in lines[len(rows) : totals_from])
     yield rule
-    yield from (Text(line, "bold") for line in lines[len(rows) + len(more) :])
+    yield from (Text(line, "bold") for line in lines[totals_from:])
 
 
 _FIELDS = tuple(
@@ -105,5 +111,5 @@ _FIELDS = tuple(
 
 
 def _sums(decisions: Sequence[Decision], label: str) -> list[_Row]:
-    """Return a row for each lever, the one with the most bytes first."""
+    """Return a row of totals for each memory technique, the most bytes first."""
     return [[label.format(len(group)), *(column.sum(group) for column in COLUMNS[1:])] for group in by_lever(decisions)]

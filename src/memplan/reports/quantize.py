@@ -1,4 +1,4 @@
-"""Quantized inference beside inference of the model, on the terminal and as JSON."""
+"""Reports of quantized inference compared with the original model, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ FORMAT = "memplan.quantized"
 SCHEMA = 1
 
 
-def dumps(title: str, found: Quantized) -> str:
-    """Write the result as JSON text. Bytes and seconds."""
-    data = {"format": FORMAT, "schema": SCHEMA, "title": title, **found.to_dict()}
+def dumps(title: str, quantized: Quantized) -> str:
+    """Return the result as indented JSON. Bytes and seconds."""
+    data = {"format": FORMAT, "schema": SCHEMA, "title": title, **quantized.to_dict()}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
-def print_quantized(title: str, found: Quantized, file: TextIO | None = None, top: int = 12) -> None:
+def print_quantized(title: str, quantized: Quantized, file: TextIO | None = None, top: int = 12) -> None:
     """Print quantized inference to a file or stdout; ``top`` rows of long tables, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render(title, found, page, top), file)
+    print_parts(lambda page: render(title, quantized, page, top), file)
 
 
-def render(title: str, found: Quantized, page: Page, top: int = 12) -> list[RenderableType]:
+def render(title: str, quantized: Quantized, page: Page, top: int = 12) -> list[RenderableType]:
     """Return the parts of the report as rich renderables, in order."""
     parts: list[RenderableType] = [
-        Text(f"{printable(title)}: inference on the CPU, by {printable(found.scheme)}", "bold")
+        Text(f"{printable(title)}: inference on the CPU, by {printable(quantized.scheme)}", "bold")
     ]
-    parts += [Text(printable(sentence)) for sentence in sentences(found)]
-    comparison = found.comparison
+    parts += [Text(printable(sentence)) for sentence in sentences(quantized)]
+    comparison = quantized.comparison
     if comparison is not None:
         parts += ["", by_cause(comparison, page, ("as it is", "quantized", "difference"))]
-    parts += ["", _layers(found.layers, top, page), *(Text(line) for line in _left_alone(found.layers))]
+    parts += ["", _layers(quantized.layers, top, page), *(Text(line) for line in _unchanged(quantized.layers))]
     return parts
 
 
 def _layers(layers: Sequence[Layer], top: int, page: Page) -> Table:
-    """Return the layers with weights, the largest first, what the others add up to, all."""
+    """Draw the layers with weights, the largest first, and the totals."""
     fields = [
         name_field("Weights of layers", lambda layer: printable(layer.name), 14),
         number_field("as it is", lambda layer: layer.before),
@@ -59,14 +59,14 @@ def _changed(layers: Sequence[Layer]) -> str:
     return f"{sum(layer.why is None for layer in layers)} of {len(layers)}"
 
 
-def _left_alone(layers: Sequence[Layer]) -> Iterator[str]:
-    """Say why layers stay as they are, each reason once."""
+def _unchanged(layers: Sequence[Layer]) -> Iterator[str]:
+    """Yield why layers are not quantized, a sentence for each reason."""
     by_reason: dict[str, list[Layer]] = {}
     for layer in layers:
         if layer.why is not None:
             by_reason.setdefault(layer.why, []).append(layer)
-    for why, left in by_reason.items():
-        names = ", ".join(printable(layer.name) for layer in left[:3]) + (" ..." if len(left) > 3 else "")
-        size = format_bytes(sum(layer.after for layer in left))
-        stays = "stays" if len(left) == 1 else "stay"
-        yield f"{names} ({len(left)}, {size}) {stays}: {printable(why)}."
+    for why, group in by_reason.items():
+        names = ", ".join(printable(layer.name) for layer in group[:3]) + (" ..." if len(group) > 3 else "")
+        size = format_bytes(sum(layer.after for layer in group))
+        verb = "stays" if len(group) == 1 else "stay"
+        yield f"{names} ({len(group)}, {size}) {verb}: {printable(why)}."

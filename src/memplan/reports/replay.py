@@ -1,4 +1,4 @@
-"""A replayed snapshot beside what-ifs, and why memory ran out: on the terminal and as JSON."""
+"""Reports of replayed snapshots, on the terminal and as JSON: peaks under each setting, and why memory ran out."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def render(cases: Cases, page: Page, top: int = 10) -> Iterator[RenderableType]:
     replay = cases.replay
     yield from _head(replay)
     yield ""
-    yield _table_of_cases(cases, page)
+    yield _cases_table(cases, page)
     yield from _remarks(cases)
     if cases.explanation is not None:
-        yield from _explained(cases, cases.explanation, page, top)
+        yield from _oom_parts(cases, cases.explanation, page, top)
     yield ""
-    yield _table_of_segments(cases, page)
-    held = holders(cases.base, cases.base.timeline.segments)
-    if cases.explanation is None and any(row.frame is not None for row in held):
+    yield _segments_table(cases, page)
+    owners = holders(cases.base, cases.base.timeline.segments)
+    if cases.explanation is None and any(row.frame is not None for row in owners):
         yield ""
-        yield _table_of_holders("Who holds it at the end", held, page, top)
+        yield _owners_table("Who holds it at the end", owners, page, top)
 
 
 def _head(replay: Replay) -> Iterator[RenderableType]:
     snapshot = replay.snapshot
-    settings = _named(replay.recorded_settings)
+    settings = _settings_name(replay.recorded_settings)
     if not replay.has_history:
         yield Text(f"{snapshot.source}: no history, {replay.timeline.device}, settings {settings}", "bold")
         yield Text(
@@ -78,12 +78,12 @@ def _head(replay: Replay) -> Iterator[RenderableType]:
         yield Padding(Text(shown(str(mismatch), 400)), (0, 0, 0, 2))
 
 
-def _table_of_cases(cases: Cases, page: Page) -> Table:
+def _cases_table(cases: Cases, page: Page) -> Table:
     recorded = "recorded" if cases.base.compared else "as recorded"
     outcome = "out of memory" if cases.base.capacity is None else f"in {format_bytes_as_torch(cases.base.capacity)}"
 
     def name(case: Replay) -> str:
-        settings = _named(case.settings)
+        settings = _settings_name(case.settings)
         return f"{recorded} ({settings})" if case is cases.base else settings
 
     fields = [
@@ -99,8 +99,8 @@ def _table_of_cases(cases: Cases, page: Page) -> Table:
 
 def _outcome(case: Replay, cases: Cases) -> str:
     if case.ooms:
-        at = case.ooms[-1].index
-        return "out at the start" if at < 0 else f"out at event {at}"
+        event = case.ooms[-1].index
+        return "out at the start" if event < 0 else f"out at event {event}"
     if cases.replay.ooms and case.capacity is None:
         return "not known"
     return "no" if cases.base.capacity is None else "fits"
@@ -121,29 +121,29 @@ def _remarks(cases: Cases) -> Iterator[RenderableType]:
         yield Text(f"note: {shown(note)}")
 
 
-def _explained(cases: Cases, why: OomExplanation, page: Page, top: int) -> Iterator[RenderableType]:
+def _oom_parts(cases: Cases, why: OomExplanation, page: Page, top: int) -> Iterator[RenderableType]:
     oom = why.oom
     where = "before the history" if oom.index < 0 else f"at event {oom.index}"
     yield ""
     yield Text(f"Out of memory {where}", "bold")
-    yield Padding(Text("\n".join(_sums(why))), (0, 0, 0, 2))
+    yield Padding(Text("\n".join(_oom_lines(why))), (0, 0, 0, 2))
     if why.free:
         yield ""
-        yield _table_of_free(why.free, page, top)
+        yield _free_blocks_table(why.free, page, top)
     yield ""
-    yield _table_of_holders("Who held the rest", list(why.holders), page, top)
+    yield _owners_table("Who held the rest", list(why.holders), page, top)
     yield ""
-    yield from _helps(cases, why)
+    yield from _remedies(cases, why)
 
 
-def _sums(why: OomExplanation) -> Iterator[str]:
+def _oom_lines(why: OomExplanation) -> Iterator[str]:
     oom = why.oom
     kind = ", ".join(part for part in (_pool_name(oom.pool), f"stream {oom.stream}" if oom.stream else "") if part)
     frame = why.frame
     yield (
         f"asked for: {format_bytes_as_torch(oom.requested)}"
         + (f" ({kind})" if kind else "")
-        + (f", {_line(frame)}" if frame is not None else "")
+        + (f", {_frame_line(frame)}" if frame is not None else "")
     )
     left = "" if oom.free is None else f"; the card had {format_bytes_as_torch(oom.free)} left"
     if why.capacity is not None and not why.capacity.is_card:
@@ -161,11 +161,13 @@ def _sums(why: OomExplanation) -> Iterator[str]:
         yield f"largest free block: {format_bytes_as_torch(why.largest_free)}, {why.largest_why}"
 
 
-def _table_of_free(rows: Sequence[FreeBlocks], page: Page, top: int) -> Table:
+def _free_blocks_table(rows: Sequence[FreeBlocks], page: Page, top: int) -> Table:
     largest = lambda rows: format_bytes_as_torch(max(row.largest for row in rows))  # noqa: E731
     fields = [
         name_field(
-            "Free blocks", lambda row: _kind(row.small, row.stream, row.pool, _class(row.least)), from_left=False
+            "Free blocks",
+            lambda row: _block_kind(row.small, row.stream, row.pool, _size_class(row.least)),
+            from_left=False,
         ),
         number_field("count", lambda row: row.count, str),
         _size_field("bytes", lambda row: row.bytes),
@@ -175,10 +177,10 @@ def _table_of_free(rows: Sequence[FreeBlocks], page: Page, top: int) -> Table:
     return page.rows(rows, fields, top)
 
 
-def _table_of_holders(title: str, rows: Sequence[Holder], page: Page, top: int) -> Table:
+def _owners_table(title: str, rows: Sequence[Holder], page: Page, top: int) -> Table:
     total = sum(row.bytes for row in rows)
     fields = [
-        name_field(title, lambda row: _line(row.frame)),
+        name_field(title, lambda row: _frame_line(row.frame)),
         number_field("blocks", lambda row: row.count, str),
         _size_field("bytes", lambda row: row.bytes),
         number_field("share", lambda row: row.bytes, lambda size: f"{100 * size / max(total, 1):.0f} %"),
@@ -186,7 +188,7 @@ def _table_of_holders(title: str, rows: Sequence[Holder], page: Page, top: int) 
     return page.rows(rows, fields, top)
 
 
-def _helps(cases: Cases, why: OomExplanation) -> Iterator[RenderableType]:
+def _remedies(cases: Cases, why: OomExplanation) -> Iterator[RenderableType]:
     if not why.tried or why.capacity is None:
         yield Text("What the card could give is not recorded, so no setting can be tried: give --capacity.")
         return
@@ -209,12 +211,13 @@ def _helps(cases: Cases, why: OomExplanation) -> Iterator[RenderableType]:
     yield from (Padding(Text(tried), (0, 0, 0, 2)) for tried in why.tried)
 
 
-def _table_of_segments(cases: Cases, page: Page) -> Table:
+def _segments_table(cases: Cases, page: Page) -> Table:
     largest = lambda rows: format_bytes_as_torch(max((row.largest_free for row in rows), default=0))  # noqa: E731
     fields = [
         name_field(
             "Segments at the end",
-            lambda row: _kind(row.small, row.stream, row.pool, "expandable" if row.expandable else ""), from_left=False,
+            lambda row: _block_kind(row.small, row.stream, row.pool, "expandable" if row.expandable else ""),
+            from_left=False,
         ),
         number_field("count", lambda row: row.count, str),
         _size_field("reserved", lambda row: row.reserved),
@@ -225,8 +228,8 @@ def _table_of_segments(cases: Cases, page: Page) -> Table:
     return page.rows(grouped(cases.base.timeline.segments), fields, total="all")
 
 
-def _kind(small: bool, stream: int, pool: Pool, more: str) -> str:
-    """Name a kind of blocks or segments; the default is not named."""
+def _block_kind(small: bool, stream: int, pool: Pool, more: str) -> str:
+    """Return a label such as "large, stream 7, pool 0.1"; the default stream and pool are left out."""
     parts = ["small" if small else "large", f"stream {stream}" if stream else "", _pool_name(pool), more]
     return ", ".join(part for part in parts if part)
 
@@ -235,23 +238,23 @@ def _pool_name(pool: Pool) -> str:
     return "" if pool == DEFAULT_POOL else f"pool {pool[0]}.{pool[1]}"
 
 
-def _class(least: int) -> str:
+def _size_class(least: int) -> str:
     return _CLASSES.get(least >> 20, "over 500 MiB")
 
 
-def _line(frame: Frame | None) -> str:
+def _frame_line(frame: Frame | None) -> str:
     if frame is None:
         return "(no stack recorded)"
-    place = f"{frame.filename}:{frame.line} " if frame.filename else ""
-    return shown(f"{place}{frame.name}", 300)
+    location = f"{frame.filename}:{frame.line} " if frame.filename else ""
+    return shown(f"{location}{frame.name}", 300)
 
 
-def _named(settings: AllocatorSettings) -> str:
+def _settings_name(settings: AllocatorSettings) -> str:
     return shown(str(settings), 300) or "default"
 
 
 def dumps(cases: Cases) -> str:
-    """Return the replay and its what-ifs as JSON, indented, the same text for the same snapshot.
+    """Return a replay and its other cases as indented JSON; the same text for the same snapshot. Sizes are bytes.
 
     Example:
         >>> json.loads(dumps(cases))["recorded"]["peak_reserved"] == cases.replay.peak_reserved
@@ -270,7 +273,7 @@ def dumps(cases: Cases) -> str:
         "fits": cases.all_fit,
         "segments": [asdict(group) | {"free": group.free} for group in grouped(cases.base.timeline.segments)],
         "over_time": _over_time(cases.base.timeline),
-        "blocks": [_blocks(segment) for segment in cases.base.timeline.segments],
+        "blocks": [_segment_dict(segment) for segment in cases.base.timeline.segments],
         "out_of_memory": None if cases.explanation is None else _oom_dict(cases.explanation),
         "notes": list(replay.snapshot.notes),
     }
@@ -278,14 +281,14 @@ def dumps(cases: Cases) -> str:
 
 
 def _over_time(timeline: Timeline) -> dict[str, list[int]]:
-    """Return bytes after events, thinned without losing a peak."""
+    """Return columns of event indices and the bytes allocated and reserved after them, thinned but with each peak."""
     columns = np.array(timeline.events, np.int64).reshape(-1, 3).T
-    kept = thinned(columns[1], [columns[2]], [], MOMENTS)
-    return dict(zip(("events", "allocated", "reserved"), columns[:, kept].tolist(), strict=True))
+    moments = thinned(columns[1], [columns[2]], [], MOMENTS)
+    return dict(zip(("events", "allocated", "reserved"), columns[:, moments].tolist(), strict=True))
 
 
-def _blocks(segment: Segment) -> dict[str, Any]:
-    """Return a segment at the end and its blocks: offset, bytes, "in use" or "", and the bytes asked for."""
+def _segment_dict(segment: Segment) -> dict[str, Any]:
+    """Return a segment for JSON; each block is [offset, bytes, "in use" or "", requested bytes]."""
     rows = [
         [block.address - segment.address, block.size, "" if block.state == "inactive" else "in use", block.requested]
         for block in segment.blocks
@@ -300,19 +303,19 @@ def _case_dict(case: Replay) -> dict[str, Any]:
         "peak_reserved": case.peak_reserved,
         "peak_allocated": case.peak_allocated,
         "fragmentation": case.fragmentation,
-        "out_of_memory": [_oom(oom) for oom in case.ooms],
+        "out_of_memory": [_oom_event_dict(oom) for oom in case.ooms],
         "ended": case.ended,
     }
 
 
-def _oom(oom: OutOfMemoryEvent) -> dict[str, Any]:
+def _oom_event_dict(oom: OutOfMemoryEvent) -> dict[str, Any]:
     names = ("index", "requested", "stream", "pool", "free", "reserved", "allocated")
     return {name: getattr(oom, name) for name in names}
 
 
 def _oom_dict(why: OomExplanation) -> dict[str, Any]:
     return {
-        **_oom(why.oom),
+        **_oom_event_dict(why.oom),
         "needed": why.needed,
         "capacity": None if why.capacity is None else asdict(why.capacity),
         "stack": [frame._asdict() for frame in why.stack],

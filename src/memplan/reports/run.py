@@ -1,4 +1,4 @@
-"""What a script needs, on the terminal and as JSON: its explanation, and what it did besides its step."""
+"""Reports of `memplan run`, on the terminal and as JSON: the explanation of the step and the facts about the script."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ROWS = 8
 
 
 def dumps(command: str, facts: Facts, explanation: Explanation, beside: Beside | None = None) -> str:
-    """Write the explanation with the script's own facts as JSON, and what was measured beside what was
-    predicted. All sizes are bytes."""
+    """Return the explanation and the facts about the script as JSON. ``beside`` adds the figures measured on a card.
+    All sizes are bytes."""
     data = {**explanation.to_dict(), "script": {"command": command, **dataclasses.asdict(facts)}}
     data |= {} if beside is None else {"beside": compare.beside_to_dict(beside)}
     return text_of(data)
@@ -41,9 +41,9 @@ def print_run(
     command: str, facts: Facts, explanation: Explanation, file: TextIO | None = None, top: int = 12,
     beside: Beside | None = None,
 ) -> None:  # fmt: skip
-    """Print what a script needs to a file, stdout by default; ``top`` rows of long tables, 0 for all.
+    """Print the report of a script to a file, stdout by default; ``top`` rows of long tables, 0 for all.
 
-    ``beside``: where it was measured on a card, that beside the prediction.
+    ``beside`` adds the figures measured on a card, compared with the predicted ones.
     """
     print_parts(lambda page: render(command, facts, explanation, page, top, beside), file)
 
@@ -53,14 +53,14 @@ def render(
 ) -> list[RenderableType]:
     """Return the parts of the report as rich renderables, in order."""
     measured = [] if beside is None else compare.render_beside(beside, page, top)
-    return [*explain.render(explanation, page, top), *measured, "", *_script(command, facts, page, top)]
+    return [*explain.render(explanation, page, top), *measured, "", *_script_facts(command, facts, page, top)]
 
 
-def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[RenderableType]:
+def _script_facts(command: str, facts: Facts, page: Page, top: int) -> Iterator[RenderableType]:
     yield Text(f"The script: {printable(command)}", "bold")
-    yield Text(_ended(facts))
+    yield Text(_ending(facts))
     for batch in facts.batches[: top or None]:
-        yield Text(_batch(batch))
+        yield Text(_batch_line(batch))
     for name in facts.absent:
         yield Text(printable(f"The data of {name} are not here: its batches are those described."))
     if facts.lines:
@@ -70,7 +70,7 @@ def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[Render
         yield Text(_PROTECTIONS[facts.protection])
     if facts.held:
         fields = [
-            name_field("Held back", lambda row: _short(row), from_left=True),
+            name_field("Held back", _short_name, from_left=True),
             Field("would be", lambda row: _KINDS[row.kind] + (f" {row.count} times" if row.count > 1 else "")),
             Field("at", lambda row: printable(row.where or "-"), shrinks_to=14, from_left=True, drop=1),
         ]
@@ -78,26 +78,26 @@ def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[Render
         yield page.rows(facts.held, fields, min(top, _ROWS) if top else 0)
 
 
-def _ended(facts: Facts) -> str:
-    seen = "ran for real" if facts.really else "ran on tensors without values"
+def _ending(facts: Facts) -> str:
+    how = "ran for real" if facts.really else "ran on tensors without values"
     updates = f"{facts.updates} update{'' if facts.updates == 1 else 's'}"
     match facts.ending:
         case "steps":
-            return f"It {seen} until it had made {updates}; what comes after was not looked at."
+            return f"It {how} until it had made {updates}; what comes after was not looked at."
         case "no update":
             return (
-                f"It {seen} over 256 batches, or 4,096 without gradients, in which no optimizer of torch.optim made "
+                f"It {how} over 256 batches, or 4,096 without gradients, in which no optimizer of torch.optim made "
                 "another update, and was ended."
             )
         case "time":
-            return f"It {seen} until its time was over (--limit), with {updates}."
+            return f"It {how} until its time was over (--limit), with {updates}."
         case _:
             code = "" if facts.code in (None, 0) else f", with exit code {printable(str(facts.code))}"
-            made = f"with {updates}" if facts.updates else "without an update: all of it counts as one step"
-            return f"It {seen} to its end{code}, {made}."
+            updated = f"with {updates}" if facts.updates else "without an update: all of it counts as one step"
+            return f"It {how} to its end{code}, {updated}."
 
 
-def _batch(batch: Batch) -> str:
+def _batch_line(batch: Batch) -> str:
     where = f" ({batch.where})" if batch.where else ""
     source = "The batch described" if batch.given else "A loader's batch"
     cut = (
@@ -106,10 +106,10 @@ def _batch(batch: Batch) -> str:
     return printable(f"{source}{where}: {batch.text}{cut}.")
 
 
-def _short(row: Held) -> str:
+def _short_name(row: Held) -> str:
     path = row.what
     if row.kind not in ("network", "process") and os.path.isabs(path):
-        beside = os.path.relpath(path)
-        path = beside if not beside.startswith("..") else path
+        relative = os.path.relpath(path)
+        path = relative if not relative.startswith("..") else path
         path += os.sep if row.what.endswith(os.sep) else ""
     return printable(path)

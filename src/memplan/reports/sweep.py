@@ -1,4 +1,4 @@
-"""A sweep on the terminal, as JSON, and as a picture by matplotlib."""
+"""Reports of sweeps: on the terminal, and as a chart by matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 12
-"""Lines of reasons, fits and crossings; the rest is in the JSON file."""
+"""Lines printed of failure reasons, fits and crossings each; the JSON has all."""
 _DROP = {"rounding": 8, "inputs": 7, "temporaries": 6, "optimizer": 5, "weights": 4, "workspace": 3, "gradients": 2}
 
 
@@ -32,7 +32,7 @@ def print_sweep(sweep: Sweep, file: TextIO | None = None) -> None:
 
 
 def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
-    """Yield the report: a row for each point, what is fixed and what grows, what is largest where."""
+    """Yield the report as rich renderables: a table of the points, failures, fitted growth and largest categories."""
     title = f"{sweep.title} on {sweep.device}: {len(sweep.rows)} points of {', '.join(sweep.axes)}"
     yield Text(printable(title), "bold")
     yield table(sweep, page)
@@ -67,9 +67,10 @@ def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
 
 
 def table(sweep: Sweep, page: Page) -> Table:
-    """Return a row for each point: values, peak, reserved, the parts of the peak, and what lies between peak and
-    reserved."""
-    fields = [_axis_field(name) for name in sweep.axes]
+    """Draw a row for each point: axis values, peak, reserved bytes, the peak by category, and fragmentation."""
+    fields = [
+        Field(_header(name), lambda row, name=name: printable(shown(row[name])), right=True) for name in sweep.axes
+    ]
     fields.append(Field("peak", _peak, right=True))
     if sweep.device != "cpu":
         fields.append(Field("reserved", lambda row: _interval(row, "reserved"), right=True, drop=9))
@@ -80,10 +81,6 @@ def table(sweep: Sweep, page: Page) -> Table:
     if any(row.get("fragmentation") for row in sweep.rows):
         fields.append(Field("fragments", partial(_sum, causes=("fragmentation",)), right=True, drop=5))
     return page.rows(sweep.rows, fields)
-
-
-def _axis_field(name: str) -> Field:
-    return Field(_header(name), lambda row: printable(shown(row[name])), right=True)
 
 
 def _workspace(row: Mapping[str, Any]) -> str:
@@ -99,7 +96,7 @@ def _sum(row: Mapping[str, Any], causes: Sequence[str]) -> str:
 
 
 def _interval(row: Mapping[str, Any], name: str) -> str:
-    """Write ``1.5-3.0 MiB``; one size where both are the same."""
+    """Return "1.5-3.0 MiB" from ``row[name]`` and its high case, or a single size if they print the same."""
     if row["status"] != "ok":
         return ""
     low, high = format_bytes(row[name]), format_bytes(row[f"{name}_high"])
@@ -110,7 +107,7 @@ def _interval(row: Mapping[str, Any], name: str) -> str:
 
 
 def _header(name: str) -> str:
-    """Return the name of an axis; that of layers' attributes in two lines."""
+    """Return the column header of an axis; "layers.attribute" is split into two lines."""
     pattern, dot, attribute = printable(name).rpartition(".")
     return f"{pattern}\n{dot}{attribute}" if dot else attribute
 
@@ -120,8 +117,10 @@ def _point(sweep: Sweep, row: Mapping[str, Any]) -> str:
 
 
 def draw(sweep: Sweep) -> Figure:
-    """Return the picture: the parts of each point's peak on each other along the axis with most values, workspaces'
-    most as a frame on top; a panel for each choice of the other axes."""
+    """Return a stacked bar chart of the peaks by category, with the largest workspaces as dashed bars on top.
+
+    The axis with the most values is the x axis; there is a panel for each combination of the other axes' values.
+    """
     from matplotlib.figure import Figure
 
     axis = max(sweep.axes, key=lambda name: len(sweep.axes[name]))
@@ -129,32 +128,32 @@ def draw(sweep: Sweep) -> Figure:
     largest = max((row["peak_high"] for _, rows in panels for row in rows), default=1)
     unit, unit_name = unit_of(largest)
     columns = min(3, max(1, len(panels)))
-    count = -(-max(1, len(panels)) // columns)
-    figure = Figure(figsize=(4 * columns + 2, 3.2 * count + 0.6), dpi=120, layout="constrained")
-    places = figure.subplots(count, columns, squeeze=False, sharey=True).flat
+    lines = -(-max(1, len(panels)) // columns)
+    figure = Figure(figsize=(4 * columns + 2, 3.2 * lines + 0.6), dpi=120, layout="constrained")
+    subplots = figure.subplots(lines, columns, squeeze=False, sharey=True).flat
     handles: dict[str, Any] = {}
-    for place, panel in zip(places, [*panels, *[None] * (count * columns - len(panels))], strict=True):
+    for subplot, panel in zip(subplots, [*panels, *[None] * (lines * columns - len(panels))], strict=True):
         if panel is None:
-            place.set_visible(False)
+            subplot.set_visible(False)
             continue
-        _bars(place, axis, *panel, unit, handles)
-        place.set_ylabel(f"predicted peak ({unit_name})")
+        _bars(subplot, axis, *panel, unit, handles)
+        subplot.set_ylabel(f"predicted peak ({unit_name})")
     figure.suptitle(plain(f"{sweep.title} on {sweep.device}"))
     figure.legend(handles.values(), handles.keys(), loc="outside right upper")
     return figure
 
 
-def _bars(place: Any, axis: str, at: dict[str, Any], rows: list[Row], unit: int, handles: dict[str, Any]) -> None:
+def _bars(subplot: Any, axis: str, fixed: dict[str, Any], rows: list[Row], unit: int, handles: dict[str, Any]) -> None:
     bottom = [0.0] * len(rows)
     for number, (part, causes) in enumerate(PARTS.items()):
         heights = [sum(row[cause] for cause in causes) / unit for row in rows]
         if any(heights):
-            handles[part] = place.bar(range(len(rows)), heights, bottom=bottom, color=f"C{number}")
+            handles[part] = subplot.bar(range(len(rows)), heights, bottom=bottom, color=f"C{number}")
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    most = [row["peak_high"] / unit - low for row, low in zip(rows, bottom, strict=True)]
-    if any(height > 0 for height in most):
+    workspaces = [row["peak_high"] / unit - low for row, low in zip(rows, bottom, strict=True)]
+    if any(height > 0 for height in workspaces):
         look = {"fill": False, "linestyle": "--", "edgecolor": "gray"}
-        handles["workspace, at most"] = place.bar(range(len(rows)), most, bottom=bottom, **look)
-    place.set_xticks(range(len(rows)), [plain(shown(row[axis])) for row in rows])
-    place.set_xlabel(plain(place_of(axis, at)))
-    place.grid(alpha=0.3, axis="y")
+        handles["workspace, at most"] = subplot.bar(range(len(rows)), workspaces, bottom=bottom, **look)
+    subplot.set_xticks(range(len(rows)), [plain(shown(row[axis])) for row in rows])
+    subplot.set_xlabel(plain(place_of(axis, fixed)))
+    subplot.grid(alpha=0.3, axis="y")

@@ -1,4 +1,4 @@
-"""Why memory ran out, on the terminal and as JSON."""
+"""Reports of why memory ran out, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memplan.reports.output import Page, name_field, number_field, print_parts
 
 
 def print_why(why: Why, file: TextIO | None = None) -> None:
-    """Print it to a file, stdout by default. See `print_parts`."""
+    """Print why memory ran out to a file, stdout by default. See `print_parts`."""
     print_parts(lambda page: render(why, page), file)
 
 
@@ -39,16 +39,16 @@ def render(why: Why, page: Page) -> Iterator[RenderableType]:
     if why.advice:
         yield ""
         yield Text("What helps", "bold")
-        yield from (Padding(Text(f"- {one}"), (0, 0, 0, 2)) for one in why.advice)
+        yield from (Padding(Text(f"- {advice}"), (0, 0, 0, 2)) for advice in why.advice)
 
 
 def format_signed(size: int) -> str:
-    """Write bytes as torch does; a difference may be negative."""
+    """Return bytes as torch prints them; they may be negative."""
     return f"-{format_bytes_as_torch(-size)}" if size < 0 else format_bytes_as_torch(size)
 
 
 def dumps(why: Why) -> str:
-    """Return it as JSON, indented. All sizes are bytes.
+    """Return why memory ran out as indented JSON. All sizes are bytes.
 
     Example:
         >>> json.loads(dumps(why))["verdict"]

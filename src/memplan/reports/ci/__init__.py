@@ -1,1 +1,1 @@
-"""What is found, for systems that run commands on every change: SARIF, annotations of GitHub Actions, JUnit."""
+"""Reports for CI systems: SARIF, GitHub Actions annotations, JUnit."""

@@ -1,9 +1,9 @@
-"""Findings and changes as remarks on lines of the source, which other formats are made of."""
+"""Findings and memory growth as annotations of source lines, from which SARIF, GitHub and JUnit output are written."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,11 +16,11 @@ from memplan.studies.guarding.taken import slashed
 
 Level = Literal["error", "warning", "note"]
 GROWTH = "memory-growth"
-"""Rule of what a step takes more than its baseline."""
+"""Rule of a step whose memory grew over its baseline."""
 RULES: dict[str, str] = {check.id: check.title for check in CHECKS} | {
     GROWTH: "The step takes more memory than its baseline"
 }
-"""Every rule, and what it is about in a line."""
+"""By rule, a short description."""
 _DRIVE = re.compile(r"[A-Za-z]:/")
 
 
@@ -35,20 +35,20 @@ class Annotation:
     where: str | None = None
     """``file:line``."""
     target: str = ""
-    """What was looked at: the place where no line is known."""
+    """Name of what was checked; its file is the location if no source line is known."""
     bytes: int = 0
     also: tuple[str, ...] = field(default=())
     """Further sentences: advice, reasons."""
 
     @property
     def text(self) -> str:
-        """Return all sentences as printable text of one line; the first one can begin with a name."""
+        """Return all sentences as a line of printable text. The message's first letter stays: it can be a name."""
         also = (f"{part[:1].upper()}{part[1:]}" for part in self.also if part)
         return printable(" ".join(f"{part.rstrip('.')}." for part in (self.message, *also)))
 
     @property
     def place(self) -> tuple[str, int] | None:
-        """Return the file, with forward slashes, and the line; None where there is neither a line nor a file."""
+        """Return (file with forward slashes, line); line 1 if only the file is known, None if not even that."""
         path, _, line = (self.where or "").rpartition(":")
         if path and (number := whole_number(line)):
             return slashed(path).removeprefix("./"), number
@@ -62,26 +62,33 @@ def is_absolute(path: str) -> bool:
 
 
 def of_findings(target: str, findings: Sequence[Finding], failing: Sequence[str]) -> list[Annotation]:
-    """Return an annotation for each finding; those of a ``failing`` severity are errors."""
-    found = []
-    for one in findings:
-        level: Level = "error" if one.severity in failing else "warning" if one.severity == "warning" else "note"
-        message = one.message if one.message.startswith("cuDNN") else one.message[:1].upper() + one.message[1:]
-        found.append(Annotation(one.id, level, message, one.layer, one.where, target, one.bytes, one.advice))
-    return found
+    """Return an annotation for each finding; those whose severity is in ``failing`` are errors."""
+    annotations = []
+    for finding in findings:
+        level: Level = (
+            "error" if finding.severity in failing else "warning" if finding.severity == "warning" else "note"
+        )
+        message = finding.message
+        if not message.startswith("cuDNN"):
+            message = message[:1].upper() + message[1:]
+        annotations.append(
+            Annotation(finding.id, level, message, finding.layer, finding.where, target, finding.bytes, finding.advice)
+        )
+    return annotations
 
 
 def of_outcome(outcome: Outcome) -> list[Annotation]:
-    """Return an annotation for the step, and one for each change that makes it larger; none where it did not grow."""
-    return list(_grown(outcome)) if outcome.grew else []
-
-
-def _grown(outcome: Outcome) -> Iterator[Annotation]:
+    """Return an error for a step that grew and a warning for each located change that adds bytes; [] if none grew."""
+    if not outcome.grew:
+        return []
     target = outcome.now.target
-    yield Annotation(
+    step = Annotation(
         GROWTH, "error", f"{outcome.now.title} on {outcome.now.device}: {headline(outcome.comparison)}",
         target=target, bytes=outcome.now.peak - outcome.before.peak, also=outcome.notes,
     )  # fmt: skip
-    for change in outcome.changes:
-        if change.difference > 0 and change.where:
-            yield Annotation(GROWTH, "warning", str(change), change.layers[0], change.where, target, change.difference)
+    changes = [
+        Annotation(GROWTH, "warning", str(change), change.layers[0], change.where, target, change.difference)
+        for change in outcome.changes
+        if change.difference > 0 and change.where
+    ]
+    return [step, *changes]

@@ -1,6 +1,6 @@
 """Annotations as commands of GitHub Actions, which shows them on the lines of a pull request.
 
-Source: https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands; what is escaped is what
+Source: https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands; escaped as by
 ``escapeData`` and ``escapeProperty`` of actions/toolkit (packages/core/src/command.ts) escape.
 """
 
@@ -15,16 +15,16 @@ _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 def dumps(annotations: Sequence[Annotation]) -> str:
-    """Return a line for each annotation."""
-    return "".join(f"{_line(one)}\n" for one in annotations)
+    """Return a workflow command line for each annotation."""
+    return "".join(f"{_line(annotation)}\n" for annotation in annotations)
 
 
-def _line(one: Annotation) -> str:
-    properties = {"title": f"memplan {one.rule}"}
-    if one.place is not None:
-        properties = {"file": one.place[0], "line": str(one.place[1])} | properties
+def _line(annotation: Annotation) -> str:
+    properties = {"title": f"memplan {annotation.rule}"}
+    if annotation.place is not None:
+        properties = {"file": annotation.place[0], "line": str(annotation.place[1])} | properties
     named = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
-    return f"::{_COMMANDS[one.level]} {named}::{_data(one.text)}"
+    return f"::{_COMMANDS[annotation.level]} {named}::{_data(annotation.text)}"
 
 
 def _data(text: str) -> str:

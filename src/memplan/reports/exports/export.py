@@ -1,4 +1,4 @@
-"""An export on the terminal and as JSON: RAM and flash, what holds the arena up, what each lever gives, the proof."""
+"""Reports of exported C training steps, on the terminal and as JSON: RAM and flash, memory techniques, the proof."""
 
 from __future__ import annotations
 
@@ -19,69 +19,72 @@ from memplan.reports.output import Field, Page, facts_table, name_field, number_
 FORMAT = "memplan.export"
 SCHEMA = 1
 HOLDERS = 8
-"""Rows of what is in RAM at the peak."""
+"""Rows of the tables of what is in RAM at the peak and of the trained tensors."""
 
 
-def dumps(found: Exported) -> str:
-    """Write the figures as JSON text. Bytes."""
-    return json.dumps({"format": FORMAT, "schema": SCHEMA, **found.to_dict()}, indent=1, allow_nan=False) + "\n"
+def dumps(exported: Exported) -> str:
+    """Return the figures of an export as indented JSON. All sizes are bytes."""
+    return json.dumps({"format": FORMAT, "schema": SCHEMA, **exported.to_dict()}, indent=1, allow_nan=False) + "\n"
 
 
-def print_export(found: Exported, file: TextIO | None = None) -> None:
+def print_export(exported: Exported, file: TextIO | None = None) -> None:
     """Print an export to a file, stdout by default. See `print_parts`."""
-    print_parts(lambda page: render(found, page), file)
+    print_parts(lambda page: render(exported, page), file)
 
 
-def render(found: Exported, page: Page) -> Iterator[RenderableType]:
+def render(exported: Exported, page: Page) -> Iterator[RenderableType]:
     """Yield the parts of the report as rich renderables, in order."""
-    yield Text(f"{found.folder}/{found.name}.c: a training step in {format_bytes(found.ram)} of RAM", "bold")
-    renamed = found.name != found.given_name.lower()
+    yield Text(f"{exported.folder}/{exported.name}.c: a training step in {format_bytes(exported.ram)} of RAM", "bold")
+    renamed = exported.name != exported.given_name.lower()
     yield facts_table(
         {
-            **({"name": f"{found.name}, for {printable(found.given_name)}"} if renamed else {}),
-            "arena": f"{format_bytes(found.arena)} ({format_bytes(found.live)} in use at once)",
-            "weights and state": f"{format_bytes(found.state)} ({found.trained} weights are trained)",
-            "inputs": format_bytes(found.inputs),
-            "flash": f"{format_bytes(found.flash)} of weights, beside the code ({found.frozen} are frozen)",
-            **({} if found.rounding is None else {"in eight bits": str(found.rounding)}),
-            "smallest budget": format_bytes(found.smallest_budget),
-            "in the backward pass": f"{found.recomputed} results made again",
-            "updated element by element": f"{found.fused} parameters",
+            **({"name": f"{exported.name}, for {printable(exported.given_name)}"} if renamed else {}),
+            "arena": f"{format_bytes(exported.arena)} ({format_bytes(exported.live)} in use at once)",
+            "weights and state": f"{format_bytes(exported.state)} ({exported.trained} weights are trained)",
+            "inputs": format_bytes(exported.inputs),
+            "flash": f"{format_bytes(exported.flash)} of weights, beside the code ({exported.frozen} are frozen)",
+            **({} if exported.rounding is None else {"in eight bits": str(exported.rounding)}),
+            "smallest budget": format_bytes(exported.smallest_budget),
+            "in the backward pass": f"{exported.recomputed} results made again",
+            "updated element by element": f"{exported.fused} parameters",
         }
     )
     yield ""
     yield page.rows(
-        found.levers,
-        [name_field("One after another", lambda one: one[0], 20), number_field("in use at once", lambda one: one[1])],
+        exported.levers,
+        [
+            name_field("One after another", lambda lever: lever[0], 20),
+            number_field("in use at once", lambda lever: lever[1]),
+        ],
     )
     yield ""
-    if found.choice is not None:
-        yield from _choice(found.choice, page)
+    if exported.choice is not None:
+        yield from _choice(exported.choice, page)
     fields = [
-        name_field("In RAM at the peak", lambda one: printable(str(one)), 20),
-        number_field("bytes", lambda one: one.bytes),
+        name_field("In RAM at the peak", lambda tensor: printable(str(tensor)), 20),
+        number_field("bytes", lambda tensor: tensor.bytes),
     ]
-    yield page.rows(found.held_by, fields, HOLDERS, "all")
+    yield page.rows(exported.held_by, fields, HOLDERS, "all")
     yield ""
-    yield Text(f"Proof: {found.verdict}")
-    if found.core is not None:
-        yield Text(f"On {found.core}")
+    yield Text(f"Proof: {exported.verdict}")
+    if exported.core is not None:
+        yield Text(f"On {exported.core}")
 
 
 def _choice(choice: UpdateChoice, page: Page) -> Iterator[RenderableType]:
-    """Yield what a search chose to train."""
+    """Yield the parameters that the update search chose to train, largest gradient first."""
     yield Text(str(choice))
     fields = [
-        name_field("Trained", lambda one: printable(one.path), 20),
-        number_field("bytes", lambda one: one.bytes),
-        Field("gradient norm", lambda one: f"{one.gradient:.3g}", right=True),
+        name_field("Trained", lambda tensor: printable(tensor.path), 20),
+        number_field("bytes", lambda tensor: tensor.bytes),
+        Field("gradient norm", lambda tensor: f"{tensor.gradient:.3g}", right=True),
     ]
-    yield page.rows(sorted(choice.trained, key=lambda one: -one.gradient), fields, HOLDERS, "all")
+    yield page.rows(sorted(choice.trained, key=lambda tensor: -tensor.gradient), fields, HOLDERS, "all")
     yield ""
 
 
 def print_shortfall(error: BudgetError, file: TextIO | None = None) -> None:
-    """Print why no plan fits."""
+    """Print the smallest budget or flash size that would fit, and why the export does not."""
     least = format_bytes(error.smallest_budget)
     ram = error.timeline is not None
     lines = [

@@ -1,1 +1,1 @@
-"""Results as HTML: one small renderer of what the other reports draw."""
+"""HTML of results: self-contained pages with charts, and static tables for notebooks."""

@@ -1,4 +1,4 @@
-"""Fields of saved JSON, checked when they are read: a file can come from a stranger."""
+"""Checked access to the fields of saved JSON, which can come from untrusted files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _Kind = TypeVar("_Kind")
 
 
 class Fields:
-    """A mapping of a file, read field by field.
+    """A JSON object whose fields are checked when they are read.
 
     Args:
-        plain: what `json.loads` gave.
-        place: how to name it in an error.
+        plain: the parsed JSON.
+        place: name of the object in error messages, such as "it.rows[3]".
 
     Raises:
-        Unreadable: it is no mapping.
+        Unreadable: ``plain`` is no mapping.
     """
 
     def __init__(self, plain: Any, place: str = "it") -> None:
@@ -28,48 +28,48 @@ class Fields:
         self.plain, self.place = plain, place
 
     def get(self, key: str, kind: type[_Kind]) -> _Kind:
-        """Return a field of a type. Raises Unreadable: it is missing, or of another type."""
+        """Return a field. Raises Unreadable if it is missing or not of type ``kind``."""
         if key not in self.plain:
             raise Unreadable(f"{self.place} lacks {key!r}")
         return _json.from_plain(kind, self.plain[key], f"{self.place}.{key}")
 
     def maybe(self, key: str, kind: type[_Kind]) -> _Kind | None:
-        """Return a field of a type; None where it is null or missing."""
+        """Return a field, None if it is null or missing. Raises Unreadable if it is of another type."""
         return None if self.plain.get(key) is None else self.get(key, kind)
 
     def signed(self, key: str) -> int:
-        """Return a field that is a number of bytes and may be negative; 0 where it is null or missing."""
-        found = self.plain.get(key)
-        return 0 if found is None else _json.from_plain(_json.SignedInt, found, f"{self.place}.{key}")
+        """Return an integer field that may be negative, such as a difference of bytes; 0 if it is null or missing."""
+        value = self.plain.get(key)
+        return 0 if value is None else _json.from_plain(_json.SignedInt, value, f"{self.place}.{key}")
 
     def inner(self, key: str) -> Fields | None:
-        """Return a field that is a mapping; None where it is null or missing."""
+        """Return an object field; None if it is null or missing."""
         return None if self.plain.get(key) is None else Fields(self.plain[key], f"{self.place}.{key}")
 
     def part(self, key: str) -> Fields:
-        """Return a field that is a mapping. Raises Unreadable: there is none."""
-        found = self.inner(key)
-        if found is None:
+        """Return an object field. Raises Unreadable if it is null or missing."""
+        inner = self.inner(key)
+        if inner is None:
             raise Unreadable(f"{self.place} lacks {key!r}")
-        return found
+        return inner
 
     def rows(self, key: str) -> list[Fields]:
-        """Return a field that is a list of mappings; none where it is null or missing."""
-        found = self.plain.get(key)
-        if found is None:
+        """Return the objects of a list field; [] if it is null or missing."""
+        rows = self.plain.get(key)
+        if rows is None:
             return []
-        if not isinstance(found, list):
+        if not isinstance(rows, list):
             raise Unreadable(f"{self.place}.{key} is no list")
-        return [Fields(row, f"{self.place}.{key}[{place}]") for place, row in enumerate(found)]
+        return [Fields(row, f"{self.place}.{key}[{index}]") for index, row in enumerate(rows)]
 
     def sizes(self, key: str) -> dict[str, int]:
-        """Return a field that maps names to bytes."""
+        """Return a field that is an object of names and bytes."""
         return dict(self.get(key, Mapping[str, int]))  # pyright: ignore[reportArgumentType, reportAbstractUsage]
 
     def sizes_of(self, keys: Iterable[str]) -> dict[str, int]:
-        """Return fields that are bytes, by their names."""
+        """Return several fields in bytes, by name."""
         return {key: self.get(key, int) for key in keys}
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a field that is a list of texts; none where it is null or missing."""
+        """Return a field that is a list of strings; () if it is null or missing."""
         return self.maybe(key, tuple[str, ...]) or ()

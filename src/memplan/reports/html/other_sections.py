@@ -1,4 +1,4 @@
-"""Findings, replays and post-mortems on a page."""
+"""HTML sections of findings, replays, post-mortems, devices and caches."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from memplan.reports.html.palette import IN_USE
 
 
 def findings_result(data: Fields) -> Result:
-    """Return what `memplan check --json` writes as it is shown: the findings that cost most first."""
-    found = sorted(data.rows("findings"), key=lambda row: -row.get("bytes", int))
-    warnings = sum(row.get("severity", str) == "warning" for row in found)
-    cost = sum(row.get("bytes", int) for row in found)
-    notes = len(found) - warnings
+    """Return the page content of `memplan check --json`, the findings that cost most first."""
+    findings = sorted(data.rows("findings"), key=lambda row: -row.get("bytes", int))
+    warnings = sum(row.get("severity", str) == "warning" for row in findings)
+    cost = sum(row.get("bytes", int) for row in findings)
+    notes = len(findings) - warnings
     counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((warnings, "warning"), (notes, "note")) if n]
-    verdict = f"{' and '.join(counts)}." if found else "Nothing found."
+    verdict = f"{' and '.join(counts)}." if findings else "Nothing found."
     rows = [
         (
             text(row.get("id", str)), text(_severity(row)), size(row.get("bytes", int)),
             text(row.get("layer", str)), text(row.get("message", str)), text(row.maybe("where", str)),
         )
-        for row in found
+        for row in findings
     ]  # fmt: skip
     headers = ("finding", "severity", "cost", "layer", "what", "at")
     sections = [Section("Findings", (table("Findings", headers, rows),))] if rows else []
-    advice = [f"{row.get('id', str)}: {line}" for row in found for line in row.texts("advice")]
+    advice = [f"{row.get('id', str)}: {line}" for row in findings for line in row.texts("advice")]
     if advice:
         sections.append(Section("What to do", (Paragraphs(tuple(dict.fromkeys(advice))),)))
     mood: Mood = "bad" if warnings else "good"
-    facts = (("findings", str(len(found))), ("cost together, at most", format_bytes(cost)))
-    lines = tuple(f"{_severity(row)}: {row.get('message', str)}" for row in found[:1])
+    facts = (("findings", str(len(findings))), ("cost together, at most", format_bytes(cost)))
+    lines = tuple(f"{_severity(row)}: {row.get('message', str)}" for row in findings[:1])
     return Result("findings", data.get("target", str), verdict, mood, facts, tuple(sections), lines)
 
 
 def _severity(row: Fields) -> str:
-    """Return a finding's severity as the terminal names it."""
+    """Return the severity as the terminal report names it."""
     severity = row.get("severity", str)
     return "note" if severity == "info" else severity
 
 
 def replay_result(data: Fields) -> Result:
-    """Return what `memplan replay --json` writes as it is shown."""
+    """Return the page content of `memplan replay --json`."""
     recorded = data.inner("recorded")
     cases = [row for row in (recorded, *data.rows("cases")) if row is not None]
     mismatches, fits = len(data.rows("mismatches")), data.get("fits", bool)
@@ -60,8 +60,7 @@ def replay_result(data: Fields) -> Result:
         for row in cases
     ]  # fmt: skip
     headers = ("settings", "peak allocated", "peak reserved", "fragmentation", "capacity", "")
-    parts: list[Part] = [table("Settings", headers, rows)]
-    sections = [Section("Settings", tuple(parts)), *_history(data), *_out_of_memory(data)]
+    sections = [Section("Settings", (table("Settings", headers, rows),)), *_history(data), *_out_of_memory(data)]
     pools = [
         (
             text("small requests" if row.get("small", bool) else "large requests"), number(row.get("stream", int)),
@@ -80,11 +79,11 @@ def replay_result(data: Fields) -> Result:
 
 
 def _history(data: Fields) -> Iterator[Section]:
-    """Yield memory over time, where the file has it."""
-    found = data.inner("over_time")
-    if found is None:
+    """Yield the chart of memory over time, if the file has events."""
+    over_time = data.inner("over_time")
+    if over_time is None:
         return
-    columns = {key: list(found.get(key, tuple[int, ...])) for key in ("events", "allocated", "reserved")}
+    columns = {key: list(over_time.get(key, tuple[int, ...])) for key in ("events", "allocated", "reserved")}
     if not columns["events"] or len({len(column) for column in columns.values()}) != 1:
         return
     series = {
@@ -96,20 +95,20 @@ def _history(data: Fields) -> Iterator[Section]:
 
 
 def _blocks(data: Fields) -> Iterator[Part]:
-    """Yield the picture of segments and blocks, where the file has them."""
-    found: list[dict[str, Any]] = []
+    """Yield the chart of segments and their blocks, if the file has them."""
+    segments: list[dict[str, Any]] = []
     for row in data.rows("blocks"):
-        kept = row.get("blocks", tuple[tuple[int, int, str, int], ...])
         blocks = [
-            [offset, held, IN_USE if state else "", f"{format_bytes(asked)} asked for" if state else "free"]
-            for offset, held, state, asked in kept
+            [offset, block_bytes, IN_USE if state else "", f"{format_bytes(requested)} asked for" if state else "free"]
+            for offset, block_bytes, state, requested in row.get("blocks", tuple[tuple[int, int, str, int], ...])
         ]
-        found.append({"size": row.get("bytes", int), "name": f"stream {row.get('stream', int)}", "blocks": blocks})
-    if found:
-        free = sum(block[1] for one in found for block in one["blocks"] if not block[2])
-        total = sum(one["size"] for one in found)
+        segments.append({"size": row.get("bytes", int), "name": f"stream {row.get('stream', int)}", "blocks": blocks})
+    if segments:
+        free = sum(block[1] for segment in segments for block in segment["blocks"] if not block[2])
+        total = sum(segment["size"] for segment in segments)
         hint = f"{format_bytes(total)} reserved, {format_bytes(free)} of it in free blocks."
-        yield Chart("allocator", "Segments and blocks", {"segments": found, "free": free, "reserved": total}, hint=hint)
+        chart_data = {"segments": segments, "free": free, "reserved": total}
+        yield Chart("allocator", "Segments and blocks", chart_data, hint=hint)
 
 
 def _out_of_memory(data: Fields) -> Iterator[Section]:
@@ -117,33 +116,31 @@ def _out_of_memory(data: Fields) -> Iterator[Section]:
     if why is None:
         return
     names = ("requested", "needed", "reserved", "free", "largest_free")
-    asked, needed, held, free, largest = (format_bytes(why.get(name, int)) for name in names)
+    requested, needed, reserved, free, largest = (format_bytes(why.get(name, int)) for name in names)
     lines = [
-        f"Asked for {asked}, which takes {needed} from the card.",
-        f"Held: {held}, {free} of it in free blocks.",
+        f"Asked for {requested}, which takes {needed} from the card.",
+        f"Held: {reserved}, {free} of it in free blocks.",
         f"The largest free block has {largest}: {why.maybe('largest_why', str) or '-'}.",
     ]
     rows = []
     for row in why.rows("holders"):
-        frame, place = row.inner("frame"), None
+        frame, where = row.inner("frame"), None
         if frame is not None:
-            place = f"{frame.get('filename', str)}:{frame.get('line', int)} {frame.get('name', str)}"
-        rows.append((text(place), number(row.get("count", int)), size(row.get("bytes", int))))
+            where = f"{frame.get('filename', str)}:{frame.get('line', int)} {frame.get('name', str)}"
+        rows.append((text(where), number(row.get("count", int)), size(row.get("bytes", int))))
     parts = (Paragraphs(tuple(lines)), table("Holders", ("who held the rest", "blocks", "bytes"), rows))
     yield Section("Out of memory", parts)
 
 
 def post_mortem_result(data: Fields) -> Result:
-    """Return the post-mortem of a watched run as it is shown."""
-    causes = data.inner("by_cause")
-    sums = {} if causes is None else data.sizes("by_cause")
-    rows = [(text(LABELS.get(cause, cause)), size(found)) for cause, found in sums.items()]
+    """Return the page content of the post-mortem that a watched run saves when memory runs out."""
+    by_cause = {} if data.inner("by_cause") is None else data.sizes("by_cause")
+    rows = [(text(LABELS.get(cause, cause)), size(amount)) for cause, amount in by_cause.items()]
     peak = data.maybe("peak", int)
     facts = [("step", str(data.get("step", int))), ("device", data.get("device", str))]
     facts += [] if peak is None else [("peak", format_bytes(peak))]
     sections = [Section("Alive at the peak, by cause", (table("By cause", ("cause", "bytes"), rows),))] if rows else []
-    held = data.sizes("held_now")
-    now = [(text(LABELS.get(name, name)), size(found)) for name, found in held.items()]
+    now = [(text(LABELS.get(name, name)), size(amount)) for name, amount in data.sizes("held_now").items()]
     sections.append(Section("Held now", (table("Held", ("what", "bytes"), now),)))
     return Result(
         "post-mortem", "Out of memory", data.get("error", str), "bad", tuple(facts), tuple(sections),
@@ -152,7 +149,7 @@ def post_mortem_result(data: Fields) -> Result:
 
 
 def devices_result(data: Fields) -> Result:
-    """Return what `memplan devices --json` writes as it is shown."""
+    """Return the page content of `memplan devices --json`."""
     cards, rows, sources = data.rows("devices"), [], list[str]()
     for card in cards:
         context = card.part("context")
@@ -173,8 +170,8 @@ def devices_result(data: Fields) -> Result:
 
 
 def cache_result(data: Fields) -> Result:
-    """Return what `memplan cache --json` writes as it is shown."""
-    kept = data.rows("kept")
+    """Return the page content of `memplan cache --json`."""
+    caches = data.rows("kept")
     rows = [
         (
             text(row.get("what", str)),
@@ -182,8 +179,8 @@ def cache_result(data: Fields) -> Result:
             size(row.get("bytes", int)),
             text(row.get("path", str)),
         )
-        for row in kept
+        for row in caches
     ]
-    total = format_bytes(sum(row.get("bytes", int) for row in kept))
+    total = format_bytes(sum(row.get("bytes", int) for row in caches))
     sections = (Section("Kept on disk", (table("Kept", ("what", "number", "bytes", "path"), rows),)),)
     return Result("cache", "What memplan keeps on disk", f"{total} are kept.", "plain", (), sections)

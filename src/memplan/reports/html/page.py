@@ -1,4 +1,4 @@
-"""Results as one HTML file that opens anywhere, without a network: jinja2's template, plotly's script inlined."""
+"""Render results into a single HTML file that works offline: a jinja2 template with plotly's script inlined."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _ASSETS = Path(__file__).parent / "assets"
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""What could end a script element, or a line of it, in JSON."""
+"""Characters of JSON that could end a script element or a line in it, with their escapes."""
 
 
 def check_installed(option: str) -> None:
-    """Check that pages can be made, before the work for it is done.
+    """Check early that the libraries for HTML pages are installed.
 
     Raises:
         UsageError: jinja2 or plotly is not installed.
@@ -42,7 +42,9 @@ def check_installed(option: str) -> None:
 
 
 def page_of(results: Sequence[Result]) -> str:
-    """Return the page of results, side by side where there are several; the same text for the same results.
+    """Return the HTML page of results, with a comparison of their peaks if there are several.
+
+    The same results give the same text.
 
     Example:
         >>> page_of([step_result(explanation)]).startswith("<!doctype html>")
@@ -53,61 +55,62 @@ def page_of(results: Sequence[Result]) -> str:
         for section in result.sections:
             charts += [{"kind": part.kind, **part.data} for part in section.parts if isinstance(part, Chart)]
     names = names_of(results)
-    beside = _beside(results, names)
-    if beside is not None:
-        charts.insert(0, {"kind": beside[1].kind, **beside[1].data})
-    drawn = bool(charts)
+    comparison = _comparison(results, names)
+    if comparison is not None:
+        chart = comparison[1]
+        charts.insert(0, {"kind": chart.kind, **chart.data})
     return _environment().get_template("page.html.j2").render(
         results=results,
         names=names,
-        beside=beside,
+        comparison=comparison,
         title=results[0].title if len(results) == 1 else f"{len(results)} results",
         version=__version__,
         styles=_asset("page.css"),
         themes=THEMES,
-        scripts=[_plotly(), _asset("charts.js")] if drawn else [],
+        scripts=[_plotly(), _asset("charts.js")] if charts else [],
         tables=_asset("page.js"),
-        data=_json({"charts": charts, "looks": looks()}) if drawn else "",
+        data=_json_in_script({"charts": charts, "looks": looks()}) if charts else "",
         kind_of=_kind_of,
     )  # fmt: skip
 
 
 def names_of(results: Sequence[Result]) -> list[str]:
-    """Return what results are told apart by on one page: their titles, where these differ, else their files.
-
-    Of several files of one name the whole paths; what is shown twice gets its place among them.
-    """
-    titles = [one.title for one in results]
-    files = [os.path.basename(one.source) or one.title for one in results]
-    paths = [one.source or one.title for one in results]
+    """Return a distinct name for each result: its title, else the name of its file, else the path, else the path
+    with a number."""
+    titles = [result.title for result in results]
+    files = [os.path.basename(result.source) or result.title for result in results]
+    paths = [result.source or result.title for result in results]
     for names in (titles, files, paths):
         if len(set(names)) == len(names):
             return names
-    return [f"{name} ({place})" for place, name in enumerate(paths, 1)]
+    return [f"{path} ({number})" for number, path in enumerate(paths, 1)]
 
 
-def _beside(results: Sequence[Result], names: Sequence[str]) -> tuple[str, Chart, Table] | None:
-    """Return several results that have a peak, side by side: in one sentence, as a picture and as a table."""
-    shown = [(name, one, one.causes) for name, one in zip(names, results, strict=True) if one.causes is not None]
-    if len(shown) < 2:
+def _comparison(results: Sequence[Result], names: Sequence[str]) -> tuple[str, Chart, Table] | None:
+    """Return a sentence, a chart and a table that compare results by peak; None if fewer than two have a peak."""
+    compared = [
+        (name, result, result.causes) for name, result in zip(names, results, strict=True) if result.causes is not None
+    ]
+    if len(compared) < 2:
         return None
-    causes = [cause for cause in LOOKS if any(found.get(cause) for _, _, found in shown)]
-    peaks = [one.peak or sum(found.values()) for _, one, found in shown]
+    causes = [cause for cause in LOOKS if any(sizes.get(cause) for _, _, sizes in compared)]
+    peaks = [result.peak or sum(sizes.values()) for _, result, sizes in compared]
     data = {
-        "names": [name for name, _, _ in shown],
-        "causes": {cause: [found.get(cause, 0) for _, _, found in shown] for cause in causes},
-        "capacities": [one.capacity for _, one, _ in shown],
+        "names": [name for name, _, _ in compared],
+        "causes": {cause: [sizes.get(cause, 0) for _, _, sizes in compared] for cause in causes},
+        "capacities": [result.capacity for _, result, _ in compared],
     }
     rows = [
-        (text(name), size(peak), *(size(found.get(cause, 0)) for cause in causes))
-        for (name, _, found), peak in zip(shown, peaks, strict=True)
+        (text(name), size(peak), *(size(sizes.get(cause, 0)) for cause in causes))
+        for (name, _, sizes), peak in zip(compared, peaks, strict=True)
     ]
     headers = ("result", "peak", *(LABELS[cause] for cause in causes))
     most, least = peaks.index(max(peaks)), peaks.index(min(peaks))
-    ends = " and the least ".join(f"{format_bytes(peaks[at])} ({shown[at][0]})" for at in (most, least))
-    sentence = (
-        f"The highest peak is {ends}." if peaks[most] > peaks[least] else f"All peak at {format_bytes(peaks[0])}."
-    )
+    extremes = " and the least ".join(f"{format_bytes(peaks[at])} ({compared[at][0]})" for at in (most, least))
+    if peaks[most] > peaks[least]:
+        sentence = f"The highest peak is {extremes}."
+    else:
+        sentence = f"All peak at {format_bytes(peaks[0])}."
     return sentence, Chart("beside", "Peaks side by side, by cause", data), table("Side by side", headers, rows)
 
 
@@ -115,16 +118,16 @@ def _kind_of(part: Any) -> str:
     return {Table: "table", Chart: "chart", Paragraphs: "text", Code: "code"}[type(part)]
 
 
-def _json(value: Any) -> str:
-    """Return JSON that may stand in a script element."""
+def _json_in_script(value: Any) -> str:
+    """Return compact JSON that is safe inside a script element."""
     plain = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=dict)
     if "\\u" in plain or not plain.isprintable():
         plain = json.dumps(_printable(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return "".join(_UNSAFE.get(one, one) for one in plain) if any(one in plain for one in _UNSAFE) else plain
+    return "".join(_UNSAFE.get(char, char) for char in plain) if any(char in plain for char in _UNSAFE) else plain
 
 
 def _printable(value: Any) -> Any:
-    """Return a value for JSON without characters that are not printable: control characters, changes of direction."""
+    """Return a JSON value without unprintable characters in its strings, such as control and bidirectional ones."""
     if isinstance(value, str):
         return printable_lines(value)
     if isinstance(value, Mapping):
@@ -136,12 +139,12 @@ def _printable(value: Any) -> Any:
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(_ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, finalize=lambda value: printable_lines(value) if type(value) is str else value,
     )  # fmt: skip
-    made.filters["bytes"] = format_bytes
-    return made
+    environment.filters["bytes"] = format_bytes
+    return environment
 
 
 def _asset(name: str) -> str:

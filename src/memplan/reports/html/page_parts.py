@@ -1,4 +1,4 @@
-"""What a page is made of: plain data that knows nothing of HTML. All sizes are bytes."""
+"""The content of a page as plain data, independent of HTML. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ Mood = Literal["good", "bad", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table: what is shown, and the number that it sorts by, None for its text.
+    """A cell of a table: its text, and the number to sort by (None: sort by the text).
 
-    ``life`` draws a bar between two shares of the width.
+    ``life`` draws a bar from one share of the cell's width to another, between 0 and 1.
     """
 
     text: str
     sort: float | None = None
     life: tuple[float, float] | None = None
     layer: str | None = None
-    """Of a layer's name: the node of the picture that it opens."""
+    """For the name of a layer: the node of the layer chart that a click opens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows below column headers. ``numeric`` has the places of columns that are set to the right."""
+    """A table. ``numeric`` has the indices of right-aligned columns."""
 
     name: str
     headers: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     numeric: frozenset[int] = frozenset()
     more: str = ""
-    """What is said of rows that are left out."""
+    """Text below the table about rows that are left out."""
 
     @property
     def searched(self) -> bool:
-        """Return whether the table is long enough to be searched."""
+        """Whether the table is long enough to get a search field."""
         return len(self.rows) > _SEARCHED
 
 
@@ -48,26 +48,26 @@ _SEARCHED = 12
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture: its kind names the function of ``charts.js`` that draws ``data``; ``label`` says what it shows."""
+    """A chart: ``kind`` is the function of ``charts.js`` that draws ``data``, ``label`` the caption."""
 
     kind: str
     label: str
     data: Mapping[str, Any]
     controls: tuple[tuple[str, str], ...] = ()
-    """Choices of what the picture shows: key and label."""
+    """Buttons to switch between figures: (key, label)."""
     hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Paragraphs:
-    """Sentences, each a line of its own."""
+    """Paragraphs of text."""
 
     lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Text in a fixed width, folded."""
+    """Monospaced text, collapsed under its title."""
 
     title: str
     text: str
@@ -78,7 +78,7 @@ Part = Table | Chart | Paragraphs | Code
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and what is below it."""
+    """A heading and the content below it."""
 
     title: str
     parts: tuple[Part, ...]
@@ -86,9 +86,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A saved result as it is shown: the verdict first.
+    """The page content of a result, beginning with the verdict.
 
-    ``causes`` and ``capacity`` are what results are held side by side by; None where they have none.
+    A page of several results compares their ``peak`` by ``causes``, with ``capacity``; None if the result has none.
     """
 
     kind: str
@@ -98,7 +98,7 @@ class Result:
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
     lines: tuple[str, ...] = ()
-    """Sentences below the verdict."""
+    """Paragraphs below the verdict."""
     source: str = ""
     causes: Mapping[str, int] | None = None
     peak: int | None = None
@@ -107,41 +107,40 @@ class Result:
 
 
 def text(value: object) -> Cell:
-    """Return a cell of text."""
+    """Return a cell of text, a dash for None and ""."""
     shown = "" if value is None else str(value)
     return Cell(shown or "–")
 
 
 def size(number: int | None) -> Cell:
-    """Return a cell of bytes."""
+    """Return a cell of bytes, a dash for None."""
     return Cell("–", -1) if number is None else Cell(format_bytes(number), number)
 
 
 def seconds(number: float | None) -> Cell:
-    """Return a cell of seconds."""
+    """Return a cell of seconds, a dash for None."""
     return Cell("–", -1) if number is None else Cell(format_seconds(number), number)
 
 
 def number(value: float | None) -> Cell:
-    """Return a cell of a number."""
+    """Return a cell of a plain number, a dash for None."""
     return Cell("–", -1) if value is None else Cell(f"{value:,}", value)
-
-
-def share(part: float, whole: float) -> str:
-    """Return a share as people read it."""
-    percent = 100 * part / whole if whole else 0.0
-    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
 
 
 def table(
     name: str, headers: Sequence[str], rows: Sequence[Sequence[Cell]], most: int = 0, more: str = "{} smaller ones"
 ) -> Table:
-    """Return a table whose columns of numbers are set to the right; ``most`` rows at most, 0 for all."""
+    """Return a table of at most ``most`` rows, 0 for all; ``more`` is the text about the others.
+
+    Columns of numbers are right-aligned.
+    """
     shown = rows[:most] if most else rows
     numeric = frozenset(
-        place
-        for place in range(len(headers))
-        if rows and all(row[place].sort is not None and row[place].life is None for row in rows)
+        index
+        for index in range(len(headers))
+        if rows and all(row[index].sort is not None and row[index].life is None for row in rows)
     )
-    left = len(rows) - len(shown)
-    return Table(name, tuple(headers), tuple(tuple(row) for row in shown), numeric, more.format(left) if left else "")
+    hidden = len(rows) - len(shown)
+    return Table(
+        name, tuple(headers), tuple(tuple(row) for row in shown), numeric, more.format(hidden) if hidden else ""
+    )

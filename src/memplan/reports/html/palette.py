@@ -1,6 +1,6 @@
-"""Colours and patterns of causes: told apart by eyes that see fewer colours, as tests check.
+"""Colours and patterns of memory categories, distinguishable with colour blindness, as tests check.
 
-The hues are those of Okabe and Ito, "Color Universal Design" (2008); causes that share a hue differ by their pattern.
+The hues are those of Okabe and Ito, "Color Universal Design" (2008); categories of one hue differ by their pattern.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from memplan.explanation.model import LABELS
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A colour, and the pattern drawn on it; "" for none."""
+    """A colour and the plotly pattern drawn on it, "" for none."""
 
     colour: str
     pattern: str = ""
 
 
 IN_USE = "in use"
-"""Cause of blocks of which no more is known, as of a snapshot."""
+"""Category of blocks with unknown content, as in snapshots."""
 
 LOOKS: dict[str, Look] = {
     "weight": Look("#0072b2"),
@@ -36,7 +36,7 @@ LOOKS: dict[str, Look] = {
     "fragmentation": Look("#b4b4b4", "|"),
     IN_USE: Look("#0072b2", "\\"),
 }
-"""By cause, in the order in which they are stacked: what stays is at the bottom."""
+"""By category, in stacking order: memory that stays for the whole step is at the bottom."""
 
 THEMES = {
     "light": {
@@ -46,11 +46,11 @@ THEMES = {
         "back": "#14171c", "text": "#e6edf3", "dim": "#9da7b3", "good": "#56d364", "bad": "#ff7b72", "link": "#79c0ff",
     },
 }  # fmt: skip
-"""Colours of texts and the background that they stand on."""
+"""Colours of the background and of texts, by theme."""
 
 
 def looks() -> list[dict[str, str]]:
-    """Return causes, labels, colours and patterns for the page's scripts, in the order in which they are stacked."""
+    """Return category, label, colour and pattern for the page's scripts, in stacking order."""
     return [
         {"cause": cause, "label": LABELS.get(cause, cause), "colour": look.colour, "pattern": look.pattern}
         for cause, look in LOOKS.items()

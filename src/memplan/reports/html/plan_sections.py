@@ -1,4 +1,4 @@
-"""Plans, fits, proofs and frontiers on a page: before and after, decisions, the planned step as Python."""
+"""HTML sections of plans, fits, proofs and frontiers: memory before and after, decisions, the step as Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from memplan.verification.proof.proof import loads as proof_of
 
 
 def plan_result(plan: Plan) -> Result:
-    """Return a plan as it is shown."""
+    """Return the page content of a plan."""
     title = f"Plan for a step on {plan.device}, torch {plan.torch}"
     summary = plan.summary.partition(": ")
     verdict = f"{summary[0]}{summary[1]}{summary[2].split(', ')[0]}." if not plan.changes_nothing else plan.summary
@@ -46,19 +46,18 @@ def plan_result(plan: Plan) -> Result:
 
 
 def _facts(plan: Plan) -> tuple[tuple[str, str], ...]:
-    facts = [
+    return (
         ("before", format_bytes(plan.eager_peak)),
         ("after", format_bytes(plan.peak)),
         ("budget", format_bytes(plan.budget)),
         ("added time", format_seconds(plan.seconds)),
         ("floor", format_bytes(plan.floor)),
         ("grade", plan.grade),
-    ]
-    return tuple(facts)
+    )
 
 
 def _causes(plan: Plan) -> dict[str, int]:
-    """Return the causes at the planned peak."""
+    """Return bytes by category at the planned peak."""
     assert plan.course is not None
     top = plan.course.allocated.index(max(plan.course.allocated))
     return {cause: column[top] for cause, column in plan.course.causes.items()}
@@ -66,9 +65,9 @@ def _causes(plan: Plan) -> dict[str, int]:
 
 def _sections(plan: Plan) -> Iterator[Section]:
     if plan.course is not None:
-        courses = [("before", _from_first_op(plan.eager_course))] if plan.eager_course is not None else []
-        shown = [(name, course) for name, course in (*courses, ("after", plan.course)) if course is not None]
-        yield Section("Memory over time, before and after", (over_time(shown, budget=plan.budget),))
+        before = [("before", _from_first_op(plan.eager_course))] if plan.eager_course is not None else []
+        timelines = [*before, ("after", plan.course)]
+        yield Section("Memory over time, before and after", (over_time(timelines, budget=plan.budget),))
     if plan.decisions:
         yield Section("Decisions", (_decisions(plan.decisions),))
     if plan.fusion is not None:
@@ -78,9 +77,9 @@ def _sections(plan: Plan) -> Iterator[Section]:
 
 
 def _from_first_op(course: Course) -> Course:
-    """Return it from the first op of its first step on: before, what the step before has left is freed."""
+    """Cut off the frees before the first op of a step, which belong to the previous step."""
     step = course.spans[0].step if course.spans else 0
-    first = next((at for at, op in enumerate(course.ops) if op >= 0 and course.op_rows[op].step == step), 0)
+    first = next((index for index, op in enumerate(course.ops) if op >= 0 and course.op_rows[op].step == step), 0)
     columns = {name: getattr(course, name)[first:] for name in ("ticks", "allocated", "reserved", "ops")}
     causes = {name: column[first:] for name, column in course.causes.items()}
     spans = (replace(course.spans[0], start=columns["ticks"][0]), *course.spans[1:]) if first else course.spans
@@ -90,17 +89,17 @@ def _from_first_op(course: Course) -> Course:
 def _decisions(decisions: tuple[Decision, ...]) -> Part:
     rows = [
         (
-            text(one.lever), text(str(one.scope)), text(one.layer), size(one.bytes), seconds(one.seconds),
-            text(one.grade), text(one.reason), text(one.where),
+            text(row.lever), text(str(row.scope)), text(row.layer), size(row.bytes), seconds(row.seconds),
+            text(row.grade), text(row.reason), text(row.where),
         )
-        for one in decisions
+        for row in decisions
     ]  # fmt: skip
     headers = ("lever", "of", "layer", "bytes", "cost", "grade", "reason", "at")
     return table("Decisions", headers, rows)
 
 
 def fit_result(data: Fields) -> Result:
-    """Return the outcome of `memplan fit --json` as it is shown."""
+    """Return the page content of `memplan fit --json`."""
     title, fits = data.get("title", str), data.get("fits", bool)
     plan = _plan(data)
     proof = _proof(data)
@@ -117,8 +116,8 @@ def fit_result(data: Fields) -> Result:
     elif not fits:
         verdict = f"{title} was NOT made to fit: the proof failed."
     elif data.get("changed", bool):
-        done = "fits now, and its result is proven" if proof is not None else "can be made to fit; nothing was run"
-        verdict = f"{title} {done}: {format_bytes(plan.eager_peak)} -> {format_bytes(plan.peak)}." if plan else title
+        outcome = "fits now, and its result is proven" if proof is not None else "can be made to fit; nothing was run"
+        verdict = f"{title} {outcome}: {format_bytes(plan.eager_peak)} -> {format_bytes(plan.peak)}." if plan else title
     else:
         verdict = f"{title} fits already: nothing was changed."
     facts = _facts(plan) if plan is not None else ()
@@ -132,7 +131,7 @@ def fit_result(data: Fields) -> Result:
 
 
 def script_fit_result(data: Fields) -> Result:
-    """Return the outcome of `memplan fit --script --json` as it is shown."""
+    """Return the page content of `memplan fit --script --json`."""
     title, fits, budget = data.get("title", str), data.get("fits", bool), data.get("budget", int)
     plan, least, planned = _plan(data), data.maybe("smallest_budget", int), data.maybe("planned", int)
     facts = [("the script as it is", format_bytes(data.get("recorded", int))), ("budget", format_bytes(budget))]
@@ -150,33 +149,30 @@ def script_fit_result(data: Fields) -> Result:
 
 
 def proof_result(proof: Proof) -> Result:
-    """Return a proof as it is shown."""
+    """Return the page content of a proof."""
     verdict = "The planned step is proven to be the same." if proof.ok else "The proof failed."
     mood: Mood = "good" if proof.ok else "bad"
-    parts = tuple(_proof_parts(proof))
-    return Result("proof", "Proof", verdict, mood, _peaks(proof), (Section("Proof", parts),), peak=proof.peak)
-
-
-def _peaks(proof: Proof) -> tuple[tuple[str, str], ...]:
-    how = "measured" if proof.measured else "predicted"
-    return (("before", format_bytes(proof.reference_peak)), (f"after, {how}", format_bytes(proof.peak)))
+    after = "after, measured" if proof.measured else "after, predicted"
+    facts = (("before", format_bytes(proof.reference_peak)), (after, format_bytes(proof.peak)))
+    sections = (Section("Proof", tuple(_proof_parts(proof))),)
+    return Result("proof", "Proof", verdict, mood, facts, sections, peak=proof.peak)
 
 
 def _proof_parts(proof: Proof) -> Iterator[Part]:
     yield Paragraphs(tuple(str(proof).splitlines()))
     if proof.layers:
-        rows = [(text(one.layer or one.kind), text(one.kind), number(one.relative)) for one in proof.layers]
+        rows = [(text(row.layer or row.kind), text(row.kind), number(row.relative)) for row in proof.layers]
         yield table("Errors by layer", ("layer", "of", "relative error"), rows)
 
 
 def _plan(data: Fields) -> Plan | None:
-    found = data.plain.get("plan")
-    return None if found is None else Plan.from_json(json.dumps(found), f"{data.place}.plan")
+    saved = data.plain.get("plan")
+    return None if saved is None else Plan.from_json(json.dumps(saved), f"{data.place}.plan")
 
 
 def _proof(data: Fields) -> Proof | None:
-    found = data.plain.get("proof")
-    return None if found is None else proof_of(json.dumps(found), f"{data.place}.proof")
+    saved = data.plain.get("proof")
+    return None if saved is None else proof_of(json.dumps(saved), f"{data.place}.proof")
 
 
 def _frontier(data: Fields, plan: Plan | None) -> Iterator[Part]:
@@ -185,18 +181,18 @@ def _frontier(data: Fields, plan: Plan | None) -> Iterator[Part]:
     points: list[dict[str, Any]] = []
     for row in data.rows("points"):
         lost = row.maybe("lost", str) or ""
-        found = {"peak": row.get("peak", int), "seconds": row.get("seconds", float)}
-        points.append(found | {"group": "planned, lossy" if lost else "planned", "text": lost or "planned"})
+        point = {"peak": row.get("peak", int), "seconds": row.get("seconds", float)}
+        points.append(point | {"group": "planned, lossy" if lost else "planned", "text": lost or "planned"})
     points.append({"peak": eager, "seconds": 0.0, "group": "without a plan", "text": "without a plan"})
     if plan is not None:
         points.append({"peak": plan.peak, "seconds": plan.seconds, "group": "this plan", "text": "this plan"})
     for row in data.rows("peers"):
         ratio = row.maybe("ratio", float)
         if ratio is not None:
-            after = (ratio - 1) * (base or (row.maybe("seconds", float) or 0.0) / ratio)
+            added = (ratio - 1) * (base or (row.maybe("seconds", float) or 0.0) / ratio)
             name = f"{row.get('name', str)}, gradients {row.get('gradients', str)}"
-            points.append({"peak": row.get("peak", int), "seconds": after, "group": "measured", "text": name})
+            points.append({"peak": row.get("peak", int), "seconds": added, "group": "measured", "text": name})
     budget = None if plan is None else plan.budget
     yield Chart("frontier", "Peak against time", {"points": points, "base": base, "budget": budget})
-    rows = [(text(one["text"]), size(one["peak"]), seconds(one["seconds"])) for one in points]
+    rows = [(text(point["text"]), size(point["peak"]), seconds(point["seconds"])) for point in points]
     yield table("Plans", ("plan", "peak", "added time"), rows)

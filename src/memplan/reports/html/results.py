@@ -1,7 +1,7 @@
-"""Results as HTML for notebooks, from the same tables as on the terminal.
+"""HTML of results for notebooks, with the tables of the terminal reports.
 
-Static, without scripts, colours and backgrounds, so that it reads on light and on dark pages and where a notebook is
-shown without being trusted. Every text is escaped.
+It has no scripts, colours or backgrounds, so that it is readable in light and dark themes and in untrusted notebooks.
+Every text is escaped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from memplan.verification.fitting.fit import Fitted
 
 _PAGE = Page(240)
 _ROWS, _CELL, _TEXT = 300, 300, 4000
-"""Rows of a table, characters of a cell and of a paragraph at most: a notebook keeps its output for good."""
+"""Limits of rows of a table, and of characters of a cell and a paragraph: notebooks save their output."""
 
 
 def html_of(result: object) -> str:
@@ -54,7 +54,7 @@ def _parts(result: object) -> Iterable[RenderableType]:
         case Plan():
             return plan.render(result, _PAGE)
         case Fitted():
-            return _of_fitted(result)
+            return _fitted_parts(result)
         case Sweep():
             return sweep.parts(result, _PAGE)
         case Largest():
@@ -73,7 +73,7 @@ def _parts(result: object) -> Iterable[RenderableType]:
             return [Text(str(result))]
 
 
-def _of_fitted(fitted: Fitted) -> Iterator[RenderableType]:
+def _fitted_parts(fitted: Fitted) -> Iterator[RenderableType]:
     yield Text(str(fitted).splitlines()[0], "bold")
     yield from plan.render(fitted.plan, _PAGE)
     yield Text(str(fitted.proof))

@@ -1,4 +1,4 @@
-"""Saved results of every kind, read and checked for a page."""
+"""Read saved results of every format for an HTML page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memplan.trace.trace import Trace
 from memplan.verification.proof.proof import loads as proof_of
 
 Reader = Callable[[str, Any, str], Result]
-"""From the text, what it parses to and the name of its source."""
+"""Takes the text, the parsed JSON and the name of the source."""
 
 
 def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
@@ -34,7 +34,7 @@ def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
 
 
 def _explanation(content: str, plain: Any, source: str) -> Result:
-    return with_beside(step_result(explanation_of(plain)), plain)
+    return _with_measured(step_result(explanation_of(plain)), plain)
 
 
 def _trace(content: str, plain: Any, source: str) -> Result:
@@ -62,18 +62,18 @@ READERS: Mapping[str, Reader] = {
     "memplan.devices": _by_fields(other_sections.devices_result),
     "memplan.cache": _by_fields(other_sections.cache_result),
 }
-"""By the format that a file names."""
+"""By the value of the "format" field of a file."""
 
 
 def result_of(content: str, source: str) -> Result:
-    """Return the JSON text of a result as it is shown.
+    """Return the page content of a saved result.
 
     Args:
-        content: what a command wrote with ``--json``, ``--trace`` or ``--plan``, or a watch or a proof as JSON.
-        source: what to call it.
+        content: JSON that a command wrote with ``--json``, ``--trace`` or ``--plan``, or a saved watch or proof.
+        source: name of the file in error messages.
 
     Raises:
-        MemplanError: empty, cut off, not memplan's, or of another schema version.
+        MemplanError: the text is empty, cut off, not memplan's, or of another schema version.
     """
     known = ", ".join(sorted(name.removeprefix("memplan.") for name in READERS))
     try:
@@ -93,7 +93,7 @@ def result_of(content: str, source: str) -> Result:
 
 
 def read_result(path: str) -> Result:
-    """Return the result of a file as it is shown. Raises MemplanError, as `result_of`, also where it cannot be read."""
+    """Return the page content of a file. Raises MemplanError as `result_of`, and if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             content = file.read(_json.LONGEST + 1)
@@ -102,7 +102,7 @@ def read_result(path: str) -> Result:
             f"{path} cannot be read ({error.strerror})", expected="a file that memplan wrote", do="Check the path"
         ) from None
     try:
-        found = result_of(content.decode("utf-8"), path)
+        result = result_of(content.decode("utf-8"), path)
     except UnicodeDecodeError:
         raise InputError(
             f"{path} is no text", expected="JSON that memplan wrote; a snapshot is shown by memplan replay --html",
@@ -110,18 +110,19 @@ def read_result(path: str) -> Result:
         ) from None  # fmt: skip
     except MemplanError:
         raise
-    return dataclasses.replace(found, source=path)
+    return dataclasses.replace(result, source=path)
 
 
-def with_beside(result: Result, plain: Mapping[str, Any]) -> Result:
-    """Add what was measured beside the prediction, and what a script did, where a command wrote them."""
-    data, more = Fields(plain), list[Section]()
-    beside, script = data.inner("beside"), data.inner("script")
-    if beside is not None:
+def _with_measured(result: Result, plain: Mapping[str, Any]) -> Result:
+    """Add the table of measured and predicted peaks, and the script's command to the title, if the file has them."""
+    data, measured = Fields(plain), list[Section]()
+    comparison, script = data.inner("beside"), data.inner("script")
+    if comparison is not None:
         rows = [
             (text(row.get("part", str)), size(row.maybe("predicted", int)), size(row.maybe("measured", int)))
-            for row in beside.rows("peaks")
+            for row in comparison.rows("peaks")
         ]
-        more.append(Section("Measured beside predicted", (table("Peaks", ("peak of", "predicted", "measured"), rows),)))
+        peaks = table("Peaks", ("peak of", "predicted", "measured"), rows)
+        measured.append(Section("Measured beside predicted", (peaks,)))
     title = result.title if script is None else f"{script.get('command', str)}: {result.title.partition(': ')[2]}"
-    return dataclasses.replace(result, title=title, sections=(*more, *result.sections))
+    return dataclasses.replace(result, title=title, sections=(*measured, *result.sections))

@@ -1,8 +1,9 @@
-"""An explanation on a page: memory over time, by layer, alive at the peak, the allocator's view."""
+"""HTML sections of an explanation: memory over time, by category, by layer, live storages, allocator segments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from memplan._bytes import format_bytes
@@ -17,21 +18,34 @@ from memplan.explanation.model import (
     verdict_sentence,
     workspace_sentence,
 )
-from memplan.reports.html.page_parts import Cell, Chart, Mood, Paragraphs, Result, Section, share, size, table, text
+from memplan.reports.html.page_parts import (
+    Cell,
+    Chart,
+    Mood,
+    Paragraphs,
+    Part,
+    Result,
+    Section,
+    Table,
+    size,
+    table,
+    text,
+)
+from memplan.reports.output import format_share
 from memplan.trace.records import Assumption
 
 _SEGMENTS = 48
-"""Segments that are drawn one by one: the largest."""
+"""How many segments are drawn, the largest first."""
 _LAYERS = 1000
-"""Layers in the table: those that save the most."""
+"""How many layers the table lists, those that save the most first."""
 _DEEPEST = 32
-"""Levels of the tree of layers; deeper ones stay together."""
+"""Depth of the layer tree; deeper module paths share a node."""
 _THIN = 500
-"""A block below this share of the largest segment is drawn together with its neighbours of the same cause."""
+"""Adjacent blocks of a category are merged if they are below the largest segment's size divided by this."""
 
 
 def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
-    """Return an explanation as it is shown."""
+    """Return the page content of an explanation."""
     timeline, use = explanation.timeline, explanation.card
     facts = [("peak", format_bytes(timeline.peak_allocated))]
     if timeline.peak_reserved != timeline.peak_allocated:
@@ -49,10 +63,10 @@ def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
         scaling_sentence(explanation),
         None if use is None else smaller_plans_sentence(use),
     )
-    what = "training step" if explanation.train else "inference"
+    step = "training step" if explanation.train else "inference"
     return Result(
         kind,
-        f"{explanation.title}: {what} on {explanation.device}",
+        f"{explanation.title}: {step} on {explanation.device}",
         explanation.sentence if use is None else verdict_sentence(use),
         mood,
         tuple(facts),
@@ -85,13 +99,13 @@ def _sections(explanation: Explanation, capacity: int | None) -> Iterator[Sectio
     if explanation.layers:
         yield Section("By layer", tuple(_by_layer(explanation)))
     if course is not None and course.alive:
-        yield Section("Alive at the peak", (_alive(explanation, course),))
+        yield Section("Alive at the peak", (_live_storages(explanation, course),))
     if course is not None and course.segments:
         yield Section("The allocator at the peak", (allocator_chart(course.segments, course.alive),))
 
 
 def over_time(courses: list[tuple[str, Course]], capacity: int | None = None, budget: int | None = None) -> Chart:
-    """Return the picture of memory over time, of one step or of several on one axis; the last one is stacked."""
+    """Chart memory over time. Of several named timelines only the last is split by category, the others are lines."""
     series = [
         {
             "name": name,
@@ -117,12 +131,12 @@ def over_time(courses: list[tuple[str, Course]], capacity: int | None = None, bu
     )
 
 
-def _by_cause(explanation: Explanation) -> Iterator[Any]:
+def _by_cause(explanation: Explanation) -> Iterator[Part]:
     peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
     causes = {cause: number for cause, number in explanation.by_cause.items() if number or most.get(cause)}
     rows = [
-        (text(LABELS.get(cause, cause)), size(number), Cell(share(number, peak), number), size(most.get(cause, number)))
-        for cause, number in sorted(causes.items(), key=lambda item: -item[1])
+        (text(LABELS.get(cause, cause)), size(n), Cell(format_share(n, peak), n), size(most.get(cause, n)))
+        for cause, n in sorted(causes.items(), key=lambda item: -item[1])
     ]
     yield table("By cause", ("cause", "at the peak", "share", "most at any time"), rows)
     if explanation.scaling is not None:
@@ -135,12 +149,12 @@ def _by_cause(explanation: Explanation) -> Iterator[Any]:
         )
 
 
-def _by_layer(explanation: Explanation) -> Iterator[Any]:
+def _by_layer(explanation: Explanation) -> Iterator[Part]:
     at_peak: dict[str, int] = {}
-    for holder in explanation.holders:
-        at_peak[holder.layer] = at_peak.get(holder.layer, 0) + holder.bytes
+    for owner in explanation.holders:
+        at_peak[owner.layer] = at_peak.get(owner.layer, 0) + owner.bytes
     saved = {row.name: row.saved_bytes for row in explanation.layers}
-    nodes = _tree({**saved, **{name: 0 for name in at_peak if name not in saved}}, at_peak)
+    nodes = _tree(saved, at_peak)
     controls = (("saved", "what each saves"), ("peak", "share of the peak"))
     if not any(saved.values()):
         controls = controls[1:]
@@ -169,77 +183,74 @@ def _layer_cells(row: LayerRow, at_peak: int, train: bool) -> tuple[Cell, ...]:
 
 
 def _tree(saved: dict[str, int], at_peak: dict[str, int]) -> list[list[Any]]:
-    """Return the tree of layers: path, label, path of the parent (None for the root), and the bytes below and at each.
+    """Return a node for each layer and each enclosing module: [path, label, parent's path, saved, at peak].
 
-    The root's path is ""; a layer's own bytes beside those of its parts are the rest of its total.
+    The bytes include those of the submodules. The root has path "" and parent None.
     """
     totals: dict[tuple[str, ...], list[int]] = {(): [0, 0]}
     for name in saved | at_peak:
         parts = tuple(name.split(".", _DEEPEST)) if name else ("(outside of layers)",)
         for depth in range(len(parts) + 1):
-            found = totals.setdefault(parts[:depth], [0, 0])
-            found[0] += saved.get(name, 0)
-            found[1] += at_peak.get(name, 0)
+            total = totals.setdefault(parts[:depth], [0, 0])
+            total[0] += saved.get(name, 0)
+            total[1] += at_peak.get(name, 0)
     nodes = []
-    for path, (kept, held) in totals.items():
+    for path, (saved_bytes, peak_bytes) in totals.items():
         parent = None if not path else ".".join(path[:-1])
-        nodes.append([".".join(path), path[-1] if path else "all", parent, kept, held])
+        nodes.append([".".join(path), path[-1] if path else "all", parent, saved_bytes, peak_bytes])
     return nodes
 
 
-def _alive(explanation: Explanation, course: Course) -> Any:
+def _live_storages(explanation: Explanation, course: Course) -> Table:
+    """Return the table of storages alive at the peak, with the bytes of those that are too small to be listed."""
     end = max(course.ticks[-1], 1)
-    rows = [_alive_cells(one, end) for one in course.alive]
-    listed = sum(one.bytes for one in course.alive)
-    rest = explanation.timeline.peak_allocated - listed
-    return table_with_rest(rows, rest)
-
-
-def table_with_rest(rows: list[tuple[Cell, ...]], rest: int) -> Any:
-    """Return the table of storages, with the bytes of those that are not listed."""
     headers = ("storage", "cause", "bytes", "birth to death", "shape", "layer", "at")
-    found = table("Storages", headers, rows)
-    more = f"Smaller storages and rounding: {format_bytes(rest)}." if rest else ""
-    return type(found)(found.name, found.headers, found.rows, found.numeric, more)
+    storages = table("Storages", headers, [_storage_cells(storage, end) for storage in course.alive])
+    unlisted = explanation.timeline.peak_allocated - sum(storage.bytes for storage in course.alive)
+    return replace(storages, more=f"Smaller storages and rounding: {format_bytes(unlisted)}." if unlisted else "")
 
 
-def _alive_cells(one: Alive, end: int) -> tuple[Cell, ...]:
-    until = end if one.died is None else one.died
-    what = f"{one.name or '–'} ({one.engine})" if one.engine else one.name
-    stays = "stays" if one.died is None else f"to {one.died:,}"
+def _storage_cells(storage: Alive, end: int) -> tuple[Cell, ...]:
+    freed = end if storage.died is None else storage.died
+    name = f"{storage.name or '–'} ({storage.engine})" if storage.engine else storage.name
+    until = "stays" if storage.died is None else f"to {storage.died:,}"
     return (
-        text(what),
-        text(LABELS.get(one.cause, one.cause)),
-        size(one.bytes),
-        Cell(f"{one.born:,} {stays}", one.born, (one.born / end, min(until, end) / end)),
-        text(f"{'x'.join(map(str, one.shape))} {one.dtype}".strip()),
-        text(one.layer),
-        text(one.where),
+        text(name),
+        text(LABELS.get(storage.cause, storage.cause)),
+        size(storage.bytes),
+        Cell(f"{storage.born:,} {until}", storage.born, (storage.born / end, min(freed, end) / end)),
+        text(f"{'x'.join(map(str, storage.shape))} {storage.dtype}".strip()),
+        text(storage.layer),
+        text(storage.where),
     )
 
 
 def allocator_chart(segments: tuple[PeakSegment, ...], alive: tuple[Alive, ...]) -> Chart:
-    """Return the picture of segments and their blocks, the largest segments first."""
-    ordered = sorted(segments, key=lambda one: -one.size)
-    least = ordered[0].size // _THIN
-    drawn = [_drawn(segment, alive, least) for segment in ordered[:_SEGMENTS]]
-    free = sum(block.size for one in segments for block in one.blocks if block.state == "inactive")
-    total = sum(one.size for one in segments)
+    """Chart the caching allocator's segments and their blocks, the largest segment first."""
+    ordered = sorted(segments, key=lambda segment: -segment.size)
+    merge_below = ordered[0].size // _THIN
+    drawn = [_segment_data(segment, alive, merge_below) for segment in ordered[:_SEGMENTS]]
+    free = sum(block.size for segment in segments for block in segment.blocks if block.state == "inactive")
+    total = sum(segment.size for segment in segments)
     hint = f"{len(segments)} segments, {format_bytes(total)} reserved, {format_bytes(free)} of it in free blocks"
-    rest = ordered[_SEGMENTS:]
-    if rest:
-        hint += f"; {len(rest)} smaller ones of {format_bytes(sum(one.size for one in rest))} are not drawn"
+    hidden = ordered[_SEGMENTS:]
+    if hidden:
+        hidden_bytes = sum(segment.size for segment in hidden)
+        hint += f"; {len(hidden)} smaller ones of {format_bytes(hidden_bytes)} are not drawn"
     return Chart(
         "allocator", "Segments and blocks", {"segments": drawn, "free": free, "reserved": total}, hint=f"{hint}."
     )
 
 
-def _drawn(segment: PeakSegment, alive: tuple[Alive, ...], least: int) -> dict[str, Any]:
-    """Return a segment with its blocks: offset, size, cause ("" where free), text; small neighbours together."""
+def _segment_data(segment: PeakSegment, alive: tuple[Alive, ...], merge_below: int) -> dict[str, Any]:
+    """Return a segment for the chart; each block is [offset, size, category or "" if free, text].
+
+    Adjacent blocks of a category of at most ``merge_below`` bytes are merged.
+    """
     blocks: list[list[Any]] = []
     for block in segment.blocks:
         cause = "" if block.state == "inactive" else block.cause
-        small = block.size <= least
+        small = block.size <= merge_below
         if small and blocks and blocks[-1][2] == cause and blocks[-1][4]:
             blocks[-1][1] += block.size
             blocks[-1][4] += 1
@@ -256,13 +267,13 @@ def _block_text(block: PeakBlock, alive: tuple[Alive, ...]) -> str:
         return "free"
     if block.alive < 0:
         return "waits for a stream" if block.state == "active_pending_free" else ""
-    one = alive[block.alive]
-    place = f" of {one.layer}" if one.layer and not one.name.startswith(one.layer) else ""
-    engine = f": {one.engine}" if one.engine else ""
-    return f"{one.name}{place}{engine}"
+    storage = alive[block.alive]
+    layer = f" of {storage.layer}" if storage.layer and not storage.name.startswith(storage.layer) else ""
+    engine = f": {storage.engine}" if storage.engine else ""
+    return f"{storage.name}{layer}{engine}"
 
 
-def _assumed(one: Assumption) -> str:
-    times = f" ({one.count} times)" if one.count > 1 else ""
-    kind = "kernel" if one.kind == "kernel" else "assumed"
-    return f"{kind}: {one.text}{times}" + (f", at {one.where}" if one.where else "")
+def _assumed(assumption: Assumption) -> str:
+    times = f" ({assumption.count} times)" if assumption.count > 1 else ""
+    kind = "kernel" if assumption.kind == "kernel" else "assumed"
+    return f"{kind}: {assumption.text}{times}" + (f", at {assumption.where}" if assumption.where else "")

@@ -1,4 +1,4 @@
-"""Studies on a page: sweeps with their sliders, the largest value that fits, comparisons, guards, quantization."""
+"""HTML sections of studies: sweeps with sliders, largest values, comparisons, guards, quantization, watched runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memplan.studies.sweeps.sweep import Sweep
 
 
 def sweep_result(sweep: Sweep) -> Result:
-    """Return a sweep as it is shown."""
+    """Return the page content of a sweep."""
     done = [row for row in sweep.rows if row["status"] == "ok"]
     peaks = [row["peak"] for row in done]
     span = f"peaks from {format_bytes(min(peaks))} to {format_bytes(max(peaks))}" if peaks else "no peak"
@@ -49,9 +49,9 @@ def sweep_result(sweep: Sweep) -> Result:
 
 def _sweep_sections(sweep: Sweep) -> Iterator[Section]:
     yield Section("What if", (_sliders(sweep),))
-    told = [*map(str, sweep.fits), *map(str, sweep.crossings), *map(str, sweep.engine_changes)]
-    if told:
-        yield Section("What grows", (Paragraphs(tuple(told)),))
+    sentences = [*map(str, sweep.fits), *map(str, sweep.crossings), *map(str, sweep.engine_changes)]
+    if sentences:
+        yield Section("What grows", (Paragraphs(tuple(sentences)),))
     causes = [cause for cause in LOOKS if any(_parts(row).get(cause) for row in sweep.rows if row["status"] == "ok")]
     rows = [_sweep_cells(sweep, row, causes) for row in sweep.rows]
     failed = any(row["status"] != "ok" for row in sweep.rows)
@@ -60,27 +60,28 @@ def _sweep_sections(sweep: Sweep) -> Iterator[Section]:
 
 
 def _sliders(sweep: Sweep) -> Chart:
-    """Return the picture of a sweep: for each point, the places of its values on the axes, and parts of its peak."""
-    axes = {
-        name: {value: place for place, value in reversed([*enumerate(values)])} for name, values in sweep.axes.items()
+    """Chart a sweep: for each point, the indices of its values on the axes, and its peak by category."""
+    # reversed, so that a value that an axis lists twice gets its first index
+    indices = {
+        name: {value: index for index, value in reversed([*enumerate(values)])} for name, values in sweep.axes.items()
     }
     rows: list[dict[str, Any]] = []
     for row in sweep.rows:
-        place = [axes[name][row[name]] for name in axes]
+        values = [by_value[row[name]] for name, by_value in indices.items()]
         if row["status"] == "ok":
-            rows.append({"values": place, "peak": row["peak"], "peak_high": row["peak_high"], "parts": _parts(row)})
+            rows.append({"values": values, "peak": row["peak"], "peak_high": row["peak_high"], "parts": _parts(row)})
         else:
-            rows.append({"values": place, "reason": row["reason"]})
-    named = [{"name": name, "texts": [shown(value) for value in values]} for name, values in sweep.axes.items()]
+            rows.append({"values": values, "reason": row["reason"]})
+    axes = [{"name": name, "texts": [shown(value) for value in values]} for name, values in sweep.axes.items()]
     hint = "Move a slider, also with the arrow keys: the bars are those of the sweep's own points."
-    data = {"axes": named, "rows": rows, "capacity": _capacity(sweep.device)}
+    data = {"axes": axes, "rows": rows, "capacity": _capacity(sweep.device)}
     return Chart("sweep", "Peak by cause at each point", data, hint=hint)
 
 
 def _parts(row: dict[str, Any]) -> dict[str, int]:
-    """Return the causes of a point; they add up to its peak."""
-    found = {cause: row[cause] for cause in KNOWN}
-    return found | {"workspace": row["workspace_low"], "rounding": row["rounding"]}
+    """Return the bytes of a point by category; they add up to its peak."""
+    known = {cause: row[cause] for cause in KNOWN}
+    return known | {"workspace": row["workspace_low"], "rounding": row["rounding"]}
 
 
 def _capacity(device: str) -> int | None:
@@ -92,7 +93,7 @@ def _capacity(device: str) -> int | None:
 
 def _sweep_cells(sweep: Sweep, row: dict[str, Any], causes: list[str]) -> tuple[Cell, ...]:
     values = [row[name] for name in sweep.axes]
-    head = [Cell(shown(one), one if isinstance(one, (int, float)) else None) for one in values]
+    head = [Cell(shown(value), value if isinstance(value, (int, float)) else None) for value in values]
     if row["status"] != "ok":
         return (*head, *[Cell("–", -1)] * (len(causes) + 2), text(row["reason"]))
     parts = _parts(row)
@@ -100,31 +101,32 @@ def _sweep_cells(sweep: Sweep, row: dict[str, Any], causes: list[str]) -> tuple[
 
 
 def largest_result(data: Fields) -> Result:
-    """Return what `memplan largest --json` writes as it is shown."""
+    """Return the page content of `memplan largest --json`."""
     title, axis, value, limit = (
         data.get("title", str), data.get("axis", str), data.get("value", int), data.get("limit", int)
     )  # fmt: skip
     room = f"{format_bytes(limit)} ({data.get('device', str)})"
     verdict = f"The largest {axis} in {room} is {value}." if value else f"No {axis} fits {room}."
-    sections = [Section("Tried", tuple(_tried(data, axis)))]
+    sections = [Section("Tried", tuple(_trials(data, axis)))]
     planned = data.inner("planned")
     if planned is not None:
-        most = planned.get("value", int)
-        lines = Paragraphs((f"With a plan, the largest {axis} is {most}.",))
-        sections.append(Section("Planned", (lines, *_tried(planned, axis))))
+        sentence = Paragraphs((f"With a plan, the largest {axis} is {planned.get('value', int)}.",))
+        sections.append(Section("Planned", (sentence, *_trials(planned, axis))))
     facts = (("largest", str(value)), ("room", format_bytes(limit)))
     mood: Mood = "good" if value else "bad"
     remarks = data.texts("notes")
     return Result("largest", f"{title}: largest {axis}", verdict, mood, facts, tuple(sections), remarks=remarks)
 
 
-def _tried(data: Fields, axis: str) -> Iterator[Part]:
-    """Yield what was recorded to find the largest: by cause as a picture, and a table of what each takes and needs."""
+def _trials(data: Fields, axis: str) -> Iterator[Part]:
+    """Yield a chart of the recorded peaks by category, and a table of all values tried."""
     tried = sorted(data.rows("tried"), key=lambda row: row.get("value", int))
     recorded = [row for row in tried if row.maybe("peak", int) is not None]
     if recorded:
         parts = [row.sizes_of((*KNOWN, "rounding")) | {"workspace": row.get("workspace_low", int)} for row in recorded]
-        causes = {cause: [one[cause] for one in parts] for cause in LOOKS if any(one.get(cause) for one in parts)}
+        causes = {
+            cause: [sizes[cause] for sizes in parts] for cause in LOOKS if any(sizes.get(cause) for sizes in parts)
+        }
         names = [f"{axis} {row.get('value', int)}" for row in recorded]
         picture = {"names": names, "causes": causes, "capacities": [data.maybe("limit", int)] * len(names)}
         yield Chart("beside", f"Peak by cause at each {axis}", picture)
@@ -147,8 +149,9 @@ def _tried(data: Fields, axis: str) -> Iterator[Part]:
         )
         for row in tried
     ]  # fmt: skip
-    shown = [place for place, _ in enumerate(headers) if not 1 <= place <= 2 or (recorded and (on_card or place == 1))]
-    yield table("Tried", [headers[place] for place in shown], [[row[place] for place in shown] for row in rows])
+    hidden = () if recorded and on_card else (2,) if recorded else (1, 2)
+    columns = [index for index in range(len(headers)) if index not in hidden]
+    yield table("Tried", [headers[index] for index in columns], [[row[index] for index in columns] for row in rows])
     limit, answer = data.maybe("limit", int), data.maybe("value", int)
     beyond = [
         row for row in tried if row.get("value", int) == answer and limit and (row.maybe("need", int) or 0) > limit
@@ -161,18 +164,23 @@ def _tried(data: Fields, axis: str) -> Iterator[Part]:
 
 
 def comparison_result(data: Fields) -> Result:
-    """Return what `memplan compare --json` writes as it is shown."""
+    """Return the page content of `memplan compare --json`."""
     a, b = data.part("a"), data.part("b")
     before, after = a.get("peak", int), b.get("peak", int)
     names = (a.get("title", str), b.get("title", str))
     verdict = f"{format_bytes(before)} -> {format_bytes(after)} peak: {changed(before, after)}."
     causes = [[row.get("cause", str), row.get("a", int), row.get("b", int)] for row in data.rows("by_cause")]
     rows = [
-        (text(CAUSE_LABELS.get(cause, cause)), size(one), size(other), Cell(signed(other - one), other - one))
-        for cause, one, other in causes
+        (
+            text(CAUSE_LABELS.get(cause, cause)),
+            size(size_a),
+            size(size_b),
+            Cell(signed(size_b - size_a), size_b - size_a),
+        )
+        for cause, size_a, size_b in causes
     ]
-    shown_causes = {cause: [one, other] for cause, one, other in causes if cause in LOOKS and one >= 0 <= other}
-    picture = {"names": list(names), "causes": shown_causes, "capacities": [None, None]}
+    drawn = {cause: [size_a, size_b] for cause, size_a, size_b in causes if cause in LOOKS and size_a >= 0 <= size_b}
+    picture = {"names": list(names), "causes": drawn, "capacities": [None, None]}
     parts = (
         Chart("beside", "Peaks side by side, by cause", picture),
         table("By cause", ("cause", "a", "b", "b - a"), rows),
@@ -195,29 +203,29 @@ def comparison_result(data: Fields) -> Result:
 def _difference(row: Fields, key: str) -> Cell:
     if row.plain.get(key) is None:
         return Cell("–", 0)
-    found = row.signed(key)
-    return Cell(signed(found), found)
+    difference = row.signed(key)
+    return Cell(signed(difference), difference)
 
 
 def guard_result(data: Fields) -> Result:
-    """Return what `memplan guard --json` writes as it is shown."""
+    """Return the page content of `memplan guard --json`."""
     before, now = data.part("before"), data.part("now")
-    was, peak, grew = before.get("peak", int), now.get("peak", int), data.get("grew", bool)
-    verdict = f"{format_bytes(was)} -> {format_bytes(peak)} peak: {changed(was, peak)}."
+    baseline, peak, grew = before.get("peak", int), now.get("peak", int), data.get("grew", bool)
+    verdict = f"{format_bytes(baseline)} -> {format_bytes(peak)} peak: {changed(baseline, peak)}."
     rows = [
         (text(row.get("name", str)), Cell(signed(row.signed("difference")), row.signed("difference")))
         for row in data.rows("changes")
     ]
-    facts = (("baseline", format_bytes(was)), ("now", format_bytes(peak)))
+    facts = (("baseline", format_bytes(baseline)), ("now", format_bytes(peak)))
     parts = (table("Changes", ("what changed", "bytes"), rows),)
-    named = f"{now.get('target', str)} {now.get('options', str)}".strip()
-    title = f"{named} on {now.get('device', str)}"
+    command = f"{now.get('target', str)} {now.get('options', str)}".strip()
+    title = f"{command} on {now.get('device', str)}"
     mood: Mood = "bad" if grew else "good"
     return Result("guard", title, verdict, mood, facts, (Section("What changed", parts),), remarks=data.texts("notes"))
 
 
 def quantized_result(data: Fields) -> Result:
-    """Return what `memplan explain --weights int8 --json` writes as it is shown."""
+    """Return the page content of `memplan explain --weights int8 --json`."""
     title, saved = data.get("title", str), data.signed("weights_saved")
     rows = [
         (
@@ -236,14 +244,20 @@ def quantized_result(data: Fields) -> Result:
 
 
 def watch_result(data: Fields) -> Result:
-    """Return what a `memplan.watch` saved as it is shown."""
+    """Return the page content of what `memplan.watch` saved."""
     rows = data.rows("rows")
     measured = [row.get("peak", int) for row in rows if row.maybe("peak", int) is not None]
     predicted = data.maybe("predicted", int)
-    most = f"at most {format_bytes(max(measured))} measured" if measured else "no step was measured"
+    highest = f"at most {format_bytes(max(measured))} measured" if measured else "no step was measured"
     also = "" if predicted is None else f", {format_bytes(predicted)} predicted"
-    leaks = [str(row.get("held_by", str)) for row in data.rows("leaks")]
-    verdict = f"{data.get('steps', int)} steps on {data.get('device', str)}: {most}{also}; {len(leaks)} leaks."
+    leaks = [
+        (
+            text(row.get("op", str)), text(row.get("layer", str)), size(row.get("bytes", int)),
+            text(row.get("held_by", str)), text(row.maybe("where", str)), text(row.maybe("kept_at", str)),
+        )
+        for row in data.rows("leaks")
+    ]  # fmt: skip
+    verdict = f"{data.get('steps', int)} steps on {data.get('device', str)}: {highest}{also}; {len(leaks)} leaks."
     cells = [
         (
             Cell(str(row.get("step", int)), row.get("step", int)), seconds(row.get("seconds", float)),
@@ -252,15 +266,8 @@ def watch_result(data: Fields) -> Result:
         for row in rows
     ]  # fmt: skip
     sections = [Section("Steps", (table("Steps", ("step", "seconds", "peak", "held", "predicted"), cells),))]
-    found = [
-        (
-            text(row.get("op", str)), text(row.get("layer", str)), size(row.get("bytes", int)),
-            text(row.get("held_by", str)), text(row.maybe("where", str)), text(row.maybe("kept_at", str)),
-        )
-        for row in data.rows("leaks")
-    ]  # fmt: skip
-    if found:
+    if leaks:
         headers = ("op", "layer", "bytes a step", "held by", "made at", "stored at")
-        sections.insert(0, Section("Leaks", (table("Leaks", headers, found),)))
+        sections.insert(0, Section("Leaks", (table("Leaks", headers, leaks),)))
     mood: Mood = "bad" if leaks else "plain"
     return Result("watched run", "A watched run", verdict, mood, (), tuple(sections), remarks=data.texts("notes"))

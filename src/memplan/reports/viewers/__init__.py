@@ -1,1 +1,1 @@
-"""A step for other people's viewers: Perfetto, tables as CSV, TensorBoard."""
+"""Output for other viewers: Perfetto, CSV, TensorBoard."""

@@ -11,15 +11,16 @@ from memplan.explanation.over_time import course_of
 from memplan.trace.trace import Trace, at_least
 
 _EVERY = 1 << 62
+"""A limit of moments that no step reaches."""
 
 
 def dumps(trace: Trace, explanation: Explanation, settings: str | None = None) -> str:
-    """Return every moment of a step as CSV. Bytes; the causes of a row add up to ``allocated``.
+    """Return the memory timeline of a step as CSV, in bytes. The categories of a row add up to ``allocated``.
 
     Args:
-        trace: the step.
-        explanation: of it.
-        settings: of the caching allocator, as they were simulated.
+        trace: of the step.
+        explanation: of the same step.
+        settings: the caching allocator's settings that were simulated.
 
     Example:
         >>> dumps(trace, explanation).splitlines()[0]
@@ -29,20 +30,20 @@ def dumps(trace: Trace, explanation: Explanation, settings: str | None = None) -
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
     rows.writerow(["tick", "step", "phase", "op", "layer", "at", "allocated", "reserved", *course.causes])
-    for place, tick in enumerate(course.ticks):
-        number = course.ops[place]
-        op = course.op_rows[number] if number >= 0 else None
-        # steps from 1, as reports number them; building has none
+    for moment, tick in enumerate(course.ticks):
+        op_index = course.ops[moment]
+        op = course.op_rows[op_index] if op_index >= 0 else None
+        # steps count from 1, as in reports; building the model has no number
         head = ["", "build", "", "", ""] if op is None else [
             op.step + 1 if op.step >= 0 else "", op.phase, op.name, op.layer, op.where or ""
         ]  # fmt: skip
-        levels = (course.allocated[place], course.reserved[place])
-        rows.writerow([tick, *map(_safe, head), *levels, *(column[place] for column in course.causes.values())])
+        levels = (course.allocated[moment], course.reserved[moment])
+        rows.writerow([tick, *map(_safe, head), *levels, *(column[moment] for column in course.causes.values())])
     return out.getvalue()
 
 
 def _safe(text: object) -> object:
-    """Return a cell without control characters that no spreadsheet takes for a formula."""
+    """Return a cell without control characters, quoted so that no spreadsheet evaluates it as a formula."""
     if not isinstance(text, str):
         return text
     return printable(f"'{text}" if text[:1] in tuple("=+-@\t\r") else text)

@@ -1,5 +1,6 @@
-"""A step as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open: ops within layers within phases, and
-memory as counters. A tick of the trace is shown as a microsecond: time on the axis is order, not duration.
+"""Write a step as a Chrome trace for Perfetto: ops nested in layers and phases, and counters of memory.
+
+A tick is shown as a microsecond: the time axis is an order, not durations.
 
 Source of the format: "Trace Event Format", the events B, E, C and M.
 """
@@ -17,33 +18,34 @@ from memplan.trace.trace import Trace, at_least
 
 _PID, _TID = 1, 1
 _EVERY = 1 << 62
+"""A limit of moments that no step reaches."""
 
 
 def dumps(trace: Trace, explanation: Explanation, settings: str | None = None) -> str:
-    """Return a step as Chrome trace JSON; the same text for the same step.
+    """Return a step as Chrome trace JSON for ui.perfetto.dev; the same text for the same step.
 
     Args:
-        trace: the step.
-        explanation: of it.
-        settings: of the caching allocator, as they were simulated.
+        trace: of the step.
+        explanation: of the same step.
+        settings: the caching allocator's settings that were simulated.
 
     Example:
         >>> json.loads(dumps(trace, explanation))["traceEvents"][0]["ph"]
         'M'
     """
-    events = [*_names(explanation), *_nested(trace), *_counters(trace, explanation, settings)]
+    events = [*_metadata(explanation), *_slices(trace), *_counters(trace, explanation, settings)]
     rows = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ns","traceEvents":[\n{rows}\n]}}\n'
 
 
-def _names(explanation: Explanation) -> Iterator[dict[str, Any]]:
+def _metadata(explanation: Explanation) -> Iterator[dict[str, Any]]:
     title = f"{explanation.title} on {explanation.device} (1 us is one allocation or free)"
     yield _event("M", 0, "process_name") | {"args": {"name": title}}
     yield _event("M", 0, "thread_name") | {"args": {"name": "ops"}}
 
 
-def _nested(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield begins and ends of steps, phases, layers and ops, each within the one before it in this list."""
+def _slices(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield begin and end events of steps, and nested in them those of phases, layers and ops."""
     opened: list[str] = []
     for op in trace.ops:
         path = _path(op)
@@ -60,11 +62,11 @@ def _nested(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 _DEEPEST = 32
-"""Modules within each other; deeper ones stay together, since each is named by its whole path."""
+"""Depth of nested modules; deeper ones share a slice, since each slice is named by a whole path."""
 
 
 def _path(op: Op) -> list[str]:
-    """Return what an op lies within: its step, its phase, and the modules on the way to its layer."""
+    """Return the names of the slices around an op: step, phase, and the modules down to its layer."""
     step = "build" if op.step < 0 else f"step {op.step + 1}"
     phases = [] if op.step < 0 else [op.phase]
     parts = op.layer.split(".", _DEEPEST) if op.layer else []
@@ -74,13 +76,13 @@ def _path(op: Op) -> list[str]:
 def _counters(trace: Trace, explanation: Explanation, settings: str | None) -> Iterator[dict[str, Any]]:
     course = course_of(at_least(trace), explanation.timeline, settings, moments=_EVERY)
     last: dict[str, int] = {}
-    for place, tick in enumerate(course.ticks):
-        causes = {LABELS[cause]: column[place] for cause, column in course.causes.items()}
+    for moment, tick in enumerate(course.ticks):
+        causes = {LABELS[cause]: column[moment] for cause, column in course.causes.items()}
         if causes != last:
             yield _event("C", tick, "memory by cause, bytes") | {"args": causes}
             last = causes
         if course.reserved != course.allocated:
-            yield _event("C", tick, "reserved, bytes") | {"args": {"reserved": course.reserved[place]}}
+            yield _event("C", tick, "reserved, bytes") | {"args": {"reserved": course.reserved[moment]}}
 
 
 def _event(kind: str, tick: int, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Memory over time as scalars for TensorBoard, where it is installed."""
+"""Write memory over time as TensorBoard scalars, if tensorboard is installed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import importlib.util
 import os
 
 from memplan.errors import UsageError
-from memplan.explanation.course import Course
 from memplan.explanation.model import Explanation
 
 
 def check_installed(option: str) -> None:
-    """Check that scalars can be written, before the work for it is done. Raises UsageError: tensorboard is missing."""
+    """Check early that tensorboard is installed. Raises UsageError if it is not."""
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             f"{option} needs tensorboard, which is not installed",
@@ -21,11 +20,11 @@ def check_installed(option: str) -> None:
 
 
 def write_scalars(folder: str | os.PathLike[str], explanation: Explanation) -> None:
-    """Write a run: ``memory/allocated``, ``memory/reserved`` and ``memory/CAUSE`` in bytes, over ticks, and the peak.
+    """Write ``memory/allocated``, ``memory/reserved`` and ``memory/CATEGORY`` in bytes over ticks, and the peaks.
 
     Args:
-        folder: of the run, made where there is none.
-        explanation: of a step; its course is thinned without losing a peak.
+        folder: log folder of the run, created if missing.
+        explanation: of a step; its timeline is thinned but has every peak.
 
     Raises:
         UsageError: tensorboard is missing, or the explanation has no memory over time.
@@ -37,14 +36,11 @@ def write_scalars(folder: str | os.PathLike[str], explanation: Explanation) -> N
     from torch.utils.tensorboard import SummaryWriter
 
     timeline = explanation.timeline
+    columns = {"allocated": course.allocated, "reserved": course.reserved, **course.causes}
     with SummaryWriter(os.fspath(folder)) as writer:
-        # the wall time counts ticks, too: both axes of TensorBoard are the step's order
-        for name, column in _columns(course).items():
+        # ticks also as wall time, so that each of TensorBoard's time axes shows the order of the step
+        for name, column in columns.items():
             for tick, number in zip(course.ticks, column, strict=True):
                 writer.add_scalar(f"memory/{name}", number, tick, walltime=float(tick))
         writer.add_scalar("peak/allocated", timeline.peak_allocated, timeline.peak_tick)
         writer.add_scalar("peak/reserved", timeline.peak_reserved, timeline.reserved_tick)
-
-
-def _columns(course: Course) -> dict[str, tuple[int, ...]]:
-    return {"allocated": course.allocated, "reserved": course.reserved, **course.causes}
