@@ -23,6 +23,7 @@ import pytest
 from random_effects import script
 from supervised import HOME, NEITHER, NO_NAMESPACES, has_landlock, has_namespaces, run
 
+from memplan.integrations.scripts.sandbox import kernel
 from memplan.integrations.scripts.sandbox.messages import MARK
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and Landlock are Linux's")
@@ -190,22 +191,28 @@ def test_without_namespaces_nothing_has_run_before_landlock(outside: Outside, av
     assert (done.outcome.protection, done.out) == ("landlock", "ran\n")
 
 
-CHANGES = """
+NEXT_RUN = """
 import os, shutil
-open("new.txt", "w").write("x"); os.remove("config.json"); os.chmod("data", 0o700); os.makedirs("made/inner")
-shutil.rmtree("runs"); os.mkdir("runs"); open("runs/other", "w").write("y"); open("data/a.txt", "a").write("z")
 def next_run():
-    control = setting["control"]
+    control, here = setting["control"], os.getcwd()
     os.write(control, b"n")
     answer = b""
     while not answer.endswith(b"\\n"):
         answer += os.read(control, 65536)
-    return json.loads(answer)
-here, rows = os.getcwd(), next_run()
-os.chdir(here)
-print(json.dumps([[os.path.relpath(path) + "/" * path.endswith("/"), kind] for path, kind in rows]))
-print(sorted(os.listdir(".")), open("data/a.txt").read(), next_run())
+    os.chdir(here)
+    rows = [[os.path.relpath(path) + "/" * path.endswith("/"), kind] for path, kind in json.loads(answer)]
+    print(json.dumps(rows))
 """
+CHANGES = (
+    NEXT_RUN
+    + """
+open("new.txt", "w").write("x"); os.remove("config.json"); os.chmod("data", 0o700); os.makedirs("made/inner")
+shutil.rmtree("runs"); os.mkdir("runs"); open("runs/other", "w").write("y"); open("data/a.txt", "a").write("z")
+next_run()
+print(sorted(os.listdir(".")), open("data/a.txt").read())
+next_run()
+"""
+)
 
 
 def test_changes_are_listed_and_forgotten_at_the_end_of_a_run(outside: Outside, available: dict[str, bool]) -> None:
@@ -213,13 +220,13 @@ def test_changes_are_listed_and_forgotten_at_the_end_of_a_run(outside: Outside, 
     names = sorted(os.listdir(outside.tree))
     done = run(CHANGES, outside.tree)
     assert done.outcome.status == 0, done.err
-    first, second = done.out.splitlines()
+    first, second, third = done.out.splitlines()
     assert {tuple(row) for row in json.loads(first)} == {
         ("new.txt", "file"), ("config.json", "removed"), ("data/", "changed"), ("made/", "file"),
         ("made/inner/", "file"), ("runs/", "removed"), ("runs/", "file"), ("runs/other", "file"),
         ("data/a.txt", "file"),
     }  # fmt: skip
-    assert second == f"{names} precious data/a.txt []"
+    assert (second, third) == (f"{names} precious data/a.txt", "[]")
     outside.check()
 
 
@@ -365,3 +372,68 @@ def test_without_root_it_is_the_same(tmp_path: Path, available: dict[str, bool])
         assert (folder / "a.txt").read_text() == "precious"
     finally:
         shutil.rmtree(folder)
+
+
+NESTED = """
+for line in (
+    "open('beside.txt', 'w').write('x')", "os.makedirs('made/inner')", "open('config.json', 'w').write('y')",
+    "open('large', 'r+').write('y')", "open('drive/new', 'w').write('x')", "os.remove('drive/a')",
+    "open('drive/below/inner/new', 'w').write('x')", "open('drive/below/new', 'w').write('x')",
+    "open('drive/below/inner/b', 'a').write('x')", "os.remove('latest')", "shutil.rmtree('data')",
+    "os.rename('made', 'moved')", "os.rename('drive', 'elsewhere')",
+):
+    try: exec(line)
+    except OSError as error: print(line, error.strerror)
+next_run()
+"""
+
+
+def _mount(*pairs: tuple[Path, Path], locked: bool) -> Callable[[], None]:
+    """Return what binds folders on others in a mount namespace. ``locked``: and enters one that cannot undo it."""
+
+    def mount() -> None:
+        number = os.getuid()
+        kernel.unshare(kernel.NEW_MOUNTS)
+        kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
+        for source, target in pairs:
+            kernel.mount(str(source), str(target), flags=kernel.BIND)
+        if locked:
+            kernel.unshare(kernel.NEW_USER | kernel.NEW_MOUNTS)
+            Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/self/{name}").write_text(f"{number} {number} 1", encoding="utf-8")
+
+    return mount
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")
+@pytest.mark.parametrize("locked", [False, True])
+def test_folders_with_mounts_below_them_are_written_to(
+    locked: bool, outside: Outside, available: dict[str, bool]
+) -> None:
+    _need(available, "namespaces")
+    drives = [outside.tree.parent / name for name in ("drive", "inner")]
+    for drive, names in zip(drives, (["a", "below/inner/x"], ["b"]), strict=True):
+        for name in names:
+            (drive / name).parent.mkdir(parents=True, exist_ok=True)
+            (drive / name).write_text("precious", encoding="utf-8")
+    (outside.tree / "drive").mkdir()
+    (outside.tree / "large").write_bytes(bytes(2 << 20))
+    outside.before, before = outside._state(), [_snapshot(drive) for drive in drives]  # pyright: ignore[reportPrivateUsage]
+    mounts = [(drives[0], outside.tree / "drive"), (drives[1], outside.tree / "drive/below/inner")]
+    done = run(NEXT_RUN + NESTED * 2, outside.tree, kernel=_mount(*mounts, locked=locked), protections=("namespaces",))
+    assert done.outcome.status == 0, (done.outcome, done.err)
+    rows = {
+        ("beside.txt", "file"), ("moved/", "file"), ("moved/inner/", "file"), ("config.json", "file"),
+        ("latest", "removed"), ("drive/new", "file"), ("drive/a", "removed"),
+        ("drive/below/inner/new", "file"), ("drive/below/new", "file"), ("drive/below/inner/b", "file"),
+        *([("data/a.txt", "removed"), ("data/deep", "removed")] if locked else [("large", "file"), ("data", "removed")]),
+    }  # fmt: skip
+    large = ["open('large', 'r+').write('y') Read-only file system"]
+    mounted = ["shutil.rmtree('data') Device or resource busy"]
+    lines = done.out.splitlines()
+    for *refused, found in (lines[: len(lines) // 2], lines[len(lines) // 2 :]):
+        assert {tuple(row) for row in json.loads(found)} == rows
+        assert refused == [*((large + mounted) * locked), "os.rename('drive', 'elsewhere') Device or resource busy"]
+    outside.check()
+    assert [_snapshot(drive) for drive in drives] == before

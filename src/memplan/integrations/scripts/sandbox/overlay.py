@@ -1,8 +1,10 @@
 """A copy-on-write view of the file system: overlays over every folder, mounted anew for each run of the script.
 
-An overlay cannot be laid over a folder that has a mount below it, since the mounts of a namespace's owner are locked
-together (mount_namespaces(7)). Such a folder is made anew, with an overlay for each of its folders and its files bound
-read-only; the folder itself is read-only, too, so that nothing in it can be put in the place of another thing. https://docs.kernel.org/filesystems/overlayfs.html
+An overlay cannot be laid over a folder that has a mount below it, since it would show what that mount hides. Root lays
+it over a clone of the folder's own mount. Others cannot clone it, since the mounts of a namespace's owner are locked
+together (mount_namespaces(7)): they lay it over a copy of the folder, with its small files; its large ones are bound
+read-only. What is mounted below is laid on top, with overlays of its own. The root folder cannot be mounted anew for
+another run, and is read-only. https://docs.kernel.org/filesystems/overlayfs.html
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -31,6 +33,19 @@ _MOST = 10_000
 
 
 @dataclass
+class _Part:
+    """A folder with an overlay of its own."""
+
+    path: str
+    lower: str
+    """What the overlay is laid over: the folder itself, or its clone or copy."""
+    files: list[str] = field(default_factory=list[str])
+    """Files that are bound read-only on top of it."""
+    mounted: bool = False
+    overlaid: bool = False
+
+
+@dataclass
 class Tree:
     """The view of the file system below a new root.
 
@@ -41,69 +56,119 @@ class Tree:
 
     root: str
     scratch: str
-    _covered: list[str] = field(default_factory=list[str])
-    """Folders with an overlay."""
+    _parts: list[_Part] = field(default_factory=list[_Part])
+    """A folder comes before those mounted below it."""
     _in_memory: bool = False
     """Whether what is written lies in memory."""
     _runs: int = 0
 
-    def build(self, mounts: set[str]) -> None:
-        """Make the folders and mount everything. ``mounts``: paths of all others. Raises OSError."""
-        self._make("/", mounts)
+    def build(self, mounts: set[str], clones: Mapping[str, str]) -> None:
+        """Make the folders and mount everything. Raises OSError.
+
+        Args:
+            mounts: paths of all others.
+            clones: of folders with mounts below them, as `cloned` has them.
+        """
+        folders, files = self._copy("/", self.root, most=0)
+        for path in files:
+            self._show_read_only(path)
+        for path in folders:
+            if path not in _OWN:
+                self._plan(path, mounts, clones)
         os.makedirs(f"{self.root}{_SHARED_MEMORY}", mode=0o1777, exist_ok=True)
         if os.path.isdir(_SHARED_MEMORY):
-            self._covered.append(_SHARED_MEMORY)
+            self._parts.append(_Part(_SHARED_MEMORY, _SHARED_MEMORY))
         self._mount()
 
-    def _make(self, folder: str, mounts: set[str]) -> None:
-        """Plan a folder that has a mount below it."""
+    def _plan(self, folder: str, mounts: set[str], clones: Mapping[str, str]) -> None:
+        """Plan the overlays over a folder and over what is mounted below it."""
+        part = _Part(folder, folder)
+        self._parts.append(part)
+        folders = list[str]()
+        if folder in clones:
+            part.lower = clones[folder]
+            for path in _next_below(folder, mounts):
+                (folders if os.path.isdir(path) else part.files).append(path)
+        elif _next_below(folder, mounts) and os.access(folder, os.R_OK | os.X_OK):
+            part.lower = f"{self.scratch}/folders/{len(self._parts)}"
+            os.makedirs(part.lower)
+            folders, part.files = self._copy(folder, part.lower, most=_SMALL)
+        for path in folders:
+            self._plan(path, mounts, clones)
+
+    def _copy(self, folder: str, copy: str, *, most: int) -> tuple[list[str], list[str]]:
+        """Copy what is in a folder: links, files of up to ``most`` bytes, and all others empty.
+
+        Returns:
+            Its folders, and those of its files that have been left empty.
+        """
+        folders, files = list[str](), list[str]()
         for name in sorted(os.listdir(folder)):
-            path = os.path.join(folder, name)
-            inside = f"{self.root}{path}"
+            path, inside = os.path.join(folder, name), os.path.join(copy, name)
             try:
-                mode = os.lstat(path).st_mode
+                status = os.lstat(path)
             except OSError:  # gone since, or a file system that does not answer
                 continue
-            if stat.S_ISLNK(mode):
+            if stat.S_ISLNK(status.st_mode):
                 os.symlink(os.readlink(path), inside)
-            elif not stat.S_ISDIR(mode):
-                self._bind_file(path, inside, mode)
-            else:
+            elif stat.S_ISDIR(status.st_mode):
                 os.mkdir(inside)
-                os.chmod(inside, stat.S_IMODE(mode))
-                if path in _OWN:
-                    continue
-                if any(mount.startswith(path + "/") for mount in mounts) and os.access(path, os.R_OK | os.X_OK):
-                    self._make(path, mounts)
-                else:
-                    self._covered.append(path)
+                os.chmod(inside, stat.S_IMODE(status.st_mode))
+                folders.append(path)
+            elif stat.S_ISREG(status.st_mode):
+                os.close(os.open(inside, os.O_CREAT | os.O_WRONLY, 0o600))
+                try:
+                    if status.st_size > most:
+                        raise OSError("too large")
+                    os.chown(inside, status.st_uid, status.st_gid)
+                    shutil.copy2(path, inside)
+                except OSError:
+                    files.append(path)
+        return folders, files
 
-    def _bind_file(self, path: str, inside: str, mode: int) -> None:
-        if stat.S_ISREG(mode):
-            os.close(os.open(inside, os.O_CREAT | os.O_WRONLY, 0o600))
-            kernel.mount(path, inside, flags=kernel.BIND)
-            kernel.make_read_only(inside)
+    def _show_read_only(self, path: str) -> None:
+        """Bind a file, or a folder with all below it; read-only before it reaches the script's namespace. Raises
+        OSError."""
+        if os.path.isdir(path):
+            between, flags = f"{self.scratch}/folder", kernel.BIND | kernel.RECURSIVE
+            os.makedirs(between, exist_ok=True)
+        else:
+            between, flags = f"{self.scratch}/file", kernel.BIND
+            os.close(os.open(between, os.O_CREAT | os.O_WRONLY, 0o600))
+        kernel.mount(path, between, flags=flags)
+        try:
+            kernel.make_read_only(between)
+            kernel.mount(between, f"{self.root}{path}", flags=kernel.MOVE)
+        except OSError:
+            kernel.unmount(between)
+            raise
 
     def _mount(self) -> None:
-        """Mount a fresh overlay on each covered folder. Raises OSError where the working folder cannot have one."""
+        """Mount a fresh overlay on each folder. Raises OSError where the working folder cannot have one."""
         self._runs += 1
         here = os.getcwd()
-        for number, path in enumerate(list(self._covered)):
-            if not os.path.isdir(path):  # gone since
-                self._covered[number] = ""
+        for number, part in enumerate(self._parts):
+            if not os.path.isdir(part.path):  # gone since
                 continue
+            part.mounted = part.overlaid = True
             try:
-                self._overlay(number, path)
+                self._overlay(number, part)
             except OSError as error:
-                if here == path or here.startswith(path.rstrip("/") + "/"):
-                    raise OSError(f"no overlay can be laid over {path} ({error})") from None
-                self._covered[number] = ""
-                self._show_read_only(path)
+                if _is_below(here, part.path):
+                    raise OSError(f"no overlay can be laid over {part.path} ({error})") from None
+                part.overlaid = False
+                try:  # of a file system that cannot lie below an overlay
+                    self._show_read_only(part.path)
+                except OSError:
+                    kernel.mount("tmpfs", f"{self.root}{part.path}", "tmpfs", kernel.READ_ONLY)
+            for path in part.files:
+                with suppress(OSError):  # gone since
+                    self._show_read_only(path)
 
-    def _overlay(self, number: int, path: str) -> None:
+    def _overlay(self, number: int, part: _Part) -> None:
         upper, work = f"{self._layer(number)}/upper", f"{self._layer(number)}/work"
-        status = os.stat(path)
-        options = f"lowerdir={_quoted(path)},upperdir={_quoted(upper)},workdir={_quoted(work)},userxattr"
+        status = os.stat(part.path)
+        options = f"lowerdir={_quoted(part.lower)},upperdir={_quoted(upper)},workdir={_quoted(work)},userxattr"
         while True:
             os.makedirs(upper)
             os.makedirs(work)
@@ -111,7 +176,7 @@ class Tree:
                 os.chown(upper, status.st_uid, status.st_gid)
             os.chmod(upper, stat.S_IMODE(status.st_mode))
             try:
-                return kernel.mount("overlay", f"{self.root}{path}", "overlay", options=options)
+                return kernel.mount("overlay", f"{self.root}{part.path}", "overlay", options=options)
             except OSError:
                 if self._in_memory or number:
                     raise
@@ -119,21 +184,13 @@ class Tree:
             self._in_memory = True
             kernel.mount("tmpfs", f"{self.scratch}/layers", "tmpfs", kernel.NO_SUID)
 
-    def _show_read_only(self, path: str) -> None:
-        """Show a folder of a file system that cannot lie below an overlay, or an empty one where that fails, too."""
-        try:
-            kernel.mount(path, f"{self.root}{path}", flags=kernel.BIND | kernel.RECURSIVE)
-            kernel.make_read_only(f"{self.root}{path}")
-        except OSError:
-            kernel.mount("tmpfs", f"{self.root}{path}", "tmpfs", kernel.READ_ONLY)
-
     def renew(self) -> None:
         """Forget what was written: the next run sees the real files again. Raises OSError."""
-        for number, path in enumerate(self._covered):
-            if path:
-                kernel.unmount(f"{self.root}{path}")
-            remove_tree(self._layer(number))
-        self._covered = [path for path in self._covered if path]
+        for part in reversed(self._parts):
+            if part.mounted:
+                kernel.unmount(f"{self.root}{part.path}")
+                part.mounted = part.overlaid = False
+        remove_tree(f"{self.scratch}/layers/{self._runs}")
         self._mount()
 
     def _layer(self, number: int) -> str:
@@ -141,9 +198,9 @@ class Tree:
 
     def _layers(self) -> Iterator[tuple[str, str]]:
         """Yield each covered folder with the folder of what was written below it."""
-        for number, path in enumerate(self._covered):
-            if path:
-                yield path, f"{self._layer(number)}/upper"
+        for number, part in enumerate(self._parts):
+            if part.overlaid:
+                yield part.path, f"{self._layer(number)}/upper"
 
     def changes(self, *, commits: bool = False) -> list[Change]:
         """Return what the script wrote, removed or changed, in the order of paths.
@@ -168,6 +225,41 @@ def mount_points() -> set[str]:
     with open("/proc/self/mountinfo", "rb") as file:
         rows = [line.split(b" ")[4] for line in file]
     return {os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), row)) for row in rows}
+
+
+def cloned(mounts: set[str], scratch: str) -> dict[str, str]:
+    """Clone the mounts of folders that have others below them, without those. Raises OSError: for all but root.
+
+    Args:
+        mounts: paths of all mounts.
+        scratch: a folder for the clones.
+
+    Returns:
+        Each folder -> its clone.
+    """
+    clones = dict[str, str]()
+    for path in sorted({path for mount in mounts for path in _above(mount)} - {"/"}):
+        if not _is_below(path, *_OWN):
+            clones[path] = f"{scratch}/{len(clones)}"
+            os.makedirs(clones[path])
+            kernel.mount(path, clones[path], flags=kernel.BIND)
+    return clones
+
+
+def _above(path: str) -> list[str]:
+    """Return the folders above a path."""
+    return [] if path == "/" else [os.path.dirname(path), *_above(os.path.dirname(path))]
+
+
+def _is_below(path: str, *folders: str) -> bool:
+    """Return whether a path is one of some folders, or below."""
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
+
+
+def _next_below(folder: str, mounts: set[str]) -> list[str]:
+    """Return the mounts below a folder that are not below others there."""
+    below = [mount for mount in mounts if mount != folder and _is_below(mount, folder)]
+    return sorted(mount for mount in below if not any(_is_below(above, *below) for above in _above(mount)))
 
 
 def _quoted(path: str) -> str:
