@@ -251,6 +251,16 @@ def test_allowed_writes_never_touch_checkpoints(tmp_path: Path, monkeypatch: pyt
     assert {one.kind for one in ran.facts.held} == {"checkpoint", "removed"}
 
 
+def test_files_that_could_not_be_written_are_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    text = "import os\nos.rmdir('runs'); open('runs', 'w').write('x'); open('a.txt', 'w').write('x')\n"
+    for ending, code in ((LOOP, 1), ("raise SystemExit(3)\n", 3)):
+        done = _command(tmp_path, text + ending, "--allow-writes")
+        assert done.returncode == code
+        assert f"memplan: {tmp_path}/runs was not written: there is a folder in its place, which stays" in done.stderr
+        assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "x"
+
+
 @pytest.mark.parametrize(("options", "way_out"), [([], "--unprotected"), (["--allow-writes"], "--measure")])
 def test_where_nothing_can_protect_it_asks_before(tmp_path: Path, options: list[str], way_out: str) -> None:
     done = _command(tmp_path, "open('here', 'w')\n" + LOOP, *options, kernel=NEITHER)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from memplan.integrations.scripts.effects import Effects
 from memplan.integrations.scripts.redirected_files import RedirectedFiles
-from memplan.integrations.scripts.sandbox.messages import NEXT, Change
+from memplan.integrations.scripts.sandbox.messages import NEXT, Change, Changes
 
 
 class View:
@@ -26,9 +26,9 @@ class View:
         """Show the files of one run in here."""
         yield
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> Changes:
         """Return what the run that has ended has changed; the next one sees the real files again."""
-        return []
+        return Changes()
 
 
 class OverlaidView(View):
@@ -40,7 +40,7 @@ class OverlaidView(View):
         self._control = control
         self.own = own
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> Changes:
         """Have the overlays laid anew, and return what was written to those of the run that has ended."""
         folder = os.getcwd()
         os.write(self._control, NEXT)
@@ -48,10 +48,11 @@ class OverlaidView(View):
         while not answer.endswith(b"\n"):
             block = os.read(self._control, 1 << 16)
             if not block:
-                return []
+                return Changes()
             answer += block
         os.chdir(folder if os.path.isdir(folder) else "/")  # into the new overlay
-        return [Change(path, kind) for path, kind in json.loads(answer)]
+        changes = json.loads(answer)
+        return Changes(tuple(Change(**row) for row in changes["rows"]), changes["more"])
 
 
 class RedirectedView(View):
@@ -75,6 +76,6 @@ class RedirectedView(View):
         with RedirectedFiles(tempfile.mkdtemp(dir=self._folder), note).over_all():
             yield
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> Changes:
         """Return what was written to the folder of the run that has ended."""
-        return self._changes
+        return Changes(tuple(self._changes))

@@ -9,17 +9,20 @@ another run, and is read-only. https://docs.kernel.org/filesystems/overlayfs.htm
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from memplan.integrations.scripts.sandbox import kernel
-from memplan.integrations.scripts.sandbox.messages import MARK, Change
+from memplan.integrations.scripts.sandbox.messages import LISTED, MARK, Change, Changes
 
 _OWN = ("/proc", "/sys", "/dev")
 """Folders that `namespaces` mounts by itself."""
@@ -28,8 +31,7 @@ _OPAQUE = "user.overlay.opaque"
 _SMALL = 1 << 20
 _LONGEST_TEXT = 64 << 20
 """Bytes of a text that replaces one that was there."""
-_MOST = 10_000
-"""Changes that are listed at most."""
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -61,6 +63,8 @@ class Tree:
     _in_memory: bool = False
     """Whether what is written lies in memory."""
     _runs: int = 0
+    unwritten: dict[str, str] = field(default_factory=dict[str, str])
+    """Path of a file or folder that `commit` could not write -> why."""
 
     def build(self, mounts: set[str], clones: Mapping[str, str]) -> None:
         """Make the folders and mount everything. Raises OSError.
@@ -202,22 +206,35 @@ class Tree:
             if part.overlaid:
                 yield part.path, f"{self._layer(number)}/upper"
 
-    def changes(self, *, commits: bool = False) -> list[Change]:
+    def changes(self, *, commits: bool = False) -> Changes:
         """Return what the script wrote, removed or changed, in the order of paths.
 
         ``commits``: a file that `commit` leaves as it was counts as a checkpoint.
         """
-        found = list[Change]()
+        found = _Found()
         for path, upper in self._layers():
-            with suppress(OSError, RecursionError):  # of folders deeper than paths are long
-                _collect(path, upper, found, commits=commits)
-        return sorted(found[:_MOST], key=lambda change: change.path)
+            _collect(path, upper, found, commits=commits)
+        return Changes(tuple(sorted(found.rows, key=lambda change: change.path)), found.more)
 
     def commit(self) -> None:
         """Write what the script wrote to the real files. Nothing is removed, no checkpoint without values is written,
         and only text replaces a file that was there: a checkpoint may be compressed, or opened and not written."""
         for path, upper in self._layers():
-            _commit(path, upper)
+            folders = [(path, upper)]
+            while folders:
+                folder, copies = folders.pop()
+                for name in self._tried(folder, lambda copies=copies: sorted(os.listdir(copies))) or ():
+                    inner, copy = os.path.join(folder, name), os.path.join(copies, name)
+                    if self._tried(inner, lambda inner=inner, copy=copy: _commit(inner, copy)):
+                        folders.append((inner, copy))
+
+    def _tried(self, path: str, act: Callable[[], _T]) -> _T | None:
+        """Do something for a path; if it fails, note why."""
+        try:
+            return act()
+        except OSError as error:
+            self.unwritten[path] = error.strerror or str(error)
+            return None
 
 
 def mount_points() -> set[str]:
@@ -266,31 +283,63 @@ def _quoted(path: str) -> str:
     return path.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:")
 
 
-def _collect(folder: str, upper: str, found: list[Change], *, new: bool = False, commits: bool = False) -> None:
-    """Add the changes below a folder. ``new``: the script made it, so that there is nothing below."""
-    for entry in sorted(os.scandir(upper), key=lambda entry: entry.name):
-        if len(found) >= _MOST:
-            return
-        path = os.path.join(folder, entry.name)
-        status = entry.stat(follow_symlinks=False)
-        if stat.S_ISCHR(status.st_mode):  # how an overlay notes that a file is gone
-            found.append(Change(path, "removed"))
-            continue
-        before = None if new else _lstat(path)
-        if not stat.S_ISDIR(status.st_mode):
-            found.append(_file_change(path, entry.path, status, before, commits=commits))
-            continue
-        opaque = before is not None and _is_opaque(entry.path)
-        if before is None or not stat.S_ISDIR(before.st_mode) or opaque:
-            if opaque:
-                found.append(Change(path + "/", "removed"))
-            found.append(Change(path + "/", "file"))
-            _collect(path, entry.path, found, new=True, commits=commits)
-        elif _owner_and_mode(before) != _owner_and_mode(status) or not os.listdir(entry.path):
-            found.append(Change(path + "/", "changed"))
-            _collect(path, entry.path, found, commits=commits)
+@dataclass
+class _Found:
+    """Changes, and how many more there are than are listed."""
+
+    rows: list[Change] = field(default_factory=list[Change])
+    more: int = 0
+
+    def add(self, change: Callable[[], Change]) -> None:
+        if len(self.rows) < LISTED:
+            self.rows.append(change())
         else:
-            _collect(path, entry.path, found, commits=commits)
+            self.more += 1
+
+
+def _collect(folder: str, upper: str, found: _Found, *, commits: bool) -> None:
+    """Add the changes below a folder: those of outer folders first."""
+    folders = deque([(folder, upper, False)])
+    while folders:
+        path, upper, new = folders.popleft()
+        try:
+            entries = sorted(os.scandir(upper), key=lambda entry: entry.name)
+        except OSError:  # its path is longer than paths can be
+            found.more += 1
+            continue
+        for entry in entries:
+            _collect_entry(os.path.join(path, entry.name), entry, found, folders, new=new, commits=commits)
+
+
+def _collect_entry(
+    path: str,
+    entry: os.DirEntry[str],
+    found: _Found,
+    folders: deque[tuple[str, str, bool]],
+    *,
+    new: bool,
+    commits: bool,
+) -> None:
+    """Add the change of a path. ``new``: the script made the folder, so that there was nothing in it.
+
+    Adds to ``folders`` where to look next: paths, with their copies, and whether they are new.
+    """
+    status, before = _lstat(entry.path), None if new else _lstat(path)
+    if status is None:
+        found.more += 1
+    elif stat.S_ISCHR(status.st_mode):  # how an overlay notes that a file is gone
+        found.add(lambda: Change(path, "removed"))
+    elif not stat.S_ISDIR(status.st_mode):
+        found.add(lambda: _file_change(path, entry.path, status, before, commits=commits))
+    elif before is None or not stat.S_ISDIR(before.st_mode) or _is_opaque(entry.path):
+        if before is not None and _is_opaque(entry.path):
+            found.add(lambda: Change(path + "/", "removed"))
+        found.add(lambda: Change(path + "/", "file"))
+        folders.append((path, entry.path, True))
+    else:
+        if _owner_and_mode(before) != _owner_and_mode(status) or not os.listdir(entry.path):
+            found.add(lambda: Change(path + "/", "changed"))
+        folders.append((path, entry.path, False))
 
 
 def _file_change(
@@ -360,32 +409,67 @@ def _is_opaque(path: str) -> bool:
         return False
 
 
-def _commit(folder: str, upper: str) -> None:
-    for entry in os.scandir(upper):
-        with suppress(OSError, RecursionError):  # one that cannot be written keeps no other one from being written
-            _commit_entry(os.path.join(folder, entry.name), entry.path)
+def _commit(path: str, copy: str) -> bool:
+    """Write a link, a file or a folder of the script's where it belongs. Return whether there is more to write in it.
 
-
-def _commit_entry(path: str, copy: str) -> None:
-    """Write a file or a folder of the script's where it belongs; whatever of another kind is in its way stays."""
+    Raises OSError, also where a thing of another kind is in its way: that stays.
+    """
     kind, before = os.lstat(copy).st_mode, _lstat(path)
-    if stat.S_ISLNK(kind) and before is None:
-        os.symlink(os.readlink(copy), path)
+    if stat.S_ISLNK(kind):
+        if before is None:
+            os.symlink(os.readlink(copy), path)
+        elif not stat.S_ISLNK(before.st_mode) or os.readlink(path) != os.readlink(copy):
+            raise _in_the_way(before)
     elif stat.S_ISDIR(kind):
         if before is None:
             os.mkdir(path)
-            shutil.copystat(copy, path)
-        if before is None or stat.S_ISDIR(before.st_mode):
-            _commit(path, copy)
+            with suppress(OSError):
+                shutil.copystat(copy, path)
+        elif not stat.S_ISDIR(before.st_mode):
+            raise _in_the_way(before)
+        return True
     elif stat.S_ISREG(kind) and not _is_marked(copy):
         if before is None:
-            with open(path, "xb") as file, open(copy, "rb") as source:
-                shutil.copyfileobj(source, file)
-            shutil.copystat(copy, path)
-        elif stat.S_ISREG(before.st_mode) and _is_text(copy):
-            with open(path, "r+b") as file:  # in place: it keeps its owner, and its other names
-                file.write(_read(copy))
-                file.truncate()
+            _write_new(path, copy)
+        elif not stat.S_ISREG(before.st_mode):
+            raise _in_the_way(before)
+        elif _is_text(copy):
+            _replace_text(path, _read(copy))
+    return False
+
+
+def _in_the_way(status: os.stat_result) -> OSError:
+    kind = "folder" if stat.S_ISDIR(status.st_mode) else "link" if stat.S_ISLNK(status.st_mode) else "file"
+    return OSError(f"there is a {kind} in its place, which stays")
+
+
+def _write_new(path: str, copy: str) -> None:
+    room = os.statvfs(os.path.dirname(path))
+    if os.stat(copy).st_size > room.f_bavail * room.f_frsize:  # its holes would be written as zeros
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with open(path, "xb") as file, open(copy, "rb") as source:
+        try:
+            shutil.copyfileobj(source, file)
+            file.flush()
+        except OSError:
+            os.unlink(path)
+            raise
+    with suppress(OSError):
+        shutil.copystat(copy, path)
+
+
+def _replace_text(path: str, text: bytes) -> None:
+    """Replace what a file holds, in place: it keeps its owner, and its other names."""
+    with open(path, "r+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            os.posix_fallocate(file.fileno(), 0, len(text))  # there is room for all of it, or for nothing
+        except OSError:
+            file.truncate(size)
+            raise
+        while text:
+            text = text[file.write(text) :]
+        file.truncate()
 
 
 def remove_tree(path: str) -> None:
