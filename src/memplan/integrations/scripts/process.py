@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -100,33 +100,38 @@ def _run(request: Request) -> _Ended:
 
 def _supervised(request: Request) -> _Ended:
     """Run it below a supervisor, which ends with this process, however this one ends."""
-    answers, answer = os.pipe()
-    reports, report = os.pipe()
-    job = Job(
-        tuple(_command()), _protections(request), not request.writes, request.writes and not request.really,
-        request.limit + _LATER, report, f"/dev/fd/{answer}", os.getpid(),
-    )  # fmt: skip
-    start = f"import sys; sys.path.insert(0, {_home()!r}); {_SUPERVISOR}"
-    try:
+    with _pipe() as (answered, answer), _pipe() as (told, report):
+        job = Job(
+            tuple(_command()), _protections(request), not request.writes, request.writes and not request.really,
+            request.limit + _LATER, report.fileno(), f"/dev/fd/{answer.fileno()}", os.getpid(),
+        )  # fmt: skip
+        start = f"import sys; sys.path.insert(0, {_home()!r}); {_SUPERVISOR}"
         process = _popen(
             [sys.executable, "-I", "-c", start, json.dumps(dataclasses.asdict(job))], request,
-            pass_fds=(answer, report), start_new_session=True,
+            pass_fds=(answer.fileno(), report.fileno()), start_new_session=True,
         )  # fmt: skip
-    finally:
-        os.close(answer)
-        os.close(report)
-    with open(reports, "rb") as told, open(answers, "rb") as answered, process:
-        found, report_text = _Tail(answered, None, MOST), _Tail(told, None, MOST)
-        out, err = _streams(process, request)
-        try:
-            _send(process, request)
-            process.wait()
-        except BaseException:
-            process.terminate()  # it ends all that is below it
-            raise
-        outcome = json.loads(report_text.text or '{"protection": "none", "status": 9}')
-        pairs = {name: tuple(map(tuple, outcome.get(name, ()))) for name in ("reasons", "unwritten")}
-        return _Ended(Outcome(**{**outcome, **pairs}), found.data, out, err)
+        answer.close()
+        report.close()
+        with process:
+            found, report_text = _Tail(answered, None, MOST), _Tail(told, None, MOST)
+            out, err = _streams(process, request)
+            try:
+                _send(process, request)
+                process.wait()
+            except BaseException:
+                process.terminate()  # it ends all that is below it
+                raise
+            outcome = json.loads(report_text.text or '{"protection": "none", "status": 9}')
+            pairs = {name: tuple(map(tuple, outcome.get(name, ()))) for name in ("reasons", "unwritten")}
+            return _Ended(Outcome(**{**outcome, **pairs}), found.data, out, err)
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a pipe and close what is open of it in the end."""
+    ends = os.pipe()
+    with open(ends[0], "rb") as reads, open(ends[1], "wb", buffering=0) as writes:
+        yield reads, writes
 
 
 def _alone(request: Request) -> _Ended:

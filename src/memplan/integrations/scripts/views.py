@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from memplan.errors import StepError
 from memplan.integrations.scripts.effects import Effects
 from memplan.integrations.scripts.redirected_files import RedirectedFiles
 from memplan.integrations.scripts.sandbox.messages import NEXT, Change, Changes
@@ -43,13 +44,20 @@ class OverlaidView(View):
     def changes(self) -> Changes:
         """Have the overlays laid anew, and return what was written to those of the run that has ended."""
         folder = os.getcwd()
-        os.write(self._control, NEXT)
         answer = b""
-        while not answer.endswith(b"\n"):
-            block = os.read(self._control, 1 << 16)
-            if not block:
-                return Changes()
-            answer += block
+        try:
+            os.write(self._control, NEXT)
+            while not answer.endswith(b"\n"):
+                block = os.read(self._control, 1 << 16)
+                if not block:
+                    return Changes()
+                answer += block
+        except OSError as error:
+            raise StepError(
+                f"the script closed the descriptor on which memplan asks for its files ({error})",
+                expected="a script that closes its own descriptors",
+                do="Close them with os.close or os.closerange, which leave memplan's open",
+            ) from None
         os.chdir(folder if os.path.isdir(folder) else "/")  # into the new overlay
         changes = json.loads(answer)
         return Changes(tuple(Change(**row) for row in changes["rows"]), changes["more"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -330,6 +331,32 @@ for number in range(600):
     assert done.outcome.room is not None, done.err
     assert 30 << 20 < done.outcome.room <= 32 << 20
     assert not done.outcome.over
+
+
+@pytest.mark.parametrize("protection", KERNELS)
+@pytest.mark.parametrize(
+    "lock", ["fcntl.flock(file, fcntl.LOCK_EX)", "fcntl.lockf(file, fcntl.LOCK_SH)", "fcntl.fcntl(file, 1024, 0)"]
+)
+def test_locks_of_files_keep_nobody_waiting(
+    protection: str, lock: str, tmp_path: Path, available: dict[str, bool]
+) -> None:
+    _need(available, protection)
+    (tmp_path / "data").touch()
+    code = f"""
+import fcntl, time
+file = open("data")
+try: {lock}
+except OSError: pass
+print("up", flush=True)
+time.sleep(2)
+"""
+
+    def lock_it(process: subprocess.Popen[str]) -> None:
+        with open(tmp_path / "data", "r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    assert run(code, tmp_path, kernel=KERNELS[protection], stop=lock_it).outcome.protection == protection
 
 
 def test_an_answer_that_is_not_read_holds_nothing_up(tmp_path: Path, available: dict[str, bool]) -> None:

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from memplan.integrations.scripts.sandbox import call_filter, kernel
+from memplan.integrations.scripts.sandbox.devices import device_names
 from memplan.integrations.scripts.sandbox.overlay import Tree, cloned, mount_points
 
 _ALL = kernel.NEW_USER | kernel.NEW_MOUNTS | kernel.NEW_PID | kernel.NEW_IPC | kernel.NEW_UTS
 _EVERY_NUMBER = "0 0 4294967295"
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_CARDS = ("nvidia", "kfd", "dri", "dxg", "accel")
-"""Beginnings of the names of GPUs' device files."""
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
           "ptmx": "pts/ptmx"}  # fmt: skip
 _SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
@@ -164,8 +162,7 @@ def _lay(inside: Inside, clones: Mapping[str, str], failures: int) -> None:
 
 
 def _make_devices(folder: str) -> None:
-    names = [name for name in os.listdir("/dev") if name in _DEVICES or name.startswith(_CARDS)]
-    for name in names:
+    for name in device_names():
         if os.path.isdir(f"/dev/{name}"):
             os.mkdir(f"{folder}/{name}")
         else:
