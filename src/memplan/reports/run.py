@@ -77,7 +77,7 @@ def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[Render
         yield ""
         yield page.rows(facts.held, fields, min(top, _ROWS) if top else 0)
     if facts.unlisted:
-        yield Text(f"{facts.unlisted:,} more changes are not listed.")
+        yield Text(f"At least {facts.unlisted:,} more are not listed.")
 
 
 def _ended(facts: Facts) -> str:

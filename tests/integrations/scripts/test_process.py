@@ -277,6 +277,13 @@ def test_a_script_works_in_a_folder_that_it_made(tmp_path: Path, kernel: Callabl
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
+def test_deep_folders_cost_no_more_than_flat_ones(tmp_path: Path) -> None:
+    deep = "import os\nfor _ in range(1500): os.mkdir('deeper'); os.chdir('deeper')\nos.chdir('/')\n"
+    done = _command(tmp_path, deep + LOOP, "--limit", "30")
+    assert done.returncode == 0, done.stderr
+    assert "At least 1 more are not listed." in done.stdout
+
+
 CLOSES = {
     "os.closerange(3, 1024)": "",
     "[os.close(number) for number in map(int, os.listdir('/dev/fd')) if number > 2]": "",

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from memplan import _torch
+from memplan.integrations.scripts.working_folder import working_folder
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _DEVICES = ("/dev/", "/proc/")
@@ -86,7 +87,7 @@ class RedirectedFiles:
         shadow = self._shadow(real)
         if _is_there(shadow) or _is_file(os.path.dirname(shadow)) or self._is_gone(real):
             return shadow
-        return real if self._is_own(_getcwd()) else path
+        return real if self._is_own(working_folder()) else path
 
     def written(self, path: Any, *, copy: bool, silent: bool = False) -> Any:
         """Return where a file is to be written; with what it holds until now, if ``copy``."""
@@ -202,7 +203,7 @@ class RedirectedFiles:
 
     def _folder_now(self) -> str:
         """Return the working folder as the script sees it: it may have made that folder itself."""
-        folder, root = _getcwd(), self._shadow("")
+        folder, root = working_folder(), self._shadow("")
         return folder[len(root) :] if folder.startswith(root + os.sep) else folder
 
     def _changing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,7 +311,7 @@ class _Entries:
 
 # of the real file system, whatever stands over it
 _open, _listdir, _rmtree, _lstat, _stat = builtins.open, os.listdir, shutil.rmtree, os.lstat, os.stat
-_rmdir, _chdir, _getcwd = os.rmdir, os.chdir, os.getcwd
+_rmdir, _chdir = os.rmdir, os.chdir
 
 
 def _error(number: int, path: Any) -> OSError:
