@@ -95,9 +95,9 @@ _write_all, _exit, _close, _close_range = os.write, os._exit, os.close, os.close
 def _keep_open(*kept: int) -> None:
     """Let a script close every descriptor that there is, as a daemon does when it begins, but these."""
 
-    def close(descriptor: int) -> None:
-        if descriptor not in kept:
-            _close(descriptor)
+    def close(fd: int) -> None:
+        if fd not in kept:
+            _close(fd)
 
     def close_range(low: int, high: int, /) -> None:
         for descriptor in sorted(kept):

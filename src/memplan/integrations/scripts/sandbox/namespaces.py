@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from memplan.integrations.scripts.sandbox import call_filter, kernel
 from memplan.integrations.scripts.sandbox.devices import device_names
-from memplan.integrations.scripts.sandbox.overlay import Tree, cloned, mount_points
+from memplan.integrations.scripts.sandbox.overlay import Tree, cloned, folders_above, mount_points
 
 _ALL = kernel.NEW_USER | kernel.NEW_MOUNTS | kernel.NEW_PID | kernel.NEW_IPC | kernel.NEW_UTS
 _EVERY_NUMBER = "0 0 4294967295"
@@ -123,13 +123,13 @@ def _clone(scratch: str) -> dict[str, str]:
     except OSError:
         return {}
     os.mkdir(scratch)
-    mounts = mount_points()
+    mounts = mount_points() | {scratch}
     kernel.mount("tmpfs", scratch, "tmpfs", kernel.NO_SUID)
-    try:
-        return cloned(mounts | {scratch}, scratch)
-    except OSError:  # root of a user namespace
-        kernel.unmount(scratch)
-        return {}
+    clones = cloned(mounts, scratch)
+    if {*folders_above(scratch)} - {*clones} == {"/"}:
+        return clones
+    kernel.unmount(scratch)  # a mount itself, below which others cannot have an overlay
+    return {}
 
 
 def _lay(inside: Inside, clones: Mapping[str, str], failures: int) -> None:

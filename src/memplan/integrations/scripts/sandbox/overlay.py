@@ -245,27 +245,29 @@ def mount_points() -> set[str]:
 
 
 def cloned(mounts: set[str], scratch: str) -> dict[str, str]:
-    """Clone the mounts of folders that have others below them, without those. Raises OSError: for all but root.
+    """Clone the mounts of folders that have others below them, without those.
 
     Args:
         mounts: paths of all mounts.
         scratch: a folder for the clones.
 
     Returns:
-        Each folder -> its clone.
+        Each folder -> its clone, where there may be one: all of root's, but for file systems that let nobody in.
     """
     clones = dict[str, str]()
-    for path in sorted({path for mount in mounts for path in _above(mount)} - {"/"}):
+    for number, path in enumerate(sorted({path for mount in mounts for path in folders_above(mount)} - {"/"})):
         if not _is_below(path, *_OWN):
-            clones[path] = f"{scratch}/{len(clones)}"
-            os.makedirs(clones[path])
-            kernel.mount(path, clones[path], flags=kernel.BIND)
+            clone = f"{scratch}/{number}"
+            os.mkdir(clone)
+            with suppress(OSError):
+                kernel.mount(path, clone, flags=kernel.BIND)
+                clones[path] = clone
     return clones
 
 
-def _above(path: str) -> list[str]:
-    """Return the folders above a path."""
-    return [] if path == "/" else [os.path.dirname(path), *_above(os.path.dirname(path))]
+def folders_above(path: str) -> list[str]:
+    """Return the folders above a path, up to the root folder."""
+    return [] if path == "/" else [os.path.dirname(path), *folders_above(os.path.dirname(path))]
 
 
 def _is_below(path: str, *folders: str) -> bool:
@@ -276,7 +278,7 @@ def _is_below(path: str, *folders: str) -> bool:
 def _next_below(folder: str, mounts: set[str]) -> list[str]:
     """Return the mounts below a folder that are not below others there."""
     below = [mount for mount in mounts if mount != folder and _is_below(mount, folder)]
-    return sorted(mount for mount in below if not any(_is_below(above, *below) for above in _above(mount)))
+    return sorted(mount for mount in below if not any(_is_below(above, *below) for above in folders_above(mount)))
 
 
 def _quoted(path: str) -> str:
