@@ -57,7 +57,8 @@ def test_batches_and_lines(explanation: Explanation) -> None:
 def test_what_was_held_back(explanation: Explanation) -> None:
     path = os.path.join(os.getcwd(), "runs", "log.txt")
     held = (Held("file", path, "train.py:3", 4), Held("network", "example.org", None))
-    text = _printed(replace(FACTS, held=held), explanation)
+    text = _printed(replace(FACTS, held=held, unlisted=1234), explanation)
+    assert "At least 1,234 more are not listed." in text
     assert f"{os.path.join('runs', 'log.txt')} written 4 times train.py:3" in text
     assert "example.org connected to -" in text
 

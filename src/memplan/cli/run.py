@@ -129,7 +129,7 @@ def command(
         print_run(str(ran.command), ran.facts, explanation, top=top, beside=beside)
     for message in not_run(given["places"], explanation.lines):
         click.echo(f"memplan: {message}", err=True)
-    return warn_of_branches(explanation) or int(does_not_fit(explanation))
+    return warn_of_branches(explanation) or int(does_not_fit(explanation) or bool(ran.facts.unwritten))
 
 
 def _beside(request: Request, ran: Ran, settings: str | None) -> Beside:
@@ -178,7 +178,7 @@ def run(request: Request) -> Ran:
 
     with progress(f"{'running' if request.really else 'recording'} {request.command.name}"):
         try:
-            return run_script(request)
+            return run_script(request, lambda line: click.echo(f"memplan: {printable(line)}", err=True))
         except ScriptEnded as error:
             for line in error.said.splitlines():
                 click.echo(printable(line), err=True)

@@ -76,6 +76,8 @@ def _script_facts(command: str, facts: Facts, page: Page, top: int) -> Iterator[
         ]
         yield ""
         yield page.rows(facts.held, fields, min(top, _ROWS) if top else 0)
+    if facts.unlisted:
+        yield Text(f"At least {facts.unlisted:,} more are not listed.")
 
 
 def _ending(facts: Facts) -> str:

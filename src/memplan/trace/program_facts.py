@@ -62,6 +62,10 @@ class Facts:
     """Whether it ran for real."""
     protection: str = ""
     """What kept its effects from the system: namespaces, landlock, none."""
+    unlisted: int = 0
+    """Effects beyond those in ``held``, of which only so many are listed."""
+    unwritten: tuple[tuple[str, str], ...] = ()
+    """Files that it was allowed to write, and that could not be written, with why."""
 
     @property
     def batch_size(self) -> int | None:

@@ -251,6 +251,63 @@ def test_allowed_writes_never_touch_checkpoints(tmp_path: Path, monkeypatch: pyt
     assert {one.kind for one in ran.facts.held} == {"checkpoint", "removed"}
 
 
+def test_files_that_could_not_be_written_are_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    text = "import os\nos.rmdir('runs'); open('runs', 'w').write('x'); open('a.txt', 'w').write('x')\n"
+    for ending, code in ((LOOP, 1), ("raise SystemExit(3)\n", 3)):
+        done = _command(tmp_path, text + ending, "--allow-writes")
+        assert done.returncode == code
+        assert f"memplan: {tmp_path}/runs was not written: there is a folder in its place, which stays" in done.stderr
+        assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "x"
+
+
+HYDRA = """
+import os
+os.makedirs("outputs/x"); os.chdir("outputs/x")
+with open("log.txt", "w") as file: file.write("x")
+assert (open("log.txt").read(), os.listdir(), open("../../script.py").read(10)) == ("x", ["log.txt"], "\\nimport to")
+"""
+
+
+@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
+def test_a_script_works_in_a_folder_that_it_made(tmp_path: Path, kernel: Callable[[], None] | None) -> None:
+    done = _command(tmp_path, LOOP.replace("print", HYDRA + "print", 1), kernel=kernel)
+    assert done.returncode == 0, done.stderr
+    assert "outputs/x/log.txt" in done.stdout.rpartition("Held back")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_deep_folders_cost_no_more_than_flat_ones(tmp_path: Path) -> None:
+    deep = "import os\nfor _ in range(1500): os.mkdir('deeper'); os.chdir('deeper')\nos.chdir('/')\n"
+    done = _command(tmp_path, deep + LOOP, "--limit", "30")
+    assert done.returncode == 0, done.stderr
+    assert "At least 1 more are not listed." in done.stdout
+
+
+CLOSES = {
+    "os.closerange(3, 1024)": "",
+    "[os.close(number) for number in map(int, os.listdir('/dev/fd')) if number > 2]": "",
+    "import ctypes; [ctypes.CDLL(None).close(number) for number in range(3, 99)]": "closed the descriptor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", CLOSES)
+def test_a_script_may_close_all_descriptors(tmp_path: Path, code: str) -> None:
+    text = f"import os\ntry: {code}\nexcept OSError: pass\n" + LOOP
+    done = _command(tmp_path, text)
+    assert done.returncode == (2 if CLOSES[code] else 0), done.stderr
+    assert CLOSES[code] in done.stderr
+
+
+def test_a_supervisor_that_cannot_start_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = _written(tmp_path, LOOP)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    before = os.listdir("/dev/fd")
+    with pytest.raises(FileNotFoundError):
+        run_script(Request(command, device="cpu"))
+    assert os.listdir("/dev/fd") == before
+
+
 @pytest.mark.parametrize(("options", "way_out"), [([], "--unprotected"), (["--allow-writes"], "--measure")])
 def test_where_nothing_can_protect_it_asks_before(tmp_path: Path, options: list[str], way_out: str) -> None:
     done = _command(tmp_path, "open('here', 'w')\n" + LOOP, *options, kernel=NEITHER)

@@ -40,6 +40,18 @@ def _write(path: Path, mode: str, text: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def _inside(folder: Path, text: str) -> Any:
+    """Work in a folder, by relative paths."""
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        Path("b").write_text(text, encoding="utf-8")
+        there = os.path.basename(os.getcwd()), sorted(os.listdir()), sorted(os.listdir("..")), Path("b").read_text()
+        return *there, os.path.exists("../folder/a"), Path.cwd() == folder, os.path.isfile("../a")
+    finally:
+        os.chdir(here)
+
+
 ACTIONS: dict[str, Callable[[Path, Path, str], Any]] = {
     "write": lambda at, to, text: _write(at, "w", text),
     "append": lambda at, to, text: _write(at, "a", text),
@@ -57,6 +69,7 @@ ACTIONS: dict[str, Callable[[Path, Path, str], Any]] = {
     "list": lambda at, to, text: sorted(os.listdir(at)),
     "scan": lambda at, to, text: sorted(entry.name for entry in os.scandir(at)),
     "rmtree": lambda at, to, text: shutil.rmtree(at) if at.is_dir() else None,
+    "inside": lambda at, to, text: _inside(at, text),
     "size": lambda at, to, text: os.stat(at).st_size if at.is_file() else None,
 }
 
@@ -129,3 +142,23 @@ def test_descriptors_are_held_too(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             os.open(tmp_path / "lock", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_what_is_in_a_pipe_stays_for_its_reader(tmp_path: Path) -> None:
+    world, pipe = tmp_path / "world", tmp_path / "pipe"
+    world.mkdir()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    os.write(writer, b"theirs")
+    with RedirectedFiles(str(world), _ignore).over_all():
+        own = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        assert os.read(own, 99) == b""
+        with open(pipe, "wb", buffering=0) as file:
+            file.write(b"own")
+            assert os.read(own, 99) == b"own"
+        os.close(own)
+    assert os.read(reader, 99) == b"theirs"
+    os.close(reader)
+    os.close(writer)

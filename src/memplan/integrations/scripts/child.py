@@ -48,6 +48,7 @@ def answer(text: str) -> NoReturn:
         request = replace(request, contribute=os.path.join(setting.temporary, "contributed.json"))
     # opened before the script can stand in the way
     channel = os.open(setting.answer, os.O_WRONLY)
+    _keep_open(channel, *([] if setting.control is None else [setting.control]))
     view = _protected(request, setting)
 
     def give_up(error: MemplanError) -> NoReturn:
@@ -88,13 +89,34 @@ def _start_cuda() -> None:
 
 
 # of the real file system: a script may be in the middle of its run, when others stand in their place
-_write_all, _exit = os.write, os._exit
+_write_all, _exit, _close, _close_range = os.write, os._exit, os.close, os.closerange
+
+
+def _keep_open(*kept: int) -> None:
+    """Let a script close every descriptor that there is, as a daemon does when it begins, but these."""
+
+    def close(fd: int) -> None:
+        if fd not in kept:
+            _close(fd)
+
+    def close_range(low: int, high: int, /) -> None:
+        for descriptor in sorted(kept):
+            if low <= descriptor < high:
+                _close_range(low, descriptor)
+                low = descriptor + 1
+        _close_range(low, high)
+
+    os.close, os.closerange = close, close_range
 
 
 def _write(channel: int, text: str) -> None:
     data, written = text.encode("utf-8", "replace"), 0
-    while written < len(data):
-        written += _write_all(channel, data[written:])
+    try:
+        while written < len(data):
+            written += _write_all(channel, data[written:])
+    except OSError as error:
+        print(f"the script closed the descriptor on which memplan answers ({error})", file=sys.stderr, flush=True)
+        _exit(1)
 
 
 def _end() -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.sandbox.messages import Change
+from memplan.integrations.scripts.working_folder import working_folder
 from memplan.trace.program_facts import Held, HeldKind
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -94,7 +95,11 @@ class Effects:
 
 
 def _plain(path: str) -> str:
-    return os.path.abspath(path)
+    """Return an absolute path; a relative one in a folder whose own path is longer than paths can be."""
+    try:
+        return os.path.normpath(path if os.path.isabs(path) else os.path.join(working_folder(), path))
+    except OSError:
+        return os.path.normpath(path)
 
 
 def _is_below(path: str, folder: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from memplan.integrations.scripts.sandbox import call_filter, kernel
+from memplan.integrations.scripts.sandbox.devices import device_names
 
 # bits of LANDLOCK_ACCESS_FS, with the version of the interface that has them: landlock(7)
 _WRITE_FILE = 1 << 1
@@ -12,8 +13,6 @@ _REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))
 _MOVE, _TRUNCATE = 1 << 13, 1 << 14
 _SCOPE_SIGNALS, _SCOPE_ABSTRACT_SOCKETS = 2, 1
 _MOVES, _TRUNCATES, _SCOPES = 2, 3, 6
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_CARDS = ("nvidia", "kfd", "dri", "dxg", "accel")
 
 
 def refuse_effects(folder: str) -> None:
@@ -25,7 +24,7 @@ def refuse_effects(folder: str) -> None:
     version = kernel.landlock_version()
     whole_files = _WRITE_FILE | (_TRUNCATE if version >= _TRUNCATES else 0)
     rights = whole_files | _REMOVE_AND_MAKE | (_MOVE if version >= _MOVES else 0)
-    devices = [f"/dev/{name}" for name in os.listdir("/dev") if name in _DEVICES or name.startswith(_CARDS)]
+    devices = [f"/dev/{name}" for name in device_names()]
     allowed = [(path, rights if os.path.isdir(path) else whole_files) for path in (folder, *devices)]
     scopes = _SCOPE_SIGNALS | _SCOPE_ABSTRACT_SOCKETS if version >= _SCOPES else 0
     kernel.drop_capabilities()

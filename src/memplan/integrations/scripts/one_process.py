@@ -69,7 +69,7 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
         stack.enter_context(_torch.own_process_groups(fake=not values))
         for owner, new in (
             (multiprocessing.process.BaseProcess, {"start": refuse}),
-            (os, {"fork": refuse}),
+            (os, {"fork": refuse} if hasattr(os, "fork") else {}),
             (BaseContext, {"Pool": lambda _, *args, **kwargs: _Pool(*args, **kwargs)}),
             (multiprocessing, {"Pool": _Pool}),
             (concurrent.futures, {"ProcessPoolExecutor": _Executor}),

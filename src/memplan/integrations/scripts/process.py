@@ -17,11 +17,13 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from memplan._bytes import format_bytes
 from memplan._json import Unreadable
 from memplan.errors import MemplanError, StepError, UsageError
 from memplan.integrations.scripts.answer import MOST, read_answer
@@ -37,8 +39,12 @@ _LAST = 64 << 10
 """Bytes of what a script printed that are kept: the last ones."""
 
 
-def run_script(request: Request) -> Ran:
+def run_script(request: Request, told: Callable[[str], None] = lambda _: None) -> Ran:
     """Run a script in a process of its own and return its steps.
+
+    Args:
+        request: what to run, and how.
+        told: called with a line for each file that it was allowed to write, and that could not be written.
 
     Raises:
         InputError: there is no such script.
@@ -51,6 +57,12 @@ def run_script(request: Request) -> Ran:
     outcome, said = ended.outcome, ended.err.text
     if outcome.protection is None:
         raise _unprotected(outcome, request)
+    for path, reason in outcome.unwritten:
+        told(f"{path} was not written: {reason}")
+    if outcome.unwritten_more:
+        told(f"{outcome.unwritten_more:,} more files were not written")
+    if outcome.room is not None:
+        raise _full(request.command, outcome.room, said)
     if not ended.answer:
         raise _ended(request.command, outcome, said)
     try:
@@ -67,7 +79,8 @@ def run_script(request: Request) -> Ran:
     if request.contribute is not None and contributed is not None:
         Path(request.contribute).write_text(contributed, encoding="utf-8")
     lines = 0 if request.shows else ended.out.lines + ended.err.lines
-    return replace(ran, facts=replace(ran.facts, lines=lines, protection=outcome.protection))
+    facts = replace(ran.facts, lines=lines, protection=outcome.protection, unwritten=outcome.unwritten)
+    return replace(ran, facts=facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,33 +100,38 @@ def _run(request: Request) -> _Ended:
 
 def _supervised(request: Request) -> _Ended:
     """Run it below a supervisor, which ends with this process, however this one ends."""
-    answers, answer = os.pipe()
-    reports, report = os.pipe()
-    job = Job(
-        tuple(_command()), _protections(request), not request.writes, request.writes and not request.really,
-        request.limit + _LATER, report, f"/dev/fd/{answer}", os.getpid(),
-    )  # fmt: skip
-    start = f"import sys; sys.path.insert(0, {_home()!r}); {_SUPERVISOR}"
-    try:
+    with _pipe() as (answered, answer), _pipe() as (told, report):
+        job = Job(
+            tuple(_command()), _protections(request), not request.writes, request.writes and not request.really,
+            request.limit + _LATER, report.fileno(), f"/dev/fd/{answer.fileno()}", os.getpid(),
+        )  # fmt: skip
+        start = f"import sys; sys.path.insert(0, {_home()!r}); {_SUPERVISOR}"
         process = _popen(
             [sys.executable, "-I", "-c", start, json.dumps(dataclasses.asdict(job))], request,
-            pass_fds=(answer, report), start_new_session=True,
+            pass_fds=(answer.fileno(), report.fileno()), start_new_session=True,
         )  # fmt: skip
-    finally:
-        os.close(answer)
-        os.close(report)
-    with open(reports, "rb") as told, open(answers, "rb") as answered, process:
-        found, report_text = _Tail(answered, None, MOST), _Tail(told, None)
-        out, err = _streams(process, request)
-        try:
-            _send(process, request)
-            process.wait()
-        except BaseException:
-            process.terminate()  # it ends all that is below it
-            raise
-        outcome = json.loads(report_text.text or '{"protection": "none", "status": 9}')
-        reasons = tuple((name, why) for name, why in outcome.get("reasons", ()))
-        return _Ended(Outcome(**{**outcome, "reasons": reasons}), found.data, out, err)
+        answer.close()
+        report.close()
+        with process:
+            found, report_text = _Tail(answered, None, MOST), _Tail(told, None, MOST)
+            out, err = _streams(process, request)
+            try:
+                _send(process, request)
+                process.wait()
+            except BaseException:
+                process.terminate()  # it ends all that is below it
+                raise
+            outcome = json.loads(report_text.text or '{"protection": "none", "status": 9}')
+            pairs = {name: tuple(map(tuple, outcome.get(name, ()))) for name in ("reasons", "unwritten")}
+            return _Ended(Outcome(**{**outcome, **pairs}), found.data, out, err)
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a pipe and close what is open of it in the end."""
+    ends = os.pipe()
+    with open(ends[0], "rb") as reads, open(ends[1], "wb", buffering=0) as writes:
+        yield reads, writes
 
 
 def _alone(request: Request) -> _Ended:
@@ -263,16 +281,29 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _stood(command: Command, said: str) -> str | None:
+    """Return the script's line in the traceback that its process wrote when it was to end."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', said)
+    return next((f"{file}:{line}" for file, line in frames if file.startswith(command.folder)), None)
+
+
+def _full(command: Command, room: int, said: str) -> StepError:
+    return StepError(
+        f"{command.name} wrote more than {format_bytes(room)} of files, and was ended",
+        expected="a script that leaves room on the disk: half of it, and at most 20 GiB, is the script's",
+        do="Nothing of it is left. Name a disk with more room: TMPDIR=/path memplan run ...; or write fewer files",
+        where=_stood(command, said),
+    )
+
+
 def _ended(command: Command, outcome: Outcome, said: str) -> MemplanError:
     """Return the error of a process that gave no answer."""
     if outcome.over:
-        frames = re.findall(r'File "([^"]+)", line (\d+)', said)
-        own = [f"{file}:{line}" for file, line in frames if file.startswith(command.folder)]
         return StepError(
             f"{command.name} was not at its second update when its time was over",
             expected="a script that calls a torch.nn.Module, or loads a batch, now and then",
             do="Give it more time: --limit 1200; or run it under python to see what takes so long",
-            where=own[0] if own else None,
+            where=_stood(command, said),
         )
     code = os.waitstatus_to_exitcode(outcome.status or 0)
     how = f"by {_signal_name(-code)}" if code < 0 else f"with exit code {code}"

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from memplan import _torch
+from memplan.integrations.scripts.working_folder import working_folder
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _DEVICES = ("/dev/", "/proc/")
@@ -59,6 +60,11 @@ class RedirectedFiles:
         patches |= {name: self._removing(getattr(os, name)) for name in _REMOVE}
         patches |= {name: self._listing(getattr(os, name)) for name in ("listdir", "scandir")}
         patches |= {"mkdir": self._making(os.mkdir), "open": self._opening_descriptor(os.open)}
+        patches |= {
+            "chdir": self._going,
+            "getcwd": self._folder_now,
+            "getcwdb": lambda: os.fsencode(self._folder_now()),
+        }
         patches |= {name: self._moving(getattr(os, name)) for name in ("rename", "replace")}
         opened = self._opening(builtins.open)
         with ExitStack() as stack:
@@ -79,8 +85,9 @@ class RedirectedFiles:
         if real is None:
             return path
         shadow = self._shadow(real)
-        instead = _is_there(shadow) or _is_file(os.path.dirname(shadow)) or self._is_gone(real)
-        return shadow if instead else path
+        if _is_there(shadow) or _is_file(os.path.dirname(shadow)) or self._is_gone(real):
+            return shadow
+        return real if self._is_own(working_folder()) else path
 
     def written(self, path: Any, *, copy: bool, silent: bool = False) -> Any:
         """Return where a file is to be written; with what it holds until now, if ``copy``."""
@@ -94,7 +101,9 @@ class RedirectedFiles:
             self._parents(real, shadow)
             if not silent:
                 self._note(real)
-            if copy and not self._is_gone(real) and _is_file(real):
+            if _is_pipe(real) and not self._is_gone(real):
+                os.mkfifo(shadow)
+            elif copy and not self._is_gone(real) and _is_file(real):
                 with _open(real, "rb") as source, _open(shadow, "wb") as target:
                     shutil.copyfileobj(source, target)
         return shadow
@@ -107,8 +116,10 @@ class RedirectedFiles:
         if text == ":memory:" or text.startswith("file:"):
             return None
         real = os.path.abspath(text)
-        own = real == self._folder or real.startswith(self._folder + os.sep)
-        return None if own or real.startswith(_DEVICES) else real
+        return None if self._is_own(real) or real.startswith(_DEVICES) else real
+
+    def _is_own(self, path: str) -> bool:
+        return path == self._folder or path.startswith(self._folder + os.sep)
 
     def _shadow(self, real: str) -> str:
         return self._folder + os.sep + "root" + real
@@ -116,6 +127,12 @@ class RedirectedFiles:
     def _is_gone(self, real: str) -> bool:
         """Return whether the script has removed a file, or a folder above it; what it made there since is in ours."""
         return any(real == one or real.startswith(one + os.sep) for one in self._removed)
+
+    def _read_from(self, path: Any) -> Any:
+        """Return what to open for reading; of a pipe, a new one: what is read of another is lost to its readers."""
+        at = self.path_of(path)
+        real = self._absolute(path)
+        return self.written(path, copy=False, silent=True) if real is not None and _is_pipe(at) else at
 
     def _parents(self, real: str, shadow: str) -> None:
         """Make the folders above a file here, if they are there for the script."""
@@ -128,7 +145,7 @@ class RedirectedFiles:
     def _opening(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if not set(mode) & set("wax+"):
-                return plain(self.path_of(file), mode, *args, **kwargs)
+                return plain(self._read_from(file), mode, *args, **kwargs)
             if "x" in mode and self._stands(file):
                 raise _error(errno.EEXIST, file)
             if "r" in mode and not self._stands(file):
@@ -140,7 +157,7 @@ class RedirectedFiles:
     def _opening_descriptor(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             if dir_fd is not None or not flags & _WRITES:
-                return plain(path if dir_fd is not None else self.path_of(path), flags, mode, dir_fd=dir_fd)
+                return plain(path if dir_fd is not None else self._read_from(path), flags, mode, dir_fd=dir_fd)
             if flags & os.O_CREAT and flags & os.O_EXCL and self._stands(path):
                 raise _error(errno.EEXIST, path)
             return plain(self.written(path, copy=not flags & os.O_TRUNC), flags & ~os.O_EXCL, mode)
@@ -179,6 +196,15 @@ class RedirectedFiles:
         """Return the entries of a folder that the script has not removed."""
         gone = {os.path.basename(one) for one in self._removed if os.path.dirname(one) == real}
         return [one for one in entries if str(getattr(one, "name", one)) not in gone]
+
+    def _going(self, path: Any) -> None:
+        real = self._absolute(path)
+        _chdir(path if real is None else real if _is_folder(real) and not self._is_gone(real) else self.path_of(path))
+
+    def _folder_now(self) -> str:
+        """Return the working folder as the script sees it: it may have made that folder itself."""
+        folder, root = working_folder(), self._shadow("")
+        return folder[len(root) :] if folder.startswith(root + os.sep) else folder
 
     def _changing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +311,7 @@ class _Entries:
 
 # of the real file system, whatever stands over it
 _open, _listdir, _rmtree, _lstat, _stat = builtins.open, os.listdir, shutil.rmtree, os.lstat, os.stat
-_rmdir = os.rmdir
+_rmdir, _chdir = os.rmdir, os.chdir
 
 
 def _error(number: int, path: Any) -> OSError:
@@ -303,6 +329,13 @@ def _is_there(path: str) -> bool:
 def _is_folder(path: str) -> bool:
     try:
         return stat.S_ISDIR(_stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_pipe(path: Any) -> bool:
+    try:
+        return stat.S_ISFIFO(_stat(path).st_mode)
     except (OSError, ValueError):
         return False
 

@@ -24,6 +24,7 @@ from memplan.integrations.scripts.loaders import Loaders
 from memplan.integrations.scripts.model_call import CallWatch, ModelCall
 from memplan.integrations.scripts.one_process import in_one_process
 from memplan.integrations.scripts.request import Request, ScriptEnded
+from memplan.integrations.scripts.sandbox.messages import LISTED
 from memplan.integrations.scripts.views import View
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.recording.boundaries import Boundaries
@@ -96,8 +97,11 @@ class Script:
         ):
             run.run()
         self.calls.append(run.calls.call)
-        held = effects.rows(view.changes(), but=view.own, writes=request.writes)
-        self._runs.append((run.steps_made, replace(run.facts(), held=held, really=request.really)))
+        changes = view.changes()
+        held = effects.rows(changes.rows, but=view.own, writes=request.writes)
+        unlisted = changes.more + max(len(held) - LISTED, 0)
+        facts = replace(run.facts(), held=held[:LISTED], unlisted=unlisted, really=request.really)
+        self._runs.append((run.steps_made, facts))
 
 
 class _Run:

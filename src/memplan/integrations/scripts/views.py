@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from memplan.errors import StepError
 from memplan.integrations.scripts.effects import Effects
 from memplan.integrations.scripts.redirected_files import RedirectedFiles
-from memplan.integrations.scripts.sandbox.messages import NEXT, Change
+from memplan.integrations.scripts.sandbox.messages import NEXT, Change, Changes
 
 
 class View:
@@ -26,9 +27,9 @@ class View:
         """Show the files of one run in here."""
         yield
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> Changes:
         """Return what the run that has ended has changed; the next one sees the real files again."""
-        return []
+        return Changes()
 
 
 class OverlaidView(View):
@@ -40,18 +41,26 @@ class OverlaidView(View):
         self._control = control
         self.own = own
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> Changes:
         """Have the overlays laid anew, and return what was written to those of the run that has ended."""
         folder = os.getcwd()
-        os.write(self._control, NEXT)
         answer = b""
-        while not answer.endswith(b"\n"):
-            block = os.read(self._control, 1 << 16)
-            if not block:
-                return []
-            answer += block
+        try:
+            os.write(self._control, NEXT)
+            while not answer.endswith(b"\n"):
+                block = os.read(self._control, 1 << 16)
+                if not block:
+                    return Changes()
+                answer += block
+        except OSError as error:
+            raise StepError(
+                f"the script closed the descriptor on which memplan asks for its files ({error})",
+                expected="a script that closes its own descriptors",
+                do="Close them with os.close or os.closerange, which leave memplan's open",
+            ) from None
         os.chdir(folder if os.path.isdir(folder) else "/")  # into the new overlay
-        return [Change(path, kind) for path, kind in json.loads(answer)]
+        changes = json.loads(answer)
+        return Changes(tuple(Change(**row) for row in changes["rows"]), changes["more"])
 
 
 class RedirectedView(View):
@@ -75,6 +84,6 @@ class RedirectedView(View):
         with RedirectedFiles(tempfile.mkdtemp(dir=self._folder), note).over_all():
             yield
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> Changes:
         """Return what was written to the folder of the run that has ended."""
-        return self._changes
+        return Changes(tuple(self._changes))

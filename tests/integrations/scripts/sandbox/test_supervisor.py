@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ import pytest
 from random_effects import script
 from supervised import HOME, NEITHER, NO_NAMESPACES, has_landlock, has_namespaces, run
 
+from memplan.integrations.scripts.sandbox import kernel
 from memplan.integrations.scripts.sandbox.messages import MARK
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and Landlock are Linux's")
@@ -190,22 +192,30 @@ def test_without_namespaces_nothing_has_run_before_landlock(outside: Outside, av
     assert (done.outcome.protection, done.out) == ("landlock", "ran\n")
 
 
-CHANGES = """
+NEXT_RUN = """
 import os, shutil
-open("new.txt", "w").write("x"); os.remove("config.json"); os.chmod("data", 0o700); os.makedirs("made/inner")
-shutil.rmtree("runs"); os.mkdir("runs"); open("runs/other", "w").write("y"); open("data/a.txt", "a").write("z")
 def next_run():
-    control = setting["control"]
+    control, here = setting["control"], os.getcwd()
     os.write(control, b"n")
     answer = b""
     while not answer.endswith(b"\\n"):
         answer += os.read(control, 65536)
-    return json.loads(answer)
-here, rows = os.getcwd(), next_run()
-os.chdir(here)
-print(json.dumps([[os.path.relpath(path) + "/" * path.endswith("/"), kind] for path, kind in rows]))
-print(sorted(os.listdir(".")), open("data/a.txt").read(), next_run())
+    os.chdir(here)
+    changes = json.loads(answer)
+    rows = [[os.path.relpath(row["path"]) + "/" * row["path"].endswith("/"), row["kind"]] for row in changes["rows"]]
+    print(json.dumps(rows))
+    return changes["more"]
 """
+CHANGES = (
+    NEXT_RUN
+    + """
+open("new.txt", "w").write("x"); os.remove("config.json"); os.chmod("data", 0o700); os.makedirs("made/inner")
+shutil.rmtree("runs"); os.mkdir("runs"); open("runs/other", "w").write("y"); open("data/a.txt", "a").write("z")
+next_run()
+print(sorted(os.listdir(".")), open("data/a.txt").read())
+next_run()
+"""
+)
 
 
 def test_changes_are_listed_and_forgotten_at_the_end_of_a_run(outside: Outside, available: dict[str, bool]) -> None:
@@ -213,13 +223,13 @@ def test_changes_are_listed_and_forgotten_at_the_end_of_a_run(outside: Outside, 
     names = sorted(os.listdir(outside.tree))
     done = run(CHANGES, outside.tree)
     assert done.outcome.status == 0, done.err
-    first, second = done.out.splitlines()
+    first, second, third = done.out.splitlines()
     assert {tuple(row) for row in json.loads(first)} == {
         ("new.txt", "file"), ("config.json", "removed"), ("data/", "changed"), ("made/", "file"),
         ("made/inner/", "file"), ("runs/", "removed"), ("runs/", "file"), ("runs/other", "file"),
         ("data/a.txt", "file"),
     }  # fmt: skip
-    assert second == f"{names} precious data/a.txt []"
+    assert (second, third) == (f"{names} precious data/a.txt", "[]")
     outside.check()
 
 
@@ -245,6 +255,121 @@ def test_allowed_writes_are_written_without_checkpoints_and_removals(
     assert (outside.tree / "config.json").read_text() == "changed"
     assert (outside.tree / "runs/last.ckpt").read_text() == "precious runs/last.ckpt"
     assert (outside.tree / "data/a.txt").read_text() == "precious data/a.txt"
+
+
+def test_what_cannot_be_written_is_listed_and_keeps_nothing_else_back(
+    tmp_path: Path, available: dict[str, bool]
+) -> None:
+    _need(available, "namespaces")
+    full = tmp_path / "full"
+    (full / "folder").mkdir(parents=True)
+    (full / "text").write_text("old", encoding="utf-8")
+    (full / "link").symlink_to("text")
+    code = """
+import os, shutil
+os.chdir("full")
+open("b.txt", "w").write("x"); open("z.txt", "w").write("x"); open("text", "w").write("new")
+with open("sparse", "w") as file: file.truncate(1 << 43)
+open("large", "wb").write(bytes(3 << 20))
+os.rmdir("folder"); open("folder", "w").write("x")
+os.remove("link"); open("link", "w").write("x")
+for _ in range(1500):
+    os.mkdir("deeper"); os.chdir("deeper")
+"""
+
+    done = run(code, tmp_path, commit=True, own_network=False)
+    assert done.outcome.status == 0, done.err
+    reasons = {os.path.relpath(path, full): reason for path, reason in done.outcome.unwritten}
+    assert reasons.pop(next(path for path in reasons if "deeper/" in path)) == "File name too long"
+    assert reasons == {
+        "sparse": "No space left on device", "folder": "there is a folder in its place, which stays",
+        "link": "there is a link in its place, which stays",
+    }  # fmt: skip
+    assert [(full / name).read_text(encoding="utf-8") for name in ("b.txt", "z.txt", "text")] == ["x", "x", "new"]
+
+
+def test_changes_that_are_not_listed_are_counted(tmp_path: Path, available: dict[str, bool]) -> None:
+    _need(available, "namespaces")
+    code = """
+for number in range(10_100): open(f"{number}.txt", "w").close()
+for _ in range(1500):
+    os.mkdir("deeper"); os.chdir("deeper")
+os.chdir("/tmp")
+print(next_run())
+"""
+    done = run(NEXT_RUN + code, tmp_path)
+    assert done.outcome.status == 0, done.err
+    rows, more = done.out.splitlines()
+    assert len(json.loads(rows)) == 10_000
+    deep = os.pathconf("/", "PC_PATH_MAX") // len("deeper/")
+    assert 10_100 - 10_000 + deep - 100 < int(more) < 10_100 - 10_000 + deep
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")
+@pytest.mark.parametrize("protection", KERNELS)
+def test_a_script_that_fills_the_disk_is_ended(protection: str, tmp_path: Path, available: dict[str, bool]) -> None:
+    _need(available, protection)
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+
+    def small_disk() -> None:
+        kernel.unshare(kernel.NEW_MOUNTS)
+        kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
+        kernel.mount("tmpfs", str(scratch), "tmpfs", options="size=64m")
+        if (deny := KERNELS[protection]) is not None:
+            deny()
+
+    code = """
+import time
+os.makedirs(os.environ["TMPDIR"], exist_ok=True)
+for number in range(600):
+    open(os.path.join(os.environ["TMPDIR"], str(number % 50)), "wb").write(bytes(1 << 20))
+    time.sleep(0.02)
+"""
+    done = run(code, tmp_path, kernel=small_disk, environment={"TMPDIR": str(scratch)})
+    assert done.outcome.protection == protection
+    assert done.outcome.room is not None, done.err
+    assert 30 << 20 < done.outcome.room <= 32 << 20
+    assert not done.outcome.over
+
+
+@pytest.mark.parametrize("protection", KERNELS)
+@pytest.mark.parametrize(
+    "lock", ["fcntl.flock(file, fcntl.LOCK_EX)", "fcntl.lockf(file, fcntl.LOCK_SH)", "fcntl.fcntl(file, 1024, 0)"]
+)
+def test_locks_of_files_keep_nobody_waiting(
+    protection: str, lock: str, tmp_path: Path, available: dict[str, bool]
+) -> None:
+    _need(available, protection)
+    (tmp_path / "data").touch()
+    code = f"""
+import fcntl, time
+file = open("data")
+try: {lock}
+except OSError: pass
+print("up", flush=True)
+time.sleep(2)
+"""
+
+    def lock_it(process: subprocess.Popen[str]) -> None:
+        with open(tmp_path / "data", "r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    assert run(code, tmp_path, kernel=KERNELS[protection], stop=lock_it).outcome.protection == protection
+
+
+def test_an_answer_that_is_not_read_holds_nothing_up(tmp_path: Path, available: dict[str, bool]) -> None:
+    _need(available, "namespaces")
+    code = """
+for number in range(5_000): open(f"{number}.txt", "w").close()
+os.write(setting["control"], b"n")
+while True: pass
+"""
+    begin = time.monotonic()
+    done = run(code, tmp_path, seconds=6)
+    assert done.outcome.over
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize("protection", ["namespaces", "landlock", "none"])
@@ -365,3 +490,69 @@ def test_without_root_it_is_the_same(tmp_path: Path, available: dict[str, bool])
         assert (folder / "a.txt").read_text() == "precious"
     finally:
         shutil.rmtree(folder)
+
+
+NESTED = """
+for line in (
+    "open('beside.txt', 'w').write('x')", "os.makedirs('made/inner')", "open('config.json', 'w').write('y')",
+    "open('large', 'r+').write('y')", "open('drive/new', 'w').write('x')", "os.remove('drive/a')",
+    "open('drive/below/inner/new', 'w').write('x')", "open('drive/below/new', 'w').write('x')",
+    "open('drive/below/inner/b', 'a').write('x')", "os.remove('latest')", "shutil.rmtree('data')",
+    "os.rename('made', 'moved')", "os.rename('drive', 'elsewhere')",
+):
+    try: exec(line)
+    except OSError as error: print(line, error.strerror)
+next_run()
+"""
+
+
+def _mount(*pairs: tuple[Path, Path], locked: bool) -> Callable[[], None]:
+    """Return what binds folders on others in a mount namespace. ``locked``: and enters one that cannot undo it."""
+
+    def mount() -> None:
+        number = os.getuid()
+        kernel.unshare(kernel.NEW_MOUNTS)
+        kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
+        for source, target in pairs:
+            kernel.mount(str(source), str(target), flags=kernel.BIND)
+        if locked:
+            kernel.unshare(kernel.NEW_USER | kernel.NEW_MOUNTS)
+            Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/self/{name}").write_text(f"{number} {number} 1", encoding="utf-8")
+
+    return mount
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")
+@pytest.mark.parametrize("locked", [False, True])
+def test_folders_with_mounts_below_them_are_written_to(
+    locked: bool, outside: Outside, available: dict[str, bool]
+) -> None:
+    _need(available, "namespaces")
+    drives = [outside.tree.parent / name for name in ("drive", "inner")]
+    for drive, names in zip(drives, (["a", "below/inner/x"], ["b"]), strict=True):
+        for name in names:
+            (drive / name).parent.mkdir(parents=True, exist_ok=True)
+            (drive / name).write_text("precious", encoding="utf-8")
+    (outside.tree / "drive").mkdir()
+    (outside.tree / "large").write_bytes(bytes(2 << 20))
+    outside.before, before = outside._state(), [_snapshot(drive) for drive in drives]  # pyright: ignore[reportPrivateUsage]
+    mounts = [(drives[0], outside.tree / "drive"), (drives[1], outside.tree / "drive/below/inner")]
+    done = run(NEXT_RUN + NESTED * 2, outside.tree, kernel=_mount(*mounts, locked=locked), protections=("namespaces",))
+    assert done.outcome.status == 0, (done.outcome, done.err)
+    rows = {
+        ("beside.txt", "file"), ("moved/", "file"), ("moved/inner/", "file"), ("config.json", "file"),
+        ("latest", "removed"), ("drive/new", "file"), ("drive/a", "removed"),
+        ("drive/below/inner/new", "file"), ("drive/below/new", "file"), ("drive/below/inner/b", "file"),
+        *([("data/a.txt", "removed"), ("data/deep", "removed")] if locked else []),
+        *([] if locked else [("large", "file"), ("data", "removed")]),
+    }  # fmt: skip
+    large = ["open('large', 'r+').write('y') Read-only file system"]
+    mounted = ["shutil.rmtree('data') Device or resource busy"]
+    lines = done.out.splitlines()
+    for *refused, found in (lines[: len(lines) // 2], lines[len(lines) // 2 :]):
+        assert {tuple(row) for row in json.loads(found)} == rows
+        assert refused == [*((large + mounted) * locked), "os.rename('drive', 'elsewhere') Device or resource busy"]
+    outside.check()
+    assert [_snapshot(drive) for drive in drives] == before

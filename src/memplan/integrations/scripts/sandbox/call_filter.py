@@ -17,7 +17,7 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CALLS = {
     "x86_64": {
         "open": 2, "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "kill": 62, "semget": 64,
-        "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "fcntl": 72,
+        "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "fcntl": 72, "flock": 73,
         "truncate": 76, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "ptrace": 101,
         "rt_sigqueueinfo": 129, "utime": 132, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
         "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
@@ -29,7 +29,8 @@ _CALLS = {
     },
     "aarch64": {
         "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
-        "fcntl": 25, "ioctl": 29, "ioprio_set": 30, "truncate": 45, "fchmod": 52, "fchmodat": 53, "fchownat": 54,
+        "fcntl": 25, "ioctl": 29, "ioprio_set": 30, "flock": 32, "truncate": 45, "fchmod": 52, "fchmodat": 53,
+        "fchownat": 54,
         "fchown": 55, "openat": 56, "utimensat": 88, "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119,
         "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138,
         "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188,
@@ -47,7 +48,7 @@ _EVERYWHERE = {
 }  # fmt: skip
 
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_LOAD, _EQUAL, _AT_LEAST, _RETURN, _AND = 0x20, 0x15, 0x35, 0x06, 0x54
+_LOAD, _JUMP, _EQUAL, _AT_LEAST, _RETURN, _AND = 0x20, 0x05, 0x15, 0x35, 0x06, 0x54
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _X32 = 0x40000000
 """Calls of the second interface of x86_64, from this number on."""
@@ -58,6 +59,8 @@ _CHANGES = (
     *range(0x402C542B, 0x402C542E),  # TCSETS2 and its kin
 )  # fmt: skip
 """Commands of ioctl that change a file or a terminal that is open for reading."""
+_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, and of open file descriptions
+_LEASE = 1024  # F_SETLEASE
 _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: who is sent a signal, and which
 _NO_TRUNCATION = os.O_TRUNC | os.O_WRONLY | os.O_RDWR
 
@@ -95,7 +98,8 @@ def own_network() -> tuple[Rule, ...]:
 def no_effects(*, signals: bool, truncates: bool) -> tuple[Rule, ...]:
     """Return the rules for a process that Landlock alone holds: what Landlock does not know of.
 
-    Changes of mode, owner, times and attributes answer that they were made, as a copy's are of no consequence.
+    Changes of mode, owner, times and attributes answer that they were made, as a copy's are of no consequence; so do
+    locks, which would have others wait.
 
     Args:
         signals: whether signals to other processes have to be refused.
@@ -113,6 +117,7 @@ def no_effects(*, signals: bool, truncates: bool) -> tuple[Rule, ...]:
     rules += [Rule(name, errno.EPERM) for name in refused]
     rules += [Rule("socket", errno.ENETUNREACH), Rule("io_uring_setup", errno.ENOSYS)]
     rules.append(Rule("ioctl", errno.EPERM, 1, _CHANGES))
+    rules += [Rule("flock", 0), Rule("fcntl", 0, 1, _LOCKS), Rule("fcntl", errno.EAGAIN, 1, (_LEASE,))]
     # of processes: 0 is the one that asks; threads of its own ask by number, and it does not matter what they get
     rules.append(Rule("ioprio_set", 0))
     rules += [Rule(f"sched_set{what}", 0, 0, (0,), but=True) for what in ("param", "scheduler", "affinity", "attr")]
@@ -153,12 +158,12 @@ def program_of(rules: tuple[Rule, ...]) -> bytes:
 
 
 def _body(rule: Rule) -> list[tuple[int, int, int, int]]:
-    """Return what follows where the call is the rule's: an answer, in any case, or by an argument's lower half."""
+    """Return what follows where the call is the rule's: its answer, in any case, or by an argument's lower half. Where
+    it is not answered, the next rule follows, which may be of the same call."""
     refuse = (_RETURN, 0, 0, _FAIL | rule.answer)
     if rule.argument is None:
         return [refuse]
-    allow = (_RETURN, 0, 0, _ALLOW)
-    listed, other = (allow, refuse) if rule.but else (refuse, allow)
+    leave = [] if rule.but else [(_JUMP, 0, 0, 1)]
     tests = [(_EQUAL, len(rule.values) - n, 0, value) for n, value in enumerate(rule.values)]
     load = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * rule.argument), (_AND, 0, 0, rule.mask)]
-    return [*load, *tests, other, listed]
+    return [*load, *tests, *leave, refuse, (_LOAD, 0, 0, _NUMBER_AT)]

@@ -15,6 +15,8 @@ TRACEBACK = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 """At which a script's process writes where it stands."""
 SCRATCH = "scratch folder"
 """Name, among the reasons for which nothing was started, of the folder for what a script writes."""
+LISTED = 10_000
+"""Changes that are listed at most."""
 Protection = Literal["namespaces", "landlock", "none"]
 """What holds a script: namespaces with an overlay; Landlock and seccomp alone; nothing, as was asked for."""
 
@@ -26,6 +28,15 @@ class Change:
     path: str
     kind: Literal["file", "removed", "changed", "checkpoint"]
     """Written, or made; removed; its mode, owner or times; a checkpoint of tensors without values."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a script changed in its view."""
+
+    rows: tuple[Change, ...] = ()
+    more: int = 0
+    """How many there are besides: beyond `LISTED`, or with paths too long to be read."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,12 @@ class Outcome:
     """Whether its time was over."""
     reasons: tuple[tuple[str, str], ...] = ()
     """Why a protection could not be had, by its name."""
+    room: int | None = None
+    """Bytes that it could write, if it was ended since it wrote more."""
+    unwritten: tuple[tuple[str, str], ...] = ()
+    """Paths of files that were to be committed and could not be written, with why."""
+    unwritten_more: int = 0
+    """How many there are besides."""
 
 
 @dataclass(frozen=True)

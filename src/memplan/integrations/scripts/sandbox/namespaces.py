@@ -12,18 +12,16 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 from memplan.integrations.scripts.sandbox import call_filter, kernel
-from memplan.integrations.scripts.sandbox.overlay import Tree, mount_points
+from memplan.integrations.scripts.sandbox.devices import device_names
+from memplan.integrations.scripts.sandbox.overlay import Tree, cloned, folders_above, mount_points
 
 _ALL = kernel.NEW_USER | kernel.NEW_MOUNTS | kernel.NEW_PID | kernel.NEW_IPC | kernel.NEW_UTS
 _EVERY_NUMBER = "0 0 4294967295"
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_CARDS = ("nvidia", "kfd", "dri", "dxg", "accel")
-"""Beginnings of the names of GPUs' device files."""
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
           "ptmx": "pts/ptmx"}  # fmt: skip
 _SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
@@ -104,6 +102,7 @@ def _write(path: str, text: str) -> None:
 
 def _enter(inside: Inside, told: int, mapped: int, failures: int) -> None:
     kernel.die_with_parent(signal.SIGKILL)
+    clones = _clone(f"{inside.scratch}/clones")
     kernel.unshare(_ALL | (kernel.NEW_NET if inside.own_network else 0))
     os.write(told, b"1")
     os.close(told)
@@ -111,22 +110,39 @@ def _enter(inside: Inside, told: int, mapped: int, failures: int) -> None:
         raise OSError("numbers of users cannot be mapped")
     second = os.fork()
     if not second:
-        _guarded(failures, lambda: _lay(inside, failures))
+        _guarded(failures, lambda: _lay(inside, clones, failures))
     os.close(failures)
     os.waitpid(second, 0)
 
 
-def _lay(inside: Inside, failures: int) -> None:
+def _clone(scratch: str) -> dict[str, str]:
+    """Return clones of the folders with mounts below them, for root: before the mounts are locked together in here."""
+    try:
+        kernel.unshare(kernel.NEW_MOUNTS)
+        kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
+    except OSError:
+        return {}
+    os.mkdir(scratch)
+    mounts = mount_points() | {scratch}
+    kernel.mount("tmpfs", scratch, "tmpfs", kernel.NO_SUID)
+    clones = cloned(mounts, scratch)
+    if {*folders_above(scratch)} - {*clones} == {"/"}:
+        return clones
+    kernel.unmount(scratch)  # a mount itself, below which others cannot have an overlay
+    return {}
+
+
+def _lay(inside: Inside, clones: Mapping[str, str], failures: int) -> None:
     """Lay the overlays, start the script, follow it. All processes of the namespace end with this one."""
     kernel.die_with_parent(signal.SIGKILL)
     kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
-    mounts = mount_points()
+    mounts = {path for path in mount_points() if not path.startswith(inside.scratch)}
     root = os.path.join(inside.scratch, "view")
     os.mkdir(root)
     kernel.mount("tmpfs", root, "tmpfs", kernel.NO_SUID, "mode=755,size=64m")
     kernel.mount(None, root, flags=kernel.SHARED)
     tree = Tree(root, inside.scratch)
-    tree.build(mounts)
+    tree.build(mounts, clones)
     _make_devices(f"{root}/dev")
     _show_processes(f"{root}/proc")
     kernel.mount("/sys", f"{root}/sys", flags=kernel.BIND | kernel.RECURSIVE)
@@ -146,8 +162,7 @@ def _lay(inside: Inside, failures: int) -> None:
 
 
 def _make_devices(folder: str) -> None:
-    names = [name for name in os.listdir("/dev") if name in _DEVICES or name.startswith(_CARDS)]
-    for name in names:
+    for name in device_names():
         if os.path.isdir(f"/dev/{name}"):
             os.mkdir(f"{folder}/{name}")
         else:

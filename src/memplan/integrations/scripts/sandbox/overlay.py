@@ -1,23 +1,28 @@
 """A copy-on-write view of the file system: overlays over every folder, mounted anew for each run of the script.
 
-An overlay cannot be laid over a folder that has a mount below it, since the mounts of a namespace's owner are locked
-together (mount_namespaces(7)). Such a folder is made anew, with an overlay for each of its folders and its files bound
-read-only; the folder itself is read-only, too, so that nothing in it can be put in the place of another thing. https://docs.kernel.org/filesystems/overlayfs.html
+An overlay cannot be laid over a folder that has a mount below it, since it would show what that mount hides. Root lays
+it over a clone of the folder's own mount. Others cannot clone it, since the mounts of a namespace's owner are locked
+together (mount_namespaces(7)): they lay it over a copy of the folder, with its small files; its large ones are bound
+read-only. What is mounted below is laid on top, with overlays of its own. The root folder cannot be mounted anew for
+another run, and is read-only. https://docs.kernel.org/filesystems/overlayfs.html
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from memplan.integrations.scripts.sandbox import kernel
-from memplan.integrations.scripts.sandbox.messages import MARK, Change
+from memplan.integrations.scripts.sandbox.messages import LISTED, MARK, Change, Changes
 
 _OWN = ("/proc", "/sys", "/dev")
 """Folders that `namespaces` mounts by itself."""
@@ -26,8 +31,20 @@ _OPAQUE = "user.overlay.opaque"
 _SMALL = 1 << 20
 _LONGEST_TEXT = 64 << 20
 """Bytes of a text that replaces one that was there."""
-_MOST = 10_000
-"""Changes that are listed at most."""
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Part:
+    """A folder with an overlay of its own."""
+
+    path: str
+    lower: str
+    """What the overlay is laid over: the folder itself, or its clone or copy."""
+    files: list[str] = field(default_factory=list[str])
+    """Files that are bound read-only on top of it."""
+    mounted: bool = False
+    overlaid: bool = False
 
 
 @dataclass
@@ -41,69 +58,121 @@ class Tree:
 
     root: str
     scratch: str
-    _covered: list[str] = field(default_factory=list[str])
-    """Folders with an overlay."""
+    _parts: list[_Part] = field(default_factory=list[_Part])
+    """A folder comes before those mounted below it."""
     _in_memory: bool = False
     """Whether what is written lies in memory."""
     _runs: int = 0
+    unwritten: dict[str, str] = field(default_factory=dict[str, str])
+    """Path of a file or folder that `commit` could not write -> why."""
 
-    def build(self, mounts: set[str]) -> None:
-        """Make the folders and mount everything. ``mounts``: paths of all others. Raises OSError."""
-        self._make("/", mounts)
+    def build(self, mounts: set[str], clones: Mapping[str, str]) -> None:
+        """Make the folders and mount everything. Raises OSError.
+
+        Args:
+            mounts: paths of all others.
+            clones: of folders with mounts below them, as `cloned` has them.
+        """
+        folders, files = self._copy("/", self.root, most=0)
+        for path in files:
+            self._show_read_only(path)
+        for path in folders:
+            if path not in _OWN:
+                self._plan(path, mounts, clones)
         os.makedirs(f"{self.root}{_SHARED_MEMORY}", mode=0o1777, exist_ok=True)
         if os.path.isdir(_SHARED_MEMORY):
-            self._covered.append(_SHARED_MEMORY)
+            self._parts.append(_Part(_SHARED_MEMORY, _SHARED_MEMORY))
         self._mount()
 
-    def _make(self, folder: str, mounts: set[str]) -> None:
-        """Plan a folder that has a mount below it."""
+    def _plan(self, folder: str, mounts: set[str], clones: Mapping[str, str]) -> None:
+        """Plan the overlays over a folder and over what is mounted below it."""
+        part = _Part(folder, folder)
+        self._parts.append(part)
+        folders = list[str]()
+        if folder in clones:
+            part.lower = clones[folder]
+            for path in _next_below(folder, mounts):
+                (folders if os.path.isdir(path) else part.files).append(path)
+        elif _next_below(folder, mounts) and os.access(folder, os.R_OK | os.X_OK):
+            part.lower = f"{self.scratch}/folders/{len(self._parts)}"
+            os.makedirs(part.lower)
+            folders, part.files = self._copy(folder, part.lower, most=_SMALL)
+        for path in folders:
+            self._plan(path, mounts, clones)
+
+    def _copy(self, folder: str, copy: str, *, most: int) -> tuple[list[str], list[str]]:
+        """Copy what is in a folder: links, files of up to ``most`` bytes, and all others empty.
+
+        Returns:
+            Its folders, and those of its files that have been left empty.
+        """
+        folders, files = list[str](), list[str]()
         for name in sorted(os.listdir(folder)):
-            path = os.path.join(folder, name)
-            inside = f"{self.root}{path}"
+            path, inside = os.path.join(folder, name), os.path.join(copy, name)
             try:
-                mode = os.lstat(path).st_mode
+                status = os.lstat(path)
             except OSError:  # gone since, or a file system that does not answer
                 continue
-            if stat.S_ISLNK(mode):
+            if stat.S_ISLNK(status.st_mode):
                 os.symlink(os.readlink(path), inside)
-            elif not stat.S_ISDIR(mode):
-                self._bind_file(path, inside, mode)
-            else:
+            elif stat.S_ISDIR(status.st_mode):
                 os.mkdir(inside)
-                os.chmod(inside, stat.S_IMODE(mode))
-                if path in _OWN:
-                    continue
-                if any(mount.startswith(path + "/") for mount in mounts) and os.access(path, os.R_OK | os.X_OK):
-                    self._make(path, mounts)
-                else:
-                    self._covered.append(path)
+                os.chmod(inside, stat.S_IMODE(status.st_mode))
+                folders.append(path)
+            elif stat.S_ISREG(status.st_mode):
+                os.close(os.open(inside, os.O_CREAT | os.O_WRONLY, 0o600))
+                try:
+                    if status.st_size > most:
+                        raise OSError("too large")
+                    os.chown(inside, status.st_uid, status.st_gid)
+                    shutil.copy2(path, inside)
+                except OSError:
+                    files.append(path)
+        return folders, files
 
-    def _bind_file(self, path: str, inside: str, mode: int) -> None:
-        if stat.S_ISREG(mode):
-            os.close(os.open(inside, os.O_CREAT | os.O_WRONLY, 0o600))
-            kernel.mount(path, inside, flags=kernel.BIND)
-            kernel.make_read_only(inside)
+    def _show_read_only(self, path: str) -> None:
+        """Bind a file, or a folder with all below it; read-only before it reaches the script's namespace. Raises
+        OSError."""
+        if os.path.isdir(path):
+            between, flags = f"{self.scratch}/folder", kernel.BIND | kernel.RECURSIVE
+            os.makedirs(between, exist_ok=True)
+        else:
+            between, flags = f"{self.scratch}/file", kernel.BIND
+            os.close(os.open(between, os.O_CREAT | os.O_WRONLY, 0o600))
+        kernel.mount(path, between, flags=flags)
+        try:
+            kernel.make_read_only(between)
+            kernel.mount(between, f"{self.root}{path}", flags=kernel.MOVE)
+        except OSError:
+            kernel.unmount(between)
+            raise
 
     def _mount(self) -> None:
-        """Mount a fresh overlay on each covered folder. Raises OSError where the working folder cannot have one."""
+        """Mount a fresh overlay on each folder. Raises OSError where the working folder cannot have one."""
         self._runs += 1
         here = os.getcwd()
-        for number, path in enumerate(list(self._covered)):
-            if not os.path.isdir(path):  # gone since
-                self._covered[number] = ""
+        for number, part in enumerate(self._parts):
+            if not os.path.isdir(part.path):  # gone since
                 continue
+            part.mounted = part.overlaid = True
             try:
-                self._overlay(number, path)
+                self._overlay(number, part)
             except OSError as error:
-                if here == path or here.startswith(path.rstrip("/") + "/"):
-                    raise OSError(f"no overlay can be laid over {path} ({error})") from None
-                self._covered[number] = ""
-                self._show_read_only(path)
+                if _is_below(here, part.path):
+                    raise OSError(f"no overlay can be laid over {part.path} ({error})") from None
+                part.overlaid = False
+                try:  # of a file system that cannot lie below an overlay
+                    self._show_read_only(part.path)
+                except OSError:
+                    kernel.mount("tmpfs", f"{self.root}{part.path}", "tmpfs", kernel.READ_ONLY)
+            for path in part.files:
+                with suppress(OSError):  # gone since
+                    self._show_read_only(path)
 
-    def _overlay(self, number: int, path: str) -> None:
+    def _overlay(self, number: int, part: _Part) -> None:
         upper, work = f"{self._layer(number)}/upper", f"{self._layer(number)}/work"
-        status = os.stat(path)
-        options = f"lowerdir={_quoted(path)},upperdir={_quoted(upper)},workdir={_quoted(work)},userxattr"
+        status = os.stat(part.path)
+        options = f"lowerdir={_quoted(part.lower)},upperdir={_quoted(upper)},workdir={_quoted(work)},userxattr"
         while True:
             os.makedirs(upper)
             os.makedirs(work)
@@ -111,7 +180,7 @@ class Tree:
                 os.chown(upper, status.st_uid, status.st_gid)
             os.chmod(upper, stat.S_IMODE(status.st_mode))
             try:
-                return kernel.mount("overlay", f"{self.root}{path}", "overlay", options=options)
+                return kernel.mount("overlay", f"{self.root}{part.path}", "overlay", options=options)
             except OSError:
                 if self._in_memory or number:
                     raise
@@ -119,21 +188,13 @@ class Tree:
             self._in_memory = True
             kernel.mount("tmpfs", f"{self.scratch}/layers", "tmpfs", kernel.NO_SUID)
 
-    def _show_read_only(self, path: str) -> None:
-        """Show a folder of a file system that cannot lie below an overlay, or an empty one where that fails, too."""
-        try:
-            kernel.mount(path, f"{self.root}{path}", flags=kernel.BIND | kernel.RECURSIVE)
-            kernel.make_read_only(f"{self.root}{path}")
-        except OSError:
-            kernel.mount("tmpfs", f"{self.root}{path}", "tmpfs", kernel.READ_ONLY)
-
     def renew(self) -> None:
         """Forget what was written: the next run sees the real files again. Raises OSError."""
-        for number, path in enumerate(self._covered):
-            if path:
-                kernel.unmount(f"{self.root}{path}")
-            remove_tree(self._layer(number))
-        self._covered = [path for path in self._covered if path]
+        for part in reversed(self._parts):
+            if part.mounted:
+                kernel.unmount(f"{self.root}{part.path}")
+                part.mounted = part.overlaid = False
+        remove_tree(f"{self.scratch}/layers/{self._runs}")
         self._mount()
 
     def _layer(self, number: int) -> str:
@@ -141,26 +202,39 @@ class Tree:
 
     def _layers(self) -> Iterator[tuple[str, str]]:
         """Yield each covered folder with the folder of what was written below it."""
-        for number, path in enumerate(self._covered):
-            if path:
-                yield path, f"{self._layer(number)}/upper"
+        for number, part in enumerate(self._parts):
+            if part.overlaid:
+                yield part.path, f"{self._layer(number)}/upper"
 
-    def changes(self, *, commits: bool = False) -> list[Change]:
+    def changes(self, *, commits: bool = False) -> Changes:
         """Return what the script wrote, removed or changed, in the order of paths.
 
         ``commits``: a file that `commit` leaves as it was counts as a checkpoint.
         """
-        found = list[Change]()
+        found = _Found()
         for path, upper in self._layers():
-            with suppress(OSError, RecursionError):  # of folders deeper than paths are long
-                _collect(path, upper, found, commits=commits)
-        return sorted(found[:_MOST], key=lambda change: change.path)
+            _collect(path, upper, found, commits=commits)
+        return Changes(tuple(sorted(found.rows, key=lambda change: change.path)), found.more)
 
     def commit(self) -> None:
         """Write what the script wrote to the real files. Nothing is removed, no checkpoint without values is written,
         and only text replaces a file that was there: a checkpoint may be compressed, or opened and not written."""
         for path, upper in self._layers():
-            _commit(path, upper)
+            folders = [(path, upper)]
+            while folders:
+                folder, copies = folders.pop()
+                for name in self._tried(folder, lambda copies=copies: sorted(os.listdir(copies))) or ():
+                    inner, copy = os.path.join(folder, name), os.path.join(copies, name)
+                    if self._tried(inner, lambda inner=inner, copy=copy: _commit(inner, copy)):
+                        folders.append((inner, copy))
+
+    def _tried(self, path: str, act: Callable[[], _T]) -> _T | None:
+        """Do something for a path; if it fails, note why."""
+        try:
+            return act()
+        except OSError as error:
+            self.unwritten[path] = error.strerror or str(error)
+            return None
 
 
 def mount_points() -> set[str]:
@@ -170,35 +244,104 @@ def mount_points() -> set[str]:
     return {os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), row)) for row in rows}
 
 
+def cloned(mounts: set[str], scratch: str) -> dict[str, str]:
+    """Clone the mounts of folders that have others below them, without those.
+
+    Args:
+        mounts: paths of all mounts.
+        scratch: a folder for the clones.
+
+    Returns:
+        Each folder -> its clone, where there may be one: all of root's, but for file systems that let nobody in.
+    """
+    clones = dict[str, str]()
+    for number, path in enumerate(sorted({path for mount in mounts for path in folders_above(mount)} - {"/"})):
+        if not _is_below(path, *_OWN):
+            clone = f"{scratch}/{number}"
+            os.mkdir(clone)
+            with suppress(OSError):
+                kernel.mount(path, clone, flags=kernel.BIND)
+                clones[path] = clone
+    return clones
+
+
+def folders_above(path: str) -> list[str]:
+    """Return the folders above a path, up to the root folder."""
+    return [] if path == "/" else [os.path.dirname(path), *folders_above(os.path.dirname(path))]
+
+
+def _is_below(path: str, *folders: str) -> bool:
+    """Return whether a path is one of some folders, or below."""
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
+
+
+def _next_below(folder: str, mounts: set[str]) -> list[str]:
+    """Return the mounts below a folder that are not below others there."""
+    below = [mount for mount in mounts if mount != folder and _is_below(mount, folder)]
+    return sorted(mount for mount in below if not any(_is_below(above, *below) for above in folders_above(mount)))
+
+
 def _quoted(path: str) -> str:
     return path.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:")
 
 
-def _collect(folder: str, upper: str, found: list[Change], *, new: bool = False, commits: bool = False) -> None:
-    """Add the changes below a folder. ``new``: the script made it, so that there is nothing below."""
-    for entry in sorted(os.scandir(upper), key=lambda entry: entry.name):
-        if len(found) >= _MOST:
-            return
-        path = os.path.join(folder, entry.name)
-        status = entry.stat(follow_symlinks=False)
-        if stat.S_ISCHR(status.st_mode):  # how an overlay notes that a file is gone
-            found.append(Change(path, "removed"))
-            continue
-        before = None if new else _lstat(path)
-        if not stat.S_ISDIR(status.st_mode):
-            found.append(_file_change(path, entry.path, status, before, commits=commits))
-            continue
-        opaque = before is not None and _is_opaque(entry.path)
-        if before is None or not stat.S_ISDIR(before.st_mode) or opaque:
-            if opaque:
-                found.append(Change(path + "/", "removed"))
-            found.append(Change(path + "/", "file"))
-            _collect(path, entry.path, found, new=True, commits=commits)
-        elif _owner_and_mode(before) != _owner_and_mode(status) or not os.listdir(entry.path):
-            found.append(Change(path + "/", "changed"))
-            _collect(path, entry.path, found, commits=commits)
+@dataclass
+class _Found:
+    """Changes, and how many more there are than are listed."""
+
+    rows: list[Change] = field(default_factory=list[Change])
+    more: int = 0
+
+    def add(self, change: Callable[[], Change]) -> None:
+        if len(self.rows) < LISTED:
+            self.rows.append(change())
         else:
-            _collect(path, entry.path, found, commits=commits)
+            self.more += 1
+
+
+def _collect(folder: str, upper: str, found: _Found, *, commits: bool) -> None:
+    """Add the changes below a folder: those of outer folders first."""
+    folders = deque([(folder, upper, False)])
+    while folders:
+        path, upper, new = folders.popleft()
+        try:
+            entries = sorted(os.scandir(upper), key=lambda entry: entry.name)
+        except OSError:  # its path is longer than paths can be
+            found.more += 1
+            continue
+        for entry in entries:
+            _collect_entry(os.path.join(path, entry.name), entry, found, folders, new=new, commits=commits)
+
+
+def _collect_entry(
+    path: str,
+    entry: os.DirEntry[str],
+    found: _Found,
+    folders: deque[tuple[str, str, bool]],
+    *,
+    new: bool,
+    commits: bool,
+) -> None:
+    """Add the change of a path. ``new``: the script made the folder, so that there was nothing in it.
+
+    Adds to ``folders`` where to look next: paths, with their copies, and whether they are new.
+    """
+    status, before = _lstat(entry.path), None if new else _lstat(path)
+    if status is None:
+        found.more += 1
+    elif stat.S_ISCHR(status.st_mode):  # how an overlay notes that a file is gone
+        found.add(lambda: Change(path, "removed"))
+    elif not stat.S_ISDIR(status.st_mode):
+        found.add(lambda: _file_change(path, entry.path, status, before, commits=commits))
+    elif before is None or not stat.S_ISDIR(before.st_mode) or _is_opaque(entry.path):
+        if before is not None and _is_opaque(entry.path):
+            found.add(lambda: Change(path + "/", "removed"))
+        found.add(lambda: Change(path + "/", "file"))
+        folders.append((path, entry.path, True))
+    else:
+        if _owner_and_mode(before) != _owner_and_mode(status) or not os.listdir(entry.path):
+            found.add(lambda: Change(path + "/", "changed"))
+        folders.append((path, entry.path, False))
 
 
 def _file_change(
@@ -268,32 +411,67 @@ def _is_opaque(path: str) -> bool:
         return False
 
 
-def _commit(folder: str, upper: str) -> None:
-    for entry in os.scandir(upper):
-        with suppress(OSError, RecursionError):  # one that cannot be written keeps no other one from being written
-            _commit_entry(os.path.join(folder, entry.name), entry.path)
+def _commit(path: str, copy: str) -> bool:
+    """Write a link, a file or a folder of the script's where it belongs. Return whether there is more to write in it.
 
-
-def _commit_entry(path: str, copy: str) -> None:
-    """Write a file or a folder of the script's where it belongs; whatever of another kind is in its way stays."""
+    Raises OSError, also where a thing of another kind is in its way: that stays.
+    """
     kind, before = os.lstat(copy).st_mode, _lstat(path)
-    if stat.S_ISLNK(kind) and before is None:
-        os.symlink(os.readlink(copy), path)
+    if stat.S_ISLNK(kind):
+        if before is None:
+            os.symlink(os.readlink(copy), path)
+        elif not stat.S_ISLNK(before.st_mode) or os.readlink(path) != os.readlink(copy):
+            raise _in_the_way(before)
     elif stat.S_ISDIR(kind):
         if before is None:
             os.mkdir(path)
-            shutil.copystat(copy, path)
-        if before is None or stat.S_ISDIR(before.st_mode):
-            _commit(path, copy)
+            with suppress(OSError):
+                shutil.copystat(copy, path)
+        elif not stat.S_ISDIR(before.st_mode):
+            raise _in_the_way(before)
+        return True
     elif stat.S_ISREG(kind) and not _is_marked(copy):
         if before is None:
-            with open(path, "xb") as file, open(copy, "rb") as source:
-                shutil.copyfileobj(source, file)
-            shutil.copystat(copy, path)
-        elif stat.S_ISREG(before.st_mode) and _is_text(copy):
-            with open(path, "r+b") as file:  # in place: it keeps its owner, and its other names
-                file.write(_read(copy))
-                file.truncate()
+            _write_new(path, copy)
+        elif not stat.S_ISREG(before.st_mode):
+            raise _in_the_way(before)
+        elif _is_text(copy):
+            _replace_text(path, _read(copy))
+    return False
+
+
+def _in_the_way(status: os.stat_result) -> OSError:
+    kind = "folder" if stat.S_ISDIR(status.st_mode) else "link" if stat.S_ISLNK(status.st_mode) else "file"
+    return OSError(f"there is a {kind} in its place, which stays")
+
+
+def _write_new(path: str, copy: str) -> None:
+    room = os.statvfs(os.path.dirname(path))
+    if os.stat(copy).st_size > room.f_bavail * room.f_frsize:  # its holes would be written as zeros
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with open(path, "xb") as file, open(copy, "rb") as source:
+        try:
+            shutil.copyfileobj(source, file)
+            file.flush()
+        except OSError:
+            os.unlink(path)
+            raise
+    with suppress(OSError):
+        shutil.copystat(copy, path)
+
+
+def _replace_text(path: str, text: bytes) -> None:
+    """Replace what a file holds, in place: it keeps its owner, and its other names."""
+    with open(path, "r+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            os.posix_fallocate(file.fileno(), 0, len(text))  # there is room for all of it, or for nothing
+        except OSError:
+            file.truncate(size)
+            raise
+        while text:
+            text = text[file.write(text) :]
+        file.truncate()
 
 
 def remove_tree(path: str) -> None:

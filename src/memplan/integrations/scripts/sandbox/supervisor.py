@@ -15,15 +15,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
 from memplan.integrations.scripts.sandbox import call_filter, kernel, namespaces
 from memplan.integrations.scripts.sandbox.messages import NEXT, SCRATCH, TRACEBACK, Job, Outcome, Protection, Setting
 from memplan.integrations.scripts.sandbox.overlay import Tree, remove_tree
+from memplan.integrations.scripts.sandbox.room import Room
 
 _LAST_WORDS = 2.0
 """Seconds that it has for that."""
+_LOOKS = 0.25
+"""Seconds between looks at how much it has written, and that it has for its last words if that was too much."""
+_UNWRITTEN = 100
+"""Files that are listed at most of those that could not be committed."""
 _GRACE = 60.0
 """Seconds after its time at which a script's namespaces are ended, whatever goes on in them."""
 
@@ -88,12 +93,14 @@ def _in_namespaces(job: Job, place: str, temporary: str) -> Outcome:
 
     def follow(process: int, tree: Tree) -> None:
         os.close(theirs)
-        status, over = _follow(process, job.seconds, ours, lambda: _changes(tree, commit=job.commit))
-        if job.commit and not over:
+        end = _follow(process, job.seconds, Room(f"{place}/layers"), ours, lambda: _changes(tree, commit=job.commit))
+        if job.commit and not end.over and end.room is None:
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # what it has left running
             tree.commit()
-        os.write(ends, json.dumps((status, over)).encode())
+        unwritten = list(tree.unwritten.items())
+        end = replace(end, unwritten=tuple(unwritten[:_UNWRITTEN]), unwritten_more=max(len(unwritten) - _UNWRITTEN, 0))
+        os.write(ends, json.dumps(asdict(end)).encode())
 
     first = namespaces.start(namespaces.Inside(place, job.own_network, program, follow), failures)
     for descriptor in (ours, theirs, failures, ends):
@@ -107,14 +114,13 @@ def _in_namespaces(job: Job, place: str, temporary: str) -> Outcome:
         os.kill(first, signal.SIGKILL)
     result = _read_all(ended)
     os.waitpid(first, 0)
-    status, over = json.loads(result) if result else (signal.SIGKILL, not in_time)
-    return Outcome("namespaces", status, over)
+    return Outcome(**json.loads(result)) if result else Outcome("namespaces", signal.SIGKILL, not in_time)
 
 
 def _changes(tree: Tree, *, commit: bool) -> bytes:
     os.kill(-1, signal.SIGSTOP)  # all others of the namespace: nothing changes while it is looked at
     try:
-        found = [(change.path, change.kind) for change in tree.changes(commits=commit)]
+        found = asdict(tree.changes(commits=commit))
         if commit:
             tree.commit()
         tree.renew()
@@ -128,14 +134,14 @@ def _with_landlock(job: Job, place: str, temporary: str) -> Outcome:
         raise OSError("this kernel has no Landlock, or it is switched off")
     if not call_filter.available():
         raise OSError("system calls of this processor are not known")
-    return _alone(job, Setting("landlock", temporary, job.answer))
+    return _alone(job, Setting("landlock", temporary, job.answer), Room(temporary))
 
 
 def _without(job: Job, place: str, temporary: str) -> Outcome:
     return _alone(job, Setting("none", temporary, job.answer))
 
 
-def _alone(job: Job, setting: Setting) -> Outcome:
+def _alone(job: Job, setting: Setting, room: Room | None = None) -> Outcome:
     """Run the script's process below this one, without namespaces."""
     process = os.fork()
     if not process:
@@ -144,8 +150,7 @@ def _alone(job: Job, setting: Setting) -> Outcome:
             _execute(job, setting)
         finally:
             os._exit(127)
-    status, over = _follow(process, job.seconds, None, lambda: b"")
-    return Outcome(setting.protection, status, over)
+    return replace(_follow(process, job.seconds, room), protection=setting.protection)
 
 
 _STARTS: dict[Protection, Callable[[Job, str, str], Outcome]] = {
@@ -163,46 +168,86 @@ def _execute(job: Job, setting: Setting, keeps: tuple[int, ...] = ()) -> NoRetur
     os.execv(command[0], command)
 
 
-def _follow(process: int, seconds: float, control: int | None, answer: Callable[[], bytes]) -> tuple[int, bool]:
-    """Wait for a process, reap what else ends here, and answer on a socket.
+def _follow(
+    process: int,
+    seconds: float,
+    room: Room | None,
+    control: int | None = None,
+    answer: Callable[[], bytes] = lambda: b"",
+) -> Outcome:
+    """Wait for a process, reap what else ends here, and answer requests.
+
+    Args:
+        process: the one to wait for.
+        seconds: after which it is ended.
+        room: for what it writes; it is ended when that is used up.
+        control: socket on which it sends requests.
+        answer: to a request.
 
     Returns:
-        The status of the process, and whether its time was over.
+        How it ended, in namespaces.
     """
     wakes, woken = os.pipe()
-    for descriptor in (wakes, woken):
+    for descriptor in (wakes, woken, *([] if control is None else [control])):
         os.set_blocking(descriptor, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    deadline, over = time.monotonic() + seconds, False
+    deadline, over, full = time.monotonic() + seconds, False, False
+    requests = None if control is None else _Requests(control, answer)
     while (status := _reaped(process)) is None:
-        listening = [wakes] if control is None else [wakes, control]
-        ready, _, _ = select.select(listening, [], [], max(deadline - time.monotonic(), 0))
+        reads, writes = [wakes], list[int]()
+        if requests is not None:
+            (writes if requests.unsent else reads).append(requests.control)
+        wait = max(deadline - time.monotonic(), 0)
+        ready, writable, _ = select.select(reads, writes, [], wait if room is None else min(wait, _LOOKS))
         if wakes in ready:
             os.read(wakes, 4096)
-        if control is not None and control in ready:
-            control = _serve(control, answer)
+        if requests is not None and requests.control in ready + writable and not requests.serve():
+            os.close(requests.control)
+            requests = None
+        if room is not None and not over and room.is_used_up():
+            full, deadline = True, 0.0
         if time.monotonic() >= deadline:
             if over or TRACEBACK is None:
                 os.kill(process, signal.SIGKILL)
                 deadline += 60
             else:
                 os.kill(process, TRACEBACK)
-                deadline = time.monotonic() + _LAST_WORDS
+                deadline = time.monotonic() + (_LOOKS if full else _LAST_WORDS)
             over = True
-    return status, over
+    return Outcome("namespaces", status, over and not full, room=room.most if full and room is not None else None)
 
 
-def _serve(control: int, answer: Callable[[], bytes]) -> int | None:
-    """Answer a request; return the socket, None where the other side has closed it, or sends something else."""
-    if os.read(control, 1) != NEXT:
-        os.close(control)
-        return None
-    data = answer()
-    with suppress(BrokenPipeError):
-        while data:
-            data = data[os.write(control, data) :]
-    return control
+@dataclass
+class _Requests:
+    """The requests of a script's process. It may leave an answer unread, so that none is waited for.
+
+    Args:
+        control: a socket that does not block.
+        answer: to a request.
+    """
+
+    control: int
+    answer: Callable[[], bytes]
+    unsent: bytes = b""
+
+    def serve(self) -> bool:
+        """Read a request, or write what the socket takes. Return whether the other side goes on."""
+        try:
+            if not self.unsent and os.read(self.control, 1) != NEXT:
+                return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.unsent = self.unsent or self.answer()
+        try:
+            self.unsent = self.unsent[os.write(self.control, self.unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True
 
 
 def _reaped(process: int) -> int | None:
