@@ -259,11 +259,11 @@ def axis_of(name: str, subject: Subject) -> Axis:
 def value_of(axis: Axis, subject: Subject) -> int | None:
     """Return the current value of a subject on an axis of integers (of a size the largest dimension); None if
     unknown."""
-    image, length = _image(subject), _length(subject)
+    image, tokens = _image(subject), _sequence(subject)
     if isinstance(axis, Size) and image is not None:
         return max(image)
-    if isinstance(axis, Length) and length is not None:
-        return length
+    if isinstance(axis, Length) and tokens is not None:
+        return tokens[1]
     if isinstance(axis, Batch) and subject.options.batch is not None:
         return subject.options.batch
     names = _BATCH_NAMES if isinstance(axis, Batch) else (axis.name,)
@@ -346,11 +346,6 @@ def _sequence(subject: Subject) -> tuple[int, ...] | None:
     sequences = [leaf for leaf in integers if len(leaf.shape) >= 2]
     sequences += [leaf for leaf in leaves if len(leaf.shape) == 3]
     return tuple(map(int, sequences[0].shape)) if sequences else None
-
-
-def _length(subject: Subject) -> int | None:
-    tokens = _sequence(subject)
-    return None if tokens is None else tokens[1]
 
 
 def _lengthened(shape: tuple[int, ...], tokens: tuple[int, ...], new: int) -> tuple[int, ...]:
