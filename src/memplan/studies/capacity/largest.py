@@ -101,7 +101,7 @@ class Largest(Displayed):
 
     @property
     def unsteady(self) -> tuple[int, int] | None:
-        """Return two values, smaller first, of which the smaller needs more or alone does not fit; None if there are none."""
+        """Return (smaller, larger) if the smaller value needs more memory or alone does not fit, else None."""
         ordered = sorted(self.recorded, key=lambda trial: trial.value)
         for a, b in itertools.combinations(ordered, 2):
             if a.need > _CLEARLY * b.need or (b.fits and not a.fits):
