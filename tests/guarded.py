@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplan.studies.guarding.baseline import Figures, Held, Ran
+from memplan.studies.guarding.baseline import Figures, LayerBytes, LayerOps
 from memplan.studies.guarding.taken import Taken
 
 MIB = 1 << 20
@@ -12,12 +12,12 @@ MIB = 1 << 20
 
 def figures(held: dict[tuple[str, str], int], ran: dict[str, tuple[str, ...]] | None = None, **more: Any) -> Figures:
     """Return figures of a step that holds these bytes by layer and cause."""
-    parts = tuple(Held(*key, size) for key, size in sorted(held.items()))
+    parts = tuple(LayerBytes(*key, size) for key, size in sorted(held.items()))
     peak = sum(part.bytes for part in parts)
     given: dict[str, Any] = {
         "target": "net.py:build", "options": "", "device": "h100", "torch": "2.13.0", "cudnn": False, "train": True,
         "peak": peak, "reserved": peak, "at": "backward: linear's gradient of head", "held": parts,
-        "ran": tuple(Ran(layer, ops) for layer, ops in (ran or {}).items()),
+        "ran": tuple(LayerOps(layer, ops) for layer, ops in (ran or {}).items()),
     }  # fmt: skip
     return Figures(**given | more)
 

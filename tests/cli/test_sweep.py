@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 import memplan
 from memplan.cli import main
 from memplan.studies.sweeps import parallel
-from memplan.studies.sweeps.points import Outcome, measured
+from memplan.studies.sweeps.points import Outcome, record_point
 
 MODELS = """
 import torch
@@ -90,9 +90,9 @@ def test_interrupted_it_prints_what_is_done(monkeypatch: pytest.MonkeyPatch) -> 
         if len(seen) == 2:
             raise KeyboardInterrupt
         seen.append(1)
-        return measured(*task)  # pyright: ignore[reportArgumentType]
+        return record_point(*task)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(parallel, "measured", stopped)
+    monkeypatch.setattr(parallel, "record_point", stopped)
     done = run(*IMAGE, "--vary", "width=1,2,3,4")
     assert done.exit_code == 130
     assert "Interrupted: 2 of 4 points were not recorded." in done.output

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from memplan.reports.compare import dumps, print_comparison
-from memplan.studies.comparisons.comparison import Apart, Comparison, Decided, LayerPart, Side, Zeros
+from memplan.studies.comparisons.comparison import Comparison, Decided, LayerPart, ResultDifference, Side, Zeros
 
 KIB = 1 << 10
 
@@ -58,7 +58,10 @@ def test_a_layer_of_one_side_alone() -> None:
 def test_results_and_zeros_are_sentences() -> None:
     zero = Zeros("block.3", "weight", 1000, 500, 4000, 4000, 10, 2)
     both = Comparison(
-        side("a", 1), side("b", 1, zeros=(zero,)), (Apart("outputs", 1, 0.0123, 0.5), Apart("gradients", 3, 0, 0)), True
+        side("a", 1),
+        side("b", 1, zeros=(zero,)),
+        (ResultDifference("outputs", 1, 0.0123, 0.5), ResultDifference("gradients", 3, 0, 0)),
+        True,
     )
     text = " ".join(printed(both).split())
     assert "On equal weights, B's outputs are 1.2 % from A's (relative, L2; 0.5 at most for one element)." in text

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 from memplan.reports.quantize import dumps, print_quantized
-from memplan.studies.comparisons.comparison import Apart, Side
+from memplan.studies.comparisons.comparison import ResultDifference, Side
 from memplan.studies.quantization.quantized import Layer, Quantized
 
 KIB = 1 << 10
@@ -28,7 +28,8 @@ LAYERS = (
 )
 FOUND = Quantized(
     "SomeConfig", side("as it is", 50 * KIB), side("SomeConfig", 20 * KIB, 20 * KIB),
-    replace(side("with grad", 50 * KIB), activation_bytes=9 * KIB), LAYERS, Apart("outputs", 1, 0.0123, 0.5), 70 * KIB,
+    replace(side("with grad", 50 * KIB), activation_bytes=9 * KIB), LAYERS,
+    ResultDifference("outputs", 1, 0.0123, 0.5), 70 * KIB,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import memplan
 from memplan.errors import InputError
 from memplan.studies.axes.sliding_window import Sliding, Window
 from memplan.studies.axes.subject import Subject
-from memplan.studies.sweeps.points import measured
+from memplan.studies.sweeps.points import record_point
 from memplan.trace.recording.session import Target
 from memplan.trace.step import StepOptions
 
@@ -61,7 +61,7 @@ def test_the_peak_is_what_monai_takes(
 
     real = memplan.simulate(memplan.measure(build, device="cpu")).peak_allocated
     options = StepOptions((f"1x1x{patch}x{patch}x{patch}",)).checked()
-    found = measured(Subject(make, options, window=Window(volume, overlap, batch)), Target("cpu")).bytes
+    found = record_point(Subject(make, options, window=Window(volume, overlap, batch)), Target("cpu")).bytes
     assert found is not None
     assert found.peak == pytest.approx(real, rel=0.01)
     scale = 8 if make is coarse else 1

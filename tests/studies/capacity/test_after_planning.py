@@ -9,7 +9,7 @@ from torch import nn
 import memplan
 from memplan.errors import BudgetError, InputError
 from memplan.studies.axes.subject import Subject
-from memplan.studies.capacity.after_planning import planned
+from memplan.studies.capacity.after_planning import plan_step
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
 
@@ -22,9 +22,9 @@ def test_the_least_budget_is_that_of_plan() -> None:
     subject, target = Subject(deep, StepOptions(("64x32",)).checked()), choose_target("cpu")
     with pytest.raises(BudgetError) as error:
         memplan.plan(deep, "64x32", budget=1, costs="roofline")
-    small = planned(subject, target, 1)
+    small = plan_step(subject, target, 1)
     assert (small.fits, small.least, small.seconds) == (False, error.value.smallest_budget, None)
-    enough = planned(subject, target, small.least)
+    enough = plan_step(subject, target, small.least)
     assert enough.fits
     assert enough.peak == memplan.plan(deep, "64x32", budget=small.least, costs="roofline").peak
 
@@ -32,4 +32,4 @@ def test_the_least_budget_is_that_of_plan() -> None:
 @pytest.mark.parametrize("options", [{"train": False}, {"dtype": torch.bfloat16}])
 def test_only_training_can_be_planned(options: dict[str, object]) -> None:
     with pytest.raises(InputError, match="can be planned"):
-        planned(Subject(deep, StepOptions(("64x32",), **options).checked()), choose_target("cpu"), 1)  # pyright: ignore[reportArgumentType]
+        plan_step(Subject(deep, StepOptions(("64x32",), **options).checked()), choose_target("cpu"), 1)  # pyright: ignore[reportArgumentType]

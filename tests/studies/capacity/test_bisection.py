@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.studies.capacity.bisection import Found, last_fitting, step_of
+from memplan.studies.capacity.bisection import SearchResult, last_fitting, step_of
 from memplan.studies.capacity.extrapolation import Sample, roundest, roundness
 from memplan.trace.records import Storage
 from memplan.trace.trace import Trace
@@ -24,7 +24,7 @@ SEGMENT = 2 << 20
 
 def search(
     law: Law, limit: int, start: int = 8, most: int = 1 << 40, works: Callable[[int], bool] | None = None
-) -> Found:
+) -> SearchResult:
     """By needs alone, without steps."""
     asked: list[int] = []
 
@@ -53,7 +53,7 @@ Total = Callable[[list[int]], int]
 """What an allocator takes for them."""
 
 
-def search_steps(sizes: Sizes, limit: int, start: int, total: Total) -> Found:
+def search_steps(sizes: Sizes, limit: int, start: int, total: Total) -> SearchResult:
     """By whole steps that hold storages of such sizes."""
 
     def needed(trace: Trace) -> int:

@@ -18,7 +18,7 @@ from memplan.studies.axes.sliding_window import Window
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import Largest, find_largest
 from memplan.studies.capacity.limit import Room, room_of
-from memplan.studies.sweeps.points import measured
+from memplan.studies.sweeps.points import record_point
 from memplan.trace.step import StepOptions, build_of
 
 
@@ -39,7 +39,7 @@ def subject(what: Any, given: str, **options: Any) -> Subject:
 
 
 def fits(of: Subject, axis: Axis, value: int, room: Room) -> bool:
-    found = measured(axis.at(of, value), room.target).bytes
+    found = record_point(axis.at(of, value), room.target).bytes
     assert found is not None
     return room.fits(found)
 

@@ -25,7 +25,7 @@ def linear(scale: float = 1.0) -> nn.Linear:
 
 
 def test_twice_as_large_is_off_by_its_whole_norm() -> None:
-    (row,) = output_errors.apart(linear(), linear(2.0), INFERENCE, INFERENCE)
+    (row,) = output_errors.result_differences(linear(), linear(2.0), INFERENCE, INFERENCE)
     assert (row.what, row.tensors) == ("outputs", 1)
     assert row.relative == pytest.approx(1.0, rel=1e-6)
     assert row.largest == pytest.approx(linear()(torch.ones(2, 3)).abs().max().item(), rel=1e-6)
@@ -33,7 +33,7 @@ def test_twice_as_large_is_off_by_its_whole_norm() -> None:
 
 def test_equal_ones_are_0_apart_and_gradients_come_with_training() -> None:
     training = StepOptions(inputs=INFERENCE.inputs)
-    found = output_errors.apart(linear(), linear(), training, training)
+    found = output_errors.result_differences(linear(), linear(), training, training)
     assert [(row.what, row.tensors, row.relative, row.largest) for row in found] == [
         ("outputs", 1, 0.0, 0.0),
         ("gradients", 2, 0.0, 0.0),
@@ -42,14 +42,14 @@ def test_equal_ones_are_0_apart_and_gradients_come_with_training() -> None:
 
 @pytest.mark.parametrize(("one", "other"), [(0.0, 1.0), (1.0, float("nan")), (1.0, float("inf"))])
 def test_what_has_no_ratio_has_none(one: float, other: float) -> None:
-    (row,) = output_errors.apart(linear(one), linear(other), INFERENCE, INFERENCE)
+    (row,) = output_errors.result_differences(linear(one), linear(other), INFERENCE, INFERENCE)
     assert row.relative is None
 
 
 def test_drawn_numbers_are_the_same_for_both() -> None:
     drops = [nn.Sequential(linear(), nn.Dropout(0.5)) for _ in range(2)]
     training = StepOptions(inputs=INFERENCE.inputs)
-    assert output_errors.apart(drops[0], drops[1], training, training)[0].relative == 0
+    assert output_errors.result_differences(drops[0], drops[1], training, training)[0].relative == 0
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_what_the_maker_raises_is_told_with_its_line() -> None:
     with pytest.raises(
         StepError, match=r"making the model raised KeyError: 'no weights' \(at .*test_output_errors.py:\d+\)"
     ):
-        output_errors.made(broken)
+        output_errors.make_model(broken)
 
 
 def test_random_numbers_are_as_they_were() -> None:
     before = torch.get_rng_state()
-    output_errors.made(lambda: nn.Linear(3, 4))
-    output_errors.apart(linear(), linear(), INFERENCE, INFERENCE)
+    output_errors.make_model(lambda: nn.Linear(3, 4))
+    output_errors.result_differences(linear(), linear(), INFERENCE, INFERENCE)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     output_errors.seconds_of(lambda: torch.rand(3))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memplan.errors import BaselineError, UsageError
 from memplan.studies.guarding.baseline import Baseline
 from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
-from memplan.studies.guarding.taken import Chosen
+from memplan.studies.guarding.taken import KernelChoice
 
 FLASH, EFFICIENT = "scaled_dot_product_flash_attention", "scaled_dot_product_efficient_attention"
 
@@ -23,7 +23,7 @@ def test_alike_layers_are_one_sentence_with_its_causes_and_the_reason() -> None:
     grown = {(layer, "saved"): MIB * (65 if at >= 3 else 1) for at, layer in enumerate(layers)}
     grown |= {(layer, "temporary"): MIB for layer in layers[3:4]}
     ran = {layer: ("matmul", "softmax", "linear") if at >= 3 else (FLASH, "linear") for at, layer in enumerate(layers)}
-    chosen = {layer: Chosen("a mask is given", "net.py:31") for layer in layers[3:]}
+    chosen = {layer: KernelChoice("a mask is given", "net.py:31") for layer in layers[3:]}
     outcome = compare_with(before, taken(grown, ran, chosen=chosen))
     assert outcome.grew
     assert [str(change) for change in outcome.changes] == [
@@ -35,7 +35,9 @@ def test_alike_layers_are_one_sentence_with_its_causes_and_the_reason() -> None:
 
 def test_one_kernel_for_another_is_said_by_their_names() -> None:
     before = figures({("attn", "saved"): 1}, {"attn": (FLASH,)})
-    now = taken({("attn", "saved"): 3}, {"attn": ("expand", EFFICIENT)}, chosen={"attn": Chosen("a mask", "a.py:1")})
+    now = taken(
+        {("attn", "saved"): 3}, {"attn": ("expand", EFFICIENT)}, chosen={"attn": KernelChoice("a mask", "a.py:1")}
+    )
     (change,) = compare_with(before, now).changes
     assert change.why == "flash attention became memory-efficient attention (a mask)"
 

@@ -13,7 +13,7 @@ from memplan.errors import InputError
 from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps import parallel
 from memplan.studies.sweeps.parallel import Task, run
-from memplan.studies.sweeps.points import Outcome, measured
+from memplan.studies.sweeps.points import Outcome, record_point
 from memplan.trace.recording.session import Target
 from memplan.trace.step import StepOptions
 
@@ -43,7 +43,7 @@ def test_without_a_number_of_jobs_it_runs_here(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(parallel, "STARTING", 0.0)  # as if there were much to do
     outcomes = run(tasks(3, make), None, lambda done, total: None)
-    assert [outcomes[n] for n in range(3)] == [measured(*task) for task in tasks(3)]
+    assert [outcomes[n] for n in range(3)] == [record_point(*task) for task in tasks(3)]
 
 
 def test_progress_is_told_of_every_point() -> None:
@@ -59,13 +59,13 @@ def stop(done: int, total: int) -> None:
 
 def test_interrupted_it_keeps_what_is_done() -> None:
     found = run(tasks(6), 1, stop)
-    assert found == {number: measured(*task) for number, task in enumerate(tasks(2))}
+    assert found == {number: record_point(*task) for number, task in enumerate(tasks(2))}
 
 
 def test_processes_give_what_this_one_gives_and_keep_what_is_done() -> None:
     width = 4  # a closure, which another process has to be sent
     given = tasks(6, lambda: nn.Linear(width, width))
-    whole = {number: measured(*task) for number, task in enumerate(given)}
+    whole = {number: record_point(*task) for number, task in enumerate(given)}
     assert run(given, 2, lambda done, total: None) == whole
     found = run(given, 2, stop)  # in the same processes: starting them is what takes long
     assert 2 <= len(found) <= 6
@@ -81,10 +81,10 @@ def test_processes_count_what_the_threads_here_take() -> None:
             (Subject(lambda: nn.Conv2d(3, 4, 5), StepOptions((f"{n}x3x64x64",)).checked()), Target("cpu"), None)
             for n in (1, 3)
         ]
-        here = {number: measured(*task) for number, task in enumerate(given)}
+        here = {number: record_point(*task) for number, task in enumerate(given)}
         assert run(given, 2, lambda done, total: None) == here
         torch.set_num_threads(1)
-        assert {number: measured(*task) for number, task in enumerate(given)} != here
+        assert {number: record_point(*task) for number, task in enumerate(given)} != here
     finally:
         torch.set_num_threads(before)
 
@@ -93,6 +93,6 @@ def test_interrupted_before_anything_is_done_it_is_an_interrupt(monkeypatch: pyt
     def stopped(*task: object) -> Outcome:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parallel, "measured", stopped)
+    monkeypatch.setattr(parallel, "record_point", stopped)
     with pytest.raises(KeyboardInterrupt):
         run(tasks(2), 1, lambda done, total: None)

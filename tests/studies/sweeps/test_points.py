@@ -11,7 +11,7 @@ import memplan
 from memplan.errors import InputError, StepError
 from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
-from memplan.studies.sweeps.points import PARTS, measured
+from memplan.studies.sweeps.points import PARTS, record_point
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
 
@@ -23,7 +23,7 @@ def convolutions() -> nn.Module:
 @pytest.mark.parametrize("device", ["cpu", "rtx4090"])
 def test_a_point_is_what_explain_says(device: str) -> None:
     subject = Subject(convolutions, StepOptions(("1x1x16x16x16",)).checked())
-    found = measured(subject, choose_target(device)).bytes
+    found = record_point(subject, choose_target(device)).bytes
     made = memplan.explain(convolutions, "1x1x16x16x16", device=device)
     assert found is not None
     row = found.row()
@@ -40,7 +40,7 @@ def test_a_point_is_what_explain_says(device: str) -> None:
 
 
 def test_an_error_is_kept() -> None:
-    outcome = measured(Subject(convolutions, StepOptions(("1x2x8x8x8",)).checked()), choose_target("cpu"))
+    outcome = record_point(Subject(convolutions, StepOptions(("1x2x8x8x8",)).checked()), choose_target("cpu"))
     assert outcome.bytes is None
     assert isinstance(outcome.error, StepError)
 
@@ -49,7 +49,7 @@ def test_code_that_ends_the_process_is_an_error() -> None:
     def leaves() -> nn.Module:
         sys.exit(3)
 
-    outcome = measured(Subject(leaves, StepOptions(("1x2",)).checked()), choose_target("cpu"))
+    outcome = record_point(Subject(leaves, StepOptions(("1x2",)).checked()), choose_target("cpu"))
     assert isinstance(outcome.error, InputError)
     assert "sys.exit(3)" in str(outcome.error)
 
@@ -63,6 +63,6 @@ def test_layers_made_anew_take_what_they_take_from_the_start(kernel: int) -> Non
     target = choose_target("cpu")
     changed = Subject(lambda: stack(3), options, changes=(LayerChange("0", "kernel_size", kernel),))
     trace = memplan.record(Subject(lambda: stack(kernel), options).build(on_card=False), device="cpu")
-    found = measured(changed, target).bytes
+    found = record_point(changed, target).bytes
     assert found is not None
     assert found.peak == max(step.peak_allocated for step in memplan.simulate(trace).steps)

@@ -1,1 +1,1 @@
-"""What a study varies."""
+"""Axes that studies vary: batch, sizes, precision, arguments, attributes of layers."""

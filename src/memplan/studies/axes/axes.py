@@ -1,4 +1,4 @@
-"""Axes of a study: each takes a subject and a value and returns another subject."""
+"""Axes of a study: each sets a subject to a value, such as a batch size or a precision."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PRECISIONS: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "bf16-true": (None, torch.bfloat16),
     "fp16-true": (None, torch.float16),
 }
-"""The autocast, and the dtype of weights and inputs."""
+"""(autocast dtype, dtype of weights and inputs) by name."""
 
 _BATCH_NAMES = ("batch", "batch_size")
 
 
 class Axis(Protocol):
-    """Something of a step that has a value at each point of a study."""
+    """A property of a step with a value at each point of a study."""
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class Axis(Protocol):
 
     @property
     def unit(self) -> str:
-        """Unit of its measure: ``sample``, ``voxel``; the axis's name where that has no word."""
+        """Unit of its measure: ``sample``, ``voxel``; else the name of the axis."""
         ...
 
     def at(self, subject: Subject, value: Any) -> Subject:
@@ -52,7 +52,7 @@ class Axis(Protocol):
         ...
 
     def measure(self, value: Any) -> float | None:
-        """Return the number that bytes grow with along this axis; None of a value that is no number."""
+        """Return the number that bytes grow with at this value; None if the value is not a number."""
         ...
 
 
@@ -90,11 +90,11 @@ class Size:
 
     name: str = "size"
     dims: int = 2
-    """How many spatial dimensions there are."""
+    """Number of spatial dimensions."""
     aspect: tuple[float, ...] | None = None
-    """Factors of a single number, one for each dimension."""
+    """Factors of a single number, for each dimension."""
     divisible: int = 1
-    """Sizes are rounded down to a multiple of it, where an aspect makes fractions."""
+    """Multiple to which sizes are rounded down after applying ``aspect``."""
 
     @property
     def unit(self) -> str:
@@ -112,7 +112,11 @@ class Size:
         return replace(subject, options=_reshaped(options, change))
 
     def sizes(self, value: Any) -> tuple[int, ...]:
-        """Return the spatial dimensions at a value."""
+        """Return the spatial dimensions at a value.
+
+        Raises:
+            InputError: not a positive integer, or not one for each dimension.
+        """
         if isinstance(value, str) and "x" in value:
             value = tuple(part if (size := whole_number(part.strip())) is None else size for part in value.split("x"))
         if isinstance(value, (list, tuple)):
@@ -190,13 +194,14 @@ class Argument:
     def at(self, subject: Subject, value: Any) -> Subject:
         """See `Axis`."""
         known = subject.parameters()
-        free = any(one.kind is one.VAR_KEYWORD for one in known.values())
-        named = [name for name, one in known.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        if self.name not in named and not free:
-            near = difflib.get_close_matches(self.name, [*_OWN, *named], n=3)
+        any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        named = [name for name, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if self.name not in named and not any_keyword:
+            near = difflib.get_close_matches(self.name, [*_NAMED_AXES, *named], n=3)
             raise InputError(
                 f"{subject.title} has no argument {self.name!r}",
-                expected=f"{', '.join(_OWN)}" + f", or one of its arguments: {', '.join(named[:10])}" * bool(named),
+                expected=f"{', '.join(_NAMED_AXES)}"
+                + f", or one of its arguments: {', '.join(named[:10])}" * bool(named),
                 do=f"Did you mean {' or '.join(near)}?" if near else "Vary another, or name a callable that takes it",
             )
         return subject.with_arguments(**{self.name: value})
@@ -208,7 +213,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Layers:
-    """An attribute of the layers that a pattern names: ``encoder.*.kernel_size``."""
+    """An attribute of the layers whose names match a pattern: ``encoder.*.kernel_size``."""
 
     pattern: str
     attribute: str
@@ -224,7 +229,7 @@ class Layers:
         return self.attribute
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """See `Axis`. Whether there are such layers is known when the model is made."""
+        """See `Axis`. Whether there are such layers is only checked when the model is made."""
         change = LayerChange(self.pattern, self.attribute, value)
         return replace(subject, changes=(*subject.changes, change))
 
@@ -233,7 +238,7 @@ class Layers:
         return number(value)
 
 
-_OWN: dict[str, Callable[[Subject], Axis]] = {
+_NAMED_AXES: dict[str, Callable[[Subject], Axis]] = {
     "batch": lambda _: Batch(),
     "size": lambda subject: _size("size", subject),
     "patch": lambda subject: _size("patch", subject),
@@ -243,22 +248,22 @@ _OWN: dict[str, Callable[[Subject], Axis]] = {
 
 
 def axis_of(name: str, subject: Subject) -> Axis:
-    """Return the axis of a name: one of ``batch``, ``size``, ``patch``, ``sequence``, ``precision``;
-    ``LAYERS.attribute`` where there is a dot in it; else an argument of the callable."""
-    if name in _OWN:
-        return _OWN[name](subject)
+    """Return the axis of a name: ``batch``, ``size``, ``patch``, ``sequence``, ``precision``, ``LAYERS.attribute`` if
+    there is a dot in it, else an argument of the callable."""
+    if name in _NAMED_AXES:
+        return _NAMED_AXES[name](subject)
     pattern, dot, attribute = name.rpartition(".")
     return Layers(pattern, attribute) if dot else Argument(name)
 
 
 def value_of(axis: Axis, subject: Subject) -> int | None:
-    """Return the value of a subject on an axis of whole numbers (of a size its largest dimension); None if not
-    known."""
-    image, length = _image(subject), _length(subject)
+    """Return the current value of a subject on an axis of integers (of a size the largest dimension); None if
+    unknown."""
+    image, tokens = _image(subject), _sequence(subject)
     if isinstance(axis, Size) and image is not None:
         return max(image)
-    if isinstance(axis, Length) and length is not None:
-        return length
+    if isinstance(axis, Length) and tokens is not None:
+        return tokens[1]
     if isinstance(axis, Batch) and subject.options.batch is not None:
         return subject.options.batch
     names = _BATCH_NAMES if isinstance(axis, Batch) else (axis.name,)
@@ -276,26 +281,26 @@ def _size(name: str, subject: Subject) -> Axis:
 
 
 def without_data(subject: Subject) -> Subject:
-    """Return the same step with modules and tensors that hold no data: nothing of it is read, and it can be sent
-    around."""
-    bare = lambda leaf: leaf if isinstance(leaf, Spec) else _bare(leaf)  # noqa: E731
-    changed = replace(subject, options=_mapped(subject.options, bare))
+    """Return the same step with its module and tensors on the meta device, so that it is small to pickle."""
+    changed = replace(subject, options=_mapped(subject.options, _on_meta))
     if not isinstance(subject.what, nn.Module):
         return changed
     with torch.device("meta"):
         return replace(changed, what=copy_module(subject.what))
 
 
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
+def _on_meta(leaf: Spec | torch.Tensor) -> Spec | torch.Tensor:
+    if isinstance(leaf, Spec):
+        return leaf
+    tensor = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return tensor.requires_grad_(leaf.requires_grad)
 
 
 def whole(value: Any, name: str) -> int:
-    """Return a value as a whole number above 0.
+    """Return the value of axis ``name`` if it is a positive integer.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name} {value!r}", expected="a whole number above 0", do="Give such numbers")
@@ -303,12 +308,12 @@ def whole(value: Any, name: str) -> int:
 
 
 def number(value: Any) -> float | None:
-    """Return a value as a number, None where it is none."""
+    """Return a value as a float, or None if it is not a number."""
     return None if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
 
 
 def _argument_instead(subject: Subject, name: str, value: Any, expected: str) -> Subject:
-    """Return the axis as an argument of the callable, where that has one of this name and no input to change."""
+    """Set the callable's argument ``name``, for subjects without an input to change. Raises InputError without one."""
     if name in subject.parameters():
         return subject.with_arguments(**{name: value})
     raise InputError(
@@ -319,9 +324,10 @@ def _argument_instead(subject: Subject, name: str, value: Any, expected: str) ->
 
 
 def _tensors(subject: Subject) -> list[Any]:
-    found: list[Any] = []
-    _mapped(subject.options, lambda leaf: found.append(leaf) or leaf, targets=False)
-    return found
+    """Return the specs and tensors among inputs and keyword arguments."""
+    leaves: list[Any] = []
+    _mapped(subject.options, lambda leaf: leaves.append(leaf) or leaf, targets=False)
+    return leaves
 
 
 def _image(subject: Subject) -> tuple[int, ...] | None:
@@ -333,21 +339,17 @@ def _image(subject: Subject) -> tuple[int, ...] | None:
 
 
 def _sequence(subject: Subject) -> tuple[int, ...] | None:
-    """Return the shape of the first input of integers with a length, else of the first of (batch, length, features).
-    Booleans are masks."""
-    tensors = _tensors(subject)
-    kinds = [(leaf, leaf.dtype.is_floating_point or leaf.dtype == torch.bool) for leaf in tensors]
-    found = [leaf for leaf, other in kinds if not other and len(leaf.shape) >= 2]
-    found += [leaf for leaf in tensors if len(leaf.shape) == 3]
-    return tuple(map(int, found[0].shape)) if found else None
-
-
-def _length(subject: Subject) -> int | None:
-    tokens = _sequence(subject)
-    return None if tokens is None else tokens[1]
+    """Return the shape of the first sequence: an integer input of (batch, length, ...), else any input of (batch,
+    length, features)."""
+    leaves = _tensors(subject)
+    integers = [leaf for leaf in leaves if not leaf.dtype.is_floating_point and leaf.dtype != torch.bool]
+    sequences = [leaf for leaf in integers if len(leaf.shape) >= 2]
+    sequences += [leaf for leaf in leaves if len(leaf.shape) == 3]
+    return tuple(map(int, sequences[0].shape)) if sequences else None
 
 
 def _lengthened(shape: tuple[int, ...], tokens: tuple[int, ...], new: int) -> tuple[int, ...]:
+    """Return a shape with the sequence length of ``tokens`` replaced, in dimension 1 or both dimensions of a mask."""
     old = tokens[1]
     if shape[-2:] == (old, old) and shape != tokens and len(shape) <= 4:  # a mask for each pair of positions
         return (*shape[:-2], new, new)
@@ -363,13 +365,13 @@ def _with_shape(leaf: Any, shape: tuple[int, ...]) -> Any:
         return leaf
     if isinstance(leaf, Spec):
         return replace(leaf, shape=shape)
-    made = torch.empty(shape, dtype=leaf.dtype, device="meta")
+    tensor = torch.empty(shape, dtype=leaf.dtype, device="meta")
     order = sorted(range(leaf.dim()), key=lambda dim: (-leaf.stride(dim), dim))  # channels last stays channels last
     if order != list(range(leaf.dim())):
-        made = torch.empty([shape[dim] for dim in order], dtype=leaf.dtype, device="meta").permute(
+        tensor = torch.empty([shape[dim] for dim in order], dtype=leaf.dtype, device="meta").permute(
             [order.index(dim) for dim in range(leaf.dim())]
         )
-    return made.requires_grad_(leaf.requires_grad)
+    return tensor.requires_grad_(leaf.requires_grad)
 
 
 def _converted(leaf: Any, dtype: torch.dtype) -> Any:
@@ -381,7 +383,7 @@ def _converted(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def _mapped(options: Any, function: Callable[[Any], Any], *, targets: bool = True) -> Any:
-    """Return options with a function applied to every spec and tensor of inputs, keywords and targets."""
+    """Return options with a function applied to every spec and tensor of inputs, keyword arguments and targets."""
     return replace(
         options,
         inputs=_walked(options.inputs, function),

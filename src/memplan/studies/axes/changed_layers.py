@@ -1,4 +1,4 @@
-"""Layers of a model with other arguments: made anew, so that their weights have the shapes that follow."""
+"""Change constructor arguments of layers in a model: the layers are rebuilt, so that their weights have new shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memplan.errors import InputError
 
 @dataclass(frozen=True)
 class LayerChange:
-    """Layers whose names match ``pattern`` (``encoder.*.conv``), with another value of an attribute."""
+    """Set an attribute to a value in all layers whose names match ``pattern`` (``encoder.*.conv``)."""
 
     pattern: str
     attribute: str
@@ -25,78 +25,75 @@ class LayerChange:
 
 
 def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module:
-    """Return the model with changed layers; the model itself is changed, or another returned where it is such a layer.
+    """Change layers of a model in place and return it; a new model if the model itself matches and is rebuilt.
 
-    Names are those of ``named_modules()``; that of the model itself is empty. A layer is made anew where the attribute
-    is an argument of its constructor, so that a convolution's weight has the shape of its new kernel, and keeps its
-    hooks; any other attribute is set.
+    Names are those of ``named_modules()``; that of the model itself is empty. If the attribute is an argument of a
+    layer's constructor, the layer is rebuilt with new weights and keeps its hooks; any other attribute is set.
 
     Raises:
-        InputError: no layer of that name has the attribute, or one cannot be made anew.
+        InputError: no matching layer has the attribute, or a layer cannot be rebuilt.
     """
     for change in changes:
         matched = [(name, layer) for name, layer in model.named_modules() if fnmatchcase(name, change.pattern)]
         having = [(name, layer) for name, layer in matched if _has(layer, change.attribute)]
         if not having:
-            raise _without(model, change, [type(layer).__name__ for _, layer in matched])
-        made: dict[int, nn.Module] = {}  # a layer that is used in two places stays one
-        for name, layer in having:
-            if id(layer) not in made:
-                made[id(layer)] = changed_layer(layer, change.attribute, change.value, name)
-        if id(model) in made:
-            model = made[id(model)]
+            raise _no_such_layer(model, change, [type(layer).__name__ for _, layer in matched])
+        rebuilt = {id(layer): changed_layer(layer, change.attribute, change.value, name) for name, layer in having}
+        if id(model) in rebuilt:
+            model = rebuilt[id(model)]
             continue
-        for name, layer in list(model.named_modules(remove_duplicate=False)):
-            if id(layer) in made:
+        for name, layer in list(model.named_modules(remove_duplicate=False)):  # shared layers stay shared
+            if id(layer) in rebuilt:
                 parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, made[id(layer)])
+                setattr(model.get_submodule(parent), child, rebuilt[id(layer)])
     return model
 
 
 def changed_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") -> nn.Module:
-    """Return a layer of the same kind with another value of an attribute; the layer itself where that is no argument.
+    """Return a new layer of the same class with a constructor argument changed, and with all hooks of the layer.
 
-    It has the hooks of the layer, and of its parts.
+    If ``attribute`` is no argument of the constructor, it is set on the layer, which is returned.
 
     Raises:
-        InputError: the layer does not keep what it was made with, its kind refuses the value, or a hook has no place.
+        InputError: the layer does not store its constructor arguments, the constructor refuses the value, or the new
+            layer lacks a submodule that had hooks.
     """
     if attribute not in _arguments(layer):
         setattr(layer, attribute, value)
         return layer
-    given = _given(layer, name)
-    if _shapes(layer) != _shapes(_make(layer, given, name)):
-        raise _not_remade(layer, name, "made again with the same arguments, its parameters differ")
+    arguments = _constructor_arguments(layer, name)
+    if _shapes(layer) != _shapes(_construct(layer, arguments, name)):
+        raise _cannot_rebuild(layer, name, "made again with the same arguments, its parameters differ")
     if "forward" in vars(layer):
-        raise _not_remade(layer, name, "its forward was replaced")
-    made = _make(layer, given | {attribute: value}, name)
-    _hand_on_hooks(layer, made, name)
-    old = dict(layer.named_parameters())
-    for path, parameter in made.named_parameters():
-        if path in old:
-            parameter.requires_grad_(old[path].requires_grad)
+        raise _cannot_rebuild(layer, name, "its forward was replaced")
+    new = _construct(layer, arguments | {attribute: value}, name)
+    _copy_hooks(layer, new, name)
+    old_parameters = dict(layer.named_parameters())
+    for path, parameter in new.named_parameters():
+        if path in old_parameters:
+            parameter.requires_grad_(old_parameters[path].requires_grad)
     first = next(layer.parameters(), None)
     if first is not None:
-        made.to(device=first.device, dtype=first.dtype)
-    return made.train(layer.training)
+        new.to(device=first.device, dtype=first.dtype)
+    return new.train(layer.training)
 
 
 def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
 
 
-def _hand_on_hooks(old: nn.Module, new: nn.Module, name: str) -> None:
-    parts = dict(new.named_modules())
-    for path, part in old.named_modules():
-        count = _torch.count_hooks(part)
+def _copy_hooks(old: nn.Module, new: nn.Module, name: str) -> None:
+    new_modules = dict(new.named_modules())
+    for path, module in old.named_modules():
+        count = _torch.count_hooks(module)
         if not count:
             continue
-        own = _torch.count_hooks(parts[path]) if path in parts else -1
-        if own not in (0, count):
+        new_count = _torch.count_hooks(new_modules[path]) if path in new_modules else -1
+        if new_count not in (0, count):
             where = f"its part {path}" if path else "it"
-            raise _not_remade(old, name, f"{where} has hooks, and made anew it has others, or is not there")
-        if not own:  # else its constructor gives it these hooks
-            _torch.copy_hooks(part, parts[path])
+            raise _cannot_rebuild(old, name, f"{where} has hooks, and made anew it has others, or is not there")
+        if not new_count:  # otherwise the constructor has registered them
+            _torch.copy_hooks(module, new_modules[path])
 
 
 def _has(layer: nn.Module, attribute: str) -> bool:
@@ -104,38 +101,38 @@ def _has(layer: nn.Module, attribute: str) -> bool:
 
 
 def _arguments(layer: nn.Module) -> dict[str, inspect.Parameter]:
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    kind = nn.RNNBase if isinstance(layer, (nn.RNN, nn.LSTM, nn.GRU)) else type(layer)  # their own say *args
+    """Return the named parameters of the layer's constructor, without device and dtype."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    # the constructors of nn.RNN, nn.LSTM and nn.GRU take *args
+    constructor = nn.RNNBase if isinstance(layer, (nn.RNN, nn.LSTM, nn.GRU)) else type(layer)
     try:
-        found = inspect.signature(kind).parameters
+        parameters = inspect.signature(constructor).parameters
     except (TypeError, ValueError):
         return {}
-    unused = ("device", "dtype", "mode") if kind is nn.RNNBase else ("device", "dtype")
-    return {name: one for name, one in found.items() if one.kind not in kinds and name not in unused}
+    unused = ("device", "dtype", "mode") if constructor is nn.RNNBase else ("device", "dtype")
+    return {name: p for name, p in parameters.items() if p.kind not in variadic and name not in unused}
 
 
-def _given(layer: nn.Module, name: str) -> dict[str, Any]:
-    """Read the arguments that a layer was made with off its attributes."""
-    given: dict[str, Any] = {}
+def _constructor_arguments(layer: nn.Module, name: str) -> dict[str, Any]:
+    """Return the arguments that a layer was constructed with, read from its attributes."""
+    arguments: dict[str, Any] = {}
     for argument, parameter in _arguments(layer).items():
         if argument == "bias":
-            given[argument] = getattr(layer, "bias", parameter.default) is not None
+            arguments[argument] = getattr(layer, "bias", parameter.default) is not None
             if isinstance(getattr(layer, "bias", None), bool):
-                given[argument] = layer.bias
+                arguments[argument] = layer.bias
         elif hasattr(layer, argument):
-            given[argument] = getattr(layer, argument)
-        elif parameter.default is parameter.empty:
-            raise _not_remade(layer, name, f"it does not keep its argument {argument!r}")
-        elif not type(layer).__module__.startswith("torch.nn."):
-            # nothing tells what it was made with, and a default could make another layer of it
-            raise _not_remade(layer, name, f"it does not keep its argument {argument!r}")
-    return given
+            arguments[argument] = getattr(layer, argument)
+        # layers of torch.nn store what matters; those of others may have been constructed without the default
+        elif parameter.default is parameter.empty or not type(layer).__module__.startswith("torch.nn."):
+            raise _cannot_rebuild(layer, name, f"it does not keep its argument {argument!r}")
+    return arguments
 
 
-def _make(layer: nn.Module, given: dict[str, Any], name: str) -> nn.Module:
+def _construct(layer: nn.Module, arguments: dict[str, Any], name: str) -> nn.Module:
     try:
-        return type(layer)(**given)
-    except Exception as error:  # a constructor can refuse in any way
+        return type(layer)(**arguments)
+    except Exception as error:  # a constructor can raise anything
         text = str(error).strip().split("\n")[0].rstrip(".")
         raise InputError(
             f"{name or 'the model'} ({type(layer).__name__}) cannot be made so: {type(error).__name__}: {text}",
@@ -144,7 +141,7 @@ def _make(layer: nn.Module, given: dict[str, Any], name: str) -> nn.Module:
         ) from error
 
 
-def _not_remade(layer: nn.Module, name: str, why: str) -> InputError:
+def _cannot_rebuild(layer: nn.Module, name: str, why: str) -> InputError:
     return InputError(
         f"{name or 'the model'} ({type(layer).__name__}) cannot be made anew: {why}",
         expected="layers of torch.nn, or ones that keep each argument of their constructor as an attribute",
@@ -152,23 +149,24 @@ def _not_remade(layer: nn.Module, name: str, why: str) -> InputError:
     )
 
 
-def _without(model: nn.Module, change: LayerChange, kinds: Sequence[str]) -> InputError:
-    title = type(model).__name__
+def _no_such_layer(model: nn.Module, change: LayerChange, kinds: Sequence[str]) -> InputError:
     if kinds:
-        found = f"no {change.attribute!r} ({', '.join(sorted(set(kinds)))[:80]})"
+        lacking = f"no {change.attribute!r} ({', '.join(sorted(set(kinds)))[:80]})"
         if not change.pattern:
             return InputError(
-                f"the model itself has {found}", expected="an attribute of its own", do="Name another, or a layer of it"
+                f"the model itself has {lacking}",
+                expected="an attribute of its own",
+                do="Name another, or a layer of it",
             )
         return InputError(
-            f"the layers that {change.pattern!r} names have {found}",
+            f"the layers that {change.pattern!r} names have {lacking}",
             expected="an attribute that one of them has, such as kernel_size of a convolution",
             do="Name another attribute, or other layers",
         )
     names = [name for name, _ in model.named_modules() if name]
     near = difflib.get_close_matches(change.pattern, names, n=3) or names[:3]
     return InputError(
-        f"{title} has no layer {change.pattern!r}",
+        f"{type(model).__name__} has no layer {change.pattern!r}",
         expected="a name or a pattern of names, as model.named_modules() has them",
         do=f"Such as {', '.join(near)}" if near else "It has no layers",
     )

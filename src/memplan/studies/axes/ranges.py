@@ -1,4 +1,4 @@
-"""The values of an axis, from text: ``1,2,4,8``, ``64:256:32``, ``fp32,bf16``, ``(3,3),(5,5)``."""
+"""Parse the values of an axis from text: ``1,2,4,8``, ``64:256:32``, ``fp32,bf16``, ``(3,3),(5,5)``."""
 
 from __future__ import annotations
 
@@ -11,62 +11,61 @@ from memplan.trace.naming.parsing import literal
 
 _RANGE = re.compile(r"(-?\d+):(-?\d+)(?::(-?\d+))?", re.ASCII)
 _LONGEST = 100
-"""Characters of a range."""
+"""Most characters of a range."""
 _MOST = 10_000
+"""Most values of a range."""
 
 
-def values_of(given: Any, name: str) -> tuple[Any, ...]:
-    """Return the values of an axis, each once, in the order given.
+def values_of(values: Any, name: str) -> tuple[Any, ...]:
+    """Return the distinct values of an axis, in their order.
 
     Args:
-        given: an iterable of values, or text: values joined by commas, each a Python literal, a word, or a range
+        values: an iterable of values, or text: values joined by commas, each a Python literal, a word, or a range
             ``first:last`` or ``first:last:step`` that includes its end.
-        name: of the axis or the option, for messages.
+        name: name of the axis or option in messages.
 
     Raises:
-        InputError: no values, a range that is empty or reversed, no range where a colon says so.
+        InputError: no values, or an empty or reversed range.
 
     Example:
         >>> values_of("64:160:32", "size"), values_of("fp32,bf16", "precision"), values_of("(3,3),5", "kernel")
         ((64, 96, 128, 160), ('fp32', 'bf16'), ((3, 3), 5))
     """
-    if isinstance(given, str):
-        found = [value for part in parts_of(given, name) for value in _read(part, name)]
-    elif isinstance(given, Iterable):
-        found = list(given)
+    if isinstance(values, str):
+        listed = [value for part in parts_of(values, name) for value in _parse(part, name)]
     else:
-        found = [given]
-    if not found:
+        listed = list(values) if isinstance(values, Iterable) else [values]
+    if not listed:
         raise InputError(f"{name} has no values", expected="at least one, as in 1,2,4 or 64:256:32", do="Give some")
-    once: list[Any] = []
-    for value in found:
-        if not any(value == other and type(value) is type(other) for other in once):  # lists are not hashable
-            once.append(value)
-    return tuple(once)
+    distinct: list[Any] = []
+    for value in listed:
+        if not any(value == other and type(value) is type(other) for other in distinct):  # lists are not hashable
+            distinct.append(value)
+    return tuple(distinct)
 
 
 def parts_of(text: str, name: str) -> Iterator[str]:
-    """Yield the text at its commas, those within brackets apart; ``name`` is what messages call it.
+    """Split text at the commas that are not in brackets; messages call it ``name``.
 
     Raises:
         InputError: an empty part, or an open bracket.
     """
     depth, begin = 0, 0
-    for place, sign in enumerate(f"{text},"):
-        depth += (sign in "([{") - (sign in ")]}")
-        if sign == "," and depth <= 0:
-            part = text[begin:place].strip()
+    for position, character in enumerate(f"{text},"):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth <= 0:
+            part = text[begin:position].strip()
             if not part:
                 raise InputError(
                     f"{name} {text!r} has an empty value", expected="values joined by commas, as in 1,2,4", do="Fill it"
                 )
             yield part
-            begin = place + 1
+            begin = position + 1
     if depth > 0:
         raise InputError(f"{name} {text!r} has an open bracket", expected="each bracket closed", do="Close it")
 
 
-def _read(part: str, name: str) -> Iterable[Any]:
+def _parse(part: str, name: str) -> Iterable[Any]:
     match = _RANGE.fullmatch(part)
     if match is None:
         return [literal(part)]

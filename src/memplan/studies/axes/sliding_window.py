@@ -1,7 +1,7 @@
 """Inference of a volume in overlapping patches, as MONAI's ``sliding_window_inference`` runs it.
 
-What it holds beside a patch's forward pass: the volume, one float for each voxel and class (the aggregation buffer),
-and one for each voxel that counts how many patches cover it.
+Besides a patch's forward pass it allocates the volume, an aggregation buffer with a float for each voxel and class, and
+a count of covering patches for each voxel.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
 Place = tuple[slice, ...]
-"""Of a patch in the volume."""
+"""Spatial slices of a patch in the volume."""
 RECORDED = 3
-"""Batches of patches that a recording runs: from the second on, each holds what the one before it holds, but for the
-last, which may be smaller."""
+"""Batches of patches to record: from the second on all allocate the same, except for the last, which may be smaller."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A volume that is inferred patch by patch; the first input of the step is one patch, (1, channels, ...)."""
+    """Inference of a volume patch by patch; the input of the step is a patch, (1, channels, ...)."""
 
     volume: tuple[int, ...]
-    """Its spatial dimensions."""
+    """Spatial dimensions."""
     overlap: float = 0.25
-    """Share of a patch that it has in common with the next one, in each dimension: 0 <= overlap < 1."""
+    """Share by which neighboring patches overlap in each dimension: 0 <= overlap < 1."""
     batch: int = 1
-    """Patches that the model takes at a time."""
+    """Patches per call of the model."""
 
     def checked(self) -> Window:
-        """Check the window, and return it.
+        """Return the window if it is valid.
 
         Raises:
-            InputError: a volume, overlap or batch that cannot be.
+            InputError: the volume, overlap or batch is out of range.
         """
         if not self.volume or any(size < 1 for size in self.volume):
             raise InputError(f"a volume of {self.volume}", expected="sizes above 0, as in 512x512x320", do="Give these")
@@ -62,7 +61,7 @@ def windowed(make: Callable[[], Any], options: StepOptions, window: Window, *, o
     """Return a ``build`` whose step infers the volume.
 
     Raises:
-        InputError: the step has no patch as its first input, or one of other dimensions than the volume.
+        InputError: the step's only input is not a patch with as many dimensions as the volume.
     """
     patch = options.inputs[0] if len(options.inputs) == 1 else None
     if not isinstance(patch, (Spec, torch.Tensor)) or len(patch.shape) != 2 + len(window.volume) or options.kwargs:
@@ -74,19 +73,19 @@ def windowed(make: Callable[[], Any], options: StepOptions, window: Window, *, o
     size = tuple(int(n) for n in patch.shape[2:])
     volume = Spec((1, int(patch.shape[1]), *window.volume), patch.dtype)
 
-    def wrapped() -> Any:
-        made = make()
-        return Sliding(made, size, window, RECORDED) if isinstance(made, nn.Module) else made
+    def make_sliding() -> Any:
+        model = make()
+        return Sliding(model, size, window, RECORDED) if isinstance(model, nn.Module) else model
 
-    wrapped.__qualname__ = getattr(make, "__qualname__", "the model")
-    alone = replace(options, inputs=(volume,), targets=(), loss=None, optimizer=None, train=False)
-    return build_of(wrapped, alone, on_card=on_card)
+    make_sliding.__qualname__ = getattr(make, "__qualname__", "the model")  # its name in messages
+    inference = replace(options, inputs=(volume,), targets=(), loss=None, optimizer=None, train=False)
+    return build_of(make_sliding, inference, on_card=on_card)
 
 
 class Sliding(nn.Module):
     """(1, channels, *volume) -> the model's output for the volume, averaged where patches overlap.
 
-    Holds and frees what MONAI's function of version 1.6 does, with ``mode="constant"``, in its order.
+    Allocates and frees in the order of MONAI 1.6's ``sliding_window_inference`` with ``mode="constant"``.
     """
 
     def __init__(self, model: nn.Module, patch: Sequence[int], window: Window, most: int | None = None) -> None:
@@ -94,9 +93,9 @@ class Sliding(nn.Module):
         self.model, self._patch, self._window, self._most = model, tuple(patch), window, most
 
     def forward(self, volume: torch.Tensor) -> Any:
-        """Run the model over all patches; over ``most`` batches of them, with the last, where it is given."""
+        """Run the model over all patches, or over the first ``most`` - 1 batches and the last."""
         sizes = volume.shape[2:]
-        missing = [max(size - int(have), 0) for size, have in zip(self._patch, sizes, strict=True)]
+        missing = [max(size - int(extent), 0) for size, extent in zip(self._patch, sizes, strict=True)]
         volume = _padded(volume, missing)
         places = list(_places(volume.shape[2:], self._patch, self._window.overlap))
         if self._most is not None:
@@ -104,49 +103,51 @@ class Sliding(nn.Module):
         weight = torch.ones((1, 1, *self._patch), dtype=volume.dtype, device=volume.device)
         sums: list[torch.Tensor] = []
         counts: list[torch.Tensor] = []
-        batches = _batched(places, self._window.batch)
         structure: Any = None
-        for batch in batches:
+        for first in range(0, len(places), self._window.batch):
+            batch = places[first : first + self._window.batch]
             patches = [volume[(slice(None), slice(None), *place)] for place in batch]
-            # what the batch before gave is still held by its names while this one runs, as in MONAI's loop
+            # output and parts of the previous batch stay alive while the model runs, as in MONAI's loop
             data = torch.cat(patches) if self._window.batch > 1 else patches[0]
             output = self.model(data)
             parts, structure = _torch.tree_flatten(output)
             for index, part in enumerate(parts):
                 scale = [out / size for out, size in zip(part.shape[2:], self._patch, strict=True)]
-                same = all(one == 1 for one in scale)
-                shared = weight if same else functional.interpolate(weight, tuple(part.shape[2:]), mode="nearest-exact")
+                same_size = all(factor == 1 for factor in scale)
+                part_weight = (
+                    weight if same_size else functional.interpolate(weight, tuple(part.shape[2:]), mode="nearest-exact")
+                )
                 if len(sums) <= index:
-                    whole = [int(size * one) for size, one in zip(volume.shape[2:], scale, strict=True)]
+                    whole = [int(size * factor) for size, factor in zip(volume.shape[2:], scale, strict=True)]
                     sums.append(torch.zeros((1, part.shape[1], *whole), dtype=volume.dtype, device=volume.device))
                     counts.append(torch.zeros((1, 1, *whole), dtype=volume.dtype, device=volume.device))
                     for place in places:
-                        counts[index][(slice(None), slice(None), *_scaled(place, scale))] += shared
-                part *= shared
+                        counts[index][(slice(None), slice(None), *_scaled(place, scale))] += part_weight
+                part *= part_weight
                 for row, place in enumerate(batch):
                     sums[index][(slice(None), slice(None), *_scaled(place, scale))] += part[row : row + 1]
         for index in range(len(sums)):
             sums[index] /= counts.pop(0)
         if any(missing):
-            kept = [slice(less // 2, less // 2 + int(size)) for less, size in zip(missing, sizes, strict=True)]
-            sums = [part[(slice(None), slice(None), *_scaled(kept, _scale(part, volume)))] for part in sums]
+            unpadded = [slice(less // 2, less // 2 + int(size)) for less, size in zip(missing, sizes, strict=True)]
+            sums = [part[(slice(None), slice(None), *_scaled(unpadded, _scale(part, volume)))] for part in sums]
         return sums[0] if len(sums) == 1 else _torch.tree_unflatten(sums, structure)
 
 
 def aggregation_bytes(trace: Trace) -> int:
-    """Return the bytes of the aggregation buffers of a recorded `Sliding`, and of its counts of covering patches."""
-    found = [one for one in trace.returned if one.layer == Sliding.__name__]
+    """Return the bytes of the aggregation buffers and counts of covering patches of a recorded `Sliding`."""
+    calls = [returned for returned in trace.returned if returned.layer == Sliding.__name__]
     storages = {storage.id: storage for storage in trace.storages}
     total = 0
-    for view in found[0].tensors if found else ():
+    for view in calls[0].tensors if calls else ():
         storage = storages.get(view.storage)
         if storage is not None:
-            total += storage.bytes + storage.bytes // max(1, view.shape[1])
+            total += storage.bytes + storage.bytes // max(1, view.shape[1])  # counts have a single channel
     return total
 
 
 def _padded(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
-    """Return a volume that is at least as large as a patch."""
+    """Pad the volume on both sides by ``missing`` voxels per dimension in total."""
     if not any(missing):
         return volume
     return functional.pad(volume, [side for less in reversed(missing) for side in (less // 2, less - less // 2)])
@@ -157,14 +158,14 @@ def _scale(part: torch.Tensor, whole: torch.Tensor) -> list[float]:
 
 
 def _first_and_last(places: Sequence[Place], batch: int, most: int) -> list[Place]:
-    """Return the places of so many batches, of which the last is the last of all: it may be smaller, and kernels may
-    take more for it."""
-    first, rest = places[: (most - 1) * batch], places[(most - 1) * batch :]
-    return [*first, *rest[-(len(rest) % batch or batch) :]]
+    """Return the places of the first ``most`` - 1 batches and the last: that may be smaller, and may need a larger
+    workspace."""
+    first, others = places[: (most - 1) * batch], places[(most - 1) * batch :]
+    return [*first, *others[-(len(others) % batch or batch) :]]
 
 
 def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[Place]:
-    """Yield the places of the patches; the last of a dimension ends with the volume."""
+    """Yield the places of all patches; the last of each dimension is moved back to end with the volume."""
     starts: list[list[int]] = []
     for whole, size in zip(volume, patch, strict=True):
         step = size if size == whole else max(1, int(size * (1 - overlap)))
@@ -175,11 +176,10 @@ def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iter
 
 
 def _scaled(place: Sequence[slice], scale: Sequence[float]) -> Place:
-    return tuple(slice(int(one.start * by), int(one.stop * by)) for one, by in zip(place, scale, strict=True))
-
-
-def _batched(places: list[Place], size: int) -> list[tuple[Place, ...]]:
-    return [tuple(places[first : first + size]) for first in range(0, len(places), size)]
+    return tuple(
+        slice(int(extent.start * factor), int(extent.stop * factor))
+        for extent, factor in zip(place, scale, strict=True)
+    )
 
 
 def _count(options: StepOptions) -> str:

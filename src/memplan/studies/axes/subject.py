@@ -1,4 +1,4 @@
-"""The subject of a study: a step in parts, so that an axis can change one of them."""
+"""The step that a study varies, in parts that axes can change."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from memplan.trace.step import StepOptions, build_of, copy_module
 
 @dataclass(frozen=True)
 class Subject:
-    """A step: a module, or a callable and its arguments; what it is called with; what is changed of its layers."""
+    """A step: a module or a callable, the callable's arguments, the options of the step, and changes of layers."""
 
     what: Any
     options: StepOptions
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the callable."""
+    """Keyword arguments of the callable."""
     changes: tuple[LayerChange, ...] = ()
-    """Of the module, applied in order after it was made."""
+    """Applied in order after the module is made."""
     window: Window | None = None
-    """Inference of a volume in overlapping patches, instead of a step: the first input is one patch."""
+    """Run inference of a volume in overlapping patches instead of a step; the input is then a patch."""
 
     def build(self, *, on_card: bool) -> Runs:
-        """Return the ``build``, or the program, that `record` and `measure` take."""
+        """Return the ``build`` or program for `record` and `measure`."""
         if isinstance(self.what, Programs):
             return self.what.program(**self.arguments)
-        made = Maker(self.what, self.arguments, self.changes)
+        make = Maker(self.what, self.arguments, self.changes)
         if self.window is not None:
-            return windowed(made, self.options, self.window, on_card=on_card)
-        return build_of(self.what if made.plain else made, self.options, on_card=on_card)
+            return windowed(make, self.options, self.window, on_card=on_card)
+        return build_of(self.what if make.plain else make, self.options, on_card=on_card)
 
     def with_arguments(self, **arguments: Any) -> Subject:
-        """Return the same with other arguments of the callable."""
+        """Return a copy with these arguments of the callable set."""
         return replace(self, arguments={**self.arguments, **arguments})
 
     @property
@@ -51,7 +51,7 @@ class Subject:
         return name or type(self.what).__name__
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Return the callable's parameters by name; none of a module, nor where Python cannot see them."""
+        """Return the callable's parameters by name; empty for a module, or a callable without a signature."""
         if isinstance(self.what, nn.Module):
             return {}
         try:
@@ -62,14 +62,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Maker:
-    """A callable that makes the subject's module, or its step; it can be sent to another process."""
+    """A picklable callable that makes the subject's module with its changed layers, or its step."""
 
     what: Callable[..., Any]
     arguments: Mapping[str, Any]
     changes: tuple[LayerChange, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "__qualname__", self.title)  # what messages call it, as they do a function
+        object.__setattr__(self, "__qualname__", self.title)  # messages name callables by it
 
     @property
     def title(self) -> str:
@@ -78,18 +78,22 @@ class Maker:
 
     @property
     def plain(self) -> bool:
-        """Return whether it adds nothing to the callable, or the module."""
+        """Return whether there are no arguments and no changes, so that ``what`` can be used instead."""
         return not self.arguments and not self.changes
 
     def __call__(self) -> Any:
-        """Return the module with its changed layers, or the step."""
-        made = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what(**self.arguments)
+        """Return the module with its changed layers, or the step.
+
+        Raises:
+            InputError: there are changes, and the callable returns no module.
+        """
+        model = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what(**self.arguments)
         if not self.changes:
-            return made
-        if not isinstance(made, nn.Module):
+            return model
+        if not isinstance(model, nn.Module):
             raise InputError(
                 f"{self.title} returns a step, whose layers cannot be reached",
                 expected="a target that returns the module, where layers are to be changed",
                 do="Name the callable that makes the module, and describe its inputs",
             )
-        return change_layers(made, self.changes)
+        return change_layers(model, self.changes)

@@ -1,1 +1,1 @@
-"""The largest value that fits."""
+"""The largest batch, size or sequence that fits."""

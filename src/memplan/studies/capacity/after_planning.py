@@ -1,4 +1,4 @@
-"""A step at one value of an axis, planned: the smallest budget that a plan keeps, and its cost."""
+"""Plan a step at one value of an axis: the smallest feasible budget, and the cost of the plan."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from memplan.trace.recording.session import Target
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Figures of a planned step. Bytes as plans count them: allocated, with the CPU's kernels."""
+class PlanFigures:
+    """Figures of a planned step. Bytes are allocated bytes, as in plans, with the workspaces of CPU kernels."""
 
     least: int
-    """Smallest budget that a plan was found for."""
+    """Smallest budget for which there is a plan."""
     fits: bool
     peak: int | None = None
-    """Bytes at the peak of the plan, where it fits."""
+    """Peak of the plan; None if it does not fit."""
     seconds: float | None = None
-    """Seconds that the plan adds to the step, estimated."""
+    """Estimated seconds that the plan adds to the step."""
     step_seconds: float | None = None
-    """Seconds of the step without it."""
+    """Estimated seconds of the step without the plan."""
 
 
-def planned(subject: Subject, target: Target, budget: int) -> Planned:
-    """Plan a step for a budget.
+def plan_step(subject: Subject, target: Target, budget: int) -> PlanFigures:
+    """Plan a step for a budget in bytes.
 
     Raises:
-        InputError: a step that cannot be planned: inference, converted weights.
+        InputError: the step is inference or has converted weights, which cannot be planned.
         MemplanError: as `memplan.plan`.
     """
     options = subject.options
@@ -41,11 +41,11 @@ def planned(subject: Subject, target: Target, budget: int) -> Planned:
         )
     make = Maker(subject.what, subject.arguments, subject.changes)
     try:
-        made = plan(
+        result = plan(
             subject.what if make.plain else make, *options.inputs, kwargs=options.kwargs, targets=options.targets,
             loss=options.loss, budget=budget, optimizer=options.optimizer, autocast=options.autocast,
             device=None if target.card is None else target.name, costs="roofline",
         )  # fmt: skip
     except BudgetError as error:
-        return Planned(error.smallest_budget, False)
-    return Planned(min(made.floor, made.peak), True, made.peak, made.seconds, made.step_seconds)
+        return PlanFigures(error.smallest_budget, False)
+    return PlanFigures(min(result.floor, result.peak), True, result.peak, result.seconds, result.step_seconds)

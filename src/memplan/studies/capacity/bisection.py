@@ -1,4 +1,4 @@
-"""The last place on an axis that fits, in few recordings: guessed, then closed in on from both sides."""
+"""Search for the last place on an axis that fits, in few recordings: by extrapolation, with bisection as fallback."""
 
 from __future__ import annotations
 
@@ -10,46 +10,45 @@ from memplan.studies.capacity.extrapolation import MOST, Sample, by_needs, by_st
 from memplan.trace.trace import Trace
 
 Probe = Callable[[int], Sample | None]
-"""Records a place; None where that fails."""
+"""Records the step at a place; None if that fails."""
 
 BEGINNINGS = 8
-"""How many other places are tried where the first fails."""
+"""How many other places to record if the first fails."""
 
 _FAR = 1024
-"""How many times as far to look where nothing grows up to a place."""
+"""Factor by which to go up if the need does not grow."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Recordings of a search, and the places that the answer lies between."""
+class SearchResult:
+    """Recordings of a search, and the bounds that they give."""
 
     samples: tuple[Sample, ...]
-    """In the order in which they were recorded."""
+    """Successful recordings, in order of the search."""
     failed: tuple[int, ...] = ()
-    """Places whose recording failed, likewise."""
+    """Places whose recording failed, in order of the search."""
     step: int = 1
-    """Places work at its multiples, as far as is known."""
+    """Only multiples of it can be recorded, as far as is known."""
 
     @property
     def last(self) -> int:
-        """Return the last place that was recorded to fit; 0 where none was."""
-        return max((one.place for one in self.samples if one.fits), default=0)
+        """Return the last place that fits, 0 if none does."""
+        return max((sample.place for sample in self.samples if sample.fits), default=0)
 
     @property
     def floor(self) -> int:
-        """Lower bound of the search: the last place that fits; where none does, the last that failed below all
-        recordings, or 0."""
-        below = min((one.place for one in self.samples), default=0)
-        return self.last or max((place for place in self._ends() if place < below), default=0)
+        """Lower bound of the search: the last place that fits, else the last failure below all recordings, else 0."""
+        lowest = min((sample.place for sample in self.samples), default=0)
+        return self.last or max((place for place in self._failed_multiples() if place < lowest), default=0)
 
     @property
     def following(self) -> int | None:
-        """Return the first place above that which was recorded not to fit, or failed though it is a multiple of the
-        step; None where there is none."""
-        over = [one.place for one in self.samples if not one.fits]
-        return min((place for place in (*over, *self._ends()) if place > self.floor), default=None)
+        """Upper bound of the search: the first place above ``floor`` that does not fit, or fails though it is a
+        multiple of ``step``; None if there is none."""
+        too_large = [sample.place for sample in self.samples if not sample.fits]
+        return min((place for place in (*too_large, *self._failed_multiples()) if place > self.floor), default=None)
 
-    def _ends(self) -> list[int]:
+    def _failed_multiples(self) -> list[int]:
         return [place for place in self.failed if place % self.step == 0]
 
 
@@ -60,23 +59,22 @@ def last_fitting(
     start: int,
     most: int = MOST,
     fits: Callable[[Trace], bool] | None = None,
-) -> Found:
-    """Record places until the last one that fits and the next one are among them.
+) -> SearchResult:
+    """Record places until both the last place that fits and the next place are recorded.
 
-    Where a smaller place needs more than a larger one, the answer is the last place that was recorded to fit; there can
-    be others that do, above it too.
+    If the need is not monotonic, the answer is the last recorded place that fits; others may fit, even above it.
 
-    A place that fails is kept. The first to fail asks in which steps places work (`step_of`), and only multiples of
-    that step are looked at from then on. One that fails though it is such a multiple counts as one that does not fit;
-    where nothing below it was recorded, the search goes on above it.
+    The first place whose recording fails starts a search for the step whose multiples can be recorded (`step_of`);
+    from then on only these are recorded. A multiple that fails counts as too large, or, below all successful
+    recordings, as too small.
 
     Args:
-        probe: records a place, from 1 on.
-        measure: of a place.
+        probe: records the step at a place, from 1 on.
+        measure: the number that bytes grow with, at a place.
         limit: bytes.
-        start: the place to begin with; where it fails, the powers of two around it.
-        most: the last place to look at; it is the answer where it fits.
-        fits: whether a step does, where guesses are to be made from whole steps (see `by_steps`).
+        start: the first place to record; if it fails, the powers of two around it follow.
+        most: the last place to consider, and the answer if it fits.
+        fits: whether a step fits; then guesses come from whole extrapolated steps (see `by_steps`).
     """
     search = _Search(probe, measure, limit, most, fits)
     first = next((place for place in _beginnings(min(start, most), most) if search.works(place)), None)
@@ -85,31 +83,32 @@ def last_fitting(
         if not search.works(place) and search.step is None:
             search.step = step_of(search.works, first, most)
         place = search.next()
-    return search.found
+    return search.result
 
 
 def step_of(works: Callable[[int], bool], place: int, most: int = MOST) -> int:
-    """Return the step in which places work, where the multiples of some number do, and ``place`` is one of them.
+    """Return the step whose multiples work, assuming that there is such a step and that ``place`` works.
 
-    That number divides the place. Of each prime of the place it is asked how often it can be divided out of a step so
-    that the place less that step, or else with it, still works.
+    The step divides ``place``. For each prime factor of ``place``, a bisection over its power finds the smallest
+    divisor by which ``place`` can be moved down, or else up, and still work.
     """
 
-    def moves(by: int) -> bool:
-        return works(place - by) or (place + by <= most and works(place + by))
+    def moves(distance: int) -> bool:
+        return works(place - distance) or (place + distance <= most and works(place + distance))
 
     step = place
     for prime, power in _primes(place):
-        low, high, tried = 0, power, power  # the most of it first: where sizes are not what fails, that is right
+        # the whole power first: it works where failures have nothing to do with divisibility
+        low, high, middle = 0, power, power
         while low < high:
-            low, high = (tried, high) if moves(place // prime**tried) else (low, tried - 1)
-            tried = (low + high + 1) // 2
+            low, high = (middle, high) if moves(place // prime**middle) else (low, middle - 1)
+            middle = (low + high + 1) // 2
         step //= prime**low
     return step
 
 
 def _beginnings(start: int, most: int) -> Iterator[int]:
-    """Yield the start, then the powers of two next to it, in turns above and below."""
+    """Yield the start, then the next powers of two, alternately above and below."""
     yield start
     above, below = 1 << start.bit_length(), (1 << (start - 1).bit_length()) // 2
     for _ in range(BEGINNINGS // 2):
@@ -121,7 +120,7 @@ def _beginnings(start: int, most: int) -> Iterator[int]:
 
 
 def _primes(number: int) -> Iterator[tuple[int, int]]:
-    """Yield the prime factors of a number, each with its power."""
+    """Yield (prime, power) for each prime factor of a number."""
     prime = 2
     while number > 1:
         if prime * prime > number:
@@ -136,7 +135,7 @@ def _primes(number: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class _Search:
-    """The recordings so far, and the place to record next: a guess by extrapolation, else the middle."""
+    """The recordings so far, and the choice of the place to record next."""
 
     probe: Probe
     measure: Callable[[int], float]
@@ -144,49 +143,50 @@ class _Search:
     most: int
     fits: Callable[[Trace], bool] | None
     step: int | None = None
-    """None: not asked for, since nothing has failed."""
-    seen: dict[int, Sample | None] = field(default_factory=dict)
+    """None until a recording fails."""
+    recordings: dict[int, Sample | None] = field(default_factory=dict)
     widths: list[int] = field(default_factory=list)
-    """Distances of the bounds, each time that there were two."""
+    """Distances between the bounds so far, in steps."""
 
     def works(self, place: int) -> bool:
-        """Return whether a place can be recorded; each is recorded once."""
-        if place not in self.seen:
-            self.seen[place] = self.probe(place)
-        return self.seen[place] is not None
+        """Return whether a place can be recorded. Each is recorded once."""
+        if place not in self.recordings:
+            self.recordings[place] = self.probe(place)
+        return self.recordings[place] is not None
 
     @property
-    def found(self) -> Found:
+    def result(self) -> SearchResult:
         """Return the recordings so far."""
-        samples = tuple(one for one in self.seen.values() if one is not None)
-        return Found(samples, tuple(place for place, one in self.seen.items() if one is None), self.step or 1)
+        samples = tuple(sample for sample in self.recordings.values() if sample is not None)
+        failed = tuple(place for place, sample in self.recordings.items() if sample is None)
+        return SearchResult(samples, failed, self.step or 1)
 
     def next(self) -> int | None:
-        """Return the place to record next; None where nothing is left to find."""
-        found, step = self.found, self.step or 1
-        low, high = found.floor // step, found.following  # counted in steps, as is last
+        """Return the place to record next; None when the search is over."""
+        result, step = self.result, self.step or 1
+        low, high = result.floor // step, result.following  # low and last are counted in steps, high in places
         last = self.most // step if high is None else -(-high // step) - 1
         if low >= last:
             return None
-        guess = self._guess(found)
+        guess = self._guess(result)
         guess = None if guess is None else guess // step
-        if len(found.samples) == 1 and high not in found.failed:
+        if len(result.samples) == 1 and high not in result.failed:
             return step * min(2 * low, last) if high is None else step * max(low + 1, (last + 1) // 2)
         if high is not None:
-            return step * self._between(low, last + 1, guess, high in found.failed)
-        if guess is not None:  # four times as far each time after the fifth that still fits
-            return step * min(low + max(guess - low, 1) * 4 ** max(0, len(found.samples) - 5), last)
-        # nothing grows up to here: one far place, and the search ends
-        return step * min(_FAR * low, last) if low * step < _FAR**2 * found.samples[0].place else None
+            return step * self._between(low, last + 1, guess, high in result.failed)
+        if guess is not None:  # after five recordings that fit, overshoot the guess four times as far each time
+            return step * min(low + max(guess - low, 1) * 4 ** max(0, len(result.samples) - 5), last)
+        # the need does not grow: jump up, and give up beyond _FAR**2 times the first place
+        return step * min(_FAR * low, last) if low * step < _FAR**2 * result.samples[0].place else None
 
-    def _guess(self, found: Found) -> int | None:
-        bounds = found.last, found.following
-        guess = None if self.fits is None else by_steps(found.samples, self.measure, self.fits, *bounds)
-        return by_needs(found.samples, self.limit, self.measure, *bounds) if guess is None else guess
+    def _guess(self, result: SearchResult) -> int | None:
+        bounds = result.last, result.following
+        guess = None if self.fits is None else by_steps(result.samples, self.measure, self.fits, *bounds)
+        return by_needs(result.samples, self.limit, self.measure, *bounds) if guess is None else guess
 
     def _between(self, low: int, high: int, guess: int | None, fails: bool) -> int:
-        """Return a place between two bounds: the guess, unless the last two places left more than a third of them, or
-        the upper bound is a place that fails, of which bytes say nothing."""
+        """Return a place between two bounds: the guess, unless the last two recordings left more than a third of the
+        interval, or the guess is next to an upper bound that ``fails``, about which bytes say nothing."""
         self.widths.append(high - low)
         stalled = len(self.widths) > 2 and 3 * self.widths[-1] > self.widths[-3]
         if guess is not None and not stalled and not (fails and guess >= high - 1):

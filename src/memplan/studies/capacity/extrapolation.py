@@ -1,4 +1,4 @@
-"""The last place on an axis that is expected to fit, by parabolas through the nearest recordings."""
+"""Prediction of the last place on an axis that fits, by parabolas through the nearest recordings."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy
 from memplan.trace.trace import Trace
 
 MOST = 1 << 40
-"""A number of steps along an axis that no device holds."""
+"""Upper bound of all searches: no device has memory for so many steps along an axis."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The recording of a place on an axis."""
+    """The recording at a place on an axis."""
 
     place: int
     """Steps along the axis."""
     measure: float
-    """What bytes grow with: a size's pixels, a batch's samples."""
+    """The number that bytes grow with: pixels of a size, samples of a batch."""
     need: int
-    """Bytes from the device."""
+    """Bytes needed from the device."""
     fits: bool
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    """The recorded step, where it was kept."""
+    """The recorded step, for `by_steps`."""
 
 
 def by_steps(
@@ -38,29 +38,29 @@ def by_steps(
     low: int = 0,
     high: int | None = None,
 ) -> int | None:
-    """Return the last place whose whole step is expected to fit; None where nothing can be expected.
+    """Predict the last place that fits by extrapolating the bytes of each storage and simulating the resulting step.
 
-    Where recordings have the same storages in the same order, the bytes of each storage are extrapolated, and ``fits``
-    simulates the step that results. Another step runs between the places where that contradicts ``low`` or ``high``.
+    Returns None if fewer than two recordings have the same storages in the same order as the last one, or if the
+    prediction contradicts ``low`` or ``high``, so that the step must change between the places.
 
     Args:
-        samples: the recordings, in order; those next to the last one count most.
-        measure: of a place, which grows with it.
-        fits: whether a step does.
+        samples: the recordings, in order; the three nearest to the last are used.
+        measure: the number that bytes grow with, at a place.
+        fits: whether a step fits.
         low: a place that fits, or 0.
-        high: one that does not.
+        high: a place that does not fit.
     """
     last = samples[-1]
-    alike = [one for one in samples if one.trace is not None and _same_storages(one.trace, last.trace)]
-    if last.trace is None or len({one.measure for one in alike}) < 2:
+    alike = [sample for sample in samples if sample.trace is not None and _same_storages(sample.trace, last.trace)]
+    if last.trace is None or len({sample.measure for sample in alike}) < 2:
         return None
     trace, nearest = last.trace, _nearest(alike)
-    rows = [one.trace.storages for one in nearest if one.trace is not None]
-    most = _storage_law(nearest, [[s.bytes for s in row] for row in rows], measure)
-    least = _storage_law(nearest, [[s.bytes if s.low is None else s.low for s in row] for row in rows], measure)
+    rows = [sample.trace.storages for sample in nearest if sample.trace is not None]
+    upper = _storage_law(nearest, [[s.bytes for s in row] for row in rows], measure)
+    lower = _storage_law(nearest, [[s.bytes if s.low is None else s.low for s in row] for row in rows], measure)
 
     def expected(place: int) -> bool:
-        sizes = zip(trace.storages, most(place), least(place), strict=True)
+        sizes = zip(trace.storages, upper(place), lower(place), strict=True)
         storages = [dataclasses.replace(s, bytes=b, low=None if s.low is None else min(low, b)) for s, b, low in sizes]
         return fits(dataclasses.replace(trace, storages=tuple(storages)))
 
@@ -72,48 +72,51 @@ def by_steps(
 def by_needs(
     samples: Sequence[Sample], limit: int, measure: Callable[[int], float], low: int = 0, high: int | None = None
 ) -> int | None:
-    """Return the last place whose need is expected to stay within a limit of bytes; None where needs do not grow."""
-    apart = {one.need: one for one in samples}  # the last of those with the same need
-    nearest = _nearest([one for one in samples if apart[one.need] is one])
+    """Predict the last place whose need is within a limit of bytes by extrapolating the need; None if it is flat."""
+    by_need = {sample.need: sample for sample in samples}  # the last of those with the same need
+    nearest = _nearest([sample for sample in samples if by_need[sample.need] is sample])
     if len(nearest) < 2:
         return None
-    need = _parabola(nearest, [[one.need] for one in nearest])
+    need = _parabola(nearest, [[sample.need] for sample in nearest])
     return _last(lambda place: float(need(measure(place))[0]) <= limit, low, high)
 
 
 def _nearest(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the last sample and up to two others of other measures, nearest first."""
-    found: dict[float, Sample] = {}
-    for one in sorted(samples, key=lambda one: abs(one.place - samples[-1].place)):
-        found.setdefault(one.measure, one)
-    return list(found.values())[:3]
+    """Return the last sample and the (up to) two nearest to it, nearest first, all with different measures."""
+    by_measure: dict[float, Sample] = {}
+    for sample in sorted(samples, key=lambda sample: abs(sample.place - samples[-1].place)):
+        by_measure.setdefault(sample.measure, sample)
+    return list(by_measure.values())[:3]
 
 
 def _storage_law(
     samples: Sequence[Sample], rows: Sequence[Sequence[int]], measure: Callable[[int], float]
 ) -> Callable[[int], list[int]]:
-    """Return the bytes of every storage at a place: by its parabola, or in whole strides where a model pads to them."""
-    law = _parabola(samples, rows)
-    places, power = [one.place for one in samples], max(1, round(math.log2(measure(2) / measure(1))))
-    columns = list(zip(*rows, strict=True))
-    padded = {column: padding_of(places, column, power) for column in set(columns)}
-    strided = [(number, found) for number, column in enumerate(columns) if (found := padded[column]) is not None]
+    """Return a function from a place to the bytes of each storage: by a parabola, or a step function if it is padded.
 
-    def at(place: int) -> list[int]:
-        sizes = [max(0, int(size)) for size in numpy.rint(law(measure(place)))]
-        for number, (stride, piece) in strided:
-            sizes[number] = piece * (-(-place // stride)) ** power
+    ``rows`` has the bytes of each storage in each sample.
+    """
+    parabolas = _parabola(samples, rows)
+    places, power = [sample.place for sample in samples], max(1, round(math.log2(measure(2) / measure(1))))
+    columns = list(zip(*rows, strict=True))
+    paddings = {column: padding_of(places, column, power) for column in set(columns)}
+    padded = [(index, padding) for index, column in enumerate(columns) if (padding := paddings[column]) is not None]
+
+    def storage_bytes(place: int) -> list[int]:
+        sizes = [max(0, int(size)) for size in numpy.rint(parabolas(measure(place)))]
+        for index, (stride, piece) in padded:
+            sizes[index] = piece * (-(-place // stride)) ** power
         return sizes
 
-    return at
+    return storage_bytes
 
 
 def padding_of(places: Sequence[int], sizes: Sequence[int], power: int = 1) -> tuple[int, int] | None:
-    """Return the stride that places are padded to, and the bytes of one; None where sizes have no such stride.
+    """Return the stride to whose multiples a model pads places, and a storage's bytes per stride; None if unpadded.
 
     Args:
-        places: of the recordings.
-        sizes: bytes of one storage at each of them.
+        places: places of the recordings.
+        sizes: bytes of the storage at each of them.
         power: how many dimensions grow with the place.
 
     Example:
@@ -131,9 +134,9 @@ def padding_of(places: Sequence[int], sizes: Sequence[int], power: int = 1) -> t
 
 
 def _parabola(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Callable[[float], Any]:
-    """Return the parabolas through two or three samples by divided differences; a line where one would open downwards:
-    bytes do not fall."""
-    x, y = [one.measure for one in samples], numpy.array(rows, dtype=float)
+    """Return a function from a measure to the values of parabolas through two or three samples (lines through two),
+    by divided differences. A parabola that opens downwards is replaced by a line: bytes do not fall."""
+    x, y = [sample.measure for sample in samples], numpy.array(rows, dtype=float)
     slope = (y[1] - y[0]) / (x[1] - x[0])
     bend = numpy.zeros_like(slope)
     if len(x) == 3:
@@ -142,7 +145,7 @@ def _parabola(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Calla
 
 
 def _last(fits: Callable[[int], bool], low: int, high: int | None) -> int | None:
-    """Return the last place that fits, where ``low`` does and ``high`` does not; None where every place does."""
+    """Bisect for the last place that fits, given that ``low`` does and ``high`` does not; None if every place fits."""
     reach = 2 * low or 2
     while high is None:
         if not fits(reach):
@@ -157,17 +160,17 @@ def _last(fits: Callable[[int], bool], low: int, high: int | None) -> int | None
     return low
 
 
-def _same_storages(one: Trace, other: Trace | None) -> bool:
-    """Return whether two steps make and free the same storages in the same order."""
-    if other is None or len(one.storages) != len(other.storages):
+def _same_storages(trace: Trace, other: Trace | None) -> bool:
+    """Return whether two steps allocate and free the same storages in the same order."""
+    if other is None or len(trace.storages) != len(other.storages):
         return False
-    pairs = zip(one.storages, other.storages, strict=True)
+    pairs = zip(trace.storages, other.storages, strict=True)
     return all(a.born == b.born and a.died == b.died and (a.low is None) == (b.low is None) for a, b in pairs)
 
 
 def roundest(low: int, high: int) -> int:
-    """Return the number between two that the highest power of 2 or of 10 divides: what sizes are padded to, and tables
-    end at.
+    """Return the number strictly between two that is divisible by the highest power of 2 or of 10: models pad sizes to
+    such numbers, and tables end at them.
 
     Example:
         >>> roundest(900, 1010), roundest(510, 520), roundest(4096, 6144)
@@ -185,7 +188,7 @@ def roundness(number: int) -> int:
 
 
 def _multiple(low: int, high: int, base: int) -> int:
-    """Return the largest number between two that the highest power of the base divides."""
+    """Return the largest number strictly between two that is divisible by the highest possible power of the base."""
     unit = 1
     while (high - 1) // (unit * base) * unit * base > low:
         unit *= base

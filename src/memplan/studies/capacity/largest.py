@@ -1,13 +1,8 @@
-"""The largest batch, size or sequence that fits a card or a budget.
-
-A value at which the step raises is kept as failed and passed over. The first one asks in which steps values work, by
-recordings next to one that works; from then on only multiples of that step are looked at, and one that fails all the
-same counts as one that does not fit. Where the value that the step has now fails, the powers of two around it are
-tried.
-"""
+"""The largest batch, size or sequence that fits a card or a budget (`memplan.largest`)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,13 +17,13 @@ from memplan.simulation.allocator.settings import parse_settings
 from memplan.studies.axes.axes import Axis, Length, Size, axis_of, value_of, without_data
 from memplan.studies.axes.sliding_window import Window
 from memplan.studies.axes.subject import Subject
-from memplan.studies.capacity.after_planning import Planned, planned
-from memplan.studies.capacity.bisection import Found, last_fitting
+from memplan.studies.capacity.after_planning import PlanFigures, plan_step
+from memplan.studies.capacity.bisection import SearchResult, last_fitting
 from memplan.studies.capacity.extrapolation import MOST, Sample
 from memplan.studies.capacity.limit import Case, Room, room_of
 from memplan.studies.sweeps.fits import LABELS, part_bytes
-from memplan.studies.sweeps.points import Bytes, measured
-from memplan.studies.sweeps.sweep import again
+from memplan.studies.sweeps.points import Bytes, record_point
+from memplan.studies.sweeps.sweep import recordable
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, public
 from memplan.trace.recording.values.known_indices import NoSuchRow
@@ -36,26 +31,26 @@ from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
 _CLEARLY = 1.02
-"""Segments alone make reserved bytes go up and down by less."""
+"""Ratio of needs above which growth is not monotonic; the rounding of segments alone stays below it."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A value that was recorded, or could not be."""
+    """A value that was recorded or planned, or whose recording failed."""
 
     value: int
     fits: bool
     need: int
-    """Bytes; 0 where the recording failed."""
+    """Bytes; 0 if the recording failed."""
     bytes: Bytes | None = None
-    plan: Planned | None = None
+    plan: PlanFigures | None = None
     reason: str = ""
-    """Why the recording failed; empty where it did not."""
+    """Why the recording failed; empty if it did not."""
 
 
 @dataclass(frozen=True, repr=False)
 class Largest(Displayed):
-    """The largest value that fits, and how it was found. ``value`` is 0 where none of those that were recorded does."""
+    """The largest value that fits, and the recordings behind it. ``value`` is 0 if no recorded value fits."""
 
     title: str
     axis: str
@@ -63,67 +58,68 @@ class Largest(Displayed):
     room: Room
     value: int
     sizes: tuple[int, ...]
-    """Of an image: its spatial dimensions at that value."""
+    """Spatial dimensions at ``value``; empty for other axes than sizes."""
     tried: tuple[Tried, ...]
-    """In order; each is one recording, or one plan."""
+    """In order of the search; each is one recording, or one plan."""
     step: int = 1
-    """The value is a multiple of it: as asked for, or as the model takes no other values."""
+    """``value`` is a multiple of it: ``divisible``, or a multiple of that to which the model is limited."""
     most: int | None = None
     end: int | None = None
-    """The next value, which does not fit, or failed; None where the search ended at ``most``."""
+    """The next value, which does not fit or failed; None if the search ended at ``most``."""
     planned: Largest | None = None
-    """The same after planning, where that was asked for."""
+    """The largest value after planning (``fit=True``)."""
     notes: tuple[str, ...] = ()
 
     def at(self, value: int | None) -> Tried | None:
-        """Return the recording of a value."""
-        return next((one for one in self.tried if one.value == value), None)
+        """Return the recording of a value, or None."""
+        return next((trial for trial in self.tried if trial.value == value), None)
 
     @property
     def recorded(self) -> tuple[Tried, ...]:
-        """Return those whose recording did not fail."""
-        return tuple(one for one in self.tried if not one.reason)
+        """Return the values whose recording did not fail."""
+        return tuple(trial for trial in self.tried if not trial.reason)
 
     @property
     def failed(self) -> tuple[Tried, ...]:
-        """Return those whose recording failed."""
-        return tuple(one for one in self.tried if one.reason)
+        """Return the values whose recording failed."""
+        return tuple(trial for trial in self.tried if trial.reason)
 
     @property
     def answer(self) -> Tried | None:
-        """Return the value's own."""
+        """Return the recording of ``value``; None if that is 0."""
         return self.at(self.value)
 
     @property
     def following(self) -> Tried | None:
-        """Recording of the next value, which does not fit, or failed; None where there is none."""
+        """Return the recording of ``end``, or None."""
         return self.at(self.end)
 
     @property
     def least(self) -> Tried:
-        """Return the smallest value that was recorded."""
-        return min(self.recorded, key=lambda one: one.value)
+        """Return the recording of the smallest value."""
+        return min(self.recorded, key=lambda trial: trial.value)
 
     @property
     def unsteady(self) -> tuple[int, int] | None:
-        """Two values of which the smaller clearly needs more, or alone does not fit; None where there are none."""
-        ordered = sorted(self.recorded, key=lambda one: one.value)
-        pairs = [(a, b) for n, a in enumerate(ordered) for b in ordered[n + 1 :]]
-        found = [(a, b) for a, b in pairs if a.need > _CLEARLY * b.need or (b.fits and not a.fits)]
-        return (found[0][0].value, found[0][1].value) if found else None
+        """Return (smaller, larger) if the smaller value needs more memory or alone does not fit, else None."""
+        ordered = sorted(self.recorded, key=lambda trial: trial.value)
+        for a, b in itertools.combinations(ordered, 2):
+            if a.need > _CLEARLY * b.need or (b.fits and not a.fits):
+                return a.value, b.value
+        return None
 
-    def held_by(self, one: Tried) -> str:
-        """Say what is largest at a value that was recorded."""
-        if one.bytes is None:
-            return f"{format_bytes(one.need)} even when planned"
-        parts = part_bytes({**one.bytes.row()})
+    def held_by(self, trial: Tried) -> str:
+        """Return the three largest parts of a recorded value's need: ``1.2 GiB saved activations, ...``."""
+        if trial.bytes is None:
+            return f"{format_bytes(trial.need)} even when planned"
+        parts = part_bytes({**trial.bytes.row()})
         parts = {LABELS[part]: size for part, size in parts.items() if self.room.case == "high" or part != "workspace"}
-        extra = one.need - sum(parts.values())
-        parts |= {"CUDA context and segments": extra} if extra > 0 else {}
-        if one.bytes.aggregation:
-            parts[LABELS["temporaries"]] -= one.bytes.aggregation
-            parts["aggregation of the volume"] = one.bytes.aggregation
-        largest = sorted(parts.items(), key=lambda one: -one[1])[:3]
+        overhead = trial.need - sum(parts.values())
+        parts |= {"CUDA context and segments": overhead} if overhead > 0 else {}
+        if trial.bytes.aggregation:
+            parts[LABELS["temporaries"]] -= trial.bytes.aggregation
+            parts["aggregation of the volume"] = trial.bytes.aggregation
+        largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest if size > 0)
 
 
@@ -154,39 +150,43 @@ def largest(
 ) -> int:
     """Find the largest batch, size, patch or sequence that fits a card or a budget, by recordings alone.
 
-    The answer and the next value are both recorded: the one fits, the other does not, or fails. A value at which the
-    step raises is passed over: the first such one asks in which steps values work, and only these are looked at then.
+    Both the answer and the next value are recorded: the answer fits, the next value does not, or its step raises. The
+    first value at which the step raises starts a search for the number whose multiples work, such as the
+    downsampling factor of a U-Net; only these are considered from then on.
 
     Args:
         what: a module, a callable that makes one, or a ``build`` with an argument for the axis.
         axis: ``"batch"``; ``"size"`` or ``"patch"``, all spatial dimensions of image inputs and of what shares them;
             ``"sequence"``; or the name of an argument of the callable.
         inputs, kwargs, targets, loss, optimizer, autocast, train, dtype, settings, assume, cudnn: as for `explain`.
-        device: a card of the catalogue: what it has is the budget, unless one is given. ``"cpu"`` needs one.
+        device: a card of the catalogue, whose capacity is the default of ``budget``; or ``"cpu"``, which needs one.
         budget: bytes ("20 GiB"), or a card's name. Bounds allocated bytes; on a card, reserved and the CUDA context.
-        divisible, most: the answer is a multiple of the one, and not above the other.
-        aspect, margin: what a size is multiplied by in each dimension: (1, 1, 0.5); share to be left free: 0.05, "5%".
-        workspace: the bound of cuDNN's workspaces to count, known as an interval: the upper ("high") or the lower.
+        divisible, most: the answer is a multiple of ``divisible``, and at most ``most``.
+        aspect: factors of a size, one for each dimension: (1, 1, 0.5).
+        margin: share of the budget to leave free: 0.05, "5%".
+        workspace: which bound to count of cuDNN workspaces known as an interval: "high" or "low".
         fit: find the largest after planning (`memplan.plan`).
-        window: a `memplan.studies.axes.sliding_window.Window`: infers a volume in patches, with their buffer.
+        window: a `memplan.studies.axes.sliding_window.Window`, to infer a volume in patches.
 
     Raises:
-        BudgetError: not even the smallest value fits; says what holds it up.
-        InputError, StepError: an axis that the step does not take; no card and no budget; no value can be recorded.
+        BudgetError: not even the smallest value fits; with the largest parts of its need.
+        InputError, StepError: the step has no such axis, there is no card and no budget, or no value can be recorded.
 
     Example:
         >>> memplan.largest(model, "batch", images, optimizer=torch.optim.AdamW, device="rtx4090")
         82096
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
-    subject = Subject(again(what), options, window=window.checked() if window is not None else None)
-    on = device_of(what) if device is None and budget is None else device
-    room = room_of(on, budget, margin, workspace, assume, cudnn)
-    found = find_largest(subject, axis, room, divisible=divisible, aspect=aspect, most=most, fit=fit, settings=settings)
-    found = found.planned or found
-    if found.value == 0:
-        raise does_not_fit(found)
-    return found.value
+    subject = Subject(recordable(what), options, window=window.checked() if window is not None else None)
+    device = device_of(what) if device is None and budget is None else device
+    room = room_of(device, budget, margin, workspace, assume, cudnn)
+    search = find_largest(
+        subject, axis, room, divisible=divisible, aspect=aspect, most=most, fit=fit, settings=settings
+    )
+    search = search.planned or search
+    if search.value == 0:
+        raise does_not_fit(search)
+    return search.value
 
 
 def find_largest(
@@ -202,7 +202,7 @@ def find_largest(
     title: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Largest:
-    """Search as `largest` does, and return everything that was recorded; ``value`` is 0 where nothing fits."""
+    """Search as `largest` does, and return all recordings; ``value`` is 0 if nothing fits."""
     axis = _axis(subject, name, divisible, aspect)
     subject = without_data(subject)
     start = _start(subject, axis, divisible)
@@ -213,7 +213,7 @@ def find_largest(
 
     def record(value: int) -> tuple[Tried, Trace | None]:
         progress(f"{name} {value}")
-        outcome = measured(axis.at(subject, value), room.target, settings, keep=True)
+        outcome = record_point(axis.at(subject, value), room.target, settings, keep=True)
         if outcome.bytes is None:
             assert outcome.error is not None, "a point has bytes or an error"
             raise outcome.error
@@ -221,30 +221,30 @@ def find_largest(
         return Tried(value, room.fits(outcome.bytes), room.need(outcome.bytes), outcome.bytes), outcome.trace
 
     recorder = _Recorder(record, axis, divisible)
-    begin, holds = max(1, start // divisible), lambda trace: room.holds(trace, allocator)
+    begin, fits = max(1, start // divisible), lambda trace: room.holds(trace, allocator)
     try:
-        found = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), holds)
-    except NoSuchRow as end:  # the model takes no more, whatever fits
-        most = end.rows
+        result = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), fits)
+    except NoSuchRow as error:  # of position embeddings: search again up to their number
+        most = error.rows
         notes[f"the model has a table of {most} positions: it takes no more"] = None
-        found = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), holds)
-    made = _largest(found, recorder, title or subject.title, room, most, tuple(notes))
-    return replace(made, planned=_find_planned(made, subject, axis, progress)) if fit else made
+        result = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), fits)
+    unplanned = _largest(result, recorder, title or subject.title, room, most, tuple(notes))
+    return replace(unplanned, planned=_find_planned(unplanned, subject, axis, progress)) if fit else unplanned
 
 
-def _find_planned(found: Largest, subject: Subject, axis: Axis, progress: Callable[[str], None]) -> Largest:
-    """Find the largest after planning, starting from the largest without it."""
-    room = found.room
+def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Callable[[str], None]) -> Largest:
+    """Find the largest value after planning, starting from the largest without."""
+    room = unplanned.room
 
     def record(value: int) -> tuple[Tried, None]:
-        progress(f"{found.axis} {value}, planned")
-        made = planned(axis.at(subject, value), room.target, room.limit)
-        return Tried(value, made.fits, made.least, None, made), None
+        progress(f"{unplanned.axis} {value}, planned")
+        plan = plan_step(axis.at(subject, value), room.target, room.limit)
+        return Tried(value, plan.fits, plan.least, None, plan), None
 
-    recorder = _Recorder(record, axis, found.step)
-    begin, last = max(1, found.value // found.step), _places(found.most, found.step)
-    places = last_fitting(recorder, recorder.measure, room.for_plans, begin, last)
-    return _largest(places, recorder, found.title, room, found.most, ())
+    recorder = _Recorder(record, axis, unplanned.step)
+    begin, last = max(1, unplanned.value // unplanned.step), _places(unplanned.most, unplanned.step)
+    result = last_fitting(recorder, recorder.measure, room.for_plans, begin, last)
+    return _largest(result, recorder, unplanned.title, room, unplanned.most, ())
 
 
 def _places(most: int | None, divisible: int) -> int:
@@ -253,30 +253,29 @@ def _places(most: int | None, divisible: int) -> int:
 
 @dataclass
 class _Recorder:
-    """Records places on an axis, each once, and keeps those that fail with their reason."""
+    """Records the step at places of an axis, each once; a value is ``divisible`` times its place."""
 
     record: Callable[[int], tuple[Tried, Trace | None]]
-    """Raises MemplanError where a value cannot be recorded."""
+    """Records or plans a value. Raises MemplanError if it cannot."""
     axis: Axis
     divisible: int
-    """What a value is, over its place."""
     tried: dict[int, Tried] = field(default_factory=dict)
     samples: dict[int, Sample | None] = field(default_factory=dict)
     error: StepError | None = None
-    """The first that the step raised."""
+    """The first error."""
 
     def measure(self, place: int) -> float:
-        """Return the number that bytes grow with."""
+        """Return the number that bytes grow with, at a place."""
         measure = self.axis.measure(place * self.divisible)
         assert measure is not None, "the axis is one of numbers"
         return measure
 
     def __call__(self, place: int) -> Sample | None:
-        """Return the recording of a place; None where it failed.
+        """Return the recording at a place; None if it failed.
 
         Raises:
-            NoSuchRow: the model's table of positions is shorter.
-            MemplanError: the first recording failed for another reason than that the step raised.
+            NoSuchRow: the model has fewer position embeddings than the value.
+            MemplanError: the first recording failed, and not because the step raised.
         """
         if place not in self.samples:
             self.samples[place] = self._sample(place)
@@ -292,53 +291,54 @@ class _Recorder:
             if isinstance(error, StepError):
                 self.error = self.error or error
             self.tried[value] = Tried(value, False, 0, reason=error.found)
-            end = error.__cause__
-            if isinstance(self.axis, Length) and isinstance(end, NoSuchRow) and self.divisible <= end.rows < value:
-                raise end from error
+            cause = error.__cause__
+            if isinstance(self.axis, Length) and isinstance(cause, NoSuchRow) and self.divisible <= cause.rows < value:
+                raise cause from error
             return None
         return Sample(place, self.measure(place), self.tried[value].need, self.tried[value].fits, trace)
 
 
 def _largest(
-    found: Found, recorder: _Recorder, title: str, room: Room, most: int | None, notes: tuple[str, ...]
+    result: SearchResult, recorder: _Recorder, title: str, room: Room, most: int | None, notes: tuple[str, ...]
 ) -> Largest:
     axis, divisible, tried = recorder.axis, recorder.divisible, tuple(recorder.tried.values())
-    if not found.samples:
+    if not result.samples:
         raise _none_works(recorder.error, axis.name, tried)
-    end, step = found.following, divisible * found.step
-    if end is None and found.last + found.step <= _places(most, divisible):
-        raise _grows_not(axis.name, found, divisible)
-    value = found.last * divisible
+    end, step = result.following, divisible * result.step
+    if end is None and result.last + result.step <= _places(most, divisible):
+        raise _does_not_grow(axis.name, result, divisible)
+    value = result.last * divisible
+    sizes = axis.sizes(value) if isinstance(axis, Size) and value else ()
     return Largest(
-        title, axis.name, axis.unit, room, value, _sizes(axis, value), tried, step, most,
+        title, axis.name, axis.unit, room, value, sizes, tried, step, most,
         None if end is None else end * divisible, None, notes,
     )  # fmt: skip
 
 
-def does_not_fit(found: Largest) -> BudgetError:
-    """Return the error that says so."""
-    least = found.least
-    failed = [str(one.value) for one in found.failed if one.value < least.value]
+def does_not_fit(search: Largest) -> BudgetError:
+    """Return the error to raise if no value fits."""
+    least = search.least
+    failed = [str(trial.value) for trial in search.failed if trial.value < least.value]
     return BudgetError(
-        f"{found.title} does not fit at {found.axis} {least.value}: it needs {format_bytes(least.need)} of "
-        f"{format_bytes(found.room.limit)}" + (f" ({', '.join(failed)} cannot be recorded)" if failed else ""),
-        expected=f"a budget of {format_bytes(least.need)} at least: {found.held_by(least)}",
+        f"{search.title} does not fit at {search.axis} {least.value}: it needs {format_bytes(least.need)} of "
+        f"{format_bytes(search.room.limit)}" + (f" ({', '.join(failed)} cannot be recorded)" if failed else ""),
+        expected=f"a budget of {format_bytes(least.need)} at least: {search.held_by(least)}",
         do="Give more, vary something else, or plan the step (fit=True, --fit)",
         smallest_budget=least.need,
     )
 
 
 def _none_works(error: StepError | None, name: str, tried: Sequence[Tried]) -> StepError:
-    """Return the first error, with the other values that cannot be recorded either."""
+    """Return the step's first error, with the list of all values that failed."""
     assert error is not None, "the first recording failed, as the step raised"
     if len(tried) == 1:
         return error
-    others = ", ".join(str(one.value) for one in tried[1:])
+    others = ", ".join(str(trial.value) for trial in tried[1:])
     joined = StepError(
         f"{error.found}; so {name} {tried[0].value} cannot be recorded, nor can {others}",
         expected=error.expected, do=error.do,
     )  # fmt: skip
-    joined.layer, joined.where = error.layer, error.where  # its text names them already
+    joined.layer, joined.where = error.layer, error.where  # not as arguments: the text has them already
     joined.__cause__ = error.__cause__
     return joined
 
@@ -360,7 +360,7 @@ def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] |
 
 
 def _start(subject: Subject, axis: Axis, divisible: int) -> int:
-    """Return the value that the step has now."""
+    """Return the current value of the step, or ``divisible`` if unknown. Raises InputError if it has no such axis."""
     if axis.measure(divisible) is None:
         raise InputError(
             f"the axis {axis.name}", expected="one of numbers: batch, size, patch, sequence", do="Name one"
@@ -370,16 +370,12 @@ def _start(subject: Subject, axis: Axis, divisible: int) -> int:
     return value or divisible
 
 
-def _sizes(axis: Axis, value: int) -> tuple[int, ...]:
-    return axis.sizes(value) if isinstance(axis, Size) and value else ()
-
-
-def _grows_not(name: str, found: Found, divisible: int) -> InputError:
-    samples = found.samples
-    few, many = min(samples, key=lambda one: one.place), max(samples, key=lambda one: one.place)
+def _does_not_grow(name: str, result: SearchResult, divisible: int) -> InputError:
+    ordered = sorted(result.samples, key=lambda sample: sample.place)
+    first, last = ordered[0], ordered[-1]
     return InputError(
-        f"the step needs {format_bytes(few.need)} at {name} {few.place * divisible} and {format_bytes(many.need)} at "
-        f"{many.place * divisible}",
+        f"the step needs {format_bytes(first.need)} at {name} {first.place * divisible} and "
+        f"{format_bytes(last.need)} at {last.place * divisible}",
         expected="an axis that its memory grows with: any value fits here",
         do="Vary another one",
     )

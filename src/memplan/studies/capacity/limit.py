@@ -1,4 +1,4 @@
-"""The limit of a step: a card, a budget, or a budget on a card, less a margin."""
+"""The memory limit of a step: a card, a budget, or a budget on a card, minus a margin."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Case = Literal["low", "high"]
 
 @dataclass(frozen=True)
 class Room:
-    """Limit that a step has to fit into."""
+    """The memory limit that a step has to fit into."""
 
     target: Target
     limit: int
-    """Bytes: of a card with the CUDA context, less the margin."""
+    """Bytes after the margin; on a card they include the CUDA context."""
     case: Case = "high"
-    """Lower or upper bound of workspaces that are known as an interval."""
+    """Which bound to use of workspaces that are known as an interval."""
 
-    def need(self, found: Bytes) -> int:
-        """Return the bytes that count against the limit."""
-        return found.needs_high if self.case == "high" else found.needs
+    def need(self, step: Bytes) -> int:
+        """Return the bytes of a step that count against the limit."""
+        return step.needs_high if self.case == "high" else step.needs
 
-    def fits(self, found: Bytes) -> bool:
-        """Return whether a step does: on a card with all that its allocator does before it gives up."""
-        if found.answer is None:
-            return self.need(found) <= self.limit
-        return found.answer == "fits" or (self.case == "low" and found.answer == "low only")
+    def fits(self, step: Bytes) -> bool:
+        """Return whether a step fits; on a card after all that the caching allocator tries before it raises."""
+        if step.answer is None:
+            return self.need(step) <= self.limit
+        return step.answer == "fits" or (self.case == "low" and step.answer == "low only")
 
     def holds(self, trace: Trace, settings: AllocatorSettings) -> bool:
-        """Return whether a step fits, as `fits` would say of its recording, in a hundredth of the time."""
+        """Return the same as `fits` for a trace, about 100 times as fast: it is simulated, but not explained."""
         if self.target.card is None:
             return simulate(trace).peak_allocated <= self.limit
         room = self.target.card.usable(self.case)
@@ -48,12 +48,12 @@ class Room:
 
     @property
     def for_plans(self) -> int:
-        """Budget of a plan: of a card its bytes without the context, since plans count allocated bytes."""
+        """Budget of plans: on a card without the CUDA context, since plans count allocated bytes."""
         return self.limit if self.target.card is None else self.target.card.usable("high")
 
     @property
     def device(self) -> str:
-        """Device to record a step for."""
+        """Name of the device to record for."""
         return self.target.name
 
     @property
@@ -70,11 +70,17 @@ def room_of(
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
 ) -> Room:
-    """Return the limit that a card, a budget, or a budget on a card sets.
+    """Return the limit set by a card, a budget, or a budget on a card.
+
+    Args:
+        device: a card, or "cpu".
+        budget: bytes ("20 GiB"), or the name of a card.
+        margin: share of the limit to leave free: 0.05, "5%".
+        case, assume, cudnn: as for `memplan.largest`.
 
     Raises:
-        InputError: neither of them, or a margin that is no share.
-        UnitError, DeviceError: they are none.
+        InputError: no card and no budget, or the margin is no share.
+        UnitError, DeviceError: the budget or the device is unknown.
     """
     card = None
     if budget is not None and isinstance(budget := read_budget(budget), Device):

@@ -1,1 +1,1 @@
-"""Two sides beside each other."""
+"""Comparison of two steps."""

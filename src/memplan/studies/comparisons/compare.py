@@ -24,12 +24,12 @@ from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
-_OPTIONS = (*(one.name for one in dataclasses.fields(StepOptions)), "device", "settings")
+_OPTIONS = (*(option.name for option in dataclasses.fields(StepOptions)), "device", "settings")
 
 
 @dataclass(frozen=True)
 class Given:
-    """One side as it was asked for: a step to record, or what was saved of one."""
+    """Input for one side of a comparison: a step to record, or a saved result, which ignores ``options``."""
 
     title: str
     what: Any
@@ -56,23 +56,23 @@ def compare(
     b_options: Mapping[str, Any] = {},  # read only
     measure: bool = False,
 ) -> Comparison:
-    """Hold two steps against each other: bytes by cause and by layer, weights, time, shapes of outputs.
+    """Compare two steps: bytes by cause and by layer, weights, time, shapes of outputs.
 
     Args:
         a, b: each a module, a callable that makes one, a ``build``, a Trace, an Explanation, a Plan, a point of a Sweep
             (``sweep.point(batch=8)``), or the path of a file with one of the last four (``"sweep.json#batch=8"``). They
             can be the same where ``b_options`` differ.
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings: of both steps, as for
-            `memplan.explain`. What was saved before takes none of them.
-        b_options: those of these that are others for ``b``: ``{"autocast": "bf16"}``, ``{"inputs": ("8x3x64x64",)}``.
-        measure: really run both on this CPU: bytes are the allocator's, seconds measured, and of two networks with the
-            same parameters it is said how far apart results are. What makes a model is called from one random state.
+            `memplan.explain`. Saved results take none of them.
+        b_options: options that differ for ``b``: ``{"autocast": "bf16"}``, ``{"inputs": ("8x3x64x64",)}``.
+        measure: really run both on this CPU: bytes come from its allocator, seconds are measured, and two networks with
+            the same parameters are compared by their outputs and gradients. Models are made from the same random state.
 
     Returns:
         A Comparison; printing it gives a paragraph, ``memplan.reports.compare`` makes tables of it.
 
     Raises:
-        TargetError, InputError, DeviceError: what was given are no two steps, or one and the same.
+        TargetError, InputError, DeviceError: ``a`` and ``b`` are not two different steps, or an option does not fit.
         StepError, DataDependentError: a step cannot be recorded.
 
     Example:
@@ -96,41 +96,41 @@ def compare(
         )
     if is_saved(a) and is_saved(b):
         _refuse_options(common, measure)
-    one = _given(a, common, _title(a))
-    other = _given(b, common | dict(b_options), _title(b), b_options)
-    return compare_given(one, other, measure=measure)
+    side_a = _given(a, common, _title(a))
+    side_b = _given(b, common | dict(b_options), _title(b), b_options)
+    return compare_given(side_a, side_b, measure=measure)
 
 
 _DEFAULTS = {"inputs": (), "kwargs": {}, "targets": (), "train": True}
 
 
 def _refuse_options(common: Mapping[str, Any], measure: bool) -> None:
-    given = [name for name, value in common.items() if value != _DEFAULTS.get(name) and name != "settings"]
-    given += ["measure"] if measure else []
-    if given:
+    options = [name for name, value in common.items() if value != _DEFAULTS.get(name) and name != "settings"]
+    options += ["measure"] if measure else []
+    if options:
         raise InputError(
-            f"two steps that were recorded before, and {', '.join(given)}",
+            f"two steps that were recorded before, and {', '.join(options)}",
             expected="such two alone",
             do="Leave it out, or pass the model to record anew",
         )
 
 
-def compare_given(one: Given, other: Given, *, measure: bool = False) -> Comparison:
-    """Compare two sides, as `compare` does."""
+def compare_given(a: Given, b: Given, *, measure: bool = False) -> Comparison:
+    """Compare two sides; see `compare` for ``measure`` and the errors."""
     if measure:
-        return _measured(one, other)
-    sides = [_side(given) for given in (one, other)]
-    return Comparison(sides[0], sides[1], notes=_notes(sides[0], sides[1]))
+        return _measured_comparison(a, b)
+    side_a, side_b = _recorded_side(a), _recorded_side(b)
+    return Comparison(side_a, side_b, notes=_notes(side_a, side_b))
 
 
 def _given(what: Any, options: Mapping[str, Any], title: str, differing: Mapping[str, Any] = {}) -> Given:
     device, settings = options["device"], options["settings"]
-    rest = {name: value for name, value in options.items() if name not in ("device", "settings")}
-    inputs = rest["inputs"]
-    rest["inputs"] = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
-    step = StepOptions(**rest).checked()
+    step_options = {name: value for name, value in options.items() if name not in ("device", "settings")}
+    inputs = step_options["inputs"]
+    step_options["inputs"] = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
+    step = StepOptions(**step_options).checked()
     if is_saved(what):
-        # the options of both are for the other side
+        # common options then apply to the other side
         if differing:
             raise InputError(
                 f"b_options for {title}, which was recorded before",
@@ -151,73 +151,73 @@ def _title(what: Any) -> str:
         return os.path.basename(what) or str(what)
     if isinstance(what, nn.Module) or is_saved(what):
         return getattr(what, "title", None) or type(what).__name__
-    found = getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", None)
-    return found or type(what).__name__
+    name = getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", None)
+    return name or type(what).__name__
 
 
-def _side(given: Given) -> Side:
-    if is_saved(given.what):
-        return side_of(given.what, given.title)
-    _check_callable(given)
+def _recorded_side(request: Given) -> Side:
+    if is_saved(request.what):
+        return side_of(request.what, request.title)
+    _check_callable(request)
     try:
-        target = choose_target(given.device, cudnn=given.cudnn)
-        trace = record_for(build_of(given.what, given.options, on_card=target.card is not None), target)
+        target = choose_target(request.device, cudnn=request.cudnn)
+        trace = record_for(build_of(request.what, request.options, on_card=target.card is not None), target)
     except MemplanError as error:
-        raise error.about(given.title) from error.__cause__
-    side = of_trace(trace, given.title, train=_train(given), settings=given.settings)
-    zeros = zeros_of(given.what) if isinstance(given.what, nn.Module) else ()
+        raise error.about(request.title) from error.__cause__
+    side = of_trace(trace, request.title, train=_train(request), settings=request.settings)
+    zeros = zeros_of(request.what) if isinstance(request.what, nn.Module) else ()
     return replace(side, zeros=zeros) if zeros else side
 
 
-def _train(given: Given) -> bool | None:
-    return None if given.options.train else False
+def _train(request: Given) -> bool | None:
+    return None if request.options.train else False  # None: a ``build`` can run inference all the same
 
 
-def _check_callable(given: Given) -> None:
-    if not callable(given.what):
+def _check_callable(request: Given) -> None:
+    if not callable(request.what):
         raise TargetError(
-            f"{type(given.what).__name__} {given.what!r:.60}",
+            f"{type(request.what).__name__} {request.what!r:.60}",
             expected=f"two steps to compare, each {KINDS}",
             do="Pass the two first, then their inputs",
         )
 
 
-def _measured(one: Given, other: Given) -> Comparison:
-    """Run both sides: births and deaths come from the allocator, then seconds, then results."""
-    for given in (one, other):
-        if is_saved(given.what):
+def _measured_comparison(a: Given, b: Given) -> Comparison:
+    """Run both sides on this CPU: memory, seconds and, of two networks of the same shape, their results."""
+    for request in (a, b):
+        if is_saved(request.what):
             raise InputError(
-                f"{given.title} was recorded before, and measuring was asked for",
+                f"{request.title} was recorded before, and measuring was asked for",
                 expected="two steps that can be run",
                 do="Leave measuring out, or name the callable",
             )
-        _check_callable(given)
-        if choose_target(given.device or HOST).card is not None:
+        _check_callable(request)
+        if choose_target(request.device or HOST).card is not None:
             raise InputError(
-                f"device {given.device} and measuring",
+                f"device {request.device} and measuring",
                 expected="the CPU: only what it allocates is measured",
                 do="Leave the device out",
             )
-    sides = [_measured_side(given) for given in (one, other)]
-    models = [output_errors.made(given.what) for given in (one, other)]
-    reason = output_errors.why_not_comparable(models[0], models[1], one.options, other.options)
-    notes = _notes(sides[0], sides[1]) + (() if reason is None else (reason,))
-    if models[0] is None or models[1] is None or reason is not None:
-        return Comparison(sides[0], sides[1], notes=notes)
-    same = output_errors.same_weights(models[0], models[1])
-    apart = output_errors.apart(models[0], models[1], one.options, other.options)
-    return Comparison(sides[0], sides[1], apart, same, notes)
+    side_a, side_b = _measured_side(a), _measured_side(b)
+    model_a, model_b = output_errors.make_model(a.what), output_errors.make_model(b.what)
+    reason = output_errors.why_not_comparable(model_a, model_b, a.options, b.options)
+    notes = _notes(side_a, side_b) + (() if reason is None else (reason,))
+    if model_a is None or model_b is None or reason is not None:
+        return Comparison(side_a, side_b, notes=notes)
+    same_weights = output_errors.same_weights(model_a, model_b)
+    differences = output_errors.result_differences(model_a, model_b, a.options, b.options)
+    return Comparison(side_a, side_b, differences, same_weights, notes)
 
 
-def _measured_side(given: Given) -> Side:
+def _measured_side(request: Given) -> Side:
     try:
-        build = build_of(given.what, given.options)
+        build = build_of(request.what, request.options)
         trace = measure_step(build, device=HOST)
         seconds = output_errors.seconds_of(build())
     except MemplanError as error:
-        raise error.about(given.title) from error.__cause__
-    side = of_trace(trace, given.title, train=_train(given))
-    model = output_errors.made(given.what)
+        raise error.about(request.title) from error.__cause__
+    side = of_trace(trace, request.title, train=_train(request))
+    model = output_errors.make_model(request.what)
     zeros = zeros_of(model) if model is not None else ()
     return replace(side, seconds=seconds, seconds_by="measured on this CPU", zeros=zeros or side.zeros)
 
@@ -230,8 +230,8 @@ def _notes(a: Side, b: Side) -> tuple[str, ...]:
         notes.append(f"A was {a.origin}, B {b.origin}: that alone can make a difference")
     swept = [name for name, side in (("A", a), ("B", b)) if side.origin == "swept"]
     if swept:
-        one = "is a point of a sweep, which has" if len(swept) == 1 else "are points of a sweep, which have"
-        notes.append(f"{' and '.join(swept)} {one} no layers: causes and totals alone are compared")
+        verb = "is a point of a sweep, which has" if len(swept) == 1 else "are points of a sweep, which have"
+        notes.append(f"{' and '.join(swept)} {verb} no layers: causes and totals alone are compared")
     copies = [CAST_COPIES in side.by_cause for side in (a, b) if side.origin in ("recorded", "measured", "dry")]
     if any(copies) and len(copies) < 2:
         notes.append("copies of weights in another dtype stand apart on the side that was recorded here alone")

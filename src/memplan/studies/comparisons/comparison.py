@@ -1,4 +1,4 @@
-"""A comparison: two steps as immutable data, side by side. All sizes are bytes."""
+"""The result of comparing two steps, and its sentences. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from memplan.trace.records import CAUSES
 Origin = Literal["recorded", "measured", "dry", "explained", "planned", "swept"]
 
 CAST_COPIES = "cast_copies"
-"""In a comparison, the copies of weights in another dtype (autocast makes them) stand apart from the cause that they
-are counted under elsewhere."""
+"""Copies of weights in another dtype, as autocast makes them. Only comparisons have this cause; elsewhere these bytes
+count under the cause of the storage."""
 STEP = "step"
-"""Of a plan: what the step itself holds beside what is there all the time."""
+"""Of a plan: bytes of the step itself at its peak, beyond what is resident throughout (weights, optimizer states)."""
 _ORDER = (*CAUSES, CAST_COPIES, STEP, "rounding", "fragmentation")
 WHOLE = "(the model itself)"
-"""What the outermost modules of both sides are called, whatever their classes are."""
+"""Name under which the root modules of both sides are compared, whatever their classes are called."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """What one layer outputs, keeps from forward to backward, and owns."""
+    """Bytes of one layer: its outputs, its tensors saved for backward, its weights."""
 
     name: str
     kind: str
@@ -38,35 +38,35 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A weight that is zero in part. ``zeros`` is None where nothing has its values (a recording of a mask)."""
+    """A weight that contains zeros. ``zeros`` is None where values are unknown: a recording has no values of a mask."""
 
     layer: str
     name: str
     elements: int
     zeros: int | None
     bytes: int
-    """Of the dense tensor, zeros and all."""
+    """Of the dense tensor, zeros included."""
     mask_bytes: int
-    """Of the mask that is kept beside it (`torch.nn.utils.prune`)."""
+    """Of the mask that `torch.nn.utils.prune` adds; 0 without one."""
     channels: int
-    """Of the layer's output."""
+    """Output channels of the layer."""
     empty_channels: int | None
-    """How many of them are zero throughout."""
+    """Output channels whose weights are all zero."""
 
     @property
     def fewer_channels(self) -> int:
-        """Return how many output channels hold as many weights as there are zeros."""
+        """Return how many whole output channels have as many weights as there are zeros."""
         return (self.zeros or 0) * self.channels // self.elements
 
     @property
     def bytes_of_fewer(self) -> int:
-        """Bytes that the dense weight would take less with so many channels fewer."""
+        """Bytes that the dense weight would shrink by without ``fewer_channels`` channels."""
         return self.fewer_channels * (self.bytes // self.channels)
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What a plan does with a value of the forward pass: its lever, and bytes (kept, or freed by any other lever)."""
+    """A plan's decision about a value of the forward pass: its lever, and the bytes it keeps (``keep``) or frees."""
 
     value: str
     layer: str
@@ -76,35 +76,35 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two."""
+    """One of the two steps of a comparison."""
 
     title: str
     origin: Origin
     device: str
     train: bool | None
-    """Whether it trains; None where nothing says so."""
+    """Whether it trains; None if unknown."""
     peak: int
-    """The most that is allocated at any time."""
+    """Peak of allocated bytes."""
     reserved: int
-    """The most that the caching allocator holds; the peak itself where there is none."""
+    """Peak of reserved bytes; equal to ``peak`` where there is no caching allocator."""
     by_cause: dict[str, int]
-    """At the peak; adds up to it."""
+    """Bytes at the peak; they add up to it."""
     layers: tuple[LayerPart, ...]
     saved_bytes: int | None = None
-    """The most that is kept from forward to backward at any one time."""
+    """Peak of tensors saved for backward."""
     weight_bytes: int | None = None
     cast_bytes: int = 0
-    """The most that copies of weights in another dtype take at any one time."""
+    """Peak of copies of weights in another dtype."""
     activation_bytes: int | None = None
-    """The most that activations take at any one time, kept for the backward pass or not, without these copies."""
+    """Peak of activations, saved for backward or not, without these copies."""
     parameters: int | None = None
-    """How many numbers the weights are."""
+    """Number of elements of all weights."""
     outputs: tuple[str, ...] | None = None
-    """Shapes and dtypes of what the model returns, in order; None where nothing says so."""
+    """Shape and dtype of each output of the model, in order; None if unknown."""
     seconds: float | None = None
     """Of one step."""
     seconds_by: str = ""
-    """How the seconds were found."""
+    """Source of ``seconds``: a roofline, a measurement, a plan."""
     zeros: tuple[Zeros, ...] = ()
     decided: tuple[Decided, ...] = ()
     """Of a plan: its decisions about values."""
@@ -121,29 +121,29 @@ class CauseRow:
 
     @property
     def difference(self) -> int:
-        """Bytes of the second less those of the first."""
+        """Bytes of B minus bytes of A."""
         return self.b - self.a
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPair:
-    """A layer of both; None on the side that has none of that name."""
+    """The layers of one name; None on a side without such a layer."""
 
     name: str
     a: LayerPart | None
     b: LayerPart | None
 
     def difference(self, field: str) -> int:
-        """Subtract a number of the first from that of the second; a layer that is not there has 0."""
+        """Return a field of B's `LayerPart` minus that of A's; a missing layer counts as 0."""
         return getattr(self.b, field, 0) - getattr(self.a, field, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """How far tensors of the second are from those of the first, where both really ran on the same inputs.
+class ResultDifference:
+    """Difference between the tensors that A and B computed from the same inputs.
 
-    ``relative`` is the norm (L2) of the difference over that of the first; ``largest`` of one element. None: infinite,
-    or not a number (the first is zero throughout, or one of the two overflows).
+    ``relative`` is the L2 norm of the difference over that of A; ``largest`` is the largest absolute difference of an
+    element. None: infinite or not a number (A is zero throughout, or A or B overflows).
     """
 
     what: str
@@ -155,7 +155,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison(Displayed):
-    """Two steps side by side; ``a`` and ``b`` are their sides.
+    """Comparison of two steps, ``a`` and ``b``.
 
     Example:
         >>> comparison = memplan.compare(model, model, images, device="h100", b_options={"autocast": "bf16"})
@@ -165,83 +165,81 @@ class Comparison(Displayed):
 
     a: Side
     b: Side
-    apart: tuple[Apart, ...] = ()
-    """Where both really ran: how far their results are apart."""
+    apart: tuple[ResultDifference, ...] = ()
+    """Differences of outputs and gradients; empty unless both steps really ran."""
     same_weights: bool | None = None
-    """Whether both ran with equal weights; None where they did not run."""
+    """Whether both ran with equal weights; None if they did not run."""
     notes: tuple[str, ...] = ()
 
     @property
     def difference(self) -> int:
-        """Bytes of the second's peak less the first's."""
+        """Peak of B minus peak of A, in bytes."""
         return self.b.peak - self.a.peak
 
     @property
     def by_cause(self) -> tuple[CauseRow, ...]:
-        """Return a row for each cause that either holds at its peak."""
-        one, other = self.a.by_cause, self.b.by_cause
-        names = [*(name for name in _ORDER if name in one or name in other)]
-        names += [name for name in (*one, *other) if name not in names]
-        rows = [CauseRow(name, one.get(name, 0), other.get(name, 0)) for name in dict.fromkeys(names)]
+        """Return a row for each cause with bytes at either peak."""
+        a, b = self.a.by_cause, self.b.by_cause
+        causes = dict.fromkeys((*(cause for cause in _ORDER if cause in a or cause in b), *a, *b))
+        rows = [CauseRow(cause, a.get(cause, 0), b.get(cause, 0)) for cause in causes]
         return tuple(row for row in rows if row.a or row.b)
 
     @property
     def layers(self) -> tuple[LayerPair, ...]:
-        """Return a row for each layer of either, in the order of the first, then those that only the second has."""
-        one, other = _by_name(self.a.layers), _by_name(self.b.layers)
-        if WHOLE not in one or WHOLE not in other:  # nothing to join: by the names that they have
-            one, other = ({part.name: part for part in side.layers} for side in (self.a, self.b))
-        return tuple(LayerPair(name, one.get(name), other.get(name)) for name in dict.fromkeys((*one, *other)))
+        """Return a row for each layer by name: those of A in its order, then those that only B has."""
+        a, b = _by_name(self.a.layers), _by_name(self.b.layers)
+        if WHOLE not in a or WHOLE not in b:  # a side without a root module: keep the class names
+            a, b = ({part.name: part for part in side.layers} for side in (self.a, self.b))
+        return tuple(LayerPair(name, a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)))
 
     @property
     def decided_otherwise(self) -> tuple[tuple[Decided | None, Decided | None], ...]:
-        """Values that two plans give another lever, the largest first; None on the side that decides nothing."""
-        one, other = ({row.value: row for row in side.decided} for side in (self.a, self.b))
-        pairs = [(one.get(value), other.get(value)) for value in dict.fromkeys((*one, *other))]
-        apart = [(a, b) for a, b in pairs if (a and a.lever) != (b and b.lever)]
-        return tuple(sorted(apart, key=lambda pair: -max(row.bytes for row in pair if row is not None)))
+        """Values for which two plans choose different levers, the largest first; None where a plan has no decision."""
+        decided_a, decided_b = ({row.value: row for row in side.decided} for side in (self.a, self.b))
+        pairs = [(decided_a.get(value), decided_b.get(value)) for value in dict.fromkeys((*decided_a, *decided_b))]
+        differing = [(a, b) for a, b in pairs if (a and a.lever) != (b and b.lever)]
+        return tuple(sorted(differing, key=lambda pair: -max(row.bytes for row in pair if row is not None)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         data = dataclasses.asdict(self)
         for side, key in ((self.a, "a"), (self.b, "b")):
-            data[key]["zeros"] = [dataclasses.asdict(zero) | _derived(zero) for zero in side.zeros]
+            data[key]["zeros"] = [
+                dataclasses.asdict(zero)
+                | {"fewer_channels": zero.fewer_channels, "bytes_of_fewer": zero.bytes_of_fewer}
+                for zero in side.zeros
+            ]
         rows = [{"cause": row.cause, "a": row.a, "b": row.b, "difference": row.difference} for row in self.by_cause]
         pairs = [
             {"name": pair.name, "a": pair.a and pair.a.name, "b": pair.b and pair.b.name}
             | {field: pair.difference(field) for field in ("output_bytes", "saved_bytes", "weight_bytes")}
             for pair in self.layers
         ]
-        otherwise = [[row and dataclasses.asdict(row) for row in pair] for pair in self.decided_otherwise]
-        found = {"difference": self.difference, "by_cause": rows, "layers": pairs, "decided_otherwise": otherwise}
-        return data | found
+        decisions = [[row and dataclasses.asdict(row) for row in pair] for pair in self.decided_otherwise]
+        return data | {
+            "difference": self.difference, "by_cause": rows, "layers": pairs, "decided_otherwise": decisions
+        }  # fmt: skip
 
     def __str__(self) -> str:
 
         return summary(self)
 
 
-def _derived(zero: Zeros) -> dict[str, int]:
-    return {"fewer_channels": zero.fewer_channels, "bytes_of_fewer": zero.bytes_of_fewer}
-
-
 def _by_name(parts: tuple[LayerPart, ...]) -> dict[str, LayerPart]:
-    """Return layers by name; the outermost module, which goes by its class's name, by one that fits both sides."""
+    """Return layers by name; the root module, which is named after its class, as `WHOLE`."""
     roots = [part for part in parts if part.name == part.kind]
     return {WHOLE if len(roots) == 1 and part is roots[0] else part.name: part for part in parts}
 
 
 CAUSE_LABELS = LABELS | {CAST_COPIES: "weights in another dtype", STEP: "what the step holds"}
-
-
 _CAUSES = 3
-
-
+"""Causes that the headline lists."""
 _CHANGE = 0.005
+"""Share of A from which on a change is stated in percent, too."""
 
 
 def headline(comparison: Comparison) -> str:
-    """Say ``1.1 GiB -> 0.7 GiB peak: 412.3 MiB less, -36 % (...)``, with the causes that differ most."""
+    """Return ``1.1 GiB -> 0.7 GiB peak: 412.3 MiB less, -36 % (...)``, with the causes that differ most."""
     a, b = comparison.a, comparison.b
     text = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {changed(a.peak, b.peak)}"
     rows = sorted((row for row in comparison.by_cause if row.difference), key=lambda row: -abs(row.difference))
@@ -250,7 +248,7 @@ def headline(comparison: Comparison) -> str:
 
 
 def changed(a: int, b: int) -> str:
-    """Say ``412.3 MiB less, -36 %``."""
+    """Return the change from ``a`` to ``b`` bytes in words: ``412.3 MiB less, -36 %``."""
     if a == b:
         return "the same"
     share = f", {100 * (b - a) / a:+.0f} %" if a and abs(b - a) >= _CHANGE * a else ""
@@ -263,7 +261,7 @@ def signed(size: int) -> str:
 
 
 def remarks(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences about outputs, results and zeros, in order."""
+    """Yield sentences about outputs, differences of results, and zeros among the weights."""
     a, b = comparison.a, comparison.b
     if a.outputs is not None and b.outputs is not None:
         if a.outputs == b.outputs:
@@ -271,24 +269,25 @@ def remarks(comparison: Comparison) -> Iterator[str]:
         else:
             yield f"A returns {_listed(a.outputs)}, B {_listed(b.outputs)}."
     on = "On equal weights" if comparison.same_weights else "Each with its own weights"
-    for row in comparison.apart:
-        yield f"{on}, B's {row.what} {off_by(row, 'A')}."
+    for difference in comparison.apart:
+        yield f"{on}, B's {difference.what} {off_by(difference, 'A')}."
     yield from zeros_of("A", a)
     yield from zeros_of("B", b)
 
 
-def off_by(row: Apart, other: str) -> str:
-    """Say ``are 1.2 % from A's (relative, L2; 0.5 at most for one element)``."""
-    if row.relative == 0:
-        return f"are {other}'s bit for bit"
-    if row.relative is None or row.largest is None:
-        return f"cannot be held against {other}'s: one is zero throughout, infinite or not a number"
-    relative = f"{100 * row.relative:.2g} %" if row.relative >= 1e-4 else f"{row.relative:.1e}"
-    return f"are {relative} from {other}'s (relative, L2; {row.largest:.3g} at most for one element)"
+def off_by(difference: ResultDifference, reference: str) -> str:
+    """Return ``are 1.2 % from A's (relative, L2; 0.5 at most for one element)``, where ``reference`` is A."""
+    if difference.relative == 0:
+        return f"are {reference}'s bit for bit"
+    if difference.relative is None or difference.largest is None:
+        return f"cannot be held against {reference}'s: one is zero throughout, infinite or not a number"
+    share = difference.relative
+    relative = f"{100 * share:.2g} %" if share >= 1e-4 else f"{share:.1e}"
+    return f"are {relative} from {reference}'s (relative, L2; {difference.largest:.3g} at most for one element)"
 
 
 def zeros_of(name: str, side: Side) -> Iterator[str]:
-    """Say what zeros among the weights of a side do not save."""
+    """Yield sentences on the zeros among a side's weights: their bytes, and what pruning whole channels would save."""
     known = [zero for zero in side.zeros if zero.zeros is not None]
     masks = sum(zero.mask_bytes for zero in side.zeros)
     if known:
@@ -315,7 +314,7 @@ def zeros_of(name: str, side: Side) -> Iterator[str]:
 
 
 def _outputs_of_fewer(side: Side) -> int:
-    """Return the bytes that the outputs of pruned layers would take less, in proportion to their channels."""
+    """Return the bytes by which outputs would shrink without ``fewer_channels`` of each pruned layer."""
     output = {part.name: part.output_bytes for part in side.layers}
     return sum(output.get(zero.layer, 0) * zero.fewer_channels // zero.channels for zero in side.zeros)
 
@@ -325,28 +324,27 @@ def _listed(outputs: tuple[str, ...]) -> str:
 
 
 def by_one_measure(a: Side, b: Side) -> bool:
-    """Return whether the seconds of two sides can be held against each other: both by a roofline, measured, or of
-    plans."""
+    """Return whether the seconds of two sides have the same source (rooflines, measurements or plans) and compare."""
     return a.seconds_by.partition(" ")[0] == b.seconds_by.partition(" ")[0]
 
 
 def seconds_sentence(comparison: Comparison) -> str | None:
-    """Give both times, where both are known; their ratio only where they come from one measure."""
+    """Return the sentence on step times, or None if one is unknown; with their ratio only if `by_one_measure`."""
     a, b = comparison.a, comparison.b
     if a.seconds is None or b.seconds is None:
         return None
-    one, other = format_seconds(a.seconds), format_seconds(b.seconds)
+    time_a, time_b = format_seconds(a.seconds), format_seconds(b.seconds)
     if a.seconds_by != b.seconds_by:
-        one, other = f"{one} ({a.seconds_by})", f"{other} ({b.seconds_by})"
+        time_a, time_b = f"{time_a} ({a.seconds_by})", f"{time_b} ({b.seconds_by})"
     if not by_one_measure(a, b):
-        return f"Time of a step: {one}, and {other}: not by one measure."
+        return f"Time of a step: {time_a}, and {time_b}: not by one measure."
     ratio = f", {100 * (b.seconds / a.seconds - 1):+.0f} %" if a.seconds else ""
     how = f" ({a.seconds_by})" if a.seconds_by == b.seconds_by else ""
-    return f"Time of a step: {one} -> {other}{ratio}{how}."
+    return f"Time of a step: {time_a} -> {time_b}{ratio}{how}."
 
 
 def summary(comparison: Comparison) -> str:
-    """Return the paragraph."""
+    """Return the comparison as a paragraph: titles, headline, times, remarks and notes."""
     lines = [f"A: {comparison.a.title}", f"B: {comparison.b.title}", headline(comparison)]
     seconds = seconds_sentence(comparison)
     lines += [seconds] if seconds else []

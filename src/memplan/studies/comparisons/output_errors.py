@@ -1,5 +1,4 @@
-"""How far the results of two steps are apart where both really run: each with its own weights, on the same inputs and
-random numbers. A function that makes a model is called from the same random state for both."""
+"""Differences between the outputs and gradients of two models that really run, from the same random state."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import MemplanError, StepError
-from memplan.studies.comparisons.comparison import Apart
+from memplan.studies.comparisons.comparison import ResultDifference
 from memplan.studies.comparisons.pruned_weights import ORIGINAL
 from memplan.trace.recording.boundaries import Step
 from memplan.trace.recording.place import format_frame, frame_of_error
@@ -25,21 +24,23 @@ from memplan.trace.step import StepOptions, build_of, copy_module
 from memplan.verification.proof.differences import named_outputs
 
 _SEED = 0
+_RESULTS = ("outputs", "gradients")
 _RUNS = 5
 _LONG = 2.0
-"""Seconds of a step from which on it runs once."""
+"""Seconds: a step that takes longer than this runs once."""
 
 
-def made(what: Any) -> nn.Module | None:
-    """Return the model of a step with its weights; None where a build brings a step of its own. A module is copied.
+def make_model(what: Any) -> nn.Module | None:
+    """Return a copy of a module, or the module that a callable makes after `torch.manual_seed`; None where the callable
+    is a ``build`` that returns a step instead.
 
     Raises:
-        StepError: the callable that makes it raised.
+        StepError: the callable raised.
     """
     with undisturbed(real=True):
         torch.manual_seed(_SEED)
         try:
-            found = copy_module(what) if isinstance(what, nn.Module) else what()
+            model = copy_module(what) if isinstance(what, nn.Module) else what()
         except MemplanError:
             raise
         except Exception as error:  # the user's code can raise anything; the original stays as __cause__
@@ -50,11 +51,11 @@ def made(what: Any) -> nn.Module | None:
                 do="Correct it; it should raise the same outside of memplan",
                 where=format_frame(frame_of_error(error)),
             ) from error
-    return found if isinstance(found, nn.Module) else None
+    return model if isinstance(model, nn.Module) else None
 
 
 def seconds_of(step: Step) -> float:
-    """Return the median of some runs after the first, or the first alone where it takes long."""
+    """Return the seconds of a step: the median of five runs after a first, or that first run if it takes long."""
     with undisturbed(real=True):
         first = _timed(step)
         return first if first > _LONG else median(_timed(step) for _ in range(_RUNS))
@@ -66,80 +67,87 @@ def _timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def why_not_comparable(one: nn.Module | None, other: nn.Module | None, a: StepOptions, b: StepOptions) -> str | None:
-    """Return why the results of two steps cannot be held against each other; None where they can."""
-    if one is None or other is None:
+def why_not_comparable(
+    model_a: nn.Module | None, model_b: nn.Module | None, a: StepOptions, b: StepOptions
+) -> str | None:
+    """Return why the results of two models on the inputs of ``a`` and ``b`` cannot be compared; None where they can."""
+    if model_a is None or model_b is None:
         return "a build makes its own model and data, so results are not held against each other"
-    mine, its = ({name: value.shape for name, value in weights_of(model).items()} for model in (one, other))
-    if mine != its:
+    shapes_a, shapes_b = ({name: p.shape for name, p in parameters_of(model).items()} for model in (model_a, model_b))
+    if shapes_a != shapes_b:
         return "the two are other networks, so their results are not held against each other"
     if not _same_inputs(a, b):
         return "the two have other inputs, so their results are not held against each other"
     return None
 
 
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters by name; a masked one by the name that it has without its mask."""
-    return {name.removesuffix(ORIGINAL): value for name, value in model.named_parameters()}
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters by name; those pruned by a mask without the ``_orig`` that pruning appends."""
+    return {name.removesuffix(ORIGINAL): parameter for name, parameter in model.named_parameters()}
 
 
-def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether the parameters and buffers of two models are equal, bit for bit."""
-    mine, its = one.state_dict(), other.state_dict()
-    return mine.keys() == its.keys() and all(torch.equal(value, its[name].to(value)) for name, value in mine.items())
-
-
-def _same_inputs(a: StepOptions, b: StepOptions) -> bool:
-    """Return whether inputs are the same; of described ones, and of tensors of another dtype, their sizes."""
-    one, other = (_torch.tree_leaves((o.inputs, dict(o.kwargs), o.targets)) for o in (a, b))
-    return len(one) == len(other) and all(map(_alike, one, other))
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Spec) and isinstance(other, Spec):
-        return replace(one, dtype=other.dtype) == other
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and (one.dtype != other.dtype or torch.equal(one, other))
-    return one is other or bool(one == other)
-
-
-def apart(one: nn.Module, other: nn.Module, a: StepOptions, b: StepOptions) -> tuple[Apart, ...]:
-    """Compare outputs and, where both train, gradients of one step of each. Both models are changed by their step."""
-    mine, its = _run(one, a), _run(other, b)
-    return tuple(
-        found
-        for kind in ("outputs", "gradients")
-        if kind in mine and kind in its and (found := _apart(kind, mine[kind], its[kind])) is not None
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    """Return whether the parameters and buffers of two models are equal, once converted to the dtype of ``a``."""
+    state_a, state_b = a.state_dict(), b.state_dict()
+    return state_a.keys() == state_b.keys() and all(
+        torch.equal(tensor, state_b[name].to(tensor)) for name, tensor in state_a.items()
     )
 
 
-def _run(model: nn.Module, options: StepOptions) -> dict[str, dict[str, torch.Tensor]]:
-    seen: list[Any] = []
+def _same_inputs(a: StepOptions, b: StepOptions) -> bool:
+    """Return whether inputs and targets are equal; specs, and tensors of different dtypes, need only the same shape."""
+    leaves_a, leaves_b = (_torch.tree_leaves((o.inputs, dict(o.kwargs), o.targets)) for o in (a, b))
+    return len(leaves_a) == len(leaves_b) and all(map(_same_input, leaves_a, leaves_b))
+
+
+def _same_input(a: Any, b: Any) -> bool:
+    if isinstance(a, Spec) and isinstance(b, Spec):
+        return replace(a, dtype=b.dtype) == b
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and (a.dtype != b.dtype or torch.equal(a, b))
+    return a is b or bool(a == b)
+
+
+def result_differences(
+    model_a: nn.Module, model_b: nn.Module, a: StepOptions, b: StepOptions
+) -> tuple[ResultDifference, ...]:
+    """Run one step of each model and compare outputs and, where both train, gradients. The steps change the models."""
+    results_a, results_b = _results(model_a, a), _results(model_b, b)
+    differences = [_difference(kind, results_a.get(kind, {}), results_b.get(kind, {})) for kind in _RESULTS]
+    return tuple(difference for difference in differences if difference is not None)
+
+
+def _results(model: nn.Module, options: StepOptions) -> dict[str, dict[str, torch.Tensor]]:
+    """Run one step; return tensors by name of its ``outputs`` and, if there are any, ``gradients``."""
+    outputs_of_calls: list[Any] = []
     step = build_of(lambda: model, options)()
-    handle = model.register_forward_hook(lambda module, args, output: seen.append(named_outputs(output)))
+    handle = model.register_forward_hook(lambda module, args, output: outputs_of_calls.append(named_outputs(output)))
     with undisturbed(real=True):
         torch.manual_seed(_SEED)
         step()
     handle.remove()
-    outputs = {name: value.detach().clone() for name, value in seen[0].items()}
-    gradients = {name: value.grad for name, value in weights_of(model).items() if value.grad is not None}
+    outputs = {name: tensor.detach().clone() for name, tensor in outputs_of_calls[0].items()}
+    gradients = {name: p.grad for name, p in parameters_of(model).items() if p.grad is not None}
     return {"outputs": outputs} | ({"gradients": gradients} if gradients else {})
 
 
-def _apart(kind: str, mine: Mapping[str, torch.Tensor], its: Mapping[str, torch.Tensor]) -> Apart | None:
-    names = [name for name in mine if name in its and mine[name].shape == its[name].shape]
-    names = [name for name in names if mine[name].is_floating_point() and mine[name].numel()]
+def _difference(
+    kind: str, tensors_a: Mapping[str, torch.Tensor], tensors_b: Mapping[str, torch.Tensor]
+) -> ResultDifference | None:
+    """Compare floating-point tensors of the same name and shape; None where there are none."""
+    names = [name for name in tensors_a if name in tensors_b and tensors_a[name].shape == tensors_b[name].shape]
+    names = [name for name in names if tensors_a[name].is_floating_point() and tensors_a[name].numel()]
     if not names:
         return None
     squared = norm = largest = 0.0
     for name in names:
-        one, other = mine[name].double(), its[name].double()
-        difference = other - one
+        reference = tensors_a[name].double()
+        difference = tensors_b[name].double() - reference
         squared += float(difference.square().sum())
-        norm += float(one.square().sum())
+        norm += float(reference.square().sum())
         largest = max(largest, float(difference.abs().nan_to_num(nan=math.inf).max()))
     relative = (squared / norm) ** 0.5 if norm else 0.0 if not squared else math.inf
-    return Apart(kind, len(names), _finite(relative), _finite(largest))
+    return ResultDifference(kind, len(names), _finite(relative), _finite(largest))
 
 
 def _finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""One side of a comparison out of whatever says where memory goes: a trace, an explanation, a plan, a saved one."""
+"""One side of a comparison, from a Trace, an Explanation, a Plan, a point of a Sweep, or the file of one of them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ KINDS = (
 
 
 def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
-    """Return the side that a Trace, an Explanation, a Plan, a point of a Sweep or the file of one is.
+    """Return one side of a comparison.
 
     Args:
-        what: one of these.
-        title: what to call it.
+        what: a Trace, an Explanation, a Plan, a point of a Sweep, or the path of a file with one of them.
+        title: title of the side.
         settings: of the caching allocator, for a Trace.
 
     Raises:
-        InputError: a file that is none of these, or ``settings`` for what was simulated before.
-        TargetError: a file that cannot be read, or something else altogether.
+        InputError: the file has none of these, or ``settings`` with anything but a Trace.
+        TargetError: the file cannot be read, or ``what`` is of another type.
     """
     if isinstance(what, (str, os.PathLike)):
         what = read(what)
@@ -71,15 +71,14 @@ def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
 
 
 def is_saved(what: Any) -> bool:
-    """Return whether something says itself what a step takes, so that nothing is left to record."""
+    """Return whether this is a path or an already recorded, explained, planned or swept step."""
     return isinstance(what, (Trace, Explanation, Plan, Point, Sweep, str, os.PathLike))
 
 
 def split_point(name: str) -> tuple[str, str]:
-    """Return the path of a file, and which point of a sweep in it is meant: ``sweep.json#3``,
-    ``sweep.json#batch=8``."""
-    path, mark, point = name.rpartition("#")
-    return (path, point) if mark and not os.path.exists(name) else (name, "")
+    """Split ``sweep.json#3`` or ``sweep.json#batch=8`` into the path and the point, which is "" without a ``#``."""
+    path, sharp, point = name.rpartition("#")
+    return (path, point) if sharp and not os.path.exists(name) else (name, "")
 
 
 def read(name: str | os.PathLike[str]) -> Any:
@@ -90,23 +89,23 @@ def read(name: str | os.PathLike[str]) -> Any:
 
     Raises:
         TargetError: there is no such file.
-        InputError: it holds something else, or no such point.
-        TraceFormatError, PlanFormatError: it holds one that cannot be used.
+        InputError: it has another format, or no such point.
+        TraceFormatError, PlanFormatError: its trace or plan is damaged, or of another version.
     """
     text, point = split_point(os.fspath(name))
     path = Path(text)
-    found = _read(path)
-    if isinstance(found, Sweep):
-        return _point(found, point)
+    saved = _read(path)
+    if isinstance(saved, Sweep):
+        return _point(saved, point)
     if point:
         raise InputError(
             f"{path} holds no sweep, and #{point} names a point of one", expected="the path alone", do="Leave it out"
         )
-    return found
+    return saved
 
 
 def _point(sweep: Sweep, which: str) -> Point:
-    """Find a point by its number, from 1 on, or by values of its axes."""
+    """Return the point of ``which``: its number, from 1 on, or values of axes as in ``batch=8,precision=bf16``."""
     if not which:
         return sweep.point()
     if (number := whole_number(which)) is not None:
@@ -155,7 +154,7 @@ _FILES = "what explain --json or --trace, fit --json or --plan, or sweep --json 
 
 
 def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: str | None = None) -> Side:
-    """Return a recorded or measured step; its time is a roofline's where the device's rates are known."""
+    """Return the side of a recorded or measured step, with its roofline time if the device's rates are known."""
     explanation = explain_trace(trace, title=title, train=train, settings=settings)
     low = at_least(trace)
     weights = [storage for storage in low.counted if storage.cause == "weight"]
@@ -166,39 +165,39 @@ def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: s
         if storage.id in copies:
             by_cause[storage.cause] -= storage.bytes
             by_cause[CAST_COPIES] = by_cause.get(CAST_COPIES, 0) + storage.bytes
-    found = rates_for(trace.device)
-    time = None if found is None else step_time(trace, found[0])
+    rates, rates_title = rates_for(trace.device) or (None, "")
+    time = None if rates is None else step_time(trace, rates)
     activations = {s.id for s in low.counted if s.cause in ("saved", "activation")} - copies
     return Side(
         title, trace.origin, trace.device, explanation.train, explanation.timeline.peak_allocated,
         explanation.timeline.peak_reserved, by_cause, _parts(explanation.layers), explanation.saved_bytes,
-        sum(storage.bytes for storage in weights), _most(low, copies), _most(low, activations),
+        sum(storage.bytes for storage in weights), _peak(low, copies), _peak(low, activations),
         sum(map(_elements, weights)), outputs_of(trace),
-        None if time is None else time.seconds, "" if time is None or found is None else found[1],
+        None if time is None else time.seconds, "" if time is None else rates_title,
         masks_of(trace), notes=tuple(trace.notes),
     )  # fmt: skip
 
 
 def cast_copies(trace: Trace) -> set[int]:
-    """Return the storages that hold a weight in another dtype, as autocast makes them."""
-    found: set[int] = set()
+    """Return the ids of storages with a copy of a weight in another dtype, as autocast makes them."""
+    copies: set[int] = set()
     for storage in trace.counted:
-        maker = trace.ops[storage.op] if storage.op is not None else None
-        if maker is None or maker.name != _CAST or len(maker.reads) != 1:
+        op = trace.ops[storage.op] if storage.op is not None else None
+        if op is None or op.name != _CAST or len(op.reads) != 1:
             continue
-        source = trace.storages[maker.reads[0].storage]
+        source = trace.storages[op.reads[0].storage]
         if source.cause == "weight" and source.dtype != storage.dtype and storage.cause != "temporary":
-            found.add(storage.id)
-    return found
+            copies.add(storage.id)
+    return copies
 
 
-def _most(trace: Trace, storages: set[int]) -> int:
-    """Return the most bytes that some storages hold at any one time."""
+def _peak(trace: Trace, storages: set[int]) -> int:
+    """Return the peak of live bytes of some storages alone."""
     return peak_live_bytes(storage for storage in trace.counted if storage.id in storages)
 
 
 def outputs_of(trace: Trace) -> tuple[str, ...] | None:
-    """Return shapes and dtypes of the model's outputs; None where no module was called."""
+    """Return shape and dtype of each output of the model, as in ``8x10 float32``; None if no module was called."""
     for returned in trace.returned:
         if returned.tensors:
             return tuple(_described(trace, view.shape, view.storage) for view in returned.tensors)
@@ -211,16 +210,16 @@ def _described(trace: Trace, shape: tuple[int, ...], storage: int) -> str:
 
 
 def _elements(storage: Storage) -> int:
-    found = getattr(torch, storage.dtype, None)
-    return storage.bytes // (found.itemsize if isinstance(found, torch.dtype) else 1)
+    dtype = getattr(torch, storage.dtype, None)
+    return storage.bytes // (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
 
 
 def _parts(rows: tuple[LayerRow, ...]) -> tuple[LayerPart, ...]:
-    return tuple(LayerPart(r.name, r.kind, r.output_bytes, r.saved_bytes, r.weight_bytes) for r in rows)
+    return tuple(LayerPart(row.name, row.kind, row.output_bytes, row.saved_bytes, row.weight_bytes) for row in rows)
 
 
 def of_explanation(explanation: Explanation, title: str) -> Side:
-    """Return an explained step: peaks, causes and layers."""
+    """Return the side of an explained step."""
     timeline = explanation.timeline
     return Side(
         title, "explained", explanation.device, explanation.train, timeline.peak_allocated, timeline.peak_reserved,
@@ -230,7 +229,7 @@ def of_explanation(explanation: Explanation, title: str) -> Side:
 
 
 def of_point(point: Point, title: str) -> Side:
-    """Return a point of a sweep: what is there at its peak, by cause. It has no layers."""
+    """Return the side of a point of a sweep. It has no layers."""
     row = point.row
     causes = {cause: row[cause] for cause in (*KNOWN, "rounding")} | {"workspace": row["workspace_low"]}
     title = title if title == point.title else f"{title}: {point.place}"
@@ -238,18 +237,18 @@ def of_point(point: Point, title: str) -> Side:
 
 
 def of_plan(plan: Plan, title: str) -> Side:
-    """Return a planned step: what is there all the time by cause, and what the step holds beside it at its peak."""
-    kept: dict[str, int] = {}
+    """Return the side of a planned step: resident bytes by cause, and as `STEP` what the step adds at its peak."""
+    saved: dict[str, int] = {}
     values = [decision for decision in plan.decisions if decision.scope.kind == "value"]
     for decision in values:
         size = decision.bytes if decision.lever == "keep" else int(decision.details.get("encoded_bytes", 0))
         layer = decision.layer or OUTSIDE
-        kept[layer] = kept.get(layer, 0) + size
-    decided = tuple(Decided(str(one.scope), one.layer, one.lever, one.bytes) for one in values)
+        saved[layer] = saved.get(layer, 0) + size
+    decided = tuple(Decided(str(decision.scope), decision.layer, decision.lever, decision.bytes) for decision in values)
     resident = {cause: size for cause, size in plan.resident.items() if size}
-    layers = tuple(LayerPart(name, "", 0, size, 0) for name, size in kept.items())
+    layers = tuple(LayerPart(name, "", 0, size, 0) for name, size in saved.items())
     return Side(
         title, "planned", plan.device, True, plan.peak, plan.predicted.peak_reserved,
-        resident | {STEP: plan.peak - sum(resident.values())}, layers, sum(kept.values()), plan.resident.get("weight"),
+        resident | {STEP: plan.peak - sum(resident.values())}, layers, sum(saved.values()), plan.resident.get("weight"),
         seconds=plan.total_seconds, seconds_by="as the plan has it", decided=decided, notes=plan.notes,
     )  # fmt: skip

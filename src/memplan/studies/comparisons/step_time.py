@@ -1,8 +1,7 @@
-"""How long a recorded step takes by its work alone: for each op max(FLOPs / rate, bytes / bandwidth) + a call.
+"""Roofline estimate of a recorded step's time: per op, max(FLOPs / rate, bytes / bandwidth) + call overhead.
 
-The rates are those of `memplan.planning.graph.roofline`, FLOPs by torch's own formulas. No kernel reaches either rate:
-what the seconds are good for is to hold two steps against each other. Of ops that are neither products, convolutions
-nor attention only the bytes count.
+The rates are those of `memplan.planning.graph.roofline`; FLOPs of products, convolutions and attention are counted by
+torch's formulas, those of other ops ignored. No kernel reaches these rates: the seconds only serve to compare steps.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from memplan.planning.graph.roofline import CPU, Rates, Work, rates_of
 from memplan.trace.records import HOST, Form, Op, View
 from memplan.trace.trace import Trace
 
-_HALVES = {"convolution": 1.0, "attention": 2.5}
-"""FLOPs of an op's whole derivative over those of the op: a convolution's for each gradient, attention's for all three
-(five products after two)."""
+_ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward over those of its forward: five matrix products after two."""
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _NAMESPACES = ("aten", "prims")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Of the first step of a trace."""
+    """Estimates for the first step of a trace."""
 
     seconds: float
     flops: int
@@ -38,7 +36,7 @@ class StepTime:
 
 
 def rates_for(device: str) -> tuple[Rates, str] | None:
-    """Return the rates of the device of a trace, and what to call them; None where they are not known."""
+    """Return the rates of a device, and their title for reports; None if unknown."""
     if device == HOST:
         return CPU, "roofline of two CPU cores"
     try:
@@ -49,7 +47,7 @@ def rates_for(device: str) -> tuple[Rates, str] | None:
 
 
 def step_time(trace: Trace, rates: Rates) -> StepTime | None:
-    """Estimate seconds, FLOPs and bytes of the first step; None where a trace does not say how its ops were called."""
+    """Estimate seconds, FLOPs and bytes of the first step; None if the trace has no call signatures (`Trace.forms`)."""
     if not trace.forms:
         return None
     works = list(_works(trace))
@@ -60,75 +58,72 @@ def step_time(trace: Trace, rates: Rates) -> StepTime | None:
 def _works(trace: Trace) -> Iterator[Work]:
     forms = {form.op: form for form in trace.forms}
     flops: dict[int, int] = {}
-    known: dict[tuple[str, str], int] = {}
+    forward_flops: dict[tuple[str, str], int] = {}
     for op in trace.ops:
         if op.step != 0 or op.phase == "build" or _is_view(op):
             continue
         form = forms.get(op.index)
         if form is not None:
-            flops[op.index] = known[op.name, op.layer] = _forward_flops(trace, op, form)
+            flops[op.index] = forward_flops[op.name, op.layer] = _forward_flops(op, form)
         elif op.recomputed:
-            flops[op.index] = known.get((op.name, op.layer), 0)
+            flops[op.index] = forward_flops.get((op.name, op.layer), 0)
         elif op.gradient_of is not None:
             flops[op.index] = _backward_flops(op, trace.ops[op.gradient_of], flops)
-        yield Work(flops.get(op.index, 0), _moved(trace, op, form), _rate(trace, op), _is_foreign(op))
+        foreign = op.name.partition(".")[0] not in _NAMESPACES
+        yield Work(flops.get(op.index, 0), _bytes_moved(trace, op, form), _rate(trace, op), foreign)
 
 
 def _is_view(op: Op) -> bool:
-    """Return whether it runs no kernel: all that it gives lies where it read."""
-    found = _op(op.name)
-    mutable = found is not None and _torch.is_mutable(found)
+    """Return whether an op runs no kernel: it is not in-place, and its outputs alias its inputs."""
+    torch_op = _op(op.name)
+    mutable = torch_op is not None and _torch.is_mutable(torch_op)
     return not mutable and set(op.writes) <= {read.storage for read in op.reads}
 
 
 def _op(name: str) -> Any:
-    """Return torch's op of a name such as ``aten.mm.default``; None where it has none."""
-    found: Any = torch.ops
+    """Return the torch op of a name such as ``aten.mm.default``, or None."""
+    op: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found if _torch.is_op(found) else None
+        op = getattr(op, part, None)
+    return op if _torch.is_op(op) else None
 
 
-def _is_foreign(op: Op) -> bool:
-    return op.name.partition(".")[0] not in _NAMESPACES
-
-
-def _forward_flops(trace: Trace, op: Op, form: Form) -> int:
-    formula, found = _torch.flop_formula(op.name), _op(op.name)
-    if formula is None or found is None:
+def _forward_flops(op: Op, form: Form) -> int:
+    formula, torch_op = _torch.flop_formula(op.name), _op(op.name)
+    if formula is None or torch_op is None:
         return 0
     try:
-        return _by_formula(formula, found, form)
+        return _by_formula(formula, torch_op, form)
     except Exception:  # torch's formulas check nothing, and the form in a file need not be one of that op
         return 0
 
 
-def _by_formula(formula: Callable[..., Any], found: Any, form: Form) -> int:
+def _by_formula(formula: Callable[..., Any], torch_op: Any, form: Form) -> int:
     tensors: dict[str, list[Any]] = {}
     for name, view in form.reads:
-        tensors.setdefault(name, []).append(_shaped(view))
+        tensors.setdefault(name, []).append(torch.empty(view.shape, device="meta"))
     args: list[Any] = []
-    for argument in _torch.arguments(found):
+    for argument in _torch.arguments(torch_op):
         if argument.kwarg_only:
             break
-        given = tensors.get(argument.name)
-        args.append(given[0] if given else form.option(argument.name, argument.default_value))
-    made = [_shaped(view) for view in form.writes]
-    return int(formula(*args, out_val=made[0] if len(made) == 1 else tuple(made)))
+        inputs = tensors.get(argument.name)
+        args.append(inputs[0] if inputs else form.option(argument.name, argument.default_value))
+    outputs = [torch.empty(view.shape, device="meta") for view in form.writes]
+    return int(formula(*args, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)))
 
 
 def _backward_flops(op: Op, source: Op, flops: dict[int, int]) -> int:
-    """Return the FLOPs of an op of a derivative formula, from those of the op that it derives."""
+    """Return the FLOPs of a backward op, from those of its forward op ``source``."""
     forward, base = flops.get(source.index, 0), op.name.split(".")[1]
     if base in _PRODUCTS:
         return forward  # a product of the same three sizes in another order
     if base == "convolution_backward":
         return forward * len({"input", "weight"}.intersection(source.needs_grad))
-    return int(forward * _HALVES["attention"]) if "attention" in base else 0
+    return int(forward * _ATTENTION_BACKWARD) if "attention" in base else 0
 
 
-def _moved(trace: Trace, op: Op, form: Form | None) -> int:
-    """Return bytes of what it reads and writes; of a view, the part that it looks at."""
+def _bytes_moved(trace: Trace, op: Op, form: Form | None) -> int:
+    """Return the bytes that an op reads and writes; of views, only the elements that they cover."""
     if form is None:
         storages = [*{read.storage for read in op.reads}, *dict.fromkeys(op.writes)]
         return sum(trace.storages[number].bytes for number in storages)
@@ -145,18 +140,12 @@ def _bytes(trace: Trace, view: View) -> int:
 
 
 def _itemsize(dtype: str) -> int:
-    found = getattr(torch, dtype, None)
-    return found.itemsize if isinstance(found, torch.dtype) else torch.float32.itemsize
+    torch_dtype = getattr(torch, dtype, None)
+    return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else torch.float32.itemsize
 
 
 def _rate(trace: Trace, op: Op) -> str:
-    """Return the dtype whose FLOP/s count: a float32 convolution runs as TF32 where a card has it, as torch does by
-    default."""
+    """Return the dtype whose FLOP/s apply: float32 convolutions run as TF32, torch's default on cards that have it."""
     storages = [read.storage for read in op.reads if read.name != "bias"] or list(op.writes)
-    found = trace.storages[storages[0]].dtype if storages else "float32"
-    return "tf32" if found == "float32" and "conv" in op.name else found or "float32"
-
-
-def _shaped(view: View) -> torch.Tensor:
-    """Return a tensor without memory, for the formulas to look at."""
-    return torch.empty(view.shape, device="meta")
+    dtype = trace.storages[storages[0]].dtype if storages else "float32"
+    return "tf32" if dtype == "float32" and "conv" in op.name else dtype or "float32"

@@ -1,1 +1,1 @@
-"""What a step may take: an upper limit, or a baseline that is kept beside the code."""
+"""Tests of a step's memory: against an upper limit, or against a baseline in version control."""

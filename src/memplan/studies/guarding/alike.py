@@ -1,4 +1,4 @@
-"""Layers that are alike, under one name: ``blocks.3.attn`` to ``blocks.11.attn`` are "attn of blocks 3 to 11"."""
+"""Common names of repeated layers: ``blocks.3.attn`` to ``blocks.11.attn`` are "attn of blocks 3 to 11"."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from memplan._text import whole_number
 
 
 def pattern(layer: str) -> str:
-    """Return the name with ``#`` for its first part that is a number: layers of one pattern are alike."""
+    """Return the layer's name with its first number replaced by ``#``; repeated layers have the same pattern."""
     parts = layer.split(".")
-    at = next((at for at, part in enumerate(parts) if whole_number(part) is not None), None)
-    return layer if at is None else ".".join([*parts[:at], "#", *parts[at + 1 :]])
+    position = next((index for index, part in enumerate(parts) if whole_number(part) is not None), None)
+    return layer if position is None else ".".join([*parts[:position], "#", *parts[position + 1 :]])
 
 
 def name_of(layers: Sequence[str]) -> str:
-    """Name layers of one pattern together.
+    """Return the common name of layers with the same pattern.
 
     Example:
         >>> name_of(["h.3.attn", "h.4.attn", "h.5.attn", "h.9.attn"]), name_of(["0.1", "1.1"])
@@ -25,20 +25,20 @@ def name_of(layers: Sequence[str]) -> str:
         return layers[0]
     before, _, after = pattern(layers[0]).partition("#")
     numbers = (whole_number(layer[len(before) :].partition(".")[0]) or 0 for layer in layers)
-    said = f"{before.rstrip('.') or 'layers'} {_ranges(numbers)}"
+    parents = f"{before.rstrip('.') or 'layers'} {_ranges(numbers)}"
     after = after.removeprefix(".")
     if after[:1].isdecimal():
-        return f"({said}).{after}"
-    return f"{after} of {said}" if after else said
+        return f"({parents}).{after}"
+    return f"{after} of {parents}" if after else parents
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Write ``3 to 5, 7 and 9``."""
-    found: list[list[int]] = []
+    """Return sorted numbers as ranges: ``3 to 5, 7 and 9``."""
+    runs: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    texts = [str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in found]
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     return ", ".join(texts[:-1]) + (" and " if texts[1:] else "") + texts[-1]

@@ -1,4 +1,4 @@
-"""An upper limit of a step's peak, as a test states it."""
+"""`memplan.assert_peak`, the assertion that a step's peak stays below a limit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from memplan.errors import PeakError, UsageError
 from memplan.explanation.explain import explain
 from memplan.explanation.model import LABELS, Explanation, peak_sentence
 from memplan.studies.guarding.alike import name_of, pattern
-from memplan.studies.guarding.baseline import Held
-from memplan.studies.guarding.taken import held
+from memplan.studies.guarding.baseline import LayerBytes
+from memplan.studies.guarding.taken import bytes_by_layer
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, public
 
@@ -40,13 +40,13 @@ def assert_peak(
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
 ) -> Explanation:
-    """Assert that a step takes at most so many bytes, without running it.
+    """Assert that a step's predicted peak is within a limit, without running it.
 
     Args:
         what: a module, a callable that makes one, a ``build`` that returns a step, or a Trace.
         inputs: what the module is called with.
-        at_most: the highest peak of allocated bytes that is right: "2 GiB", or a number of bytes.
-        reserved: the same of what the caching allocator holds. One of the two has to be given.
+        at_most: the limit of allocated bytes: "2 GiB", or a number of bytes.
+        reserved: the limit of bytes reserved by the caching allocator. At least one of the two limits is required.
         kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume, cudnn: as for
             `memplan.explain`. The test depends on the machine unless it names a device.
 
@@ -54,18 +54,18 @@ def assert_peak(
         The Explanation of the step.
 
     Raises:
-        PeakError: the step takes more. It is an AssertionError, and says what holds the peak.
-        UsageError: no limit, or one that is no number of bytes.
-        TargetError, InputError, DeviceError: what was given does not describe a step.
+        PeakError: the peak is above the limit. It is an AssertionError, and lists causes and layers at the peak.
+        UsageError: no limit, or not a number of bytes.
+        TargetError, InputError, DeviceError: the arguments do not describe a step.
         StepError, DataDependentError: the step cannot be recorded.
 
-    Where it is not known which algorithm cuDNN takes, the low case counts, as `memplan.explain` prints it.
+    Where cuDNN's algorithm is unknown, the lower bound of its workspace counts, as in `memplan.explain`.
 
     Example:
         >>> memplan.assert_peak(model, images, optimizer=torch.optim.AdamW, at_most="80 MiB", device="h100")
         <Explanation of 'Sequential' on h100: 65.8 MiB peak, 10 layers>
     """
-    __tracebackhide__ = True  # of pytest: the failure is shown at the user's line
+    __tracebackhide__ = True  # pytest then shows the failure at the user's line
     limits = {"allocated": at_most, "reserved": reserved}
     bounds = {name: parse_bytes(limit) for name, limit in limits.items() if limit is not None}
     if not bounds:
@@ -81,18 +81,13 @@ def assert_peak(
 
 
 def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
-    """Raise PeakError where a step takes more than it may.
-
-    Args:
-        explanation: the step.
-        bounds: bytes by ``allocated`` and ``reserved``, either or both.
-    """
+    """Raise PeakError if a peak of the step is above its bound, in bytes by ``allocated`` and ``reserved``."""
     __tracebackhide__ = True
     peaks = {"allocated": explanation.timeline.peak_allocated, "reserved": explanation.timeline.peak_reserved}
     over = [name for name, bound in bounds.items() if peaks[name] > bound]
     if not over:
         return
-    name, by_reserved = over[0], over[0] == "reserved"
+    name = over[0]
     peak, bound = peaks[name], bounds[name]
     more = f"{format_bytes(peak - bound)} more than the {format_bytes(bound)} that it may"
     raise PeakError(
@@ -100,30 +95,30 @@ def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
         expected=f"at most {bound} bytes, found {peak}",
         do="See what memplan.check finds, let memplan.fit plan the step for a budget, or raise the limit where the "
         "growth is meant",
-        details=tuple(_details(explanation, by_reserved)),
+        details=tuple(_details(explanation, by_reserved=name == "reserved")),
         explanation=explanation,
     )
 
 
-def _details(explanation: Explanation, by_reserved: bool) -> Iterator[str]:
+def _details(explanation: Explanation, *, by_reserved: bool) -> Iterator[str]:
     by_cause = explanation.by_cause_reserved if by_reserved else explanation.by_cause
     causes = sorted(((size, cause) for cause, size in by_cause.items() if size), reverse=True)
     yield "by cause: " + ", ".join(f"{LABELS[cause]} {format_bytes(size)}" for size, cause in causes[:_CAUSES])
     yield "by layer, at the allocated peak:"
-    for name, size, labels in largest_layers(held(explanation.holders))[:_LAYERS]:
+    for name, size, labels in largest_layers(bytes_by_layer(explanation.holders))[:_LAYERS]:
         yield f"  {printable(name)}: {format_bytes(size)} ({labels})"
     where = peak_sentence(explanation)
     if where is not None:
         yield printable(where)
 
 
-def largest_layers(parts: Sequence[Held]) -> list[tuple[str, int, str]]:
-    """Return layers, those that are alike together, with their bytes at the peak and the causes, the largest first."""
-    found: dict[str, list[Held]] = {}
+def largest_layers(parts: Sequence[LayerBytes]) -> list[tuple[str, int, str]]:
+    """Return (name, bytes at the peak, causes) of each group of layers with the same pattern, the largest first."""
+    groups: dict[str, list[LayerBytes]] = {}
     for part in parts:
-        found.setdefault(pattern(part.layer), []).append(part)
+        groups.setdefault(pattern(part.layer), []).append(part)
     rows = []
-    for group in found.values():
+    for group in groups.values():
         causes: dict[str, int] = {}
         for part in group:
             causes[part.cause] = causes.get(part.cause, 0) + part.bytes

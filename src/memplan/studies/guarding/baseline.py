@@ -1,6 +1,6 @@
-"""A baseline: what steps took when it was last accepted, as immutable data. All sizes are bytes.
+"""The baseline of `memplan guard`: the last accepted figures of steps. All sizes are bytes.
 
-It has no lines of the source: a comment added above a layer must not change a file that is under version control.
+It has no line numbers: a comment added above a layer must not change a file under version control.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes that are live at the allocated peak, of one layer for one cause."""
+class LayerBytes:
+    """Bytes of one layer and cause that are live at the allocated peak."""
 
     layer: str
     cause: str
@@ -23,8 +23,8 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """The forward ops of a layer, each once, in order: ``("linear", "scaled_dot_product_flash_attention")``."""
+class LayerOps:
+    """The distinct forward ops of a layer, in order: ``("linear", "scaled_dot_product_flash_attention")``."""
 
     layer: str
     ops: tuple[str, ...]
@@ -32,27 +32,27 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one step takes on one device."""
+    """Predicted memory of one step on one device."""
 
     target: str
-    """As the command names it, with forward slashes."""
+    """TARGET of the command, with forward slashes."""
     options: str
-    """Of the step, as typed: ``--input 8x512 --optimizer adamw``."""
+    """Options of the step as typed: ``--input 8x512 --optimizer adamw``."""
     device: str
     torch: str
-    """Its version, without what a wheel adds behind a plus sign."""
+    """Version without its local part (``+cu126``)."""
     cudnn: bool
-    """Whether workspaces are those that an installed cuDNN named."""
+    """Whether an installed cuDNN was asked for its workspaces."""
     train: bool
     peak: int
-    """The most that is allocated at any time."""
+    """Peak of allocated bytes."""
     reserved: int
-    """The most that the caching allocator holds; the peak itself where there is none."""
+    """Peak of reserved bytes; equal to ``peak`` where there is no caching allocator."""
     at: str
-    """What runs at the peak: ``backward: linear's gradient of head``."""
-    held: tuple[Held, ...]
-    """Adds up to the peak."""
-    ran: tuple[Ran, ...]
+    """The op that runs at the peak: ``backward: linear's gradient of head``."""
+    held: tuple[LayerBytes, ...]
+    """They add up to ``peak``."""
+    ran: tuple[LayerOps, ...]
 
     @property
     def title(self) -> str:
@@ -62,31 +62,32 @@ class Figures:
     @property
     def by_cause(self) -> dict[str, int]:
         """Bytes at the peak by cause; they add up to it."""
-        found: dict[str, int] = {}
+        totals: dict[str, int] = {}
         for part in self.held:
-            found[part.cause] = found.get(part.cause, 0) + part.bytes
-        return found
+            totals[part.cause] = totals.get(part.cause, 0) + part.bytes
+        return totals
 
     def side(self, name: str) -> Side:
-        """Return this as a side of a comparison, which has causes and no layers."""
+        """Return this as a side of a comparison, with causes but without layers."""
         return Side(name, "recorded", self.device, self.train, self.peak, self.reserved, self.by_cause, ())
 
     def same_step(self, target: str, options: str) -> bool:
-        """Return whether this is about a target with these options, on whatever device."""
+        """Return whether these are figures of this target and options, on any device."""
         return (self.target, self.options) == (target, options)
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Figures of any number of steps: a target with its options, on a device."""
+    """Figures of any number of steps, each identified by target, options and device."""
 
     steps: tuple[Figures, ...] = ()
 
     def find(self, target: str, options: str, device: str) -> Figures | None:
-        """Return the figures of a step on a device; None where there are none."""
-        return next((one for one in self.steps if one.device == device and one.same_step(target, options)), None)
+        """Return the figures of a step on a device, or None."""
+        return next((step for step in self.steps if step.device == device and step.same_step(target, options)), None)
 
     def updated(self, figures: Figures) -> Baseline:
-        """Return the same with these figures in the place of those of the same step on the same device."""
-        others = [one for one in self.steps if self.find(figures.target, figures.options, figures.device) is not one]
-        return replace(self, steps=tuple(sorted([*others, figures], key=lambda one: (one.title, one.device))))
+        """Return a copy in which ``figures`` are added, or replace those of the same step and device."""
+        replaced = self.find(figures.target, figures.options, figures.device)
+        steps = [*(step for step in self.steps if step is not replaced), figures]
+        return replace(self, steps=tuple(sorted(steps, key=lambda step: (step.title, step.device))))

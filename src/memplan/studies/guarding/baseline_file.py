@@ -1,4 +1,4 @@
-"""A baseline as a file, and back. Reading trusts nothing: it can come from a stranger's branch."""
+"""Read and write baseline files. Reading validates everything: the file can come from anyone's branch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _UPDATE = "Run memplan guard with --update, look at what changes, and commit the
 
 
 def dumps(baseline: Baseline) -> str:
-    """Write a baseline as JSON, a line for each layer and cause, so that a change of it can be reviewed."""
-    steps = [_json.text_of(_json.to_plain(one)).rstrip("\n") for one in baseline.steps]
+    """Return a baseline as JSON with a line for each layer and cause, so that diffs can be reviewed."""
+    steps = [_json.text_of(_json.to_plain(step)).rstrip("\n") for step in baseline.steps]
     return f'{{"format":"{FORMAT}","schema":{SCHEMA},\n"steps":[\n' + ",\n".join(steps) + "\n]}\n"
 
 
 def read(path: str | os.PathLike[str]) -> Baseline:
-    """Read the file that `dumps` made the text of.
+    """Read a baseline from a file.
 
     Raises:
-        BaselineError: there is none, it cannot be read, is something else, of another schema version, or damaged.
+        BaselineError: the file is missing, unreadable, damaged, of another format or of another schema version.
     """
     try:
         text = _json.read_text(path)
@@ -38,7 +38,7 @@ def read(path: str | os.PathLike[str]) -> Baseline:
 
 
 def loads(text: str, source: str) -> Baseline:
-    """Read the text that `dumps` wrote; ``source`` names it in an error. Raises BaselineError, as `read` does."""
+    """Read a baseline from the text of `dumps`; errors name it ``source``. Raises BaselineError, as `read` does."""
     try:
         data = _json.parse(text)
     except Unreadable as error:
@@ -53,9 +53,9 @@ def loads(text: str, source: str) -> Baseline:
         )
     try:
         steps = _json.from_plain(tuple[Figures, ...], data.get("steps"), "steps")
-        for one in steps:
-            _check(one)
-        if len({(one.target, one.options, one.device) for one in steps}) < len(steps):
+        for step in steps:
+            _check(step)
+        if len({(step.target, step.options, step.device) for step in steps}) < len(steps):
             raise Unreadable("a step is there twice for one device")
     except Unreadable as error:
         raise _no_baseline(source, str(error)) from None

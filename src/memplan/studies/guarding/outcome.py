@@ -1,4 +1,4 @@
-"""A step beside its baseline: what grew, by layer and by cause, and why. All sizes are bytes."""
+"""Comparison of a step with its baseline: changes by layer and cause, with their reasons. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from memplan.errors import BaselineError, UnitError, UsageError
 from memplan.studies.comparisons.comparison import CAUSE_LABELS, CauseRow, Comparison, signed
 from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import Baseline, Figures
-from memplan.studies.guarding.taken import Chosen, Taken
+from memplan.studies.guarding.taken import KernelChoice, Taken
 
 _UPDATE = "Run memplan guard with --update, look at what changes, and commit the file"
 
 
 @dataclass(frozen=True, slots=True)
 class Change(Printed):
-    """Layers that are alike, and hold more (or less) at the peak than in the baseline."""
+    """Layers of one pattern whose bytes at the peak grew, or shrank, for the same reason."""
 
     layers: tuple[str, ...]
     causes: tuple[CauseRow, ...]
-    """Of all of them together, the largest difference first."""
+    """Sums over these layers, the largest difference first."""
     why: str
-    """A kernel that is another one, a layer that is new; "" where nothing of that kind is seen."""
+    """A change of the layers' ops: another kernel, a new layer; "" if they run the same ops."""
     where: str | None
-    """``file:line`` of the first."""
+    """``file:line`` of the first layer."""
 
     @property
     def difference(self) -> int:
-        """Bytes now less those of the baseline."""
+        """Bytes now minus those of the baseline."""
         return sum(row.difference for row in self.causes)
 
     @property
     def name(self) -> str:
-        """Name of all of the layers together."""
+        """Common name of the layers."""
         return name_of(self.layers)
 
     def __str__(self) -> str:
@@ -49,27 +49,27 @@ class Change(Printed):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step beside its baseline."""
+    """A step compared with its baseline."""
 
     before: Figures
     now: Figures
     allowed: int
-    """Bytes by which the peak may be higher."""
+    """Tolerance: bytes by which the allocated peak may exceed the baseline."""
     allowed_reserved: int
-    """Bytes by which the reserved peak may be higher."""
+    """Tolerance for the reserved peak, in bytes."""
     changes: tuple[Change, ...]
-    """Add up to the difference of the peaks, the largest first."""
+    """They add up to the difference of the peaks; the largest first."""
     notes: tuple[str, ...] = ()
 
     @property
     def grew(self) -> bool:
-        """Return whether it takes more than the tolerance allows: allocated, or reserved."""
-        more = self.now.reserved - self.before.reserved
-        return self.now.peak - self.before.peak > self.allowed or more > self.allowed_reserved
+        """Return whether the allocated or the reserved peak grew by more than the tolerance."""
+        reserved = self.now.reserved - self.before.reserved
+        return self.now.peak - self.before.peak > self.allowed or reserved > self.allowed_reserved
 
     @property
     def comparison(self) -> Comparison:
-        """Return both as the sides of a comparison: by cause, without layers."""
+        """Return the comparison of baseline and step by cause, without layers."""
         return Comparison(self.before.side("the baseline"), self.now.side("now"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,15 +82,15 @@ class Outcome:
 
 
 def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
-    """Return the figures that a step is compared with.
+    """Return the baseline's figures of the step ``now``; errors name the baseline ``source``.
 
     Raises:
-        BaselineError: the baseline has none of the step, or they are of another device, torch or cuDNN.
+        BaselineError: it has no figures of the step on this device, or they are of another torch or cuDNN.
     """
-    found = baseline.find(now.target, now.options, now.device)
-    if found is None:
-        others = [one for one in baseline.steps if one.same_step(now.target, now.options)]
-        devices = ", ".join(one.device for one in others)
+    before = baseline.find(now.target, now.options, now.device)
+    if before is None:
+        others = [step for step in baseline.steps if step.same_step(now.target, now.options)]
+        devices = ", ".join(step.device for step in others)
         has = f"has it for {devices}, not for {now.device}" if others else f"has no figures of it{_steps(baseline)}"
         raise BaselineError(
             f"{now.title}: the baseline {source} {has}",
@@ -98,32 +98,32 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
             do=_UPDATE,
         )
     differing = []
-    if found.torch != now.torch:
-        differing.append(f"was written by torch {found.torch}, and this is torch {now.torch}")
-    if found.cudnn != now.cudnn:
-        differing.append(f"was written {_CUDNN[found.cudnn]} --cudnn, and this is {_CUDNN[now.cudnn]} it")
+    if before.torch != now.torch:
+        differing.append(f"was written by torch {before.torch}, and this is torch {now.torch}")
+    if before.cudnn != now.cudnn:
+        differing.append(f"was written {_CUDNN[before.cudnn]} --cudnn, and this is {_CUDNN[now.cudnn]} it")
     if differing:
         raise BaselineError(
             f"{now.title}: the baseline {source} {'; it '.join(differing)}",
             expected="both of one kind, else the bytes of a change and of a version cannot be told apart",
             do=f"{_UPDATE}, or go back to what it was written with",
         )
-    return found
+    return before
 
 
 _CUDNN = {True: "with", False: "without"}
 
 
 def _steps(baseline: Baseline) -> str:
-    titles = list(dict.fromkeys(one.title for one in baseline.steps))
+    titles = list(dict.fromkeys(step.title for step in baseline.steps))
     return f"; it has {', '.join(titles[:3])}" + (" and others" if len(titles) > 3 else "") if titles else ""
 
 
 def allowance(tolerance: str, size: int) -> int:
-    """Return how many bytes more than ``size`` a tolerance such as ``1%`` or ``64 MiB`` allows.
+    """Return the bytes that a tolerance, a share of ``size`` such as ``1%`` or bytes such as ``64 MiB``, amounts to.
 
     Raises:
-        UsageError: text of another form.
+        UsageError: the tolerance has another form.
 
     Example:
         >>> allowance("1%", 1000), allowance("2 KiB", 1000)
@@ -145,77 +145,78 @@ def allowance(tolerance: str, size: int) -> int:
 _SHARE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*%", re.ASCII)
 
 
-def compare_with(before: Figures, taken: Taken, tolerance: str = "0%") -> Outcome:
-    """Compare what a step takes with figures of the same step.
+def compare_with(before: Figures, step: Taken, tolerance: str = "0%") -> Outcome:
+    """Compare a step with its baseline.
 
     Args:
-        before: out of a baseline.
-        taken: the step.
-        tolerance: how much higher the peaks may be: ``1%``, ``64 MiB``.
+        before: the baseline's figures of the step.
+        step: the step as recorded now.
+        tolerance: growth to accept of both peaks: ``1%``, ``64 MiB``.
 
     Raises:
-        UsageError: the tolerance is no such text.
+        UsageError: the tolerance has another form.
     """
-    now = taken.figures
-    changes = tuple(sorted(_changes(before, taken), key=lambda one: (-abs(one.difference), one.layers)))
+    changes = tuple(sorted(_changes(before, step), key=lambda change: (-abs(change.difference), change.layers)))
     allowed = allowance(tolerance, before.peak), allowance(tolerance, before.reserved)
-    return Outcome(before, now, *allowed, changes, tuple(_notes(before, taken)))
+    return Outcome(before, step.figures, *allowed, changes, tuple(_notes(before, step)))
 
 
-def _changes(before: Figures, taken: Taken) -> Iterator[Change]:
-    """Yield what differs at the two peaks: of each layer, then of layers that are alike together."""
-    sizes: dict[str, dict[str, CauseRow]] = {}
+def _changes(before: Figures, step: Taken) -> Iterator[Change]:
+    """Yield the differences between the two peaks, grouped by pattern of layers, reason and direction."""
+    rows_of_layers: dict[str, dict[str, CauseRow]] = {}
     for part in before.held:
-        sizes.setdefault(part.layer, {})[part.cause] = CauseRow(part.cause, part.bytes, 0)
-    for part in taken.figures.held:
-        rows = sizes.setdefault(part.layer, {})
+        rows_of_layers.setdefault(part.layer, {})[part.cause] = CauseRow(part.cause, part.bytes, 0)
+    for part in step.figures.held:
+        rows = rows_of_layers.setdefault(part.layer, {})
         rows[part.cause] = replace(rows.get(part.cause, CauseRow(part.cause, 0, 0)), b=part.bytes)
-    ran = [{one.layer: one.ops for one in figures.ran} for figures in (before, taken.figures)]
+    ops_before, ops_now = ({row.layer: row.ops for row in figures.ran} for figures in (before, step.figures))
     groups: dict[tuple[str, str, bool], list[str]] = {}
-    for layer, rows in sizes.items():
+    for layer, rows in rows_of_layers.items():
         difference = sum(row.difference for row in rows.values())
         if any(row.difference for row in rows.values()):
-            why = op_change(ran[0].get(layer), ran[1].get(layer), taken.chosen.get(layer))
+            why = op_change(ops_before.get(layer), ops_now.get(layer), step.kernel_choices.get(layer))
             groups.setdefault((pattern(layer), why, difference > 0), []).append(layer)
     for (_, why, _), layers in groups.items():
-        chosen = taken.chosen.get(layers[0]) if why else None
-        where = chosen.where if chosen is not None else taken.where.get(layers[0])
-        yield Change(tuple(layers), _together([sizes[one] for one in layers]), why, where)
+        choice = step.kernel_choices.get(layers[0]) if why else None
+        where = choice.where if choice is not None else step.where.get(layers[0])
+        yield Change(tuple(layers), _sums([rows_of_layers[layer] for layer in layers]), why, where)
 
 
-def _together(parts: list[dict[str, CauseRow]]) -> tuple[CauseRow, ...]:
-    """Add up the rows of several layers by cause; causes that stayed the same are left out."""
-    found: dict[str, CauseRow] = {}
-    for rows in parts:
+def _sums(layers: list[dict[str, CauseRow]]) -> tuple[CauseRow, ...]:
+    """Add up the rows of several layers by cause, without causes whose sums are equal."""
+    sums: dict[str, CauseRow] = {}
+    for rows in layers:
         for row in rows.values():
-            one = found.get(row.cause, CauseRow(row.cause, 0, 0))
-            found[row.cause] = CauseRow(row.cause, one.a + row.a, one.b + row.b)
-    return tuple(sorted((row for row in found.values() if row.difference), key=lambda row: -abs(row.difference)))
+            total = sums.get(row.cause, CauseRow(row.cause, 0, 0))
+            sums[row.cause] = CauseRow(row.cause, total.a + row.a, total.b + row.b)
+    return tuple(sorted((row for row in sums.values() if row.difference), key=lambda row: -abs(row.difference)))
 
 
-def op_change(before: tuple[str, ...] | None, now: tuple[str, ...] | None, chosen: Chosen | None) -> str:
-    """Say which ops of a layer are others than before; of one whose attention runs another kernel, that alone.
+def op_change(before: tuple[str, ...] | None, now: tuple[str, ...] | None, choice: KernelChoice | None) -> str:
+    """Describe how the ops of a layer changed; "" if they did not. If its attention kernel changed, only that.
 
     Args:
-        before, now: the ops of the layer; None where it ran none.
-        chosen: why its attention runs the kernel that it runs, if that is known.
+        before, now: the ops of the layer; None if it ran none.
+        choice: why torch chose the attention kernel that runs now, if known.
 
     Example:
-        >>> op_change(("scaled_dot_product_flash_attention",), ("matmul", "softmax"), Chosen("a mask", None))
+        >>> op_change(("scaled_dot_product_flash_attention",), ("matmul", "softmax"), KernelChoice("a mask", None))
         'attention is no longer fused: flash attention became matmul, softmax (a mask)'
     """
     if before is not None and now is not None and set(before) == set(now):
         return ""
     if before is None or now is None:
         return "" if before is now else _CALLS[now is not None]
-    gone, new = ([op for op in one if op not in other] for one, other in ((before, now), (now, before)))
-    fused = [[op for op in ops if op.startswith(_FUSED) and "attention" in op] for ops in (before, now)]
-    if fused[0] == fused[1]:
+    gone, new = [op for op in before if op not in now], [op for op in now if op not in before]
+    fused_before, fused_now = (
+        [op for op in ops if op.startswith(_FUSED) and "attention" in op] for ops in (before, now)
+    )
+    if fused_before == fused_now:
         return f"{_listed(gone)} became {_listed(new)}" if gone and new else f"{_listed(gone or new)} {_IS[bool(new)]}"
-    because = f" ({chosen.reason})" if chosen is not None else ""
-    if not fused[1]:
-        return f"attention is no longer fused: {_listed(fused[0])} became {_listed(new)}{because}"
-    return f"{_listed(fused[0] or gone)} became {_listed(fused[1])}{because}"
+    because = f" ({choice.reason})" if choice is not None else ""
+    if not fused_now:
+        return f"attention is no longer fused: {_listed(fused_before)} became {_listed(new)}{because}"
+    return f"{_listed(fused_before or gone)} became {_listed(fused_now)}{because}"
 
 
 _FUSED = "scaled_dot_product_"
@@ -233,18 +234,18 @@ def _listed(ops: list[str]) -> str:
     return (", ".join(words[:4]) + (f" and {len(words) - 4} more" if words[4:] else "")) or "nothing"
 
 
-def _notes(before: Figures, taken: Taken) -> Iterator[str]:
-    now = taken.figures
-    one, other = before.by_cause.get("input", 0), now.by_cause.get("input", 0)
-    if one and other and one != other:
+def _notes(before: Figures, step: Taken) -> Iterator[str]:
+    now = step.figures
+    old, new = before.by_cause.get("input", 0), now.by_cause.get("input", 0)
+    if old and new and old != new:
         yield (
-            f"the inputs take {format_bytes(other)}, {other / one:.3g} times the {format_bytes(one)} of the baseline: "
+            f"the inputs take {format_bytes(new)}, {new / old:.3g} times the {format_bytes(old)} of the baseline: "
             "another batch, size or dtype"
         )
     if before.at != now.at and before.peak != now.peak:
         yield f"the peak was in {before.at}; it is in {now.at}"
     if before.reserved != now.reserved and now.reserved != now.peak:
-        more = signed(now.reserved - before.reserved)
-        yield f"the allocator holds {format_bytes(now.reserved)} at most, {more}"
-    for one_unsure in taken.unsure:
-        yield f"assumed: {one_unsure.text}" + (f", at {one_unsure.where}" if one_unsure.where else "")
+        growth = signed(now.reserved - before.reserved)
+        yield f"the allocator holds {format_bytes(now.reserved)} at most, {growth}"
+    for assumption in step.assumptions:
+        yield f"assumed: {assumption.text}" + (f", at {assumption.where}" if assumption.where else "")

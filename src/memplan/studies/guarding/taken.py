@@ -1,4 +1,4 @@
-"""What a step takes now, to be written into a baseline or compared with one."""
+"""Figures of a recorded step, to be written into a baseline or compared with one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.layers import OUTSIDE, op_word
 from memplan.explanation.model import Explanation, HolderRow
-from memplan.studies.guarding.baseline import Figures, Held, Ran
+from memplan.studies.guarding.baseline import Figures, LayerBytes, LayerOps
 from memplan.trace.records import Assumption, loud
 from memplan.trace.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """Why a layer's attention runs the kernel that it runs, and the ``file:line`` of the call."""
+class KernelChoice:
+    """Why torch chose a layer's attention kernel, and the ``file:line`` of the call."""
 
     reason: str
     where: str | None
@@ -23,68 +23,68 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Figures of a step, and what a baseline does not keep of it."""
+    """Figures of a step, with the details that baselines leave out."""
 
     figures: Figures
     where: dict[str, str]
-    """Of each layer: ``file:line``."""
-    chosen: dict[str, Chosen]
-    """Of each layer with a kernel that torch chose."""
-    unsure: tuple[Assumption, ...]
-    """Without which the figures may be others when the step really runs."""
+    """``file:line`` by layer."""
+    kernel_choices: dict[str, KernelChoice]
+    """By layer, for those with attention."""
+    assumptions: tuple[Assumption, ...]
+    """Assumptions of the recording that the real step may not meet."""
 
 
 def taken(
     trace: Trace, *, target: str, options: str = "", train: bool | None = None, settings: str | None = None
 ) -> Taken:
-    """Return what a recorded step takes: by layer and by cause at the peak, and which ops each layer ran.
+    """Return the figures of a recorded step: bytes at the peak by layer and cause, and the ops of each layer.
 
     Args:
         trace: the step.
-        target, options: its names in a baseline.
-        train: whether it trains; None where its ops are to tell.
+        target, options: the names under which baselines have it.
+        train: whether it trains; None to infer it from the ops.
         settings: of the caching allocator, as in ``PYTORCH_ALLOC_CONF``.
     """
     explanation = explain_trace(trace, title=target, train=train, settings=settings)
-    timeline, ran = explanation.timeline, _ran(trace)
+    timeline = explanation.timeline
     figures = Figures(
         target, options, trace.device, trace.torch.partition("+")[0], bool(trace.engines), explanation.train,
-        timeline.peak_allocated, timeline.peak_reserved, _at(explanation),
-        held(explanation.holders, explanation.by_cause.get("rounding", 0)), ran,
+        timeline.peak_allocated, timeline.peak_reserved, _op_at_peak(explanation),
+        bytes_by_layer(explanation.holders, explanation.by_cause.get("rounding", 0)), _forward_ops(trace),
     )  # fmt: skip
     where = {row.name: row.where for row in explanation.layers if row.where}
     where |= {row.layer: row.where for row in explanation.holders if row.where and row.layer not in where}
     where = {layer: slashed(line) for layer, line in where.items()}
-    return Taken(figures, where, _chosen(trace), tuple(loud(trace.assumptions)))
+    return Taken(figures, where, _kernel_choices(trace), tuple(loud(trace.assumptions)))
 
 
 def slashed(path: str) -> str:
-    """Return a path as Linux writes it, so that each system gives the same bytes."""
+    """Return a path with forward slashes, so that baselines are the same on each system."""
     return path.replace("\\", "/")
 
 
-def held(holders: Iterable[HolderRow], rounding: int = 0) -> tuple[Held, ...]:
-    """Add up what is alive at the peak by layer and cause, in the order of the names."""
-    found: dict[tuple[str, str], int] = {(OUTSIDE, "rounding"): rounding} if rounding else {}
+def bytes_by_layer(holders: Iterable[HolderRow], rounding: int = 0) -> tuple[LayerBytes, ...]:
+    """Add up the bytes live at the peak by layer and cause, sorted by these; ``rounding`` bytes belong to no layer."""
+    totals: dict[tuple[str, str], int] = {(OUTSIDE, "rounding"): rounding} if rounding else {}
     for row in holders:
         key = row.layer or OUTSIDE, row.cause
-        found[key] = found.get(key, 0) + row.bytes
-    return tuple(Held(*key, size) for key, size in sorted(found.items()))
+        totals[key] = totals.get(key, 0) + row.bytes
+    return tuple(LayerBytes(*key, size) for key, size in sorted(totals.items()))
 
 
-def _at(explanation: Explanation) -> str:
+def _op_at_peak(explanation: Explanation) -> str:
     peak = explanation.peak
     if peak is None:
         return ""
     return f"{peak.phase}: {peak.op}" + (f" of {peak.layer}" if peak.layer else "")
 
 
-def _ran(trace: Trace) -> tuple[Ran, ...]:
-    found: dict[str, dict[str, None]] = {}
+def _forward_ops(trace: Trace) -> tuple[LayerOps, ...]:
+    ops_of_layers: dict[str, dict[str, None]] = {}
     for op in trace.ops:
         if op.phase == "forward" and op.step == 0 and not op.recomputed:
-            found.setdefault(op.layer or OUTSIDE, {})[op_word(op, trace)] = None
-    return tuple(Ran(layer, tuple(ops)) for layer, ops in sorted(found.items()))
+            ops_of_layers.setdefault(op.layer or OUTSIDE, {})[op_word(op, trace)] = None
+    return tuple(LayerOps(layer, tuple(ops)) for layer, ops in sorted(ops_of_layers.items()))
 
 
 _KERNELS = {
@@ -92,22 +92,23 @@ _KERNELS = {
     "memory-efficient": "scaled_dot_product_efficient_attention",
     "cuDNN": "scaled_dot_product_cudnn_attention",
 }
-"""First words of the reason for a kernel (`memplan.trace.semantics.cuda.sdpa_choice`), and the op that it is."""
+"""Ops by the first word of the reason for a kernel, as `memplan.trace.semantics.cuda.sdpa_choice` writes it."""
 _CALL = "scaled_dot_product_attention: "
 
 
-def _chosen(trace: Trace) -> dict[str, Chosen]:
-    """Return for each layer the reason for its attention's kernel, where one reason fits."""
-    reasons = [one for one in trace.assumptions if one.kind == "kernel" and one.text.startswith(_CALL)]
-    found: dict[str, Chosen] = {}
+def _kernel_choices(trace: Trace) -> dict[str, KernelChoice]:
+    """Return the reason for the attention kernel of each layer, where exactly one assumption matches line and op."""
+    assumptions = [row for row in trace.assumptions if row.kind == "kernel" and row.text.startswith(_CALL)]
+    choices: dict[str, KernelChoice] = {}
     for op in trace.ops:
-        if op.phase != "forward" or op.layer in found:
+        if op.phase != "forward" or op.layer in choices:
             continue
-        at = [one.text.removeprefix(_CALL) for one in reasons if one.where == op.where]
+        reasons = [row.text.removeprefix(_CALL) for row in assumptions if row.where == op.where]
         word = op_word(op, trace)
-        fused = [text for text in at if _KERNELS.get(text.partition(":")[0]) == word]
-        # the math path is made of products and a softmax, which other code at the line can be, too
-        plain = [text for text in at if text.startswith("math:") and word.endswith("softmax")]
-        if len(fused or plain) == 1:
-            found[op.layer or OUTSIDE] = Chosen((fused or plain)[0].partition(": ")[2], slashed(op.where or "") or None)
-    return found
+        fused = [text for text in reasons if _KERNELS.get(text.partition(":")[0]) == word]
+        # the math path has no op of its own: its softmax stands for it
+        math = [text for text in reasons if text.startswith("math:") and word.endswith("softmax")]
+        if len(fused or math) == 1:
+            reason = (fused or math)[0].partition(": ")[2]
+            choices[op.layer or OUTSIDE] = KernelChoice(reason, slashed(op.where or "") or None)
+    return choices

@@ -1,1 +1,1 @@
-"""Weights in fewer bits."""
+"""Inference with quantized weights."""

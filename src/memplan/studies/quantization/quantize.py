@@ -1,4 +1,4 @@
-"""Inference with quantized weights and activations, tried on the real model by torchao's quantizers."""
+"""Measured memory and errors of inference with weights quantized by torchao."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from memplan.errors import InputError, MemplanError, TargetError
 from memplan.simulation.simulate import simulate
 from memplan.studies.comparisons import output_errors
-from memplan.studies.comparisons.comparison import Apart, Side
+from memplan.studies.comparisons.comparison import Side
 from memplan.studies.comparisons.sides import of_trace
 from memplan.studies.quantization.quantized import Quantized
 from memplan.studies.quantization.schemes import apply, layers_of, scheme_of
@@ -34,23 +34,23 @@ def quantize(
     autocast: torch.dtype | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Quantized:
-    """Try what inference takes with quantized weights: a copy of the model is quantized by torchao, and both run here.
+    """Measure inference before and after quantizing: torchao quantizes a copy of the model, and both run on this CPU.
 
-    Bytes are the CPU allocator's own events, as of `memplan.measure`.
+    Bytes come from the CPU allocator's events, as in `memplan.measure`.
 
     Args:
-        what: a module, or a callable that makes one (it is really made). It is not changed.
+        what: a module, which is not changed, or a callable that makes one, which is called.
         inputs, kwargs, autocast, dtype: as for `memplan.explain`. Described inputs are random numbers.
         weights: ``"int8"`` (a scale for each output), or ``"int4"`` (a scale and a zero for each group of up to 128
             inputs).
-        activations: ``"int8"``: the input of each quantized layer, too, while the step runs; None: not.
+        activations: ``"int8"`` to also quantize the input of each quantized layer while it runs; None not to.
 
     Returns:
         A Quantized; printing it gives a paragraph.
 
     Raises:
         TargetError: ``what`` makes no module.
-        InputError: no such scheme, or a model in which it quantizes nothing.
+        InputError: the scheme does not exist, or quantizes no layer of the model.
         UsageError: torchao is not installed: pip install 'memplan[quantize]'.
         StepError: the model does not run, before or after it is quantized.
 
@@ -66,9 +66,9 @@ def quantize(
 
 
 def quantize_step(what: Any, options: StepOptions, weights: str | None, activations: str | None) -> Quantized:
-    """Quantize and run a step, as `quantize` does."""
+    """Quantize a model and run its inference; see `quantize`."""
     scheme = scheme_of(weights, activations)
-    model = _made(what, options)
+    model = _evaluated_model(what, options)
     after = copy_module(model) if scheme.config is not None else None
     if after is not None:
         apply(after, scheme)
@@ -81,26 +81,27 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
             expected="a model with layers that torchao quantizes: nn.Linear",
             do="Look at a lower precision instead: --precision bf16-true",
         )
-    options = replace(options, dtype=None)  # it has it
+    options = replace(options, dtype=None)  # the model is converted already
     before = _run(model, options, "as it is")[0]
     with_grad = _run(model, options, "with grad", grad=True)[0]
     notes = () if scheme.config is not None else (scheme.why_not,)
     if after is None:
         return Quantized(scheme.title, before, None, with_grad, layers, None, None, notes)
-    ran, quantizing = _run(model, options, scheme.title, lambda made: apply(made, scheme))
-    error = _error(model, after, options)
-    return Quantized(scheme.title, before, ran, with_grad, layers, error, quantizing)
+    quantized, quantizing_peak = _run(model, options, scheme.title, lambda copy: apply(copy, scheme))
+    differences = output_errors.result_differences(model, after, options, options)
+    error = differences[0] if differences else None
+    return Quantized(scheme.title, before, quantized, with_grad, layers, error, quantizing_peak)
 
 
-def _made(what: Any, options: StepOptions) -> nn.Module:
-    """Return the model, in evaluation mode and of the dtype that it runs in; the user's own is not changed."""
+def _evaluated_model(what: Any, options: StepOptions) -> nn.Module:
+    """Return a copy of the model in evaluation mode, converted to the dtype of the options."""
     if not isinstance(what, nn.Module) and not callable(what):
         raise TargetError(
             f"{type(what).__name__} {what!r:.60}",
             expected="a module, or a callable that makes one",
             do="Pass one of these",
         )
-    model = output_errors.made(what)
+    model = output_errors.make_model(what)
     if model is None:
         raise TargetError(
             "a build that returns a step, to quantize",
@@ -118,26 +119,21 @@ def _run(
     *,
     grad: bool = False,
 ) -> tuple[Side, int]:
-    """Run the steps of a copy; return the side, and the most bytes that were allocated while it was made."""
+    """Run inference of a copy changed by ``change``; return its side and the peak bytes of copying and changing it."""
 
     def build() -> Step:
-        made = copy_module(model)
+        copy = copy_module(model)
         if change is not None:
-            change(made)
+            change(copy)
         if grad:
-            return forward_of(made, options)
-        return build_of(lambda: made, options)()
+            return forward_of(copy, options)
+        return build_of(lambda: copy, options)()
 
     try:
-        trace = measure(build, device=HOST, steps=1)  # without an optimizer one is like the next
+        trace = measure(build, device=HOST, steps=1)  # without an optimizer all steps are alike
         seconds = output_errors.seconds_of(build())
     except MemplanError as error:
         raise error.about(title) from error.__cause__
     side = of_trace(of_steps(trace), title, train=False)
-    made = simulate(trace).build.peak_allocated
-    return replace(side, seconds=seconds, seconds_by="measured on this CPU"), made
-
-
-def _error(before: nn.Module, after: nn.Module, options: StepOptions) -> Apart | None:
-    found = output_errors.apart(before, after, options, options)
-    return found[0] if found else None
+    build_peak = simulate(trace).build.peak_allocated
+    return replace(side, seconds=seconds, seconds_by="measured on this CPU"), build_peak

@@ -1,4 +1,4 @@
-"""Bytes of quantized inference and the errors of its result: immutable data. All sizes are bytes."""
+"""The result of `memplan.quantize`: bytes and output errors of quantized inference. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
 from memplan._text import format_seconds
-from memplan.studies.comparisons.comparison import CAST_COPIES, Apart, Comparison, Side, changed, off_by
+from memplan.studies.comparisons.comparison import CAST_COPIES, Comparison, ResultDifference, Side, changed, off_by
 
 Weights = Literal["int8", "int4"]
 Activations = Literal["int8"]
@@ -18,7 +18,7 @@ Activations = Literal["int8"]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer with weights: its bytes before and after, and why it stayed as it was (None: it was quantized)."""
+    """A layer with weights: bytes of these before and after, and why it was not quantized (None: it was)."""
 
     name: str
     kind: str
@@ -29,7 +29,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Quantized(Displayed):
-    """Inference of a model before and after it is quantized, both really run on this CPU.
+    """Inference of a model before and after quantizing, both measured on this CPU.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
@@ -38,30 +38,30 @@ class Quantized(Displayed):
     """
 
     scheme: str
-    """What torchao calls it."""
+    """Name of torchao's config."""
     before: Side
-    """Inference of the model before, without grad."""
+    """Inference of the original model, without grad."""
     after: Side | None
-    """The same with the quantized model; None where this scheme has no kernel here, and was not run."""
+    """Inference of the quantized model; None if this machine has no kernel for the scheme."""
     with_grad: Side
-    """Forward pass of the model before, with grad: tensors that a derivative reads stay."""
+    """Forward pass of the original model with grad, so that tensors saved for backward stay allocated."""
     layers: tuple[Layer, ...]
-    error: Apart | None
-    """How far the outputs of the quantized model are off; None where it was not run."""
+    error: ResultDifference | None
+    """Error of the quantized model's outputs; None if it was not run."""
     quantizing_peak: int | None
-    """The most that is allocated while the model is made and quantized: both forms of a weight are there at once."""
+    """Peak while the model is copied and quantized, when both forms of a weight exist; None if it was not run."""
     notes: tuple[str, ...] = ()
 
     @property
     def weights_saved(self) -> int:
-        """Bytes of weights less: as the allocator has them; by the packed form where nothing was run."""
+        """Bytes by which weights shrink: as measured, or computed from the packed form if nothing was run."""
         if self.after is not None and self.before.weight_bytes is not None and self.after.weight_bytes is not None:
             return self.before.weight_bytes - self.after.weight_bytes
         return sum(layer.before - layer.after for layer in self.layers)
 
     @property
     def comparison(self) -> Comparison | None:
-        """Comparison of before and after; None where it was not run."""
+        """Comparison of before and after; None if the quantized model was not run."""
         if self.after is None:
             return None
         return Comparison(self.before, self.after, (self.error,) if self.error is not None else ())
@@ -74,51 +74,47 @@ class Quantized(Displayed):
         return data | {"weights_saved": self.weights_saved, "by_cause": rows}
 
     def __str__(self) -> str:
+        return "\n".join(sentences(self))
 
-        return summary(self)
 
-
-def sentences(found: Quantized) -> Iterator[str]:
+def sentences(result: Quantized) -> Iterator[str]:
     """Yield the sentences of the summary, in order."""
-    if found.after is None:
-        yield from _not_run(found)
+    if result.after is None:
+        yield from _not_run(result)
     else:
-        yield from _bytes(found, found.after)
-    if found.error is not None:
-        yield f"The quantized model's outputs {off_by(found.error, 'the model')}."
-    if found.after is not None and found.before.seconds and found.after.seconds:
-        was, now = format_seconds(found.before.seconds), format_seconds(found.after.seconds)
-        yield f"Time {was} -> {now}, measured on this CPU without a compiler."
-    without, with_grad = (format_bytes(side.activation_bytes or 0) for side in (found.before, found.with_grad))
+        yield from _byte_sentences(result, result.after)
+    if result.error is not None:
+        yield f"The quantized model's outputs {off_by(result.error, 'the model')}."
+    if result.after is not None and result.before.seconds and result.after.seconds:
+        before, after = format_seconds(result.before.seconds), format_seconds(result.after.seconds)
+        yield f"Time {before} -> {after}, measured on this CPU without a compiler."
+    without, with_grad = (format_bytes(side.activation_bytes or 0) for side in (result.before, result.with_grad))
     live = f"Without grad {without} of activations live at once, with grad {with_grad}"
     yield f"{live}: then all stay live that a derivative reads."
-    if found.quantizing_peak is not None and found.quantizing_peak > found.before.peak:
-        yield f"While it is quantized, {format_bytes(found.quantizing_peak)} are needed."
+    if result.quantizing_peak is not None and result.quantizing_peak > result.before.peak:
+        yield f"While it is quantized, {format_bytes(result.quantizing_peak)} are needed."
 
 
-def _done(found: Quantized) -> str:
-    done = sum(layer.why is None for layer in found.layers)
-    return f"{done} of {len(found.layers)} layers with weights"
+def _quantized_layers(result: Quantized) -> str:
+    count = sum(layer.why is None for layer in result.layers)
+    return f"{count} of {len(result.layers)} layers with weights"
 
 
-def _not_run(found: Quantized) -> Iterator[str]:
-    layers = [layer for layer in found.layers if layer.why is None]
-    was, now = (format_bytes(sum(getattr(one, when) for one in layers)) for when in ("before", "after"))
-    yield f"{found.scheme} was not run: {'; '.join(found.notes)}."
-    yield f"By the form in which it packs them, {_done(found)} take {now} instead of {was}."
+def _not_run(result: Quantized) -> Iterator[str]:
+    layers = [layer for layer in result.layers if layer.why is None]
+    before = format_bytes(sum(layer.before for layer in layers))
+    after = format_bytes(sum(layer.after for layer in layers))
+    yield f"{result.scheme} was not run: {'; '.join(result.notes)}."
+    yield f"By the form in which it packs them, {_quantized_layers(result)} take {after} instead of {before}."
 
 
-def _bytes(found: Quantized, after: Side) -> Iterator[str]:
-    before = found.before
-    was, now = before.weight_bytes or 0, after.weight_bytes or 0
-    yield f"Weights {format_bytes(was)} -> {format_bytes(now)}: {changed(was, now)} ({_done(found)} quantized)."
+def _byte_sentences(result: Quantized, after: Side) -> Iterator[str]:
+    before = result.before
+    weights = before.weight_bytes or 0, after.weight_bytes or 0
+    sizes = " -> ".join(map(format_bytes, weights))
+    yield f"Weights {sizes}: {changed(*weights)} ({_quantized_layers(result)} quantized)."
     peaks = f"{format_bytes(before.peak)} -> {format_bytes(after.peak)}"
     yield f"Peak of inference {peaks}: {changed(before.peak, after.peak)}."
     if after.cast_bytes:
         most, at_peak = format_bytes(after.cast_bytes), format_bytes(after.by_cause.get(CAST_COPIES, 0))
         yield f"For a product a weight is written out in another dtype: {most} at most, {at_peak} of it at the peak."
-
-
-def summary(found: Quantized) -> str:
-    """Return the paragraph."""
-    return "\n".join(sentences(found))

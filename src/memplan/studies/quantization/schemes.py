@@ -1,4 +1,4 @@
-"""torchao's quantizer of each scheme, and the layers that it leaves alone. torchao is imported here only."""
+"""torchao's config for each quantization scheme, and the layers that it skips. Only this module imports torchao."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from memplan.errors import InputError, UsageError
 from memplan.studies.quantization.quantized import Activations, Layer, Weights
 
 GROUPS = (128, 64, 32)
-"""Sizes of the groups of inputs that share a scale and a zero in 4 bits; the largest that divides a layer's inputs."""
+"""Group sizes of 4-bit weights: a layer uses the largest that divides its inputs; a group shares a scale and a zero."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights and activations are held."""
+    """Dtypes of quantized weights and activations, and torchao's config for them."""
 
     weights: Weights
     activations: Activations | None
     title: str
-    """What torchao calls it."""
+    """Name of torchao's config."""
     config: Callable[[int], Any] | None
-    """torchao's config for a size of group; None where this torchao has none that runs here."""
+    """Makes the config for a group size; None if this torchao has none that runs on this machine."""
     why_not: str = ""
-    """Why it does not run here."""
+    """Why there is no ``config``."""
 
 
 def scheme_of(weights: str | None, activations: str | None) -> Scheme:
-    """Return the scheme that was asked for.
+    """Return the scheme for dtypes of weights and activations.
 
     Raises:
-        InputError: there is none.
+        InputError: no such scheme.
         UsageError: torchao is not installed.
     """
     if weights not in get_args(Weights):
@@ -53,7 +53,7 @@ def scheme_of(weights: str | None, activations: str | None) -> Scheme:
             do="Leave it out for weights alone",
         )
     api = _torchao()
-    # set_inductor_config: no switch of the compiler is turned for the whole process, since what runs here runs eagerly
+    # set_inductor_config=True would set options of Inductor for the whole process, and here everything runs eagerly
     if weights == "int8" and activations is None:
         return Scheme(
             "int8", None, "Int8WeightOnlyConfig", lambda _: api.Int8WeightOnlyConfig(set_inductor_config=False)
@@ -89,7 +89,7 @@ def _int4_dynamic() -> Scheme:
 def _torchao() -> Any:
     logger = logging.getLogger("torchao")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it logs its own kernels for GPUs that do not load here
+    logger.setLevel(logging.ERROR)  # it warns about its GPU kernels that do not load here
     try:
         import torchao.quantization as api
     except ImportError as error:
@@ -104,17 +104,21 @@ def _torchao() -> Any:
 
 
 def apply(model: nn.Module, scheme: Scheme) -> None:
-    """Quantize what the scheme quantizes, in place."""
+    """Quantize a model in place.
+
+    Raises:
+        UsageError: torchao refuses a weight.
+    """
     assert scheme.config is not None, "a scheme that does not run was refused"
     api = _torchao()
     for group in GROUPS if scheme.weights == "int4" else GROUPS[:1]:
-        wanted = {name for name, module in model.named_modules() if reason(module, scheme) is None
+        layers = {name for name, module in model.named_modules() if reason(module, scheme) is None
                   and (scheme.weights == "int8" or _group(module) == group)}  # fmt: skip
-        if not wanted:
+        if not layers:
             continue
         try:
-            api.quantize_(model, scheme.config(group), filter_fn=lambda module, name, own=wanted: name in own)
-        except Exception as error:  # another library's: it can refuse a weight in any way
+            api.quantize_(model, scheme.config(group), filter_fn=lambda module, name, layers=layers: name in layers)
+        except Exception as error:  # torchao can refuse a weight with any exception
             raise UsageError(
                 f"torchao's {scheme.title} raised {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
                 expected="weights that it can quantize here",
@@ -123,7 +127,7 @@ def apply(model: nn.Module, scheme: Scheme) -> None:
 
 
 def reason(module: nn.Module, scheme: Scheme) -> str | None:
-    """Return why the weight of a layer is not quantized; None where it is quantized."""
+    """Return why a scheme does not quantize a layer; None if it does."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "the attention around it reads its weight itself"
     if not isinstance(module, nn.Linear):
@@ -142,47 +146,50 @@ def _group(module: nn.Module) -> int | None:
 
 
 def packed_bytes(module: nn.Linear, scheme: Scheme) -> int:
-    """Return the bytes of a layer's weight in 4 bits: two numbers a byte, and a scale and a zero for each group.
+    """Return the bytes of a layer's weight in 4 bits: two elements a byte, and a scale and a zero for each group.
 
-    With activations in 8 bits, scales are in float32 and zeros in a byte each; what the kernel may add is not counted.
+    With 8-bit activations, scales are float32 and zeros one byte each; padding by the kernel is not counted.
     """
     groups = module.in_features // (_group(module) or module.in_features)
-    each = torch.float32.itemsize + 1 if scheme.activations else 2 * module.weight.element_size()
-    return module.weight.numel() // 2 + groups * module.out_features * each
+    scale_and_zero = torch.float32.itemsize + 1 if scheme.activations else 2 * module.weight.element_size()
+    return module.weight.numel() // 2 + groups * module.out_features * scale_and_zero
 
 
 def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tuple[Layer, ...]:
-    """List every layer with a weight of two dimensions or more: its bytes before and after, and why.
+    """Return a row for every layer with a weight of two or more dimensions.
 
     A weight that several layers share counts for the first of them.
 
     Args:
-        before: the model as it was.
-        scheme: what is done to it.
-        after: the quantized model; None where the scheme does not run here, and its bytes follow from its form.
+        before: the original model.
+        scheme: the scheme.
+        after: the quantized model; None if the scheme does not run here, and its bytes are computed by `packed_bytes`.
     """
-    others = dict(after.named_modules()) if after is not None else {}
-    shared = _sharers(before)
+    modules_after = dict(after.named_modules()) if after is not None else {}
+    sharing_layers = _sharing_layers(before)
     rows: list[Layer] = []
-    was_seen, is_seen = set[int](), set[int]()
+    seen_before, seen_after = set[int](), set[int]()
     for path, module in before.named_modules():
-        own = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
-        if not own:
+        weights = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
+        if not weights:
             continue
         why = reason(module, scheme)
-        was = _new_bytes(own.values(), was_seen)
+        bytes_before = _new_bytes(weights.values(), seen_before)
         if after is not None:
-            now = _new_bytes([getattr(others[path], name) for name in own], is_seen)
+            bytes_after = _new_bytes([getattr(modules_after[path], name) for name in weights], seen_after)
+        elif why is None and isinstance(module, nn.Linear):
+            bytes_after = packed_bytes(module, scheme)
         else:
-            now = packed_bytes(module, scheme) if why is None and isinstance(module, nn.Linear) else was
-        if why is not None and (quantized := [o for o in shared.get(path, ()) if reason(o[1], scheme) is None]):
-            why += f"; {quantized[0][0]} shares its weight and got one of its own in {scheme.weights}"
-        rows.append(Layer(path or type(module).__name__, type(module).__name__, was, now, why))
+            bytes_after = bytes_before
+        quantized = [name for name, layer in sharing_layers.get(path, ()) if reason(layer, scheme) is None]
+        if why is not None and quantized:
+            why += f"; {quantized[0]} shares its weight and got one of its own in {scheme.weights}"
+        rows.append(Layer(path or type(module).__name__, type(module).__name__, bytes_before, bytes_after, why))
     return tuple(rows)
 
 
 def _new_bytes(weights: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Return bytes of the storages of weights, of those not seen before."""
+    """Return the bytes of the weights' storages that are not in ``seen``, and add them to it."""
     total = 0
     for weight in weights:
         for tensor in _torch.inner_tensors(weight).values():
@@ -193,14 +200,14 @@ def _new_bytes(weights: Iterable[torch.Tensor], seen: set[int]) -> int:
     return total
 
 
-def _sharers(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
-    """Map a layer to the other layers that hold one of its parameters, too."""
-    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+def _sharing_layers(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+    """Map the name of a layer to the other layers that share one of its parameters."""
+    layers_of_parameter: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((path, module))
-    found: dict[str, list[tuple[str, nn.Module]]] = {}
-    for several in holders.values():
-        for path, _ in several:
-            found.setdefault(path, []).extend(other for other in several if other[0] != path)
-    return found
+            layers_of_parameter.setdefault(id(parameter), []).append((path, module))
+    sharing: dict[str, list[tuple[str, nn.Module]]] = {}
+    for layers in layers_of_parameter.values():
+        for path, _ in layers:
+            sharing.setdefault(path, []).extend(layer for layer in layers if layer[0] != path)
+    return sharing

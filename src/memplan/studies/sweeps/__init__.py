@@ -1,1 +1,1 @@
-"""Many points of a step."""
+"""Sweeps: a step at many points of some axes."""

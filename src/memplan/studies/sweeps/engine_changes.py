@@ -1,4 +1,4 @@
-"""Where along an axis cuDNN plans another engine for a convolution at the peak, with another workspace by a factor."""
+"""Points of a sweep between which cuDNN changes a convolution's engine, and its workspace by a factor, at the peak."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from memplan.studies.sweeps.fits import Row, along, place_of, shown
 from memplan.studies.sweeps.points import PlannedWorkspace
 
 FACTOR = 1.5
-"""Smallest change of a workspace that is named, beside how the axis itself grows."""
+"""Smallest change of a workspace to report, as a factor on top of the growth of the axis."""
 _SHARE = 0.05
-"""Of the larger peak: the smallest change that is named."""
+"""Smallest change of a workspace to report, as a share of the larger peak."""
 _PLANNED = "planned workspaces"
 """Key of a row; no axis has a space in its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChange(Printed):
-    """Two neighboring points of an axis with different engines of cuDNN. Workspaces in bytes."""
+    """Two neighboring points of an axis with different cuDNN engines for an op. Workspaces in bytes."""
 
     axis: str
     at: Mapping[str, Any]
@@ -45,35 +45,37 @@ class EngineChange(Printed):
 def engine_changes_of(
     axes: Sequence[Axis], rows: Sequence[Row], planned: Sequence[tuple[PlannedWorkspace, ...]]
 ) -> list[EngineChange]:
-    """Find every pair of neighboring points along an axis of numbers between which cuDNN's plan at the peak changes.
+    """Return the largest engine change between each pair of neighboring points along axes of numbers.
 
-    ``planned`` has the workspaces of each row's point. Of a pair the largest change is returned.
+    ``planned`` has the cuDNN workspaces of each row.
     """
-    found: list[EngineChange] = []
-    known = [{**row, _PLANNED: one} for row, one in zip(rows, planned, strict=True)]
+    changes: list[EngineChange] = []
+    rows_with_workspaces = [{**row, _PLANNED: workspaces} for row, workspaces in zip(rows, planned, strict=True)]
     for axis in axes:
-        for at, points in along(axis, axes, known):
+        for at, points in along(axis, axes, rows_with_workspaces):
             if any(axis.measure(row[axis.name]) is None for row in points):
                 continue
             for row, following in itertools.pairwise(points):
-                grown = (axis.measure(following[axis.name]) or 0.0) / (axis.measure(row[axis.name]) or 1.0)
-                found += _largest(axis.name, at, (row, following), grown)
-    return found
+                growth = (axis.measure(following[axis.name]) or 0.0) / (axis.measure(row[axis.name]) or 1.0)
+                change = _largest_change(axis.name, at, (row, following), growth)
+                changes += [change] if change is not None else []
+    return changes
 
 
-def _largest(axis: str, at: Mapping[str, Any], rows: tuple[Row, Row], grown: float) -> list[EngineChange]:
-    before, after = (row[_PLANNED] for row in rows)
-    if [one.op for one in before] != [one.op for one in after]:  # not the same convolutions
-        return []
+def _largest_change(axis: str, at: Mapping[str, Any], rows: tuple[Row, Row], growth: float) -> EngineChange | None:
+    """Return the largest change between two points whose measures differ by the factor ``growth``."""
+    first, second = (row[_PLANNED] for row in rows)
+    if [workspace.op for workspace in first] != [workspace.op for workspace in second]:  # other convolutions
+        return None
     least = _SHARE * max(row["peak"] for row in rows)
     changed = [
-        (one, other) for one, other in zip(before, after, strict=True)
-        if one.engine != other.engine and (one.at_peak or other.at_peak)
-        and abs(other.bytes - one.bytes) >= least
-        and not one.bytes * grown / FACTOR < other.bytes < one.bytes * grown * FACTOR
+        (a, b) for a, b in zip(first, second, strict=True)
+        if a.engine != b.engine and (a.at_peak or b.at_peak)
+        and abs(b.bytes - a.bytes) >= least
+        and not a.bytes * growth / FACTOR < b.bytes < a.bytes * growth * FACTOR
     ]  # fmt: skip
     if not changed:
-        return []
-    one, other = max(changed, key=lambda pair: abs(pair[1].bytes - pair[0].bytes))
-    between, sizes = (rows[0][axis], rows[1][axis]), (one.bytes, other.bytes)
-    return [EngineChange(axis, at, between, one.op, (one.engine, other.engine), sizes)]
+        return None
+    a, b = max(changed, key=lambda pair: abs(pair[1].bytes - pair[0].bytes))
+    between = rows[0][axis], rows[1][axis]
+    return EngineChange(axis, at, between, a.op, (a.engine, b.engine), (a.bytes, b.bytes))

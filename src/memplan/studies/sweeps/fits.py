@@ -1,4 +1,4 @@
-"""Fits of a sweep: the fixed part, the growth along an axis, and where another part becomes the largest."""
+"""Fits of a sweep: bytes as a line or parabola along an axis, and where another part becomes the largest."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from memplan.studies.axes.axes import Argument, Axis, Batch, Layers, Size
 from memplan.studies.sweeps.points import KNOWN, PARTS
 
 STRAIGHT = 0.01
-"""Residual up to which points count as a line."""
+"""Residual up to which points lie on a line."""
 
 BENT = 0.05
-"""Residual above which points lie on no line: its numbers are not printed."""
+"""Residual above which a line means nothing: its numbers are not printed."""
 
 _CLEAR = 0.05
-"""Of the peak: by how much a part has to lead on one side of a crossing, else the two are as good as equal."""
+"""Share of the peak by which a part must lead on one side of a crossing; below it the two parts count as equal."""
 
 _NOTHING = 1e-6
-"""Bytes: what arithmetic in floating point leaves of a line that is flat."""
+"""Bytes below which a slope is a rounding error of floating point."""
 
 FITTED = ("peak", "reserved", *KNOWN, "rounding", "workspace_low", "workspace_high", "fragmentation")
-"""Bytes of a row that are fitted. ``peak`` is the sum of the causes and ``workspace_low``, and so is its line."""
+"""Keys of a row to fit. ``peak`` is the sum of the causes and ``workspace_low``, and so is its line."""
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``fixed + slope * measure ** power`` bytes, where the measure is how many units of the axis there are."""
+    """``fixed + slope * measure ** power`` bytes, with the measure in units of the axis and the power of the `Fit`."""
 
     fixed: Signed
     slope: Signed
     residual: float = 0.0
-    """How far a point is off it at most, as a share of the largest point."""
+    """Largest error of a point, as a share of the largest point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,61 +55,59 @@ class Square:
 
 @dataclass(frozen=True, slots=True)
 class Fit(Printed):
-    """How bytes grow along an axis, the other axes held: a line by least squares through the points."""
+    """Growth of bytes along an axis at fixed values of the other axes: least-squares lines through the points."""
 
     axis: str
     unit: str
-    """What one more of the measure is: a sample, a pixel, a voxel, a token, or the axis itself."""
+    """Unit of the measure: sample, pixel, voxel, token, or the name of the axis."""
     at: Mapping[str, Any]
     """Values of the other axes."""
     values: tuple[Any, ...]
-    """Of the points that it goes through. Where the first ones lie on another line, since another moment of the step
-    is the highest there, these are the others."""
+    """Values of the fitted points. The first points are left out if they lie on another line, because the peak is at
+    another moment of the step there."""
     power: int
-    """1; of an axis whose measure is not known (an argument, an attribute) also 2 or 3, where a line does not do."""
+    """1; for arguments and attributes, whose meaning is unknown, 2 or 3 if that fits and a line does not."""
     lines: Mapping[str, Line]
-    """Of the peak, of reserved and of every cause."""
+    """By key of a row: the peak, reserved, every cause."""
     residual: float
-    """How far the peak of a point is off the line at most, as a share of that peak."""
+    """Largest error of the line of the peak, as a share of the point's peak."""
     square: Square | None = None
-    """Of the peak, where no line does and its square does."""
+    """Parabola of the peak, if that fits and a line does not."""
     least: int = 0
     """The smallest peak of these points, in bytes."""
 
     @property
     def holds(self) -> bool:
-        """Return whether the peaks lie on the line, or on its square: within 5 %. Else no number of it means
-        anything."""
+        """Return whether the peaks are within 5 % of the line, or on the parabola. If not, its numbers mean nothing."""
         return self.residual <= BENT or self.square is not None
 
     @property
     def fixed(self) -> float:
-        """Return the part of the peak that does not move with the axis, in bytes."""
+        """Bytes of the peak that do not depend on the axis."""
         return self.lines["peak"].fixed
 
     @property
     def slope(self) -> float:
-        """Bytes that each unit adds to the peak."""
+        """Bytes by which each unit of the measure raises the peak."""
         return self.lines["peak"].slope
 
     def __str__(self) -> str:
-        begin = f"{place_of(self.axis, self.at)}, {shown(self.values[0])} to {shown(self.values[-1])}: "
+        prefix = f"{place_of(self.axis, self.at)}, {shown(self.values[0])} to {shown(self.values[-1])}: "
         each = _each(self.unit)
         if self.square is not None:
             square = self.square
             return (
-                f"{begin}no line, but with its square: {self._fixed(square.fixed)}, {_bytes(square.slope)} {each}, "
+                f"{prefix}no line, but with its square: {self._fixed(square.fixed)}, {_bytes(square.slope)} {each}, "
                 f"{_bytes(square.square)} {each} squared, residual {_percent(square.residual)}"
             )
         if not self.holds:
-            return f"{begin}no straight line: the best is up to {_percent(self.residual)} off the peaks"
+            return f"{prefix}no straight line: the best is up to {_percent(self.residual)} off the peaks"
         power = {1: "", 2: " squared", 3: " cubed"}[self.power]
-        line = f"{begin}{self._fixed(self.fixed)}, {_bytes(self.slope)} {each}{power}"
+        line = f"{prefix}{self._fixed(self.fixed)}, {_bytes(self.slope)} {each}{power}"
         return f"{line} (from two points)" if len(self.values) == 2 else f"{line}, residual {_percent(self.residual)}"
 
     def _fixed(self, fixed: float) -> str:
-        """Say what the peak is without any of the axis. That is nothing below 0: a line that begins there holds between
-        the points alone."""
+        """Return the words for the fixed part. Below 0 there is none: such a line only holds between the points."""
         if fixed > -1:
             return f"fixed {_bytes(max(fixed, 0.0))}"
         if -fixed <= STRAIGHT * self.least:
@@ -119,16 +117,16 @@ class Fit(Printed):
 
 @dataclass(frozen=True, slots=True)
 class Crossing(Printed):
-    """Where along an axis another part becomes the largest."""
+    """The place on an axis at which another part becomes the largest."""
 
     axis: str
     at: Mapping[str, Any]
     below: str
     above: str
     between: tuple[Any, Any]
-    """The points next to it."""
+    """Values of the neighboring points."""
     value: Signed | None
-    """About where, from a line between them; None where a value of the axis is no single number."""
+    """Interpolated value; None if values of the axis are not single numbers."""
 
     def __str__(self) -> str:
         about = f"below about {self.value:.3g}" if self.value is not None else "below"
@@ -151,28 +149,28 @@ LABELS = {
 
 
 def fits_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Fit]:
-    """Return a fit for every axis of numbers and every choice of the others with at least two points."""
-    found: list[Fit] = []
+    """Return a fit for every axis of numbers and every combination of the others with at least two points."""
+    fits: list[Fit] = []
     for axis in axes:
         for at, points in along(axis, axes, rows):
             measures = [axis.measure(row[axis.name]) for row in points]
             if len(points) >= 2 and all(measure is not None for measure in measures):
-                found.append(_fit(axis, at, points, numpy.array(measures, dtype=float)))
-    return found
+                fits.append(_fit(axis, at, points, numpy.array(measures, dtype=float)))
+    return fits
 
 
 def crossings_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Crossing]:
-    """Find every place along an axis of numbers where another part becomes the largest."""
-    found: list[Crossing] = []
+    """Return the crossings along every axis of numbers."""
+    crossings: list[Crossing] = []
     for axis in axes:
         for at, points in along(axis, axes, rows):
             if all(axis.measure(row[axis.name]) is not None for row in points):
-                found += _crossings(axis, at, points)
-    return found
+                crossings += _crossings(axis, at, points)
+    return crossings
 
 
 def part_bytes(row: Row) -> dict[str, int]:
-    """Return a row's bytes by part; workspaces at their most."""
+    """Return a row's bytes by part, with the upper bounds of workspaces."""
     return {
         part: row["workspace_high"] if part == "workspace" else sum(row[cause] for cause in causes)
         for part, causes in PARTS.items()
@@ -180,19 +178,19 @@ def part_bytes(row: Row) -> dict[str, int]:
 
 
 def along(axis: Axis, axes: Sequence[Axis], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """Group the rows that differ in this axis alone, in order of its measure, with the values of the other axes."""
-    groups = rows_along(axis.name, [one.name for one in axes], rows)
+    """Group rows by the values of the other axes, as `rows_along` does, and sort each group by this axis's measure."""
+    groups = rows_along(axis.name, [other.name for other in axes], rows)
     return [(at, sorted(points, key=lambda row: axis.measure(row[axis.name]) or 0.0)) for at, points in groups]
 
 
 def rows_along(axis: str, axes: Iterable[str], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """Group the rows that did not fail by the values of the other axes, in order."""
+    """Group the rows that did not fail by the values of the axes other than ``axis``; return (these values, rows)."""
     groups: list[tuple[dict[str, Any], list[Row]]] = []
     others = [name for name in axes if name != axis]
     for row in rows:
         if row["status"] == "ok":
             at = {name: row[name] for name in others}
-            points = next((points for known, points in groups if known == at), None)
+            points = next((points for values, points in groups if values == at), None)  # lists are not hashable
             if points is None:
                 groups.append((at, points := []))
             points.append(row)
@@ -213,14 +211,17 @@ def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fi
 
 
 def _straight(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, int]:
-    """Find the first of at least three points that lie on a line to the end, and the power of the measure that makes
-    one."""
-    tried = [(0, power, _line(measures**power, peaks)[1]) for power in powers]
+    """Return (first, power) such that all points from ``first`` on, at least three, lie on a line in measure**power.
+
+    Preferred are all points with the lowest power, then the fewest points left out; if nothing is straight, all points
+    with the power of the smallest residual.
+    """
     if len(peaks) == 2:
         return 0, 1
-    tried += [(first, 1, _line(measures[first:], peaks[first:])[1]) for first in range(1, len(peaks) - 2)]
-    good = next((one for one in tried if one[2] <= STRAIGHT), None)
-    first, power, _ = good or min(tried[: len(powers)], key=lambda one: one[2])
+    candidates = [(0, power, _line(measures**power, peaks)[1]) for power in powers]
+    candidates += [(first, 1, _line(measures[first:], peaks[first:])[1]) for first in range(1, len(peaks) - 2)]
+    straight = next((candidate for candidate in candidates if candidate[2] <= STRAIGHT), None)
+    first, power, _ = straight or min(candidates[: len(powers)], key=lambda candidate: candidate[2])
     return first, power
 
 
@@ -229,7 +230,8 @@ def _column(rows: Sequence[Row], name: str) -> Any:
 
 
 def _line(x: Any, y: Any) -> tuple[Line, float]:
-    scale = float(numpy.abs(x).max()) or 1.0  # else large powers lose digits
+    """Return the least-squares line, and its largest error as a share of the point."""
+    scale = float(numpy.abs(x).max()) or 1.0  # without it large powers lose digits
     slope, fixed = numpy.polyfit(x / scale, y, 1) if numpy.ptp(x) else (0.0, float(y.mean()))
     off = numpy.abs(fixed + slope * x / scale - y)
     share = float(off.max() / max(float(numpy.abs(y).max()), 1.0))
@@ -237,7 +239,7 @@ def _line(x: Any, y: Any) -> tuple[Line, float]:
 
 
 def _square(x: Any, y: Any) -> Square | None:
-    scale = float(x.max())  # else the sums of powers lose digits
+    scale = float(x.max())  # without it sums of powers lose digits
     square, slope, fixed = numpy.polyfit(x / scale, y, 2)
     residual = _residual(fixed + slope * (x / scale) + square * (x / scale) ** 2, y)
     if residual > STRAIGHT or square <= 0:
@@ -250,7 +252,7 @@ def _residual(fitted: Any, y: Any) -> float:
 
 
 def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossing]:
-    found: list[Crossing] = []
+    crossings: list[Crossing] = []
     for row, following in itertools.pairwise(points):
         before, after = part_bytes(row), part_bytes(following)
         below, above = _largest(before), _largest(after)
@@ -260,10 +262,10 @@ def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossi
         ahead, behind = before[below] - before[above], after[above] - after[below]
         if max(ahead / row["peak_high"], behind / following["peak_high"]) < _CLEAR:
             continue
-        crossed = start + (end - start) * ahead / (ahead + behind) if ahead + behind else start
+        measure = start + (end - start) * ahead / (ahead + behind) if ahead + behind else start
         values = row[axis.name], following[axis.name]
-        found.append(Crossing(axis.name, at, below, above, values, _value(axis, crossed, values)))
-    return found
+        crossings.append(Crossing(axis.name, at, below, above, values, _value(axis, measure, values)))
+    return crossings
 
 
 def _largest(parts: Mapping[str, int]) -> str:
@@ -271,7 +273,7 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 
 def _value(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
-    """Return the value of an axis with a measure, where values are single numbers."""
+    """Return the value with this measure; None if values of the axis are not single numbers."""
     if not all(isinstance(value, (int, float)) for value in values) or (isinstance(axis, Size) and axis.aspect):
         return None
     return measure ** (1 / axis.dims) if isinstance(axis, Size) else measure
@@ -281,7 +283,7 @@ _COUNTED = ("sample", "position", "pixel", "voxel", "token")
 
 
 def _each(unit: str) -> str:
-    """Return the words after bytes: ``a sample``; ``times width`` of what has no word for one of it."""
+    """Return the words after bytes: ``a sample``; ``times width`` for units that are names of axes."""
     return f"a {unit}" if unit in _COUNTED else f"times {unit}"
 
 
@@ -296,15 +298,15 @@ def _percent(share: float) -> str:
 
 
 def place_of(axis: str, at: Mapping[str, Any]) -> str:
-    """Return the axis, and where the others stand: ``batch (size 96)``."""
+    """Return an axis with the values of the others: ``batch (size 96)``."""
     return f"{axis} ({place_of_all(at)})" if at else axis
 
 
 def place_of_all(values: Mapping[str, Any]) -> str:
-    """Say where all axes stand: ``batch 8, precision bf16``."""
+    """Return the values of all axes as text: ``batch 8, precision bf16``."""
     return ", ".join(f"{name} {shown(value)}" for name, value in values.items())
 
 
 def shown(value: Any) -> str:
-    """Return a value of an axis for people."""
+    """Return a value of an axis as text: ``96x96x48`` for a tuple."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

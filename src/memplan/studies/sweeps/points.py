@@ -1,4 +1,4 @@
-"""One point of a study: a step recorded and simulated, in numbers. Safe to run in another process."""
+"""Record and simulate a step, and return its figures. Safe to run in another process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memplan.trace.records import CAUSES, Assumption, loud
 from memplan.trace.trace import Trace
 
 KNOWN = tuple(cause for cause in CAUSES if cause != "workspace")
-"""Causes that are the same whatever algorithms cuDNN takes."""
+"""Causes that do not depend on the algorithms that cuDNN chooses."""
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "weights": ("weight", "buffer"),
@@ -30,37 +30,37 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "workspace": ("workspace_low",),
     "rounding": ("rounding",),
 }
-"""Groups of causes in tables, charts and crossings; the parts of a point add up to its peak."""
+"""Groups of causes in tables, charts and crossings; they add up to the peak."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a step. ``peak``, ``reserved`` and ``needs`` are of the case with the smallest workspaces, those with
-    ``_high`` of the one with the largest; they are equal where every workspace is known, as on the CPU."""
+    """Bytes of a step, for the lower bounds of its workspaces, and with ``_high`` for the upper bounds. These are equal
+    if every workspace is known, as on the CPU."""
 
     peak: int
     peak_high: int
     reserved: int
     reserved_high: int
     needs: int
-    """What is taken from the device: on a card, reserved and the CUDA context; else the peak."""
+    """Memory needed from the device: reserved bytes and the CUDA context on a card, else the peak."""
     needs_high: int
     workspace_low: int
     workspace_high: int
     causes: Mapping[str, int]
-    """At the peak, by cause, without workspaces; with ``rounding``. With ``workspace_low`` they add up to ``peak``."""
+    """Bytes at the peak by cause, and ``rounding``; without workspaces. With ``workspace_low`` they sum to ``peak``."""
     answer: Answer | None = None
-    """Whether it fits on its card, None on the CPU."""
+    """Whether it fits on its card; None on the CPU."""
     aggregation: int = 0
-    """Of inference in patches: what the aggregation buffers take."""
+    """Bytes of the aggregation buffers of inference in patches, part of the causes."""
 
     @property
     def fragmentation(self) -> int:
-        """Bytes that are reserved and not allocated at the peak."""
+        """Bytes reserved but not allocated at the peak."""
         return self.reserved - self.peak
 
     def row(self) -> dict[str, int]:
-        """Return a row of a table: everything in bytes."""
+        """Return the bytes as a row of a table."""
         return {
             "peak": self.peak,
             "peak_high": self.peak_high,
@@ -77,7 +77,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorkspace:
-    """What cuDNN plans for a convolution, or for one of its gradients."""
+    """Engine and workspace that cuDNN plans for a convolution, or for one of its gradients."""
 
     op: str
     engine: str
@@ -88,29 +88,29 @@ class PlannedWorkspace:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a point: its bytes, or why there are none."""
+    """The outcome of recording a point: its bytes, or an error."""
 
     bytes: Bytes | None = None
     error: MemplanError | None = None
     notes: tuple[str, ...] = field(default=())
     trace: Trace | None = field(default=None, repr=False)
-    """The step, where asked for."""
+    """The recorded step, with ``keep=True``."""
     planned: tuple[PlannedWorkspace, ...] = ()
-    """Workspaces that cuDNN was asked for, in order of the step."""
+    """Workspaces planned by an installed cuDNN, in the order of the ops."""
 
 
-def measured(subject: Subject, target: Target, settings: str | None = None, *, keep: bool = False) -> Outcome:
-    """Record a step and add up what it takes.
+def record_point(subject: Subject, target: Target, settings: str | None = None, *, keep: bool = False) -> Outcome:
+    """Record and simulate a step. Errors are returned in the outcome.
 
     Args:
         subject: the step.
-        target: what it is recorded for.
+        target: the device to record for.
         settings: of a card's caching allocator.
-        keep: the trace, too.
+        keep: whether to return the trace.
     """
     try:
         trace = record_for(subject.build(on_card=target.card is not None), target)
-        if subject.changes:  # layers are made as they were first: no model that was written so holds these
+        if subject.changes:  # building first makes the original layers, which a model written that way would not
             trace = of_steps(trace)
         explanation = explain_trace(trace, card=target.card, settings=settings)
     except MemplanError as error:
@@ -122,45 +122,45 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
     causes = {cause: explanation.by_cause[cause] for cause in (*KNOWN, "rounding")}
     timeline, low = explanation.timeline, explanation.by_cause["workspace"]
     aggregation = aggregation_bytes(trace) if subject.window is not None else 0
-    kept = trace if keep else None
-    same = (note for note in explanation.notes if not note.startswith(LARGEST_WORKSPACE))
-    notes = (*same, *map(_rests_on, loud(trace.assumptions)))
-    planned = _planned(trace, explanation.timeline.peak_tick)
+    notes = (
+        *(note for note in explanation.notes if not note.startswith(LARGEST_WORKSPACE)),  # differs between points
+        *map(_assumption_note, loud(trace.assumptions)),
+    )
     peak, reserved = timeline.peak_allocated, timeline.peak_reserved
     card = explanation.card
     if card is None:
-        found = Bytes(peak, peak, reserved, reserved, reserved, reserved, low, low, causes, None, aggregation)
-        return Outcome(found, None, notes, kept)
-    high = {charge.name: (charge.low, charge.high) for charge in card.charges}
-    reserved_low = peak + high["fragmentation"][0]
-    reserved_high = card.peak_allocated_high + high["fragmentation"][1]
-    found = Bytes(
-        peak, card.peak_allocated_high, reserved_low, reserved_high, card.verdict.low, card.verdict.high,
-        low, high["workspace"][1], causes, card.verdict.answer, aggregation,
+        figures = Bytes(peak, peak, reserved, reserved, reserved, reserved, low, low, causes, None, aggregation)
+        return Outcome(figures, None, notes, trace if keep else None)
+    charges = {charge.name: charge for charge in card.charges}
+    fragmentation = charges["fragmentation"]
+    figures = Bytes(
+        peak, card.peak_allocated_high, peak + fragmentation.low, card.peak_allocated_high + fragmentation.high,
+        card.verdict.low, card.verdict.high, low, charges["workspace"].high, causes, card.verdict.answer, aggregation,
     )  # fmt: skip
-    return Outcome(found, None, notes, kept, planned)
+    planned = _planned_workspaces(trace, timeline.peak_tick)
+    return Outcome(figures, None, notes, trace if keep else None, planned)
 
 
-def _planned(trace: Trace, tick: int) -> tuple[PlannedWorkspace, ...]:
-    held = {storage.id for storage in live_at(trace, tick)}
-    ops = [(one, trace.ops[trace.storages[one.storage].op or 0]) for one in trace.engines]
+def _planned_workspaces(trace: Trace, peak_tick: int) -> tuple[PlannedWorkspace, ...]:
+    live = {storage.id for storage in live_at(trace, peak_tick)}
+    ops = [(choice, trace.ops[trace.storages[choice.storage].op or 0]) for choice in trace.engines]
     return tuple(
         PlannedWorkspace(
             origin_word(op, trace) + (f" of {op.layer}" if op.layer else ""),
-            one.plans[0].engine, one.plans[0].workspace, one.storage in held,
+            choice.plans[0].engine, choice.plans[0].workspace, choice.storage in live,
         )
-        for one, op in ops
+        for choice, op in ops
     )  # fmt: skip
 
 
-def _rests_on(assumption: Assumption) -> str:
-    """Return what is said of an assumption whatever the point: its numbers differ from point to point."""
+def _assumption_note(assumption: Assumption) -> str:
+    """Return the note of an assumption without its numbers, which differ between points."""
     where = f", at {assumption.where}" if assumption.where else ""
     return f"assumed: {assumption.text.split(':')[0]}{where}"
 
 
 def of_steps(trace: Trace) -> Trace:
-    """Return the trace where what was there while building alone takes nothing: its peak is one of the steps."""
+    """Return the trace with storages that are freed before the first step emptied, so that the peak is in a step."""
     start = trace.steps[0]
     storages = tuple(
         replace(storage, bytes=0, low=None) if storage.died is not None and storage.died <= start else storage

@@ -1,4 +1,4 @@
-"""A step at every point of some axes: its bytes by cause, what is fixed and what grows, what is largest where."""
+"""Sweeps of a step over axes (`memplan.sweep`): bytes by cause at every point, with fits of their growth."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
 _LISTED = 6
-"""Points that a message names."""
+"""Most points that a message lists."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A row of a sweep by itself: a side of a comparison."""
+    """A single row of a sweep, for use as a side of a comparison."""
 
     target: str
     device: str
     values: Mapping[str, Any]
-    """Of each axis."""
+    """By axis."""
     row: Mapping[str, Any]
 
     @property
     def place(self) -> str:
-        """Return where it stands: ``batch 8, precision bf16``."""
+        """Return its values as text: ``batch 8, precision bf16``."""
         return place_of_all(self.values)
 
     @property
@@ -56,12 +56,12 @@ class Point:
 
 @dataclass(frozen=True, repr=False)
 class Sweep(Displayed):
-    """The points of some axes. All sizes are bytes.
+    """A step at the points of some axes. All sizes are bytes.
 
-    A row has the value of each axis by its name; ``status``, "ok" or "failed", and ``reason``; ``peak``, ``reserved``
-    and ``needs`` (with the CUDA context) of the case with the smallest workspaces, the same with ``_high`` of the one
-    with the largest; each cause at the peak; ``workspace_low`` and ``workspace_high``; ``fragmentation``. The causes
-    and ``workspace_low`` add up to ``peak``. A row that failed has no bytes.
+    A row has the value of each axis under its name; ``status``, "ok" or "failed", and ``reason``; ``peak``,
+    ``reserved`` and ``needs`` (with the CUDA context) for the lower bounds of workspaces, and the same with ``_high``
+    for the upper bounds; each cause at the peak; ``workspace_low`` and ``workspace_high``; ``fragmentation``. The
+    causes and ``workspace_low`` add up to ``peak``. A row that failed has no bytes.
 
     Example:
         >>> sweep = memplan.sweep(model, {"batch": [8, 16]}, images, device="h100")
@@ -77,74 +77,69 @@ class Sweep(Displayed):
     crossings: tuple[Crossing, ...]
     notes: tuple[str, ...] = ()
     points: int = 0
-    """How many there are; more than rows where Ctrl-C ended it."""
+    """Number of points; larger than that of rows if Ctrl-C interrupted the sweep."""
     engine_changes: tuple[EngineChange, ...] = ()
-    """Where cuDNN plans another engine at the peak, with another workspace by a factor."""
+    """Neighboring points between which cuDNN changes the engine, and a workspace at the peak by a factor."""
 
     @property
     def interrupted(self) -> bool:
-        """Return whether Ctrl-C ended it before all points were done."""
+        """Return whether Ctrl-C interrupted it before all points were done."""
         return len(self.rows) < self.points
 
     def point(self, number: int | None = None, /, **values: Any) -> Point:
-        """Return one of the rows: by its number, from 1 on, or by values of axes that it alone has.
+        """Return the point with this number, counted from 1, or with these values of axes.
 
         Raises:
-            InputError: no row is so, or several are; or it failed.
+            InputError: no point or several points match, or the point failed.
 
         Example:
             >>> sweep = memplan.sweep(model, {"batch": [8, 16]}, images, device="h100")
             >>> memplan.compare(sweep.point(batch=8), sweep.point(batch=16)).difference
             811520
         """
-        every = [Point(self.title, self.device, {name: row[name] for name in self.axes}, row) for row in self.rows]
+        points = [Point(self.title, self.device, {name: row[name] for name in self.axes}, row) for row in self.rows]
         unknown = sorted(set(values) - set(self.axes))
         if unknown:
             raise InputError(f"the axis {unknown[0]!r} of {self.title}", expected=", ".join(self.axes), do="Name one")
-        found = [
-            one for place, one in enumerate(every, 1)
-            if number in (None, place) and all(_is(one.values[name], value) for name, value in values.items())
+        matches = [
+            point for position, point in enumerate(points, 1)
+            if number in (None, position) and all(_is(point.values[name], value) for name, value in values.items())
         ]  # fmt: skip
-        if len(found) != 1:
-            asked = " and ".join(f"{name} {shown(value)}" for name, value in values.items())
-            asked = f"number {number}" if number is not None else asked
-            more = f"; and {len(every) - _LISTED} more" if len(every) > _LISTED else ""
+        if len(matches) != 1:
+            query = " and ".join(f"{name} {shown(value)}" for name, value in values.items())
+            query = f"number {number}" if number is not None else query
+            listed = "; ".join(f"{position}: {point.place}" for position, point in enumerate(points[:_LISTED], 1))
+            more = f"; and {len(points) - _LISTED} more" if len(points) > _LISTED else ""
             raise InputError(
-                f"The sweep of {self.title} has {len(found) or 'no'} point{'s' * (len(found) > 1)}"
-                f"{asked and f' with {asked}'}",
-                expected="one of " + "; ".join(f"{n}: {one.place}" for n, one in enumerate(every[:_LISTED], 1)) + more,
+                f"The sweep of {self.title} has {len(matches) or 'no'} point{'s' * (len(matches) > 1)}"
+                f"{query and f' with {query}'}",
+                expected=f"one of {listed}{more}",
                 do="Name it by its number, or by the value of each axis: sweep.json#3, sweep.json#batch=8",
             )
-        if found[0].row["status"] != "ok":
+        (point,) = matches
+        if point.row["status"] != "ok":
             raise InputError(
-                f"{found[0].title} failed: {found[0].row['reason']}", expected="a point with bytes", do="Name another"
+                f"{point.title} failed: {point.row['reason']}", expected="a point with bytes", do="Name another"
             )
-        return found[0]
+        return point
 
     def to_json(self) -> str:
-        """Return the sweep as JSON text: the same text for the same points. `from_json` reads it back."""
+        """Return the sweep as JSON text, deterministically. `from_json` reads it back."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     @staticmethod
     def from_json(text: str, source: str = "The text") -> Sweep:
-        """Read the sweep that `to_json` wrote, equal to it where values of its axes are numbers, texts and tuples.
+        """Read the text of `to_json`. The sweep is equal if the values of its axes are numbers, strings and tuples.
 
         Raises:
-            InputError: not JSON, no sweep, or one that cannot be.
+            InputError: not JSON, not a sweep, or a damaged one.
         """
         file = loads(text, source)
         rows = [dict(row) for row in file.rows]
         return Sweep(
-            file.title,
-            file.device,
-            file.axes,
-            rows,
-            file.fits,
-            file.crossings,
-            file.notes,
-            file.points,
+            file.title, file.device, file.axes, rows, file.fits, file.crossings, file.notes, file.points,
             file.engine_changes,
-        )
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -164,15 +159,14 @@ class Sweep(Displayed):
 
     def __str__(self) -> str:
         failed = sum(row["status"] == "failed" for row in self.rows)
-        done = [row["peak"] for row in self.rows if row["status"] == "ok"]
-        span = f"peaks from {format_bytes(min(done))} to {format_bytes(max(done))}" if done else "no peak"
+        peaks = [row["peak"] for row in self.rows if row["status"] == "ok"]
+        span = f"peaks from {format_bytes(min(peaks))} to {format_bytes(max(peaks))}" if peaks else "no peak"
         lines = [
             f"{self.title} on {self.device}: {len(self.rows)} points of {', '.join(self.axes)}; {span}"
             + (f"; {failed} failed" if failed else "")
             + (f"; interrupted, {self.points - len(self.rows)} are left" if self.interrupted else "")
         ]
-        lines += [str(fit) for fit in self.fits]
-        lines += [str(one) for one in (*self.crossings, *self.engine_changes)]
+        lines += [str(row) for row in (*self.fits, *self.crossings, *self.engine_changes)]
         return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in self.notes)))
 
 
@@ -195,35 +189,35 @@ def sweep(
     jobs: int | None = None,
     progress: Done | None = None,
 ) -> Sweep:
-    """Record a step at every point of some axes, and say what is fixed, what grows, and what is largest where.
+    """Record a step at every point of some axes, and fit how its bytes grow along each of them.
 
     Args:
         what: a module, a callable that makes one, or a ``build`` that returns a step.
         axes: values by the name of an axis: ``batch``; ``size`` or ``patch``, all spatial dimensions of image inputs
             and of the targets that share them (``128`` or ``"96x96x48"``); ``sequence``; ``precision`` ("fp32", "bf16",
             "fp16", "bf16-true", "fp16-true"); an argument of the callable; ``"encoder.*.kernel_size"``, an attribute
-            of the layers that a pattern names, which are made anew with it, or ``".name"``, one of the model itself.
-            Values are an iterable or text:
-            ``"1,2,4"``, ``"64:256:32"`` (with its end). The points are all combinations; each is recorded once.
+            of the layers that match a pattern, which are rebuilt with it, or ``".name"``, an attribute of the model
+            itself. Values are an iterable or text: ``"1,2,4"``, ``"64:256:32"`` (with its end). The points are all
+            combinations.
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume, cudnn: as for
             `memplan.explain`.
-        jobs: processes side by side. None: as many as there are cores, where the points are worth
-            it. The rows do not depend on it.
-        progress: called with the number of points done and of all.
+        jobs: number of parallel processes. None: one per core if the points take long enough. The rows do not depend
+            on it.
+        progress: called with the number of points done and of all points.
 
     Returns:
-        A Sweep. A point that fails is kept with its reason. After Ctrl-C it has the points that were done.
+        A Sweep. A point that fails has its reason in its row. After Ctrl-C only finished points have rows.
 
     Raises:
-        InputError: an axis that the step does not take, or no values.
-        MemplanError: of the first point, where no point can be recorded.
+        InputError: the step has no such axis, or an axis has no values.
+        MemplanError: the error of the first point, if no point can be recorded.
 
     Example:
         >>> print(memplan.sweep(model, {"batch": [8, 16, 32]}, images, device="h100"))
         Sequential on h100: 3 points of batch; ...
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
-    subject = Subject(again(what), options)
+    subject = Subject(recordable(what), options)
     target = choose_target(device_of(what) if device is None else device, assume, cudnn)
     chosen = [(axis_of(str(name), subject), values_of(values, str(name))) for name, values in dict(axes).items()]
     return swept(subject, chosen, target, settings=settings, jobs=jobs, progress=progress)
@@ -239,34 +233,35 @@ def swept(
     progress: Done | None = None,
     title: str = "",
 ) -> Sweep:
-    """Sweep a subject over axes, as `sweep` does; ``title`` is what to call it."""
+    """Sweep a subject over axes with their values; see `sweep`. ``title`` replaces that of the subject."""
     _check(axes, jobs)
     subject = without_data(subject)
     for axis, values in axes:
         for value in values:
             axis.at(subject, value)  # raises before anything is recorded
-    names = [axis.name for axis, _ in axes]
-    points = [dict(zip(names, point, strict=True)) for point in itertools.product(*(values for _, values in axes))]
-    tasks: list[Task] = [(_at(subject, [axis for axis, _ in axes], point), target, settings) for point in points]
+    only_axes = [axis for axis, _ in axes]
+    values_of_axes = {axis.name: values for axis, values in axes}
+    points = [dict(zip(values_of_axes, point, strict=True)) for point in itertools.product(*values_of_axes.values())]
+    tasks: list[Task] = [(_at(subject, only_axes, point), target, settings) for point in points]
     outcomes = run(tasks, jobs, progress or (lambda done, total: None))
-    numbers = sorted(outcomes)
+    numbers = sorted(outcomes)  # fewer than points after Ctrl-C
     rows = [_row(points[number], outcomes[number]) for number in numbers]
-    errors = [outcome.error for _, outcome in sorted(outcomes.items())]
+    errors = [outcomes[number].error for number in numbers]
     if all(errors) and len(errors) == len(points):
         raise _all_failed(errors[0], points)
-    notes = dict.fromkeys(note for _, outcome in sorted(outcomes.items()) for note in outcome.notes)
-    only = [axis for axis, _ in axes]
-    named = {axis.name: values for axis, values in axes}
-    fits, crossings = tuple(fits_of(only, rows)), tuple(crossings_of(only, rows))
-    changes = tuple(engine_changes_of(only, rows, [outcomes[number].planned for number in numbers]))
-    return Sweep(title or subject.title, target.name, named, rows, fits, crossings, tuple(notes), len(points), changes)
+    notes = dict.fromkeys(note for number in numbers for note in outcomes[number].notes)
+    return Sweep(
+        title or subject.title, target.name, values_of_axes, rows, tuple(fits_of(only_axes, rows)),
+        tuple(crossings_of(only_axes, rows)), tuple(notes), len(points),
+        tuple(engine_changes_of(only_axes, rows, [outcomes[number].planned for number in numbers])),
+    )  # fmt: skip
 
 
-def again(what: Any) -> Any:
-    """Return what was given, if it can be recorded with other values.
+def recordable(what: Any) -> Any:
+    """Return ``what`` unchanged unless it is a Trace, which cannot be recorded with other values.
 
     Raises:
-        InputError: a Trace cannot.
+        InputError: it is a Trace.
     """
     if isinstance(what, Trace):
         raise InputError(
@@ -284,10 +279,10 @@ def _check(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> No
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"the axis {twice} twice", expected="each axis once", do="Join its values")
-    taken = next((name for name in names if name in (*KEYS, *SIZES)), None)
-    if taken is not None:
+    reserved_name = next((name for name in names if name in (*KEYS, *SIZES)), None)
+    if reserved_name is not None:
         raise InputError(
-            f"the axis {taken}, and rows hold something else by that name",
+            f"the axis {reserved_name}, and rows hold something else by that name",
             expected="an argument of another name",
             do="Vary a function that calls yours with it under another name",
         )
@@ -319,9 +314,9 @@ def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]])
     )  # fmt: skip
 
 
-def _is(value: Any, asked: Any) -> bool:
-    """Return whether a value of an axis is what was asked for, or written so."""
-    return (value == asked and type(value) is type(asked)) or shown(value) == str(asked)
+def _is(value: Any, query: Any) -> bool:
+    """Return whether a value of an axis is equal to ``query``, or its text is."""
+    return (value == query and type(value) is type(query)) or shown(value) == str(query)
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The JSON form of a sweep, checked when it is read: a file can come from a stranger."""
+"""Read sweeps from JSON. Everything is validated: the file can come from anyone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memplan.studies.sweeps.points import KNOWN
 FORMAT = "memplan.sweep"
 SCHEMA = 1
 KEYS = ("status", "reason")
-"""Keys of a row beside values of axes and bytes: ``ok`` or ``failed``, and why."""
+"""Keys of a row that are neither axes nor bytes: ``ok`` or ``failed``, and the reason."""
 SIZES = (
     "peak", "peak_high", "reserved", "reserved_high", "needs", "needs_high", *KNOWN, "rounding", "workspace_low",
     "workspace_high", "fragmentation",
 )  # fmt: skip
-"""Bytes of a row that did not fail."""
+"""Keys of a row that did not fail, with bytes."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def loads(text: str, source: str = "The text") -> SweepFile:
 
     Args:
         text: JSON.
-        source: what to call it in an error.
+        source: name of the text in errors.
 
     Raises:
-        InputError: not JSON, no sweep, of another schema version, or with bytes that cannot be.
+        InputError: not JSON, not a sweep, of another schema version, or damaged.
     """
     try:
         return _checked(_json.parse(text))
@@ -65,7 +65,7 @@ def _checked(plain: Any) -> SweepFile:
     _json.check_format(plain, FORMAT, SCHEMA)
     for fit in plain["fits"] if isinstance(plain.get("fits"), list) else ():
         if isinstance(fit, dict):
-            fit.pop("holds", None)  # follows from the rest
+            fit.pop("holds", None)  # computed from the other fields
     file = _json.from_plain(SweepFile, plain, "it")
     try:
         values = {name: frozenset(known) for name, known in file.axes.items()}
@@ -87,12 +87,12 @@ def _checked(plain: Any) -> SweepFile:
 def _is_among(value: Any, known: frozenset[Any]) -> bool:
     try:
         return value in known
-    except TypeError:  # a mapping, or one in a tuple
+    except TypeError:  # not hashable: it is or contains a mapping
         return False
 
 
 def _check_row(row: Mapping[str, Any], axes: Mapping[str, frozenset[Any]], place: str) -> None:
-    """Check that a row has the keys of rows, and that its parts add up to its peak."""
+    """Raise Unreadable unless a row has the right keys, known values, and parts that add up to its peak."""
     status = _json.from_plain(str, row.get("status"), f"{place}.status")
     if status not in ("ok", "failed"):
         raise Unreadable(f"{place}.status is {status!r:.40}, not ok or failed")
