@@ -311,7 +311,7 @@ def test_a_module_with_a_lock_is_refused_by_name() -> None:
 
 
 def test_a_large_step_is_scaled_from_one_run_at_twice_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.explanation.scaling._LARGE", 0)
+    monkeypatch.setattr("memplan.explanation.scaling._MANY_EVENTS", 0)
     scaling = memplan.explain(small_resnet, "32x3x32x32", optimizer=torch.optim.AdamW).scaling
     assert scaling is not None
     assert scaling.peak(32) == scaling.peaks[0]

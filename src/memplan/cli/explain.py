@@ -165,7 +165,7 @@ _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measur
 
 def _explain_target(described: Described, given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
     from memplan.explanation.explain import explain_trace
-    from memplan.explanation.grad import beside_training
+    from memplan.explanation.grad import with_training_note
     from memplan.explanation.scaling import scaled
     from memplan.trace.measure import measure
     from memplan.trace.record import record_for
@@ -180,7 +180,7 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
     trace = record_for(described.build(on_card=on_card), target)
     explanation = explain_trace(trace, title=given.target, train=trains, card=target.card, settings=given.settings)
     if given.infer:
-        explanation = beside_training(explanation, described.training().build(on_card=on_card), target)
+        explanation = with_training_note(explanation, described.training().build(on_card=on_card), target)
     at = lambda batch: described.with_batch(batch).build(on_card=on_card)  # noqa: E731
     return trace, scaled(explanation, described.batch, at, target)
 

@@ -1,4 +1,4 @@
-"""What a step takes from a card: the sum that nvidia-smi would show, and on which cards it fits."""
+"""Compute what a step takes from a card, as nvidia-smi would show it, and on which cards it fits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ _NOT_MODELLED = (
     "what other processes hold, CUDA graphs, communication buffers (NCCL), workspaces of cuFFT, cuSOLVER and "
     "kernels of other libraries"
 )
-
-
 _ORDER: tuple[ChargeName, ...] = ("context", "workspace", "tensors", "rounding", "fragmentation")
-"""In which terms take what the high case adds."""
+"""The bytes that the high case adds are attributed to the terms in this order."""
 
 
 def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = None) -> CardUse:
-    """Return what a step for a card takes from it, and whether it fits there and on the other cards of the catalogue.
+    """Return what a step takes from a card, and whether it fits there and on the other cards of the catalogue.
 
-    ``low`` is the trace's timeline in the low case, ``settings`` those of the allocator.
+    Args:
+        trace: the step, recorded for the card.
+        low: its timeline in the low case.
+        card: the card.
+        settings: of the caching allocator.
     """
     high, reserved = low, (low.peak_reserved, low.peak_reserved)
     if any(s.low is not None or s.used_on for s in trace.counted):
@@ -47,18 +49,18 @@ def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = N
 
 
 def _charges(low: dict[ChargeName, int], high: dict[ChargeName, int]) -> tuple[Charge, ...]:
-    """Return the terms of both cases, none lower in the high one: that is the low one and what is added to it.
+    """Return the terms of both cases, with no term lower in the high case.
 
-    With large workspaces the peak can be another moment, with fewer tensors: then part of the workspaces takes the
-    place of tensors, and only the rest is added.
+    With large workspaces the peak can move to a moment with fewer tensors. Then part of the workspaces replaces
+    tensors, and only the remainder is added.
     """
     added = sum(high.values()) - sum(low.values())
-    found: dict[ChargeName, int] = {}
+    raised: dict[ChargeName, int] = {}
     for name in sorted(high, key=_ORDER.index):
-        more = min(added, max(0, high[name] - low[name]))
-        found[name] = low[name] + more
-        added -= more
-    return tuple(Charge(name, low[name], found[name]) for name in high)
+        increase = min(added, max(0, high[name] - low[name]))
+        raised[name] = low[name] + increase
+        added -= increase
+    return tuple(Charge(name, low[name], raised[name]) for name in high)
 
 
 class Case:
@@ -76,27 +78,27 @@ class Case:
         self.terms = _terms(trace, timeline, reserved) | terms
 
     def needs(self, card: Device) -> int:
-        """Return the bytes that are taken from a card, its context included."""
+        """Return the bytes that the step takes from a card, including the CUDA context."""
         return self._reserved + card.context[self._is_high]
 
     def fits(self, card: Device) -> bool:
-        """Return whether the step runs in what the card has beside the context."""
+        """Check whether the step runs in the memory of a card without the CUDA context."""
         room = card.usable("high" if self._is_high else "low")
         if self._reserved <= room:
             return True
         if self.timeline.peak_allocated > room and not self._trace.engines:
             return False
-        # the allocator gives cached segments back before it gives up, and cuDNN has other plans: it has to be tried
+        # The allocator can release cached segments, and cuDNN can use smaller plans: that needs a simulation.
         return fits(self._trace, room, self._settings, low=not self._is_high)
 
     def smaller_plans(self, card: Device) -> tuple[SmallerPlan, ...]:
-        """Return the convolutions for whose first plan the card has no room, where the step runs all the same."""
+        """Return the convolutions that run with a smaller plan than their first, so that the step fits on a card."""
         room = card.usable("high" if self._is_high else "low")
         if self._reserved <= room or not self._trace.engines:
             return ()
         sizes = room_for(self._trace, room, self._settings, low=not self._is_high) or {}
-        known = {one.storage: one.plans for one in self._trace.engines}
-        return tuple(_smaller(self._trace, storage, known[storage], size) for storage, size in sizes.items())
+        plans = {engine.storage: engine.plans for engine in self._trace.engines}
+        return tuple(_smaller(self._trace, storage, plans[storage], size) for storage, size in sizes.items())
 
 
 def _smaller(trace: Trace, storage: int, plans: Plans, size: int) -> SmallerPlan:
@@ -112,7 +114,7 @@ def _verdict(cases: tuple[Case, Case], card: Device) -> Verdict:
 
 
 def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[ChargeName, int]:
-    """Return what is in blocks at the allocated peak, and how much more than that is ever held from the card."""
+    """Return the terms of the allocated peak, and as fragmentation what the reserved bytes exceed it by."""
     live = live_at(trace, timeline.peak_tick)
     workspace = sum(s.bytes for s in live if s.cause == "workspace")
     tensors = sum(s.bytes for s in live if s.cause != "workspace")
@@ -125,5 +127,5 @@ def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[ChargeName, 
 
 
 def levels_at(timeline: Timeline, tick: int) -> tuple[int, int]:
-    """Return the bytes allocated and reserved after an event."""
+    """Return the bytes (allocated, reserved) after an event; (0, 0) if none has this tick."""
     return next(((a, r) for t, a, r in timeline.events if t == tick), (0, 0))

@@ -1,4 +1,4 @@
-"""Memory over time by cause, and what is alive at the peak: immutable data that pictures draw."""
+"""The memory timeline by cause and the storages live at the peak, as data for pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan._json import SignedInt, Unreadable, from_plain
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """An op that runs at some of the moments. ``step`` is 0-based, -1 while building."""
+    """An op that runs at some of the moments. ``step`` is 0-based, -1 during the build."""
 
     name: str
     layer: str
@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A storage at the allocated peak; ``born`` and ``died`` are ticks, ``died`` None where it stays."""
+    """A storage live at the allocated peak. ``born`` and ``died`` are ticks; ``died`` is None if it is never freed."""
 
     name: str
     layer: str
@@ -44,12 +44,12 @@ class Alive:
     born: int
     died: int | None
     engine: str | None = None
-    """Of a workspace: what cuDNN runs in it."""
+    """Of a cuDNN workspace: the engine that uses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeakBlock:
-    """A piece of a segment, in bytes; ``alive`` is its storage's place in `Course.alive`, -1 where it is not listed."""
+    """A block of a segment, in bytes. ``alive`` is the index of its storage in `Course.alive`, -1 if not listed."""
 
     offset: int
     size: int
@@ -61,7 +61,7 @@ class PeakBlock:
 
 @dataclass(frozen=True, slots=True)
 class PeakSegment:
-    """Memory that the allocator holds from the card at the allocated peak, in bytes."""
+    """A segment of the caching allocator at the allocated peak, in bytes."""
 
     size: int
     stream: int
@@ -71,10 +71,10 @@ class PeakSegment:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Bytes after each moment. The causes, rounding among them, add up to ``allocated`` at each.
+    """The memory timeline: bytes after each moment. At each, the causes (with rounding) add up to ``allocated``.
 
-    ``ops`` has for each moment the place in ``op_rows`` of the op that was running, -1 where none had begun. ``total``
-    is the number of moments before thinning. ``segments`` are empty without a caching allocator.
+    ``ops`` has for each moment the index in ``op_rows`` of the running op, -1 before the first op. ``total`` is the
+    number of moments before thinning. ``segments`` is empty without a caching allocator.
     """
 
     ticks: tuple[int, ...]
@@ -89,26 +89,32 @@ class Course:
     segments: tuple[PeakSegment, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: columns and rows by their names, each row a list."""
+        """Return plain data for JSON: columns and rows by their names; each row is a list."""
         return {field.name: _rows(getattr(self, field.name)) for field in fields(self)}
 
     def step(self, number: int) -> Course:
-        """Return one step of it alone: its moments and spans, without what is alive at the peak of all."""
+        """Return the course of a single step, without the storages at the overall peak.
+
+        Without such a step, the course is returned unchanged.
+        """
         spans = [span for span in self.spans if span.step == number]
         if not spans:
             return self
-        places = [at for at, tick in enumerate(self.ticks) if spans[0].start < tick <= spans[-1].end]
-        cut = {name: tuple(column[at] for at in places) for name, column in self.causes.items()}
-        columns = {name: tuple(getattr(self, name)[at] for at in places) for name in _COLUMNS}
-        return replace(self, **columns, causes=cut, spans=tuple(spans), alive=(), segments=())
+        inside = [i for i, tick in enumerate(self.ticks) if spans[0].start < tick <= spans[-1].end]
+        causes = {name: tuple(column[i] for i in inside) for name, column in self.causes.items()}
+        columns = {name: tuple(getattr(self, name)[i] for i in inside) for name in _COLUMNS}
+        return replace(self, **columns, causes=causes, spans=tuple(spans), alive=(), segments=())
 
     def beside(self, others: Mapping[str, int]) -> Course:
-        """Return it with bytes by cause that are there at every moment besides."""
-        more = {cause: size for cause, size in others.items() if size}
-        total = sum(more.values())
-        found = {name: self.causes.get(name, (0,) * len(self.ticks)) for name in (*self.causes, *more)}
-        causes = {name: tuple(one + more.get(name, 0) for one in column) for name, column in found.items()}
-        levels = {name: tuple(one + total for one in getattr(self, name)) for name in ("allocated", "reserved")}
+        """Return the course with ``others``, bytes by cause, added at every moment."""
+        added = {cause: size for cause, size in others.items() if size}
+        zeros = (0,) * len(self.ticks)
+        causes = {
+            cause: tuple(size + added.get(cause, 0) for size in self.causes.get(cause, zeros))
+            for cause in (*self.causes, *added)
+        }
+        total = sum(added.values())
+        levels = {name: tuple(size + total for size in getattr(self, name)) for name in ("allocated", "reserved")}
         return replace(self, causes=causes, **levels)
 
 
@@ -116,10 +122,14 @@ _COLUMNS = ("ticks", "allocated", "reserved", "ops")
 
 
 def course_from(plain: Any, place: str) -> Course:
-    """Return the course of `Course.to_dict`.
+    """Return the course from the plain data of `Course.to_dict`.
+
+    Args:
+        plain: the data.
+        place: its name in error messages.
 
     Raises:
-        Unreadable: it is none, or its columns do not belong together.
+        Unreadable: the data is no course, or its columns contradict each other.
     """
     names = [field.name for field in fields(Course)]
     if not isinstance(plain, Mapping) or set(plain) != set(names):
@@ -131,7 +141,7 @@ def course_from(plain: Any, place: str) -> Course:
         raise Unreadable(f"{place} has columns of different lengths")
     if (course.alive or course.segments) and not course.ticks:
         raise Unreadable(f"{place} has storages at the peak, and no moments")
-    if any(at >= len(course.op_rows) for at in course.ops):
+    if any(index >= len(course.op_rows) for index in course.ops):
         raise Unreadable(f"{place}.ops names an op that is not in op_rows")
     sums = [sum(parts) for parts in zip(*course.causes.values(), strict=True)] if course.causes else [0] * count
     if sums != list(course.allocated):

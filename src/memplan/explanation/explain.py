@@ -1,10 +1,11 @@
-"""Timeline -> Explanation: where the bytes go, by cause, by layer, at the peak."""
+"""Explain where the memory of a step goes: by cause, by layer, at the peak."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.by_line import line_profiles
 from memplan.explanation.card import card_use, levels_at
-from memplan.explanation.grad import beside_training
+from memplan.explanation.grad import with_training_note
 from memplan.explanation.holders import holders_at
 from memplan.explanation.layers import fullest, layer_rows, origin_word, saved_rows
 from memplan.explanation.model import Explanation, PeakRow, headline
@@ -33,7 +34,7 @@ from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace, at_least
 
 LARGEST_WORKSPACE = "cuDNN's largest workspace"
-"""How a note begins that differs from point to point of a study."""
+"""The beginning of a note which differs between the points of a study."""
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
 
 
@@ -57,29 +58,29 @@ def explain(
     """Explain where the memory of a step goes, before it runs.
 
     Args:
-        what: a module, a callable that makes one (then nothing of it is ever allocated), a ``build`` that returns a
-            step, or a Trace. A module is copied, not changed.
-        inputs, kwargs: what the module is called with: tensors, `memplan.spec` values, or text such as "8x3x224x224".
-        targets: what the loss takes after the output.
-        loss: ``loss(output, *targets)``, a scalar. Without one: the output's ``.loss``, else the output where it is a
+        what: a module, a callable that returns a module (whose memory is then never allocated), a ``build`` that
+            returns a step, or a Trace. A module is copied, not changed.
+        inputs, kwargs: arguments of the module: tensors, `memplan.spec` values, or text such as "8x3x224x224".
+        targets: arguments of the loss after the output.
+        loss: ``loss(output, *targets)``, a scalar. By default the output's ``.loss``, else the output if it is a
             scalar, else the sum of its floating-point tensors.
-        optimizer: a callable of the parameters, such as ``torch.optim.AdamW``. Without one the step ends with backward.
+        optimizer: a callable of the parameters, such as ``torch.optim.AdamW``. By default the step ends with backward.
         device: ``"cpu"``, a card of the catalogue (``"h100"``), or None: the device that the module is on, else this
             machine's GPU, else the CPU. For a card, module, inputs and targets go to it.
         autocast: dtype of an autocast around model and loss: ``torch.bfloat16``, "bf16", "fp16".
         train: False for inference: evaluation mode, under no_grad, without loss and optimizer.
         dtype: dtype that the model is converted to first.
-        settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (not read); torch's defaults where None.
-        assume: of ops that select by value (``x[mask]``, `nonzero`, `unique`), ``"train.py:31"`` to the share of what
-            there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
-        cudnn, show_output: whose cuDNN is asked for the workspaces of convolutions on a card; whether prints of the
-            step are shown: as for `memplan.record`.
+        settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (which is not read); by default torch's.
+        assume: for ops whose result size depends on values (``x[mask]``, `nonzero`, `unique`), a map from source line
+            (``"train.py:31"``) to the selected share, from 0 to 1; by default 1, with a note in the result.
+        cudnn, show_output: as for `memplan.record`: which cuDNN chooses the workspaces of convolutions on a card;
+            whether prints of the step are shown.
 
     Returns:
-        An Explanation; printing it gives a paragraph, ``memplan.reports`` make tables of it.
+        An Explanation; its ``str()`` is a paragraph, and ``memplan.reports`` makes tables of it.
 
     Raises:
-        TargetError, InputError, DeviceError: what was given does not describe a step.
+        TargetError, InputError, DeviceError: the arguments do not describe a step.
         StepError, DataDependentError: the step cannot be recorded.
 
     Example:
@@ -101,13 +102,13 @@ def _recorded(what: Any, options: StepOptions, target: Target, settings: str | N
     explanation = explain_trace(trace, title=_title(what), card=target.card, settings=settings)
     if not options.train:
         training = replace(options, train=True)
-        explanation = beside_training(explanation, build_of(what, training, on_card=on_card), target)
+        explanation = with_training_note(explanation, build_of(what, training, on_card=on_card), target)
     at = lambda batch: build_of(what, options.with_batch(batch), on_card=on_card)  # noqa: E731
     return scaled(explanation, options.batch, at, target)
 
 
 def device_of(what: Any) -> str | None:
-    """Return the kind of device that a module is on, None of anything else and of one that is nowhere yet."""
+    """Return "cpu" or "cuda" if ``what`` is a module on that device; None for anything else, such as a meta module."""
     first = next(what.parameters(), None) if isinstance(what, nn.Module) else None
     return first.device.type if first is not None and first.device.type in (HOST, "cuda") else None
 
@@ -120,20 +121,20 @@ def explain_trace(
     card: Device | None = None,
     settings: str | None = None,
 ) -> Explanation:
-    """Explain a step that was recorded, or measured, before.
+    """Explain a recorded or measured step.
 
     Args:
         trace: the step.
-        title: what to call it.
-        train: whether it trains; None where its ops are to tell.
-        card: the card it was recorded for; None where the catalogue has it by the name in the trace.
-        settings: of the caching allocator, as in ``PYTORCH_ALLOC_CONF``; torch's defaults where None.
+        title: its name in the explanation.
+        train: whether it trains; by default whether it has backward ops.
+        card: the card it was recorded for; by default looked up in the catalogue by the trace's device.
+        settings: of the caching allocator, as in ``PYTORCH_ALLOC_CONF``; by default torch's.
     """
     train = any(op.phase == "backward" for op in trace.ops) if train is None else train
     if card is None:
         card = _known_card(trace.device)
     recorded = trace
-    trace = at_least(trace)  # what is known; how much workspaces can add stands apart
+    trace = at_least(trace)  # the low case; `card_use` has what larger workspaces can add
     timeline = simulate(trace, settings=settings)
     by_cause = _by_cause(trace, timeline.peak_tick)
     start, end = _representative_step(timeline)
@@ -147,7 +148,7 @@ def explain_trace(
         timeline,
         by_cause | {"rounding": rounding},
         _by_cause_reserved(trace, timeline),
-        _most(trace),
+        {cause: peak_live_bytes(s for s in trace.counted if s.cause == cause) for cause in CAUSES},
         tuple(layer_rows(trace, saved, start, end)),
         tuple(saved),
         sum(row.bytes for row in saved if row.counted),
@@ -164,7 +165,7 @@ def explain_trace(
 
 
 def _known_card(name: str) -> Device | None:
-    """Return the card that a trace was recorded for; None for the CPU, and for a GPU that is not in the catalogue."""
+    """Return the catalogue's card of this name; None for the CPU and unknown GPUs."""
     try:
         return None if name == HOST else find(name)
     except DeviceError:
@@ -172,7 +173,7 @@ def _known_card(name: str) -> Device | None:
 
 
 def _by_cause_reserved(trace: Trace, timeline: Timeline) -> dict[str, int]:
-    """As `_by_cause`, at the reserved peak, with rounding and fragmentation."""
+    """Like `_by_cause` at the reserved peak, with rounding and fragmentation."""
     by_cause = _by_cause(trace, timeline.reserved_tick)
     allocated, reserved = levels_at(timeline, timeline.reserved_tick)
     return by_cause | {"rounding": allocated - sum(by_cause.values()), "fragmentation": reserved - allocated}
@@ -193,35 +194,26 @@ def _title(what: Any) -> str:
 
 
 def _representative_step(timeline: Timeline) -> tuple[int, int]:
-    """Return the step that the tables are about: the one with the highest peak, the first among equals."""
+    """Return start and end of the step with the highest peak, the first among equals: the step of the tables."""
     step = max(timeline.steps, key=lambda s: s.peak_allocated, default=timeline.build)
     return step.start, step.end
 
 
 def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
-    """Return the bytes live after an event, by cause; every cause is listed, and they add up exactly."""
-    result: dict[str, int] = dict.fromkeys(CAUSES, 0)
+    """Return the bytes live after an event, by cause; all causes are listed."""
+    totals: dict[str, int] = dict.fromkeys(CAUSES, 0)
     for storage in live_at(trace, tick):
-        result[storage.cause] += storage.bytes
-    return result
-
-
-def _most(trace: Trace) -> dict[str, int]:
-    """Return the most that each cause holds at any one time."""
-    return {cause: peak_live_bytes(s for s in trace.counted if s.cause == cause) for cause in CAUSES}
+        totals[storage.cause] += storage.bytes
+    return totals
 
 
 def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
-    """Return the op that spans the peak's tick, else the last one before it."""
-    best: Op | None = None
-    for op in trace.ops:
-        if op.start < timeline.peak_tick:
-            best = op
-        else:
-            break
-    if best is None:
+    """Return the last op that began before the peak, or None if the peak is earlier than all ops."""
+    before = list(takewhile(lambda op: op.start < timeline.peak_tick, trace.ops))
+    if not before:
         return None
-    return PeakRow(origin_word(best, trace), best.layer, best.where, best.phase, best.step, timeline.peak_allocated)
+    op = before[-1]
+    return PeakRow(origin_word(op, trace), op.layer, op.where, op.phase, op.step, timeline.peak_allocated)
 
 
 def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
@@ -229,9 +221,9 @@ def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
     if trace.device == HOST and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
         notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
     if trace.engines:
-        notes.append(_named_workspaces(trace, timeline))
+        notes.append(_workspace_note(trace, timeline))
     if len(timeline.steps) > 1 and any("cudnn.benchmark = True" in note for note in trace.notes):
-        notes.append(_with_benchmark(trace, timeline))
+        notes.append(_benchmark_note(trace, timeline))
     if any(s.cause == "workspace" and s.low is not None for s in trace.counted):
         notes.append(
             "cuDNN chooses an algorithm, and with it a workspace, on the card: causes and layers are of the low case, "
@@ -245,8 +237,8 @@ def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _with_benchmark(trace: Trace, low: Timeline) -> str:
-    """Tell the peak of the first step, in which cuDNN tries all plans, from that of later ones."""
+def _benchmark_note(trace: Trace, low: Timeline) -> str:
+    """Return the note with the peak of the first step, in which cuDNN tries all plans, and that of later steps."""
     high = simulate(trace)
     first, least, most = high.steps[0].peak_allocated, low.steps[-1].peak_allocated, high.steps[-1].peak_allocated
     later = format_bytes(least) if least == most else f"between {format_bytes(least)} and {format_bytes(most)}"
@@ -256,19 +248,20 @@ def _with_benchmark(trace: Trace, low: Timeline) -> str:
     )
 
 
-def _named_workspaces(trace: Trace, timeline: Timeline) -> str:
-    """Say which engine of cuDNN takes the most, and how much of the peak rests on cuDNN's answers."""
-    found = max(trace.engines, key=lambda one: one.plans[0].workspace)
-    plan, op = found.plans[0], trace.ops[trace.storages[found.storage].op or 0]
+def _workspace_note(trace: Trace, timeline: Timeline) -> str:
+    """Return the note with cuDNN's largest workspace, and how much of the peak is workspaces that cuDNN chose."""
+    largest = max(trace.engines, key=lambda engine: engine.plans[0].workspace)
+    plan, op = largest.plans[0], trace.ops[trace.storages[largest.storage].op or 0]
     of = f" of {op.layer}" if op.layer else ""
-    named = {one.storage for one in trace.engines}
-    live = [one for one in live_at(trace, timeline.peak_tick) if one.id in named]
-    held, real = (sum(one.bytes for one in live if (one.id in trace.measured) is of_card) for of_card in (False, True))
-    took = ", as a real card took" if found.storage in trace.measured else ""
-    beside = f", {format_bytes(real)} on what a real card took" if trace.measured else ""
+    workspaces = {engine.storage for engine in trace.engines}
+    live = [storage for storage in live_at(trace, timeline.peak_tick) if storage.id in workspaces]
+    measured = sum(storage.bytes for storage in live if storage.id in trace.measured)
+    answered = sum(storage.bytes for storage in live) - measured
+    took = ", as a real card took" if largest.storage in trace.measured else ""
+    on_card = f", {format_bytes(measured)} on what a real card took" if trace.measured else ""
     return (
         f"{LARGEST_WORKSPACE} is {format_bytes(plan.workspace)}{took}: {plan.engine} for {origin_word(op, trace)}{of}; "
-        f"{format_bytes(held)} of the peak rest on its answers{beside}"
+        f"{format_bytes(answered)} of the peak rest on its answers{on_card}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The JSON form of an explanation, checked when it is read: a file can come from a stranger."""
+"""Read explanations from JSON; files are untrusted, so everything is validated."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from memplan.explanation.course import course_from
 from memplan.explanation.model import FORMAT, LABELS, SCHEMA, Explanation
 
 BESIDE = ("script", "beside")
-"""Keys that commands add: facts of a script, and what was measured beside what was predicted."""
+"""Keys that commands add: facts about a script, and a comparison of predicted and measured peaks."""
 
 
 def loads(text: str, source: str = "The text") -> Explanation:
-    """Read the JSON text of an explanation; its timeline has the peaks, and not the events.
+    """Read an explanation from JSON text. Its timeline has the peaks, but not the events.
 
     Args:
         text: JSON, as `memplan explain --json` writes it.
-        source: what to call it in an error.
+        source: its name in error messages.
 
     Raises:
-        InputError: not JSON, no explanation, or of another schema version.
+        InputError: the text is not JSON, no explanation, or of another schema version.
 
     Example:
         >>> loads(dumps(explanation)).by_cause == explanation.by_cause
@@ -41,33 +41,36 @@ def loads(text: str, source: str = "The text") -> Explanation:
 
 
 def is_explanation(plain: Any) -> bool:
-    """Return whether plain data looks like an explanation."""
+    """Check whether plain data looks like an explanation."""
     return isinstance(plain, Mapping) and isinstance(plain.get("timeline"), Mapping) and "by_cause" in plain
 
 
 def explanation_of(plain: Any) -> Explanation:
-    """Return the explanation of `Explanation.to_dict`. Raises Unreadable."""
+    """Return the explanation from the plain data of `Explanation.to_dict`.
+
+    Raises:
+        Unreadable: the data is no explanation, or its numbers contradict each other.
+    """
     _json.check_format(plain, FORMAT, SCHEMA)
     fields = {key: value for key, value in plain.items() if key not in ("format", "schema", "course", *BESIDE)}
     if isinstance(fields.get("timeline"), dict):
         fields["timeline"] = {"events": [], **fields["timeline"]}
-    found = _json.from_plain(Explanation, fields, "it")
-    causes = {*found.by_cause, *found.by_cause_reserved, *found.by_cause_most, *(row.cause for row in found.holders)}
+    explanation = _json.from_plain(Explanation, fields, "it")
+    causes = {
+        *explanation.by_cause, *explanation.by_cause_reserved, *explanation.by_cause_most,
+        *(row.cause for row in explanation.holders),
+    }  # fmt: skip
     if unknown := causes - LABELS.keys():
         raise Unreadable(f"the cause {min(unknown)!r:.40} is unknown")
-    _check_sums(found)
-    scaling = found.scaling
+    peak = explanation.timeline.peak_allocated
+    if sum(explanation.by_cause.values()) != peak:
+        raise Unreadable(f"it.by_cause does not add up to the peak of {peak} bytes")
+    scaling = explanation.scaling
     if scaling is not None and not (scaling.lines and scaling.batches and len(scaling.batches) == len(scaling.peaks)):
         raise Unreadable("it.scaling has no lines, or not a peak for each batch")
     if plain.get("course") is not None:
         course = course_from(plain["course"], "it.course")
-        found = replace(found, course=course)
-        if max(course.allocated, default=0) != found.timeline.peak_allocated:
+        if max(course.allocated, default=0) != peak:
             raise Unreadable("it.course has another peak than it.timeline")
-    return found
-
-
-def _check_sums(found: Explanation) -> None:
-    peak = found.timeline.peak_allocated
-    if sum(found.by_cause.values()) != peak:
-        raise Unreadable(f"it.by_cause does not add up to the peak of {peak} bytes")
+        explanation = replace(explanation, course=course)
+    return explanation

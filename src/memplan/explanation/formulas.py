@@ -1,4 +1,4 @@
-"""Why autograd saves a tensor: the derivative formulas that torch ships, read for who needs what."""
+"""Find which gradients need a saved tensor, from the derivative formulas that torch ships."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import yaml
 
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
-# What a formula asks of a tensor without reading its values; autograd keeps these apart, not the tensor.
+# Uses of a tensor in a formula that do not read its values: for them autograd does not save the tensor.
 _METADATA = re.compile(
     r"\b\w+\s*(?:\.|->)\s*(?:sym_)?(?:sizes?|strides?|numel|dim|layout|scalar_type|options|device|dtype|defined)\([^()]*\)"
 )
 
-# Formulas that give several gradients at once do not say which of them reads what; these do.
+# Variable -> the arguments that its gradient reads, for formulas that compute several gradients in a single call.
 # Sources: aten/src/ATen/native/{Convolution,Normalization,layer_norm,group_norm,Activation}.cpp.
 _READS: dict[str, dict[str, frozenset[str]]] = {
     "convolution": {"input": frozenset({"weight"}), "weight": frozenset({"input"})},
@@ -25,23 +25,23 @@ _READS: dict[str, dict[str, frozenset[str]]] = {
 _NORMS = ("native_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update", "native_layer_norm",
           "native_group_norm", "cudnn_batch_norm", "_fused_rms_norm")  # fmt: skip
 for _norm in _NORMS:
-    # the gradient of bias needs nothing; the weight's needs the normalized input, the input's everything
+    # The gradient of bias needs nothing, that of the weight the normalized input, that of the input everything.
     _READS[_norm] = {"weight": frozenset({"input"})}
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A derivative formula: for which arguments of the op it gives a gradient, and its text."""
+    """A derivative formula: the arguments whose gradients it computes, and its text."""
 
     variables: tuple[str, ...]
     text: str
 
     def reads(self, role: str) -> bool:
-        """Return whether the text mentions an argument, or any result for the role ``result``."""
+        """Check whether the formula reads the argument ``role``, or any result of the op for the role ``result``."""
+        if role == "kept":
+            return True
         names = set(_NAME.findall(_METADATA.sub("", self.text)))
-        if role in ("result", "kept"):
-            return True if role == "kept" else bool(names - set(self.variables))
-        return role in names
+        return bool(names - set(self.variables)) if role == "result" else role in names
 
     @property
     def function(self) -> str:
@@ -52,24 +52,26 @@ class Formula:
 
 
 def formulas(op: str) -> tuple[Formula, ...]:
-    """Return the formulas of an op, by its overload name (``aten.convolution.default``); () where torch lists none."""
+    """Return the formulas of an op, by its overload name (``aten.convolution.default``); () if torch lists none."""
     name = op.removeprefix("aten.").removesuffix(".default")
     table = _table()
-    found = table.get(name)
-    if found is None:  # in place: the formula of the op out of place, read with the result
-        base, dot, overload = name.partition(".")
-        found = table.get(base.removesuffix("_") + dot + overload, ())
-    return found
+    if name in table:
+        return table[name]
+    base, dot, overload = name.partition(".")  # an in-place op has the formula of the out-of-place op
+    return table.get(base.removesuffix("_") + dot + overload, ())
 
 
 def needing(op: str, role: str, needs_grad: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return for which arguments' gradients an op keeps a tensor, each with the function that computes it.
+    """Return the gradients for which an op saves a tensor: (argument, name of the function that computes it).
 
-    ``role`` is the tensor's (an argument's name or ``result``), ``needs_grad`` the arguments that get a gradient.
+    Args:
+        op: overload name, such as ``aten.convolution.default``.
+        role: of the tensor: the name of an argument, or ``result``.
+        needs_grad: the arguments that get a gradient.
     """
     base = op.removeprefix("aten.").split(".")[0]
     exact = _READS.get(base, {})
-    found: list[tuple[str, str]] = []
+    gradients: list[tuple[str, str]] = []
     for formula in formulas(op):
         for variable in formula.variables:
             if variable not in needs_grad or not formula.reads(role):
@@ -79,13 +81,13 @@ def needing(op: str, role: str, needs_grad: tuple[str, ...]) -> list[tuple[str, 
                 continue
             if variable == "bias" and len(formula.variables) > 1:
                 continue  # the sum of the incoming gradient
-            found.append((variable, formula.function))
-    return found
+            gradients.append((variable, formula.function))
+    return gradients
 
 
 @functools.cache
 def _table() -> dict[str, tuple[Formula, ...]]:
-    """derivatives.yaml as {op name: formulas}."""
+    """Return {op name: formulas} from torchgen's derivatives.yaml; {} if it is not installed."""
     torchgen = importlib.util.find_spec("torchgen")
     if torchgen is None or torchgen.origin is None:
         return {}

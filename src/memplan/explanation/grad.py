@@ -1,4 +1,4 @@
-"""Inference beside training: what lives at once without grad, and what a training step keeps."""
+"""Compare the activations of inference with those that a training step saves."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from memplan.trace.recording.session import Target
 from memplan.trace.trace import Trace, at_least
 
 
-def beside_training(explanation: Explanation, build: Build, target: Target) -> Explanation:
-    """Return the explanation of inference, with what the same model keeps where it trains.
+def with_training_note(explanation: Explanation, build: Build, target: Target) -> Explanation:
+    """Add a note on the activations that a training step of the same model saves.
 
-    Unchanged where it cannot train (nothing in it needs a gradient).
+    The explanation is returned unchanged if the training step cannot be recorded, as when nothing needs a gradient.
 
     Args:
         explanation: of inference.
         build: the training step of the same model and inputs.
-        target: what it is recorded for.
+        target: the device and options of the recording.
     """
     try:
         trace = record_for(build, target, 1)
@@ -31,12 +31,11 @@ def beside_training(explanation: Explanation, build: Build, target: Target) -> E
         return explanation
     at_once = explanation.by_cause_most.get("activation", 0)
     note = f"without grad {format_bytes(at_once)} of activations live at once; "
-    note += f"a training step keeps {format_bytes(_saved(trace))} of them for its backward pass"
+    note += f"a training step keeps {format_bytes(_peak_saved_bytes(trace))} of them for its backward pass"
     return replace(explanation, notes=(*explanation.notes, note))
 
 
-def _saved(trace: Trace) -> int:
-    """Return the most that is saved at any one time."""
+def _peak_saved_bytes(trace: Trace) -> int:
     trace = at_least(trace)
     tick = fullest(trace, trace.steps[0], trace.end)
     return sum(storage.bytes for storage in live_at(trace, tick) if storage.cause == "saved")

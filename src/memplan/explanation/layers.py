@@ -1,4 +1,4 @@
-"""By layer: what each outputs, saves (for which gradient, by which formula, with whom), owns."""
+"""Explain memory by layer: its outputs, its weights, what it saves for which gradient, and shared storages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAIN = frozenset({"input", "self", "mat1", "query"})
 
 
 def op_word(op: Op, trace: Trace) -> str:
-    """Return the name that users know an op by: ``conv2d``, ``batch_norm``, ``linear``."""
+    """Return the name by which users know an op: ``conv2d``, ``batch_norm``, ``linear``."""
     base = op.name.split(".")[1] if op.name.count(".") > 1 else op.name
     base = base.removesuffix("_") if base.endswith("_") and not base.startswith("__") else base
     if base == "convolution":
@@ -46,7 +46,7 @@ def op_word(op: Op, trace: Trace) -> str:
 
 
 def origin_word(op: Op, trace: Trace) -> str:
-    """Return the name of an op as `op_word` does; of a backward op, that of the op whose gradient it computes."""
+    """Return `op_word` of an op; for a backward op, ``X's gradient`` with the forward op X."""
     if op.gradient_of is None:
         return op_word(op, trace)
     return op_word(trace.ops[op.gradient_of], trace) + "'s gradient"
@@ -55,32 +55,29 @@ def origin_word(op: Op, trace: Trace) -> str:
 def fullest(trace: Trace, start: int, end: int) -> int:
     """Return the first tick within a span at which the most bytes are saved."""
     saved = [storage for storage in trace.counted if storage.cause == "saved"]
-    most, best = -1, start
-    for tick, level in live_bytes(saved):
-        if start < tick <= end and level > most:
-            most, best = level, tick
-    return best
+    levels = [(tick, level) for tick, level in live_bytes(saved) if start < tick <= end]
+    return max(levels, key=lambda pair: pair[1], default=(start, 0))[0]
 
 
 def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
-    """Return a row for each (storage that is saved at a tick, op that keeps it), in the order of the ops."""
-    found: list[tuple[int, SavedRow]] = []
+    """Return a row for each storage saved at a tick and each op that saves it, in the order of the ops."""
+    rows: list[tuple[int, SavedRow]] = []
     masks = {w for op in trace.ops if op.name.startswith("aten.bernoulli_") for w in op.writes}
-    overwritten = _overwriting(trace)
+    in_place = _in_place_ops(trace)
     for storage in live_at(trace, tick):
         if storage.cause != "saved":
             continue
-        if not (keepers := keepers_of(storage)):  # in a file that is not as it was written
+        if not (keepers := keepers_of(storage)):  # in a file that was edited
             continue
-        maker = _maker_title(trace, storage, [sharer for keeper in keepers for sharer in keeper], overwritten)
+        producer = _producer_title(trace, storage, [sharer for keeper in keepers for sharer in keeper], in_place)
         for position, keeper in enumerate(keepers):
-            row = _saved_row(trace, storage, keeper, keepers, maker, position == 0, storage.id in masks)
-            found.append((keeper[0].op, row))
-    return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+            row = _saved_row(trace, storage, keeper, keepers, producer, position == 0, storage.id in masks)
+            rows.append((keeper[0].op, row))
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
 def layer_rows(trace: Trace, saved: list[SavedRow], start: int, end: int) -> list[LayerRow]:
-    """Return a row for each layer that ran an op, keeps, or owns something, in the order in which they first ran."""
+    """Return a row for each layer that ran an op, saves a storage or owns a weight, in the order of their first ops."""
     drafts: dict[str, _Draft] = {}
     for op in trace.ops:
         if start <= op.start and op.end <= end and op.phase == "forward":
@@ -129,8 +126,10 @@ class _Draft:
 
 
 def _add_weights(trace: Trace, drafts: dict[str, _Draft]) -> None:
-    """Weights and their gradients, of sparse ones the indices, too; a weight that several layers own counts for the
-    first."""
+    """Add the bytes of weights and of their gradients (with the indices of sparse gradients) to their layers.
+
+    A weight that several layers share counts for the first of them.
+    """
     owner: dict[str, str] = {}
     seen: set[int] = set()
     for layer in trace.layers:
@@ -141,34 +140,34 @@ def _add_weights(trace: Trace, drafts: dict[str, _Draft]) -> None:
             storage = trace.storages[weight]
             owner[storage.name] = layer.name
             drafts.setdefault(layer.name, _Draft()).weight_bytes += storage.bytes
-    most: dict[tuple[str, str], int] = {}
+    largest: dict[tuple[str, str], int] = {}  # values and indices of a sparse gradient differ in dtype
     for storage in trace.storages:
         if storage.cause == "parameter_gradient" and storage.name in owner:
             part = storage.name, storage.dtype
-            most[part] = max(most.get(part, 0), storage.bytes)
-    for (name, _), size in most.items():
+            largest[part] = max(largest.get(part, 0), storage.bytes)
+    for (name, _), size in largest.items():
         drafts[owner[name]].gradient_bytes += size
 
 
 Keeper = list[Sharer]
-"""One op's sharers of one storage: the roles in which it meets it, once each."""
+"""The sharers of a storage that are the same op, in different roles."""
 
 
 def keepers_of(storage: Storage) -> list[Keeper]:
-    """Group a storage's sharers by op: one that meets it in several roles (packed q, k and v) keeps it once."""
-    found: dict[int, Keeper] = {}
+    """Group the sharers of a storage by op. An op can save it in several roles (packed q, k and v), but only once."""
+    by_op: dict[int, Keeper] = {}
     for sharer in storage.sharers:
-        found.setdefault(sharer.op, []).append(sharer)
-    return [found[op] for op in sorted(found)]
+        by_op.setdefault(sharer.op, []).append(sharer)
+    return [by_op[op] for op in sorted(by_op)]
 
 
 def _saved_row(
-    trace: Trace, storage: Storage, keeper: Keeper, keepers: list[Keeper], maker: str, counted: bool, is_mask: bool
+    trace: Trace, storage: Storage, keeper: Keeper, keepers: list[Keeper], producer: str, counted: bool, is_mask: bool
 ) -> SavedRow:
     op = trace.ops[keeper[0].op]
     needs, needed_for = gradients_needing(trace, keeper)
     others = tuple(dict.fromkeys(_title(trace, other, is_mask) for other in keepers if other is not keeper))
-    others = (*others, maker) if maker and maker not in others else others
+    others = (*others, producer) if producer and producer not in others else others
     word = "dropout" if is_mask else op_word(op, trace)
     role = _roles_in_words(op, keeper, is_mask)
     return SavedRow(
@@ -187,19 +186,23 @@ def _saved_row(
 
 
 def gradients_needing(trace: Trace, keeper: Keeper) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Return what one op keeps a storage for: its arguments whose gradients need it, each with the function that
-    computes it, and which of ``weight_gradient`` and ``input_gradient`` these are. Neither: for nothing."""
+    """Return the gradients for which an op saves a storage.
+
+    Returns:
+        (argument, name of the function that computes its gradient) for each, and which of ``weight_gradient`` and
+        ``input_gradient`` these are; the latter is () if no gradient reads the storage.
+    """
     op = trace.ops[keeper[0].op]
     needs = [need for sharer in keeper for need in needing(op.name, sharer.role, op.needs_grad)]
     needed_for = tuple(sorted({_gradient(trace, op, variable) for variable, _ in needs}, reverse=True))
     reads = any(formula.reads(sharer.role) for formula in formulas(op.name) for sharer in keeper)
     if not needs and not reads:
-        needed_for = ("input_gradient",)  # a function of the user's own, or one without a formula of torch's
+        needed_for = ("input_gradient",)  # a custom autograd function, or an op without a formula in torch's table
     return needs, needed_for
 
 
 def _gradient(trace: Trace, op: Op, variable: str) -> str:
-    """Return whether an argument of an op is a weight (or a copy of one in another dtype) or an activation."""
+    """Return ``weight_gradient`` if an argument is a weight or a copy of weights, else ``input_gradient``."""
     storages = [trace.storages[operand.storage] for operand in op.reads if operand.name == variable]
     is_weight = bool(storages) and all(_is_weight(trace, storage) for storage in storages)
     return "weight_gradient" if is_weight else "input_gradient"
@@ -210,9 +213,9 @@ def _is_weight(trace: Trace, storage: Storage) -> bool:
         return True
     if storage.op is None:
         return False
-    maker = trace.ops[storage.op]
-    is_copy = maker.name.split(".")[1] in ("_to_copy", "clone", "cat", "stack") and bool(maker.reads)
-    return is_copy and all(_is_weight(trace, trace.storages[r.storage]) for r in maker.reads)
+    op = trace.ops[storage.op]
+    is_copy = op.name.split(".")[1] in ("_to_copy", "clone", "cat", "stack") and bool(op.reads)
+    return is_copy and all(_is_weight(trace, trace.storages[r.storage]) for r in op.reads)
 
 
 def _roles_in_words(op: Op, keeper: Keeper, is_mask: bool) -> str:
@@ -256,22 +259,22 @@ def _title(trace: Trace, keeper: Keeper, is_mask: bool) -> str:
     return f"{op.layer or op_word(op, trace)}'s {what}"
 
 
-def _maker_title(trace: Trace, storage: Storage, sharers: list[Sharer], overwritten: dict[int, list[Op]]) -> str:
-    """Whose result a saved storage is, where its maker does not save it itself."""
+def _producer_title(trace: Trace, storage: Storage, sharers: list[Sharer], in_place: dict[int, list[Op]]) -> str:
+    """Return whose result a saved storage is, or "" if the op that produced it is among its sharers."""
     first = min(sharer.op for sharer in sharers)
-    writers = [op for op in overwritten.get(storage.id, ()) if op.index < first]
-    maker = writers[-1] if writers else trace.ops[storage.op] if storage.op is not None else None
-    if maker is None or any(s.op == maker.index or s.role == "result" for s in sharers):
+    writers = [op for op in in_place.get(storage.id, ()) if op.index < first]
+    producer = writers[-1] if writers else trace.ops[storage.op] if storage.op is not None else None
+    if producer is None or any(s.op == producer.index or s.role == "result" for s in sharers):
         return ""
-    own_copy = maker.name == "aten.clone.default" and maker.layer == trace.ops[first].layer
-    return f"{maker.layer}'s result" if maker.layer and not own_copy else ""
+    own_copy = producer.name == "aten.clone.default" and producer.layer == trace.ops[first].layer
+    return f"{producer.layer}'s result" if producer.layer and not own_copy else ""
 
 
-def _overwriting(trace: Trace) -> dict[int, list[Op]]:
-    """Storage -> the forward ops that changed it in place, in order."""
-    found: dict[int, list[Op]] = {}
+def _in_place_ops(trace: Trace) -> dict[int, list[Op]]:
+    """Return the forward ops that changed each storage in place, in order."""
+    by_storage: dict[int, list[Op]] = {}
     for op in trace.ops:
         if op.phase == "forward" and op.name.split(".")[1].endswith("_"):
             for storage in op.writes[:1]:
-                found.setdefault(storage, []).append(op)
-    return found
+                by_storage.setdefault(storage, []).append(op)
+    return by_storage

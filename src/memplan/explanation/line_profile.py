@@ -1,4 +1,4 @@
-"""Memory of a function line by line: the value, and its table."""
+"""The memory of a function line by line, and its table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WORDS = {"recorded": "predicted", "measured": "measured", "dry": "measured on an
 
 @dataclass(frozen=True, slots=True)
 class LineRow:
-    """A line of a function. All sizes are bytes; of a line that ran more than once, each is the most of any run.
+    """A line of a function. All sizes are bytes; for a line that ran more than once, the largest of any run.
 
-    ``held`` is what is allocated after it, ``peak`` the most while it ran, what was there before included. ``added``
-    was allocated by it and is still there after it, ``freed`` was there before it and is not after it: of one run,
-    what is held after it is what was held before it + added - freed.
+    ``held`` is allocated after the line, ``peak`` is the most allocated while it ran, including earlier allocations.
+    ``added`` was allocated by the line and still is after it; ``freed`` was allocated before it and no longer is after
+    it. For a single run: held after = held before + added - freed.
     """
 
     line: int
@@ -35,9 +35,9 @@ class LineRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LineProfile(Displayed):
-    """Memory of a function, line by line; what a line calls belongs to it, and ``loss.backward()`` all of backward.
+    """Memory of a function, line by line. Calls belong to their line, so ``loss.backward()`` has all of backward.
 
-    ``rows`` are its lines in order, those that never ran with 0 ``hits``. ``origin`` is that of the Trace.
+    ``rows`` are its lines in order; lines that never ran have 0 ``hits``. ``origin`` is that of the Trace.
 
     Example:
         >>> def build():
@@ -61,12 +61,12 @@ class LineProfile(Displayed):
 
     @property
     def peak(self) -> int:
-        """Bytes allocated at most while a line of it ran."""
+        """The most bytes allocated while any of its lines ran."""
         return max((row.peak for row in self.rows), default=0)
 
     @property
     def title(self) -> str:
-        """Say whose memory this is, of which kind and where."""
+        """Return the heading of the table: function, file, whether predicted or measured, and device."""
         name = self.file if self.function == "<module>" else f"{self.function} ({self.file})"
         return printable(f"{name}, line by line, {WORDS.get(self.origin, self.origin)} on {self.device}")
 
@@ -75,12 +75,12 @@ class LineProfile(Displayed):
         return dataclasses.asdict(self) | {"peak": self.peak}
 
     def to_json(self) -> str:
-        """Return it as JSON text; `from_json` reads it back to an equal value."""
+        """Return the profile as JSON text, which `from_json` reads."""
         return _json.text_of(_json.to_plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> LineProfile:
-        """Read what `to_json` wrote. Raises ValueError where it is something else."""
+        """Read the text that `to_json` returned. Raises ValueError for any other text."""
         return _json.from_plain(cls, _json.parse(text), "it")
 
     def __str__(self) -> str:
@@ -102,13 +102,13 @@ class LineProfile(Displayed):
 
 @dataclass(frozen=True)
 class LineColumn:
-    """A column of the table: the field of a row that it shows."""
+    """A column of the table: its heading, and the `LineRow` field that it shows."""
 
     header: str
     name: str
 
     def cell(self, row: LineRow) -> str:
-        """Return its text for a row; of a line that never ran, only its number and its text."""
+        """Return the text for a row; for a line that never ran, only the line number and the source are shown."""
         value = getattr(row, self.name)
         if self.name == "source":
             return printable(value.expandtabs(4))
@@ -131,20 +131,20 @@ COLUMNS = (
 
 
 def merged(profiles: Iterable[LineProfile]) -> tuple[LineProfile, ...]:
-    """Return one profile for each function, of the runs in several: hits add up, of sizes the largest counts."""
-    found: dict[tuple[str, str, int], LineProfile] = {}
-    for one in profiles:
-        key = one.file, one.function, one.rows[0].line if one.rows else 0
-        old = found.get(key)
-        found[key] = one if old is None else _both(old, one)
-    return tuple(found.values())
+    """Merge the profiles of the same function from several runs: hits add up, and the largest of each size counts."""
+    by_function: dict[tuple[str, str, int], LineProfile] = {}
+    for profile in profiles:
+        key = profile.file, profile.function, profile.rows[0].line if profile.rows else 0
+        earlier = by_function.get(key)
+        by_function[key] = profile if earlier is None else _merged_pair(earlier, profile)
+    return tuple(by_function.values())
 
 
-def _both(a: LineProfile, b: LineProfile) -> LineProfile:
-    rows = tuple(_most(pair) for pair in zip(a.rows, b.rows, strict=True))
+def _merged_pair(a: LineProfile, b: LineProfile) -> LineProfile:
+    rows = tuple(_merged_rows(pair) for pair in zip(a.rows, b.rows, strict=True))
     return dataclasses.replace(a, rows=rows, notes=tuple(dict.fromkeys((*a.notes, *b.notes))))
 
 
-def _most(rows: Sequence[LineRow]) -> LineRow:
-    most = {name: max(getattr(row, name) for row in rows) for name in ("held", "added", "freed", "peak")}
-    return dataclasses.replace(rows[0], hits=sum(row.hits for row in rows), **most)
+def _merged_rows(rows: Sequence[LineRow]) -> LineRow:
+    sizes = {name: max(getattr(row, name) for row in rows) for name in ("held", "added", "freed", "peak")}
+    return dataclasses.replace(rows[0], hits=sum(row.hits for row in rows), **sizes)

@@ -1,4 +1,4 @@
-"""What an explanation is: immutable rows that know nothing of how they are printed."""
+"""The `Explanation` and its rows, and the sentences of its summary."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from memplan.trace.records import Assumption
 
 FORMAT = "memplan.explanation"
 SCHEMA = 1
-"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
+"""Version of the JSON format, increased whenever a reader of an older version would misread the new format."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRow:
-    """A storage kept from forward to backward, as one op keeps it.
+    """A storage that an op saves for backward.
 
-    ``bytes`` are those of the whole storage; ``counted`` is true for the one op among its sharers that it counts for,
-    so that the counted rows add up to the saved total.
+    ``bytes`` are those of the whole storage. ``counted`` is true for exactly one of the ops that share the storage, so
+    that the counted rows add up to the saved total.
     """
 
     layer: str
@@ -45,11 +45,11 @@ class SavedRow:
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """A layer: what it outputs, keeps, owns, in bytes.
+    """A layer: the bytes that it outputs, saves and owns.
 
-    ``saved_bytes`` counts a storage that several layers keep for the first of them only, so that the column adds up
-    to the saved total; ``kept_bytes`` counts it for each. ``needed_for`` is out of ``weight_gradient`` and
-    ``input_gradient``; a layer that keeps bytes for neither keeps them for nothing.
+    ``saved_bytes`` counts a storage that several layers save for the first of them only, so that the column adds up
+    to the saved total; ``kept_bytes`` counts it for each. ``needed_for`` has ``weight_gradient``, ``input_gradient``
+    or both; if it is empty, no gradient reads what the layer saves.
     """
 
     name: str
@@ -67,7 +67,7 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class PeakRow:
-    """The op that is running when the most is allocated. ``step`` is 0-based, -1 while building."""
+    """The op that runs at the allocated peak. ``step`` is 0-based, -1 during the build."""
 
     op: str
     layer: str
@@ -79,10 +79,10 @@ class PeakRow:
 
 @dataclass(frozen=True, slots=True)
 class HolderRow:
-    """Storages alive at the allocated peak, alike in all that is told of them; ``bytes`` are those of all ``count``.
+    """Equal storages live at the allocated peak; ``bytes`` is the total of all ``count``.
 
-    ``name`` is that of the parameter or buffer (of a gradient: whose it is), else the op that made them. ``phase`` and
-    ``step`` are those of their birth; ``step`` is 0-based, -1 while building.
+    ``name`` is the parameter or buffer (of a gradient, its parameter), else the op that produced them. ``phase`` and
+    ``step`` are those of the allocation; ``step`` is 0-based, -1 during the build.
     """
 
     name: str
@@ -99,7 +99,7 @@ class HolderRow:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """From ``batch`` on (up to the next line's), the peak is ``fixed + per_sample * batch`` bytes."""
+    """From ``batch`` up to the batch of the next line, the peak is ``fixed + per_sample * batch`` bytes."""
 
     batch: Signed
     fixed: Signed
@@ -108,10 +108,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How the peak grows with the batch, from recordings at the ``batches`` given, which had the ``peaks`` given.
+    """How the peak grows with the batch, from recordings at ``batches`` with ``peaks``.
 
-    ``fixed`` and ``per_sample`` are those of the line that the batch itself lies on; ``lines`` are all of them, since
-    at another batch another moment of the step can be the highest.
+    ``lines`` has several lines if different moments of the step are the peak at different batches. ``fixed`` and
+    ``per_sample`` are those of the line at the first of ``batches``.
 
     Example:
         >>> scaling.peak(256)
@@ -134,10 +134,7 @@ ChargeName = Literal["tensors", "workspace", "rounding", "fragmentation", "conte
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A term of what nvidia-smi would show, in bytes: in the low and in the high case of what is not known exactly.
-
-    ``high`` is ``low`` and what the high case adds to it.
-    """
+    """A term of what nvidia-smi would show, in bytes; ``low`` and ``high`` bound what is not known exactly."""
 
     name: ChargeName
     low: int
@@ -149,7 +146,7 @@ Answer = Literal["fits", "low only", "does not fit"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a step fits on a card: ``low`` to ``high`` bytes are needed, context included, of ``capacity``."""
+    """Whether a step fits on a card: it needs ``low`` to ``high`` of ``capacity`` bytes, including the CUDA context."""
 
     device: str
     title: str
@@ -161,7 +158,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class SmallerPlan(Printed):
-    """A convolution for whose first plan of cuDNN a card has no room: the plan that runs instead is slower."""
+    """A convolution whose first cuDNN plan does not fit on a card: the plan ``taken`` instead is slower."""
 
     layer: str
     op: str
@@ -181,10 +178,10 @@ class SmallerPlan(Printed):
 class CardUse:
     """What a step takes from its card at most, and where it fits.
 
-    ``charges`` add up to what nvidia-smi would show: what is in blocks at the allocated peak, what the allocator ever
-    holds beyond that, and the context. ``others`` are the cards of the catalogue on which the step takes the same
-    kernels, smallest first; on those of ``other_kernels`` an op takes another one, so that it has to be recorded for
-    them. ``smallest`` is the first of the others that it fits on in the high case.
+    ``charges`` add up to what nvidia-smi would show: the allocated peak, the reserved bytes beyond it, and the CUDA
+    context. ``others`` are the cards of the catalogue on which the step runs the same kernels, smallest first; on
+    those of ``other_kernels`` it does not and has to be recorded for them. ``smallest`` is the first of ``others`` on
+    which the high case fits.
     """
 
     charges: tuple[Charge, ...]
@@ -193,18 +190,18 @@ class CardUse:
     other_kernels: tuple[str, ...]
     smallest: str | None
     peak_allocated_high: int
-    """The allocated peak in the high case; the explanation's timeline is that of the low case."""
+    """The allocated peak of the high case; the explanation's timeline is of the low case."""
     not_modelled: tuple[str, ...]
     smaller: tuple[SmallerPlan, ...] = ()
-    """In the order in which they run, where the step fits because of them."""
+    """The smaller plans that make the step fit, in the order in which they run."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Displayed):
     """Where the memory of a step goes. All numbers are bytes.
 
-    ``by_cause`` is what is live at the allocated peak and adds up to it exactly; ``by_cause_reserved`` the same at the
-    reserved peak; ``by_cause_most`` the most that each cause holds at any time (not at the same time).
+    ``by_cause`` has the live bytes at the allocated peak and adds up to it exactly; ``by_cause_reserved`` the same at
+    the reserved peak; ``by_cause_most`` the peak of each cause (not at the same time).
     """
 
     title: str
@@ -216,28 +213,26 @@ class Explanation(Displayed):
     by_cause_most: Mapping[str, int]
     layers: tuple[LayerRow, ...]
     saved: tuple[SavedRow, ...]
-    """What is saved at the moment of the step at which the most is."""
+    """The storages saved at the moment of the step with the most saved bytes."""
     saved_bytes: int
-    """Of ``saved``, each storage once: the most that is kept from forward to backward at any one time."""
+    """Total of ``saved``, each storage counted once: the most that is saved for backward at any time."""
     peak: PeakRow | None
     holders: tuple[HolderRow, ...]
-    """All that is alive at the allocated peak, the largest first; with ``rounding`` the bytes add up to it."""
+    """The storages live at the allocated peak, the largest first; with ``rounding`` the bytes add up to it."""
     sentence: str
     scaling: Scaling | None
     notes: tuple[str, ...]
     assumptions: tuple[Assumption, ...]
     card: CardUse | None = None
-    """Of a step for a card: what it takes from it."""
+    """What the step takes from its card; None on the CPU."""
     lines: tuple[LineProfile, ...] = ()
-    """The functions that were followed line by line, as `memplan.profile` asks for."""
+    """The functions followed line by line, marked with `memplan.profile`."""
     course: Course | None = None
-    """Memory over time by cause, and what is alive at the peak."""
+    """The memory timeline by cause, and the storages live at the peak."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: every number and text of the explanation, without the events of the timeline.
-        Rows of ``course`` are lists."""
-        apart = ("timeline", "course")
-        names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
+        """Return plain data for JSON, without the events of the timeline. Rows of ``course`` are lists."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("timeline", "course")]
         timeline = self.timeline
         return {
             "format": FORMAT,
@@ -272,7 +267,7 @@ def _plain(value: Any) -> Any:
 
 
 def verdict_sentence(use: CardUse) -> str:
-    """Return whether the step fits on its card, and which is the smallest that it fits on."""
+    """Return the sentence on whether the step fits on its card, and on which smallest card it fits."""
     verdict = use.verdict
     needs = format_bytes(verdict.low)
     if verdict.low != verdict.high:
@@ -285,15 +280,15 @@ def verdict_sentence(use: CardUse) -> str:
     )
     room = format_bytes(verdict.capacity)
     if verdict.low > verdict.capacity and verdict.answer != "does not fit":
-        # the allocator gives cached segments back before it gives up
-        taken = f"takes {needs} where there is room, and in {room} gives cached blocks back"
+        # the allocator releases cached segments before it runs out of memory
+        usage = f"takes {needs} where there is room, and in {room} gives cached blocks back"
     else:
-        taken = f"needs {needs} of {room}"
-    return f"{words[verdict.answer]} on {verdict.title}: {taken}; {smallest}"
+        usage = f"needs {needs} of {room}"
+    return f"{words[verdict.answer]} on {verdict.title}: {usage}; {smallest}"
 
 
 def smaller_plans_sentence(use: CardUse, most: int = 3) -> str:
-    """Return which convolutions run with a smaller plan, for want of room; empty where none does."""
+    """Return the sentence on convolutions that run with a smaller cuDNN plan to fit; "" if there are none."""
     different = list(dict.fromkeys(map(str, use.smaller)))
     if not different:
         return ""
@@ -318,39 +313,36 @@ LABELS = {
 
 
 def headline(by_cause: dict[str, int], weight_bytes: int, peak: int) -> str:
-    """Return the sentence that answers "why so much": ``44.7 MiB of weights -> 1.9 GiB peak: 61 % saved activations,
-    ...``."""
+    """Return the first sentence: ``44.7 MiB of weights -> 1.9 GiB peak: 61 % saved activations, ...``."""
     largest = sorted(((size, cause) for cause, size in by_cause.items() if size), reverse=True)
     parts = [f"{_percent(size, peak)} {LABELS[cause]}" for size, cause in largest[:4]]
-    rest = peak - sum(size for size, _ in largest[:4])
-    if rest > 0:
-        parts.append(f"{_percent(rest, peak)} other")
+    other = peak - sum(size for size, _ in largest[:4])
+    if other > 0:
+        parts.append(f"{_percent(other, peak)} other")
     return f"{format_bytes(weight_bytes)} of weights -> {format_bytes(peak)} peak: {', '.join(parts)}"
 
 
 def scaling_sentence(explanation: Explanation) -> str | None:
-    """``0.2 GiB fixed + 58.1 MiB per sample from batch 3 on``, None where it is not known."""
+    """Return ``0.2 GiB fixed + 58.1 MiB per sample from batch 3 on``, or None if the scaling is not known."""
     scaling = explanation.scaling
     if scaling is None:
         return None
     batch, last = scaling.batches[0], scaling.lines[-1]
-    if last.batch > _FAR * batch:  # lines that differ by the rounding of blocks
+    if last.batch > _FAR_BATCH * batch:  # lines that differ by the rounding of blocks
         return f"{_line(scaling.fixed, scaling.per_sample)} (from batch {batch} and {2 * batch})"
-    if abs(last.fixed + last.per_sample * batch - scaling.peaks[0]) <= _NEAR * scaling.peaks[0]:
+    if abs(last.fixed + last.per_sample * batch - scaling.peaks[0]) <= _TOLERANCE * scaling.peaks[0]:
         return f"{_line(last.fixed, last.per_sample)} (from batch {batch} and {2 * batch})"
-    # at this batch another moment of the step is the highest than where activations rule
+    # at this batch the peak is at another moment than at large batches, where activations dominate
     return (
         f"{_line(scaling.fixed, scaling.per_sample)} at batch {batch}, "
         f"{_line(last.fixed, last.per_sample)} from batch {max(1, math.ceil(last.batch))} on"
     )
 
 
-_FAR = 16
-"""How many times the batch another line may begin at and still be told."""
-
-
-_NEAR = 0.02
-"""How far off, in shares of the peak, the line of large batches may be for the one line to be told."""
+_FAR_BATCH = 16
+"""A line that begins above this multiple of the batch is not mentioned."""
+_TOLERANCE = 0.02
+"""If the line of large batches is off by at most this share of the peak, only that line is mentioned."""
 
 
 def _line(fixed: float, per_sample: float) -> str:
@@ -358,7 +350,7 @@ def _line(fixed: float, per_sample: float) -> str:
 
 
 def workspace_sentence(explanation: Explanation) -> str | None:
-    """Return how much higher the peak can be; None where every workspace is known."""
+    """Return the sentence on the peak with the largest workspaces, or None if all workspaces are known."""
     peak = explanation.timeline.peak_allocated
     if explanation.card is None or explanation.card.peak_allocated_high == peak:
         return None
@@ -367,7 +359,7 @@ def workspace_sentence(explanation: Explanation) -> str | None:
 
 
 def peak_sentence(explanation: Explanation) -> str | None:
-    """Return where the peak is: phase, op, layer, file:line."""
+    """Return the sentence on where the peak is: phase, op, layer, file:line; None if it is before all ops."""
     peak = explanation.peak
     if peak is None:
         return None
@@ -377,7 +369,7 @@ def peak_sentence(explanation: Explanation) -> str | None:
 
 
 def summary(explanation: Explanation) -> str:
-    """Return the paragraph."""
+    """Return the paragraph that ``str(explanation)`` shows."""
     lines = [
         explanation.sentence,
         workspace_sentence(explanation),

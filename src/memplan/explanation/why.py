@@ -1,4 +1,4 @@
-"""Why memory ran out, out of torch's own message: where the device's memory was, what was missing, what helps."""
+"""Explain torch's out-of-memory message: who had the device's memory, how much was missing, what helps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from memplan._json import to_plain
 from memplan.simulation.oom_message import OutOfMemoryMessage, read_message
 
 Verdict = Literal["fragmentation", "need", "too large", "others", "limit", "refused", "no figures"]
-"""``fragmentation``: what torch holds unallocated would have been enough. ``need``: all memory that is left would not.
-``too large``: the request alone exceeds the device. ``others``: it would have been enough without other processes.
-``limit``: the process is held to less than the device has. ``refused``: the device had enough left, and did not give
-it. ``no figures``: the message has none."""
-_ROUNDED = 1 << 27
-"""Bytes by which sums of figures with two decimals can be off: 5 MiB for each in GiB."""
-_LITTLE = 0.05
-"""Share of a device that is little to be left over: one more activation takes it."""
-_OLDER = {"CUDA": " (up to torch 2.8: PYTORCH_CUDA_ALLOC_CONF)", "HIP": " (up to torch 2.8: PYTORCH_HIP_ALLOC_CONF)"}
+"""``fragmentation``: the memory that torch has reserved but not allocated would be enough. ``need``: it would not, even
+with all free memory. ``too large``: the request alone exceeds the device. ``others``: it would be enough without the
+other processes. ``limit``: the process may not use more. ``refused``: the device had enough free memory and did not
+give it. ``no figures``: the message has no sizes."""
+_ROUNDING_ERROR = 1 << 27
+"""Bytes by which sums of the message's sizes can be off, since they have two decimals: 5 MiB for each size in GiB."""
+_NEARLY_FULL = 0.05
+"""Below this free share of its memory a device counts as nearly full: the next activation may need as much."""
+_OLD_VARIABLE = {
+    "CUDA": " (up to torch 2.8: PYTORCH_CUDA_ALLOC_CONF)",
+    "HIP": " (up to torch 2.8: PYTORCH_HIP_ALLOC_CONF)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +37,14 @@ class Part:
 class Why(Displayed):
     """Why a request for memory failed. Bytes throughout.
 
-    ``parts`` add up to the device's memory, where the message says how much that is.
+    ``parts`` add up to the device's memory, if the message says how much that is.
     """
 
     message: OutOfMemoryMessage
     parts: tuple[Part, ...]
     verdict: Verdict
     lack: int | None
-    """What was missing, with all that is free and unallocated taken together; 0 or less: nothing. None: not known."""
+    """The request minus all free and unallocated memory; at most 0 if that is enough, None if not known."""
     reason: str
     """The verdict in a sentence."""
     advice: tuple[str, ...]
@@ -52,43 +55,44 @@ class Why(Displayed):
 
     def __str__(self) -> str:
         rows = [f"  {part.name}: {shown(part.bytes)}" for part in self.parts]
-        return "\n".join([headline(self.message), *rows, self.reason, *(f"- {one}" for one in self.advice)])
+        return "\n".join([headline(self.message), *rows, self.reason, *(f"- {advice}" for advice in self.advice)])
 
 
 def why(text: str) -> Why:
-    """Say why memory ran out, from what torch said: any text with the message in it, such as a traceback.
+    """Explain why memory ran out, from torch's out-of-memory message.
 
     Args:
-        text: the message of any torch from 1.1 to 2.13, of CUDA, ROCm, XPU, MPS or the CPU. Of several the last counts.
+        text: any text with the message in it, such as a traceback, of torch 1.1 to 2.13 on CUDA, ROCm, XPU, MPS or the
+            CPU. The last message in it counts.
 
     Raises:
-        InputError: no such message in it.
+        InputError: the text has no such message.
 
     Example:
         >>> print(memplan.why(str(error)).reason)
         Need, not fragmentation: with all that is free and unallocated in one piece, 2.28 GiB are missing.
     """
     message = read_message(text)
-    verdict, lack = _judged(message)
+    verdict, lack = _verdict(message)
     return Why(
         message, tuple(_parts(message)), verdict, lack, _reason(message, verdict, lack), _advice(message, verdict, lack)
     )
 
 
 def headline(message: OutOfMemoryMessage) -> str:
-    """Return what was asked for, where, and what was left."""
+    """Return a line with the device, the request and the free memory."""
     place = message.device if message.gpu is None else f"{message.device}, GPU {message.gpu}"
     text = f"out of memory ({place})"
     if message.requested is not None:
         text += f": {shown(message.requested)} asked for"
-    left = message.free if message.free is not None else _left(message)
-    if left is not None and message.total is not None:
-        text += f", {shown(left)} free of {shown(message.total)}"
+    free = _free(message)
+    if free is not None and message.total is not None:
+        text += f", {shown(free)} free of {shown(message.total)}"
     return text
 
 
-def _left(message: OutOfMemoryMessage) -> int | None:
-    """Return what is free: of MPS, where the message does not say it, what is allowed less what is held."""
+def _free(message: OutOfMemoryMessage) -> int | None:
+    """Return the free bytes of the device: as in the message, or on MPS the allowed minus the allocated bytes."""
     if message.free is not None:
         return message.free
     if message.device == "MPS" and message.total is not None:
@@ -96,19 +100,19 @@ def _left(message: OutOfMemoryMessage) -> int | None:
     return None
 
 
-def _own(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tuple[int, int], ...]]:
-    """Return what this process holds, and the other processes.
+def _own_and_others(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+    """Return the bytes of this process, or None, and (PID, bytes) of the other processes.
 
-    In a container torch does not know its own number and lists itself among the others: it is the one that holds what
-    torch has reserved, and not much more.
+    In a container torch does not know its own PID and lists itself among the others. It is the process with the least
+    memory that is at least what torch has reserved.
     """
     if message.this_process is not None or message.reserved is None:
         return message.this_process, message.processes
-    able = [one for one in message.processes if one[1] + _ROUNDED > message.reserved]
-    if not able:
+    candidates = [process for process in message.processes if process[1] + _ROUNDING_ERROR > message.reserved]
+    if not candidates:
         return None, message.processes
-    own = min(able, key=lambda one: one[1])
-    return own[1], tuple(one for one in message.processes if one is not own)
+    own = min(candidates, key=lambda process: process[1])
+    return own[1], tuple(process for process in message.processes if process is not own)
 
 
 def _parts(message: OutOfMemoryMessage) -> list[Part]:
@@ -120,49 +124,51 @@ def _parts(message: OutOfMemoryMessage) -> list[Part]:
         parts += [Part("allocated by PyTorch in private pools (CUDA graphs)", pools)] if pools else []
     if unallocated is not None:
         parts.append(Part("reserved by PyTorch, in no tensor", unallocated))
-    own, others = _own(message)
+    own, others = _own_and_others(message)
     if own is not None and reserved is not None and own > reserved:
         parts.append(Part("this process beside PyTorch's allocator (context, libraries)", own - reserved))
     parts += [Part(f"process {number}", size) for number, size in others]
     if message.beside is not None:
         parts.append(Part("others than PyTorch", message.beside))
-    left = _left(message)
-    if left is not None:
-        parts.append(Part("free", left))
-    if message.total is None:
-        return parts
-    rest = message.total - sum(part.bytes for part in parts)
-    if rest < 0:
-        return [*parts, Part("beyond the device: in the host's memory, or rounding", rest)]
-    named = own is not None or others or message.beside is not None
-    name = "not named in the message" if named else "the context, libraries, other processes"
-    at = len(parts) - (left is not None)
-    return [*parts[:at], Part(name, rest), *parts[at:]] if rest else parts
+    free = _free(message)
+    unexplained = 0
+    if message.total is not None:
+        unexplained = message.total - sum(part.bytes for part in parts) - (free or 0)
+    if unexplained > 0:
+        named = own is not None or others or message.beside is not None
+        name = "not named in the message" if named else "the context, libraries, other processes"
+        parts.append(Part(name, unexplained))
+    if free is not None:
+        parts.append(Part("free", free))
+    if unexplained < 0:
+        parts.append(Part("beyond the device: in the host's memory, or rounding", unexplained))
+    return parts
 
 
-def _judged(message: OutOfMemoryMessage) -> tuple[Verdict, int | None]:
+def _verdict(message: OutOfMemoryMessage) -> tuple[Verdict, int | None]:
     """Return the verdict, and the bytes that were missing."""
-    requested, left = message.requested, _left(message)
-    if requested is None or (left is None and message.total is None):
+    requested, free = message.requested, _free(message)
+    if requested is None or (free is None and message.total is None):
         return "no figures", None
     if message.total is not None and requested > message.total:
         return "too large", requested - message.total
-    if left is None:
+    if free is None:
         return "no figures", None
     unallocated, reserved = message.unallocated or 0, message.reserved
-    if message.allowed is not None and reserved is not None and left >= requested:
+    if message.allowed is not None and reserved is not None and free >= requested:
         lack = requested - max(message.allowed - reserved, 0) - unallocated
         return ("fragmentation" if lack <= 0 else "limit"), lack
-    lack = requested - left - unallocated
-    if left >= requested and message.device != "MPS":
+    lack = requested - free - unallocated
+    if free >= requested and message.device != "MPS":
         return "refused", lack
     if lack <= 0:
         return "fragmentation", lack
-    return ("others" if sum(size for _, size in _own(message)[1]) + (message.beside or 0) >= lack else "need"), lack
+    by_others = sum(size for _, size in _own_and_others(message)[1]) + (message.beside or 0)
+    return ("others" if by_others >= lack else "need"), lack
 
 
 def _reason(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> str:
-    requested, left, unallocated = message.requested or 0, _left(message) or 0, message.unallocated or 0
+    requested, free, unallocated = message.requested or 0, _free(message) or 0, message.unallocated or 0
     missing = shown(max(lack or 0, 0))
     if verdict == "fragmentation":
         text = (
@@ -181,11 +187,11 @@ def _reason(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> 
     if verdict == "limit":
         return (
             f"A limit of the process's own: it may hold {shown(message.allowed or 0)}, {missing} too little; the "
-            f"device has {shown(left)} left."
+            f"device has {shown(free)} left."
         )
     if verdict == "refused":
         return (
-            f"The device had {shown(left)} left and did not give {shown(requested)}: another process gave memory back "
+            f"The device had {shown(free)} left and did not give {shown(requested)}: another process gave memory back "
             "since then, or the driver, the host or a pool has a limit of its own."
         )
     if message.requested is not None:
@@ -194,37 +200,39 @@ def _reason(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> 
 
 
 def _is_nearly_full(message: OutOfMemoryMessage, lack: int | None) -> bool:
-    """Return whether hardly anything would be left without fragments, so that the next request may fail."""
-    return message.total is not None and lack is not None and -lack < _LITTLE * message.total
+    """Check whether so little would be free without fragmentation that the next request may fail."""
+    return message.total is not None and lack is not None and -lack < _NEARLY_FULL * message.total
 
 
 def _advice(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> tuple[str, ...]:
-    found: list[str] = []
+    advice: list[str] = []
     if verdict == "others":
-        numbers = ", ".join(str(number) for number, _ in _own(message)[1])
-        found.append(f"End the other processes, if they are yours: {numbers}" if numbers else "Close what else uses it")
+        numbers = ", ".join(str(number) for number, _ in _own_and_others(message)[1])
+        advice.append(
+            f"End the other processes, if they are yours: {numbers}" if numbers else "Close what else uses it"
+        )
     if verdict == "limit":
-        found.append(
+        advice.append(
             "Raise the limit: torch.cuda.set_per_process_memory_fraction, or per_process_memory_fraction in "
             "PYTORCH_ALLOC_CONF"
         )
     if verdict == "fragmentation" and message.device in ("CUDA", "HIP", "XPU"):
-        older = _OLDER.get(message.device, "")
-        found.append(f"Set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts{older}")
+        older = _OLD_VARIABLE.get(message.device, "")
+        advice.append(f"Set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts{older}")
     if verdict == "fragmentation" and message.private_pools:
-        found.append("Let CUDA graphs share one pool: torch.cuda.graph(..., pool=...)")
+        advice.append("Let CUDA graphs share one pool: torch.cuda.graph(..., pool=...)")
     if verdict in ("refused", "no figures") and message.device != "CPU":
-        found.append("See what else uses the device (nvidia-smi, rocm-smi), and how much memory the host has left")
+        advice.append("See what else uses the device (nvidia-smi, rocm-smi), and how much memory the host has left")
     if verdict not in ("fragmentation", "refused") or (verdict == "fragmentation" and _is_nearly_full(message, lack)):
-        found += [
+        advice += [
             "See what the step needs, and of what: memplan run SCRIPT, or memplan explain TARGET --device CARD",
             "Find the largest batch that fits: memplan largest TARGET --device CARD",
             "Make the step fit with the same result: memplan fit TARGET --budget SIZE",
         ]
     if message.device in ("CUDA", "HIP"):
-        found.append(
+        advice.append(
             "For the lines that hold it, and the settings that would have helped, take a snapshot: call "
             "torch.cuda.memory._record_memory_history() at the start and "
             "torch.cuda.memory._dump_snapshot('oom.pickle') where it fails; then memplan replay oom.pickle"
         )
-    return tuple(found)
+    return tuple(advice)

@@ -1,1 +1,1 @@
-"""Trace -> Timeline: bytes over time."""
+"""Simulation of a trace's memory over time, and of torch's CUDA caching allocator."""

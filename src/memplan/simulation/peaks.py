@@ -1,4 +1,4 @@
-"""The peaks of a timeline: over all, and of each step."""
+"""Build a `Timeline` with its peaks, overall and of each step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ def timeline_of(
     log: tuple[AllocatorEvent, ...] = (),
     segments: tuple[Segment, ...] = (),
 ) -> Timeline:
-    """Return a Timeline of levels after each event; ``bounds`` are 0, the ticks at which steps begin, and the last
-    tick."""
+    """Return the timeline of ``events``, the levels after each event in order.
+
+    Args:
+        device: its name.
+        events: (tick, allocated, reserved), in bytes.
+        bounds: 0, the ticks at which steps begin, and the last tick.
+        log: all events of the caching allocator.
+        segments: its segments at the end.
+    """
     peaks = _peaks(events, bounds)
     top = max(peaks, key=lambda peak: peak.peak_allocated)
     levels = {tick: allocated for tick, allocated, _ in events}
@@ -39,22 +46,21 @@ def timeline_of(
 
 
 def _peaks(events: Sequence[Level], bounds: Sequence[int]) -> list[StepPeak]:
-    """Return the peak between each two bounds; what is held when a step begins counts for it."""
+    """Return the peak between consecutive bounds. The level when a step begins counts for that step.
+
+    Reserved bytes seldom fall, so their tick is the first at which the most of the peak is allocated.
+    """
     peaks: list[StepPeak] = []
     position, allocated, reserved = 0, 0, 0
     for start, end in pairwise(bounds):
-        most, most_tick = allocated, start
-        held, beside, held_tick = (
-            reserved,
-            allocated,
-            start,
-        )  # reserved bytes seldom fall: where the most is used of them
+        peak_allocated, peak_tick = allocated, start
+        peak_reserved, allocated_then, reserved_tick = reserved, allocated, start
         while position < len(events) and events[position][0] <= end:
             tick, allocated, reserved = events[position]
-            if allocated > most:
-                most, most_tick = allocated, tick
-            if (reserved, allocated) > (held, beside):
-                held, beside, held_tick = reserved, allocated, tick
+            if allocated > peak_allocated:
+                peak_allocated, peak_tick = allocated, tick
+            if (reserved, allocated) > (peak_reserved, allocated_then):
+                peak_reserved, allocated_then, reserved_tick = reserved, allocated, tick
             position += 1
-        peaks.append(StepPeak(start, end, most, held, most_tick, held_tick))
+        peaks.append(StepPeak(start, end, peak_allocated, peak_reserved, peak_tick, reserved_tick))
     return peaks

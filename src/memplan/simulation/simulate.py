@@ -1,4 +1,4 @@
-"""Trace -> Timeline: how many bytes are live, and held from the device, after every event."""
+"""Simulate a trace: the bytes allocated and reserved after every event."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ Workspace = Literal["low", "high", "measured"]
 def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace = "high") -> Timeline:
     """Return the bytes live over build and all steps of a trace.
 
-    On the CPU bytes are as requested: torch's CPU allocator neither rounds nor caches, so ``reserved`` equals
-    ``allocated``. On a card they are those of the caching allocator's blocks and segments.
+    On the CPU these are the requested bytes: torch's CPU allocator neither rounds nor caches, so ``reserved`` equals
+    ``allocated``. On a card they are the bytes of the caching allocator's blocks and segments.
 
     Args:
         trace: a recorded or measured step.
-        settings: of the caching allocator, as in the variable ``PYTORCH_ALLOC_CONF``; its defaults where None.
-        workspace: the case to take of workspaces that are known as an interval: the least, the most, or what was
-            measured (where every one was). Between the two lies ``peak_allocated``, to the 1 MiB that each block can
-            keep unsplit; of ``peak_reserved`` see `memplan.simulation.workspace_bounds`.
+        settings: of the caching allocator, as in the variable ``PYTORCH_ALLOC_CONF``; by default torch's.
+        workspace: which size to assume for workspaces whose size is known as an interval: its lower or upper end, or
+            "measured", which needs all of them measured. The real ``peak_allocated`` lies between "low" and "high", up
+            to the 1 MiB that each block can keep unsplit; for ``peak_reserved`` see
+            `memplan.simulation.workspace_bounds`.
 
     Raises:
-        UsageError: unknown ``settings``, or any for the CPU; no such ``workspace``; "measured" where one was not.
+        UsageError: unknown ``settings``, or any for the CPU; an unknown ``workspace``; "measured" if a workspace was
+            not measured.
 
     Example:
         >>> memplan.simulate(memplan.record(build, device="h100")).peak_allocated
@@ -66,18 +68,18 @@ def _on_card(trace: Trace, settings: AllocatorSettings, workspace: Workspace) ->
             expected="a step whose workspaces were all measured",
             do="Take 'low' and 'high', which bound it.",
         )
-    found = [_driven(trace, settings, low=workspace == "low", apart=False)]
-    if workspace == "high" and unknown:  # whichever of the two holds more
-        found.append(_driven(trace, settings, low=False, apart=True))
-    return max(found, key=lambda timeline: timeline.peak_reserved)
+    timelines = [_run(trace, settings, low=workspace == "low", separate=False)]
+    if workspace == "high" and unknown:  # either of the two can reserve more
+        timelines.append(_run(trace, settings, low=False, separate=True))
+    return max(timelines, key=lambda timeline: timeline.peak_reserved)
 
 
-def _driven(trace: Trace, settings: AllocatorSettings, *, low: bool, apart: bool) -> Timeline:
-    allocator, events = drive(trace, settings, low=low, apart=apart)
+def _run(trace: Trace, settings: AllocatorSettings, *, low: bool, separate: bool) -> Timeline:
+    allocator, events = drive(trace, settings, low=low, separate=separate)
     bounds = (0, *trace.steps, trace.end)
     return timeline_of(trace.device, events, bounds, tuple(allocator.log), allocator.segments())
 
 
 def live_at(trace: Trace, tick: int) -> list[Storage]:
-    """Return the storages that count and are allocated right after the event ``tick``."""
+    """Return the counted storages that are live right after the event ``tick``."""
     return [s for s in trace.counted if s.born <= tick and (s.died is None or s.died > tick)]

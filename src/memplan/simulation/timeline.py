@@ -1,4 +1,4 @@
-"""What a simulation says: bytes over time and, with a caching allocator, every block and segment. Plain data."""
+"""The result of a simulation: bytes over time and, with a caching allocator, every block and segment."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Action = Literal[
     "segment_unmap",
     "oom",
 ]
-"""What an allocator does, in the words of torch's memory snapshots."""
+"""Actions of an allocator, as in torch's memory snapshots."""
 
 BlockState = Literal["active_allocated", "active_pending_free", "inactive"]
 Pool = tuple[int, int]
-"""Id of a memory pool: (0, 0) is the default one, others belong to CUDA graphs or to the user."""
+"""Id of a memory pool: (0, 0) is the default pool, others belong to CUDA graphs or to the user."""
 
 DEFAULT_POOL: Pool = (0, 0)
 
 
 class AllocatorEvent(NamedTuple):
-    """One thing that the allocator did. Bytes as requested for blocks, as mapped for segments."""
+    """An event of the allocator. ``size`` is the requested bytes of a block, or the bytes of a segment."""
 
     action: Action
     address: int
@@ -36,14 +36,14 @@ class AllocatorEvent(NamedTuple):
     stream: int = 0
     pool: Pool = DEFAULT_POOL
     owner: int | None = None
-    """Of a block: the storage it was given to, or an id of the replayed snapshot."""
+    """Of a block: its storage in the trace, or its id in a replayed snapshot."""
     tick: int = 0
-    """The tick of the trace that caused it."""
+    """The tick of the trace at which it happened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a segment. ``size`` is in bytes as cut, ``requested`` as asked for (0: nothing lives here)."""
+    """A block of a segment, in bytes: ``size`` is rounded, ``requested`` is not (0 for a free block)."""
 
     address: int
     size: int
@@ -54,13 +54,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory held from the device, in bytes, and its blocks without gaps in order of address."""
+    """A segment that the allocator reserved, in bytes, and its blocks in order of address without gaps."""
 
     address: int
     size: int
     stream: int
     small: bool
-    """Of the pool for requests of at most 1 MiB."""
+    """Whether it serves requests of at most 1 MiB."""
     pool: Pool
     expandable: bool
     blocks: tuple[Block, ...]
@@ -68,7 +68,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepPeak:
-    """The most that one step (or the building before the first) holds, in bytes, and the ticks at which it does."""
+    """The peaks of a step (or of the building before the first step), in bytes, and their ticks."""
 
     start: int
     end: int
@@ -83,9 +83,9 @@ class Timeline(Displayed):
     """Bytes over time.
 
     ``events`` are (tick, allocated, reserved), in order; on a device without a caching allocator reserved equals
-    allocated. ``peak_tick`` is the first tick at which ``peak_allocated`` is reached, ``reserved_tick`` the first of
-    those with ``peak_reserved`` at which the most is allocated. With a caching allocator, ``log`` is all that it did
-    and ``segments`` what it held at the end.
+    allocated. ``peak_tick`` is the first tick with ``peak_allocated``. ``reserved_tick`` is the tick with
+    ``peak_reserved`` at which the most is allocated (the first of these). With a caching allocator, ``log`` has all its
+    events and ``segments`` its segments at the end.
     """
 
     device: str

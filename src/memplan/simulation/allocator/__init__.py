@@ -1,1 +1,1 @@
-"""torch's caching allocator."""
+"""A simulation of torch's CUDA caching allocator."""

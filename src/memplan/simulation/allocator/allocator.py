@@ -1,7 +1,7 @@
-"""torch's CUDA caching allocator, exactly: the same requests get the same addresses and take the same segments.
+"""torch's CUDA caching allocator, simulated exactly: the same requests get the same addresses and segments.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp as of torch 2.10; what came since adds settings (see
-`memplan.simulation.allocator.settings`), no rules for these. Bytes throughout.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp of torch 2.10. Later versions add settings (see
+`memplan.simulation.allocator.settings`), but do not change these rules. Bytes throughout.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _DEFAULTS = AllocatorSettings()
 
 
 class CachingAllocator(BlockTable):
-    """One device's caching allocator.
+    """The caching allocator of a device.
 
     Args:
         settings: as in PYTORCH_ALLOC_CONF.
-        capacity: bytes that the device can give to this allocator; None: no end.
-        place: gives the address of each new segment (with expandable segments: of each new range of addresses) of so
-            many bytes. By default, one behind the other.
-        total: bytes of the whole card, of which ``settings.memory_fraction`` is a share; ``capacity`` where not given.
-        limit: bytes that the process allows itself, as `torch.cuda.set_per_process_memory_fraction` sets them.
-            Garbage is collected only where there is such a limit.
+        capacity: bytes that the device can give to this allocator; None: unlimited.
+        place: maps the size of a new segment (with expandable segments: of a new address range) to its address. By
+            default the segments follow each other.
+        total: bytes of the whole card, of which ``settings.memory_fraction`` is a share; by default ``capacity``.
+        limit: bytes that the process may hold, as `torch.cuda.set_per_process_memory_fraction` sets them. Garbage is
+            collected only if there is such a limit.
 
     Example:
         >>> allocator = CachingAllocator()
@@ -59,16 +59,16 @@ class CachingAllocator(BlockTable):
         self.settings = settings
         self.limit = limit
         self._cache = SegmentCache(settings, self._device, place or ascending(), total, limit)
-        self._rounds = bool(settings.roundup_power2_divisions)
+        self._has_divisions = bool(settings.roundup_power2_divisions)
 
     @property
     def reserved(self) -> int:
-        """Bytes held from the device."""
+        """Bytes of all segments."""
         return self._device.reserved
 
     @property
     def capacity(self) -> int | None:
-        """Bytes that the device can give to this allocator; None: no end."""
+        """Bytes that the device can give to this allocator; None: unlimited."""
         return self._device.capacity
 
     @capacity.setter
@@ -87,21 +87,21 @@ class CachingAllocator(BlockTable):
         tick: int = 0,
         fresh: bool = False,
     ) -> int:
-        """Hand out a block.
+        """Allocate a block.
 
         Args:
-            size: bytes; 0 takes no block.
-            stream: the stream that it is for.
-            pool: of a CUDA graph or the user's; while one is in use, no segment is released for a request.
+            size: bytes; 0 allocates no block.
+            stream: the stream that allocates it.
+            pool: a memory pool, such as that of a CUDA graph. For a private pool no cached memory is released.
             owner: written into the log and the block.
             tick: written into the log.
-            fresh: pass over the free blocks, as torch does once it has released what is unused.
+            fresh: do not reuse a free block, as torch after it has released unused segments.
 
         Returns:
-            The block's address; 0 for 0 bytes.
+            The address of the block; 0 for 0 bytes.
 
         Raises:
-            OutOfMemory: the device has too little, also after the releases that torch makes.
+            OutOfMemory: the device has too little memory, even after unused segments were released.
             UsageError: a negative size.
         """
         if size <= 0:
@@ -109,16 +109,16 @@ class CachingAllocator(BlockTable):
                 raise UsageError(f"a request for {size} bytes", expected="0 or more")
             return 0
         self._device.tick = tick
-        rounded = block_size(self.settings, size) if self._rounds else round_to_blocks(size)
+        rounded = block_size(self.settings, size) if self._has_divisions else round_to_blocks(size)
         pools = self._cache.pools.get(pool) or self._cache.pool(pool)
-        source = pools[0] if rounded <= LARGEST_SMALL else pools[1]
-        if self._cache.collects:
-            source.asked += 1
-        chunk = None if fresh else self._cache.take_free(source, stream, rounded)
+        chunks = pools[0] if rounded <= LARGEST_SMALL else pools[1]
+        if self._cache.collects_garbage:
+            chunks.request_count += 1
+        chunk = None if fresh else self._cache.take_free(chunks, stream, rounded)
         if chunk is None:
-            chunk = self._grow(source, stream, rounded, size)
-        if self._cache.splits(source, chunk.size - rounded, rounded):
-            source.add(chunk.cut(rounded))
+            chunk = self._allocate_chunk(chunks, stream, rounded, size)
+        if self._cache.splits(chunks, chunk.size - rounded, rounded):
+            chunks.add(chunk.split(rounded))
         chunk.state = LIVE
         chunk.requested = size
         chunk.owner = owner
@@ -132,18 +132,17 @@ class CachingAllocator(BlockTable):
     # Releases
 
     def empty_cache(self, *, tick: int = 0) -> None:
-        """Wait for all streams as `torch.cuda.empty_cache` does, then return every segment, or page, that is all
-        free."""
+        """Wait for all streams and release every unused segment and page, as `torch.cuda.empty_cache` does."""
         self._device.tick = tick
         self._release_unused()
 
     def retire(self, pool: Pool) -> None:
-        """Note that the last user of a private pool is gone: from now on its unused segments may be released, too."""
+        """Allow the release of unused segments of a private pool that nobody uses any more."""
         if pool != DEFAULT_POOL and pool not in self._cache.retired:
             self._cache.retired.append(pool)
 
     def release_segment(self, address: int, *, tick: int = 0) -> bool:
-        """Return the segment that begins at ``address`` to the device, if it is all free; whether it was."""
+        """Release the segment at ``address`` if no block in it is in use. Return whether it was released."""
         chunk = self._cache.firsts.get(address)
         if chunk is None or chunk.state != FREE or not chunk.whole:
             return False
@@ -152,13 +151,13 @@ class CachingAllocator(BlockTable):
         return True
 
     def unmap(self, address: int, size: int, *, tick: int = 0) -> bool:
-        """Take back the memory of an expandable segment between two page boundaries, if it is all free.
+        """Unmap ``size`` bytes of an expandable segment, which begin and end at page boundaries.
 
         Returns:
-            Whether it was, and lay within one free block.
+            Whether they were unmapped: they must lie within a free block.
         """
-        around = (chunk for chunk in self._cache.free_chunks() if 0 <= address - chunk.address < chunk.size)
-        chunk = next(around, None)
+        containing = (chunk for chunk in self._cache.free_chunks() if 0 <= address - chunk.address < chunk.size)
+        chunk = next(containing, None)
         if chunk is None or chunk.reservation is None or chunk.address + chunk.size < address + size:
             return False
         reservation = chunk.reservation
@@ -170,13 +169,13 @@ class CachingAllocator(BlockTable):
     # State
 
     def restore(self, segments: Iterable[Segment]) -> None:
-        """Begin with these segments and blocks instead of with nothing; the log stays empty.
+        """Set the state of a new allocator to these segments and blocks; the log stays empty.
 
-        A pending block waits until `complete` or `synchronize`. Where an expandable segment lies in its range of
-        addresses is not recorded: a range is taken to begin at its first segment.
+        A pending block stays so until `complete` or `synchronize`. The address range that an expandable segment lies in
+        is not recorded: it is assumed to begin at its first segment.
 
         Raises:
-            UsageError: something is already held, or blocks do not fill their segment, or segments overlap.
+            UsageError: the allocator is in use, or blocks do not fill their segment, or segments overlap.
         """
         if self._device.reserved or self.log:
             raise UsageError("an allocator that is in use cannot be given a state", expected="a new one")
@@ -191,34 +190,34 @@ class CachingAllocator(BlockTable):
                 chunk = chunk.right
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return what is held now, in order of address; of expandable segments, each stretch that has memory."""
+        """Return the segments in order of address. Each mapped stretch of an expandable segment counts as a segment."""
         return self._cache.segments()
 
     # Within
 
-    def _grow(self, pool: ChunkPool, stream: int, size: int, requested: int) -> Chunk:
-        """Return a chunk of new memory, with the releases that torch makes where the device has too little."""
-        if self._cache.collects:
+    def _allocate_chunk(self, pool: ChunkPool, stream: int, size: int, requested: int) -> Chunk:
+        """Return a chunk of new memory. If the device has too little, release cached memory in torch's order first."""
+        if self._cache.collects_garbage:
             self._cache.collect_garbage()
-        chunk = self._cache.from_device(pool, stream, size)
+        chunk = self._cache.allocate(pool, stream, size)
         if chunk is None and not (self.settings.reject_over_limit and self._cache.over_limit(size)):
             if self._cache.release_oversize(pool, stream, size):
-                chunk = self._cache.from_device(pool, stream, size)
+                chunk = self._cache.allocate(pool, stream, size)
             if chunk is None and pool.ident == DEFAULT_POOL:
                 self._release_unused()
-                chunk = self._cache.from_device(pool, stream, size)
+                chunk = self._cache.allocate(pool, stream, size)
         if chunk is None:
             raise self._out_of_memory(pool, stream, size, requested)
         return chunk
 
     def _release_unused(self) -> None:
-        """Return every segment and page without a block in it, after waiting for all streams."""
+        """Wait for all streams and release every segment and page without a block in use."""
         self._synchronize()
         self._cache.release_unused()
 
     def _out_of_memory(self, pool: ChunkPool, stream: int, size: int, requested: int) -> OutOfMemory:
-        ceilings = [ceiling for ceiling in (self.capacity, self.limit) if ceiling is not None]
-        left = max(min(ceilings) - self.reserved, 0)
+        capacity = min(bound for bound in (self.capacity, self.limit) if bound is not None)
+        left = max(capacity - self.reserved, 0)
         self.log.append(AllocatorEvent("oom", left, size, stream, pool.ident, None, self._device.tick))
         free = [chunk.size for chunk in self._cache.free_chunks()]
         return OutOfMemory(
@@ -228,5 +227,5 @@ class CachingAllocator(BlockTable):
             allocated=self.allocated,
             free_in_blocks=sum(free),
             largest_free=max(free, default=0),
-            capacity=min(ceilings),
+            capacity=capacity,
         )

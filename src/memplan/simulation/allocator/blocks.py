@@ -1,4 +1,4 @@
-"""Blocks of the caching allocator: handed out, or given back and still waiting for other streams."""
+"""The blocks in use of the caching allocator: allocated, or freed and still waiting for other streams."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from memplan.simulation.timeline import Action, AllocatorEvent
 
 
 class BlockTable:
-    """The blocks that are not free, by address, and the bytes in them."""
+    """The blocks in use by address, and the bytes in them."""
 
     def __init__(self, capacity: int | None) -> None:
         self.allocated = 0
-        """Bytes in blocks that are handed out."""
+        """Bytes in allocated blocks."""
         self.active = 0
-        """The same, and those of blocks given back that still wait for other streams."""
+        """``allocated`` plus the bytes of freed blocks that still wait for other streams."""
         self.requested = 0
-        """Bytes as asked for, of the active blocks."""
+        """Bytes requested for the active blocks, before rounding."""
         self._device = Device(capacity)
         self.log: list[AllocatorEvent] = self._device.log
-        """Every action, in torch's order and words."""
+        """All events, in the order and with the names of torch's memory snapshots."""
         self._live: dict[int, Chunk] = {}
         self._pending: dict[int, Chunk] = {}
 
     def free(self, address: int, *, tick: int = 0) -> None:
-        """Give a block back: free at once, or once the other streams that it was used on are done with it.
+        """Free a block: at once, or pending until the other streams that used it are done with it.
 
         Raises:
-            UsageError: no block handed out begins there.
+            UsageError: no allocated block has this address.
         """
         if address == 0:
             return
@@ -38,18 +38,18 @@ class BlockTable:
         self._device.tick = tick
         self.allocated -= chunk.size
         self._log_block("free_requested", chunk)
-        if chunk.uses is None:
+        if chunk.other_streams is None:
             self._complete(chunk)
         else:
-            chunk.uses = None
+            chunk.other_streams = None
             chunk.state = PENDING
             self._pending[address] = chunk
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Note that a block is used on another stream than its own: giving it back will wait for that one.
+        """Record that ``stream`` uses a block, so that freeing it waits for that stream.
 
         Raises:
-            UsageError: no block handed out begins there.
+            UsageError: no allocated block has this address.
         """
         if address == 0:
             return
@@ -57,13 +57,13 @@ class BlockTable:
         if chunk is None:
             raise _no_block(address, "handed out")
         if stream != chunk.stream:
-            chunk.uses = {stream} if chunk.uses is None else chunk.uses | {stream}
+            chunk.other_streams = {stream} if chunk.other_streams is None else chunk.other_streams | {stream}
 
     def complete(self, address: int, *, tick: int = 0) -> None:
-        """Free a block that was given back: the other streams are done with it.
+        """Finish the free of a pending block: the other streams are done with it.
 
         Raises:
-            UsageError: no such block begins there.
+            UsageError: no pending block has this address.
         """
         chunk = self._pending.pop(address, None)
         if chunk is None:
@@ -72,12 +72,12 @@ class BlockTable:
         self._complete(chunk)
 
     def synchronize(self, *, tick: int = 0) -> None:
-        """Free every block that waits for a stream, in the order in which they were given back."""
+        """Finish the free of all pending blocks, in the order in which they were freed."""
         self._device.tick = tick
         self._synchronize()
 
     def _complete(self, chunk: Chunk) -> None:
-        """Put a block into its pool, merged with its free neighbours."""
+        """Return a block to its pool, merged with its free neighbors."""
         self._log_block("free_completed", chunk)
         self.active -= chunk.size
         self.requested -= chunk.requested
@@ -87,21 +87,21 @@ class BlockTable:
         pool, left, right = chunk.pool, chunk.left, chunk.right
         if right is not None and right.state == FREE and right.mapped:
             pool.remove(right)
-            chunk.absorb_right()
+            chunk.merge_right()
         if left is not None and left.state == FREE and left.mapped:
             pool.remove(left)
-            left.absorb_right()
+            left.merge_right()
             chunk = left
         pool.add(chunk)
 
     def _synchronize(self) -> None:
-        waiting = list(self._pending.values())
+        pending = list(self._pending.values())
         self._pending.clear()
-        for chunk in waiting:
+        for chunk in pending:
             self._complete(chunk)
 
     def _adopt(self, chunk: Chunk) -> None:
-        """Count a restored chunk."""
+        """Add a restored chunk to the tables and totals."""
         if not chunk.mapped:
             return
         self._device.reserved += chunk.size

@@ -1,4 +1,4 @@
-"""The card as the caching allocator sees it: how much it has given, and the log of all that was done."""
+"""The device under the caching allocator: its memory in use, and the log of all events."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ ALIGNMENT = 2 << 20
 
 
 class OutOfMemory(Exception):
-    """The device has too little for a request, even after all unused segments went back to it. Bytes throughout.
+    """The device has too little memory for a request, even after all unused segments were released. Bytes throughout.
 
     Args:
-        requested: what was asked for.
-        segment: what would have had to come from the device for it, at most.
-        reserved: what the allocator held.
-        allocated: what of it was in blocks handed out.
-        free_in_blocks: what of it was in free blocks, of all pools and streams.
-        largest_free: the largest of these blocks.
-        capacity: what the device could give in all; where a limit of the process's own was in the way, that limit.
+        requested: the size of the request.
+        segment: the new memory needed for it, at most.
+        reserved: the size of the allocator's segments.
+        allocated: the part of ``reserved`` in allocated blocks.
+        free_in_blocks: the part of ``reserved`` in free blocks, of all pools and streams.
+        largest_free: the largest of these free blocks.
+        capacity: what the device could give in all, or the limit of the process if that is lower.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class OutOfMemory(Exception):
 
 
 class Device:
-    """Bytes given to an allocator, up to a capacity.
+    """Memory of a device, reserved by an allocator up to a capacity.
 
     Args:
-        capacity: bytes that the card can give; None: no end.
+        capacity: bytes that the device can give; None: unlimited.
     """
 
     def __init__(self, capacity: int | None) -> None:
@@ -62,35 +62,35 @@ class Device:
         self.reserved = 0
         self.log: list[AllocatorEvent] = []
         self.tick = 0
-        """Stamped on what is logged."""
+        """Of the events logged next."""
 
     def has(self, size: int) -> bool:
-        """Return whether ``size`` bytes are left."""
+        """Check whether ``size`` bytes are left."""
         return self.capacity is None or self.reserved + size <= self.capacity
 
-    def take(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
-        """Take memory for the allocator."""
+    def reserve(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
+        """Reserve memory for the allocator and log it."""
         self.reserved += size
         self.log.append(AllocatorEvent(action, address, size, stream, pool, None, self.tick))
 
-    def give_back(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
-        """Return memory to the card."""
+    def release(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
+        """Release memory of the allocator and log it."""
         self.reserved -= size
         self.log.append(AllocatorEvent(action, address, size, stream, pool, None, self.tick))
 
 
 def ascending(above: int = 0) -> Callable[[int], int]:
-    """Return a source of addresses that never overlap: each behind the last one, in multiples of 2 MiB.
+    """Return a function from sizes to addresses that follow each other, in multiples of 2 MiB.
 
     Args:
-        above: the end of the addresses that are taken.
+        above: the end of the addresses in use.
     """
-    following = max(FIRST_ADDRESS, -(-above // ALIGNMENT) * ALIGNMENT)
+    next_address = max(FIRST_ADDRESS, -(-above // ALIGNMENT) * ALIGNMENT)
 
     def place(size: int) -> int:
-        nonlocal following
-        address = following
-        following += -(-size // ALIGNMENT) * ALIGNMENT
+        nonlocal next_address
+        address = next_address
+        next_address += -(-size // ALIGNMENT) * ALIGNMENT
         return address
 
     return place

@@ -1,4 +1,4 @@
-"""Expandable segments: ranges of addresses that get and lose memory a page at a time."""
+"""Expandable segments: reserved address ranges in which pages are mapped and unmapped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from memplan.simulation.allocator.rounding import SMALL_SEGMENT
 from memplan.simulation.allocator.settings import AllocatorSettings
 
 UNKNOWN_CARD = 1 << 42
-"""Bytes to reserve addresses for where the card's memory is not known: more than any card has."""
+"""Bytes to reserve addresses for if the card's memory is not known: more than any card has."""
 
 
 class ExpandableSegments:
-    """Gives memory to addresses and takes it back, and keeps pools and neighbours in step.
+    """Maps and unmaps pages of reserved addresses, and updates the chunks and their pools.
 
     Args:
-        settings: for the page of the large pool.
-        device: what the memory comes from.
-        place: gives the address of a new reservation of so many bytes.
-        total: bytes of the whole card; addresses are reserved for 9/8 of it, as torch does.
+        settings: for the page size of the large pool.
+        device: the memory that is mapped.
+        place: maps the size of a new reservation to its address.
+        total: bytes of the whole card; as in torch, addresses are reserved for 9/8 of it.
     """
 
     def __init__(
@@ -33,50 +33,48 @@ class ExpandableSegments:
         self.reservations: list[Reservation] = []
 
     def page(self, pool: ChunkPool) -> int:
-        """Return the bytes of a page of this pool."""
+        """Return the page size of this pool."""
         return SMALL_SEGMENT if pool.small else self._large_page
 
     def reservation_size(self, pool: ChunkPool, size: int = 0) -> int:
-        """Return the bytes of addresses that are reserved at a time for this pool; enough for a request of ``size``."""
+        """Return the size of a new address range for this pool, at least ``size``."""
         page = self.page(pool)
         return -(-max(self._total + self._total // 8, size) // page) * page
 
     def allocate(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
-        """Return a chunk of at least ``size`` bytes, in no pool; None where the device has too little.
+        """Return a mapped chunk of at least ``size`` bytes, in no pool, or None if the device has too little memory.
 
-        What was mapped before the device ran out stays, as free chunks.
+        Pages that were mapped before the device ran out stay mapped, as free chunks.
         """
-        found = self._room(pool, stream, size) or self._reserve(pool, stream, size)
-        if not found.mapped:
-            found = self._map(found, min(size, found.size))
-        while found is not None and found.size < size:
-            behind = found.right
-            assert behind is not None
-            found = self._map(behind, min(size - found.size, behind.size))
-        if found is not None:
-            pool.remove(found)
-        return found
+        chunk = self._first_with_space(pool, stream, size)
+        if chunk is None:
+            reserved = self.reservation_size(pool, size)
+            chunk = self.reserve_at(pool, stream, self._place(reserved), reserved)
+        if not chunk.mapped:
+            chunk = self._map(chunk, min(size, chunk.size))
+        while chunk is not None and chunk.size < size:
+            right = chunk.right
+            assert right is not None
+            chunk = self._map(right, min(size - chunk.size, right.size))
+        if chunk is not None:
+            pool.remove(chunk)
+        return chunk
 
-    def _room(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
-        """Return where free and unmapped chunks that touch make up ``size``: the first of them, at the lowest
-        address."""
-        for chunk in pool.unmapped(stream):
-            before = chunk.left
-            start = before if before is not None and before.state == FREE else chunk
-            room, at = 0, start
-            while room < size and at is not None and at.state == FREE:
-                room += at.size
-                at = at.right
-            if room >= size:
-                return start
+    def _first_with_space(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
+        """Return the chunk of lowest address where adjacent free and unmapped chunks add up to ``size`` bytes."""
+        for unmapped in pool.unmapped(stream):
+            left = unmapped.left
+            first = left if left is not None and left.state == FREE else unmapped
+            space, chunk = 0, first
+            while space < size and chunk is not None and chunk.state == FREE:
+                space += chunk.size
+                chunk = chunk.right
+            if space >= size:
+                return first
         return None
 
-    def _reserve(self, pool: ChunkPool, stream: int, needed: int) -> Chunk:
-        size = self.reservation_size(pool, needed)
-        return self.reserve_at(pool, stream, self._place(size), size)
-
     def reserve_at(self, pool: ChunkPool, stream: int, address: int, size: int) -> Chunk:
-        """Return a new reservation without memory."""
+        """Reserve an address range and return its chunk, which is not mapped."""
         chunk = Chunk(pool, stream, address, size, None)
         chunk.mapped = False
         chunk.reservation = Reservation(address, size, self.page(pool), chunk)
@@ -85,7 +83,7 @@ class ExpandableSegments:
         return chunk
 
     def _map(self, chunk: Chunk, size: int) -> Chunk | None:
-        """Give memory to the first ``size`` bytes of an unmapped chunk, in whole pages; the free chunk they are in."""
+        """Map pages for the first ``size`` bytes of an unmapped chunk. Return the chunk that contains them, or None."""
         reservation = chunk.reservation
         assert reservation is not None
         start, pool = chunk.address, chunk.pool
@@ -94,22 +92,22 @@ class ExpandableSegments:
             return None
         pool.remove_unmapped(chunk)
         if size < chunk.size:
-            pool.add_unmapped(chunk.cut(size))
+            pool.add_unmapped(chunk.split(size))
         chunk.mapped = True
-        before, behind = chunk.left, chunk.right
-        if behind is not None and behind.state == FREE and behind.mapped:
-            pool.remove(behind)
-            chunk.absorb_right()
-        if before is not None and before.state == FREE and before.mapped:
-            pool.remove(before)
-            before.absorb_right()
-            chunk = before
+        left, right = chunk.left, chunk.right
+        if right is not None and right.state == FREE and right.mapped:
+            pool.remove(right)
+            chunk.merge_right()
+        if left is not None and left.state == FREE and left.mapped:
+            pool.remove(left)
+            left.merge_right()
+            chunk = left
         pool.add(chunk)
-        self._device.take("segment_map", start, size, chunk.stream, pool.ident)
+        self._device.reserve("segment_map", start, size, chunk.stream, pool.ident)
         return chunk
 
     def unmap(self, chunk: Chunk, start: int, end: int) -> bool:
-        """Take back the memory of the whole pages between two addresses of a free chunk; whether there were any."""
+        """Unmap the whole pages between two addresses of a free chunk. Return whether there were any."""
         reservation = chunk.reservation
         assert reservation is not None
         start, end = reservation.pages_from(start), reservation.pages_to(end)
@@ -118,22 +116,22 @@ class ExpandableSegments:
         pool = chunk.pool
         pool.remove(chunk)
         if start > chunk.address:
-            rest = chunk.cut(start - chunk.address)
+            right = chunk.split(start - chunk.address)
             pool.add(chunk)
-            chunk = rest
+            chunk = right
         if end < chunk.address + chunk.size:
-            pool.add(chunk.cut(end - start))
+            pool.add(chunk.split(end - start))
         chunk.mapped = False
-        before, behind = chunk.left, chunk.right
-        if behind is not None and not behind.mapped:
-            pool.remove_unmapped(behind)
-            chunk.absorb_right()
-        if before is not None and not before.mapped:
-            before.absorb_right()
-            chunk = before
+        left, right = chunk.left, chunk.right
+        if right is not None and not right.mapped:
+            pool.remove_unmapped(right)
+            chunk.merge_right()
+        if left is not None and not left.mapped:
+            left.merge_right()
+            chunk = left
         else:
             pool.add_unmapped(chunk)
-        self._device.give_back("segment_unmap", start, end - start, chunk.stream, pool.ident)
+        self._device.release("segment_unmap", start, end - start, chunk.stream, pool.ident)
         if chunk.whole:
             pool.remove_unmapped(chunk)
             self.reservations.remove(reservation)

@@ -1,4 +1,4 @@
-"""Free memory in order: the chunks that segments are cut into, and the pools that find the best fit among them."""
+"""The chunks that segments are split into, and the pools that find the best fit among the free chunks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from sortedcontainers import SortedList
 from memplan.simulation.timeline import Pool
 
 FREE, LIVE, PENDING = 0, 1, 2
-"""States of a chunk: in its pool; handed out; given back, but other streams may still be using it."""
+"""States of a chunk: free; allocated; freed, but other streams may still use it."""
 
-_ADDRESS_BITS = 96  # sizes of a snapshot reach 2**63 bytes, and addresses stand one behind the other
+_ADDRESS_BITS = 96  # the sizes in a snapshot reach 2**63 bytes each, and addresses follow each other
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 
 class Chunk:
-    """A piece of a segment's addresses, the allocator's own record of it; its neighbours make up the segment.
+    """A range of a segment's addresses, linked to its neighbors: torch's `Block`.
 
-    When chunks are cut or merged, the left one stays: the first chunk of a segment is the same for as long as the
-    segment is held.
+    Splitting and merging keep the left chunk, so the first chunk of a segment stays the same object.
     """
 
     __slots__ = (
         "address",
-        "born",
+        "freed_at",
         "left",
         "mapped",
+        "other_streams",
         "owner",
         "pool",
         "requested",
@@ -36,7 +36,6 @@ class Chunk:
         "size",
         "state",
         "stream",
-        "uses",
     )
 
     def __init__(self, pool: ChunkPool, stream: int, address: int, size: int, reservation: Reservation | None) -> None:
@@ -45,132 +44,134 @@ class Chunk:
         self.address = address
         self.size = size
         self.reservation = reservation
-        """The range of addresses it lies in, with expandable segments."""
+        """Its address range, if it belongs to an expandable segment."""
         self.mapped = True
-        """Whether there is memory behind the addresses."""
+        """Whether its addresses have memory."""
         self.state = FREE
         self.requested = 0
         self.owner: int | None = None
-        self.uses: set[int] | None = None
-        """Other streams that it was used on."""
-        self.born = 0
-        """How often its pool had been asked when this became free."""
+        self.other_streams: set[int] | None = None
+        """Streams that used it besides its own."""
+        self.freed_at = 0
+        """``request_count`` of its pool when it became free."""
         self.left: Chunk | None = None
         self.right: Chunk | None = None
 
-    def cut(self, size: int) -> Chunk:
-        """Keep the first ``size`` bytes; the rest is a new free chunk to the right, in no pool yet."""
-        rest = Chunk(self.pool, self.stream, self.address + size, self.size - size, self.reservation)
-        rest.mapped = self.mapped
-        rest.left, rest.right = self, self.right
+    def split(self, size: int) -> Chunk:
+        """Keep the first ``size`` bytes and return the remainder as a new free chunk, in no pool."""
+        remainder = Chunk(self.pool, self.stream, self.address + size, self.size - size, self.reservation)
+        remainder.mapped = self.mapped
+        remainder.left, remainder.right = self, self.right
         if self.right is not None:
-            self.right.left = rest
-        self.right = rest
+            self.right.left = remainder
+        self.right = remainder
         self.size = size
-        return rest
+        return remainder
 
-    def absorb_right(self) -> None:
-        """Take in the right neighbour, which must be in no pool."""
-        gone = self.right
-        assert gone is not None
-        self.size += gone.size
-        self.right = gone.right
-        if gone.right is not None:
-            gone.right.left = self
+    def merge_right(self) -> None:
+        """Merge with the right neighbor, which must be in no pool."""
+        right = self.right
+        assert right is not None
+        self.size += right.size
+        self.right = right.right
+        if right.right is not None:
+            right.right.left = self
 
     @property
     def whole(self) -> bool:
-        """Return whether it is all of its segment."""
+        """Return whether it is its whole segment."""
         return self.left is None and self.right is None
 
 
 class ChunkPool:
-    """The free chunks of one kind of request: small or large ones, of the default pool or of a private one.
+    """The free chunks for small or for large requests of a memory pool.
 
-    Each stream has its own: what one stream freed serves no other.
+    They are sorted by stream, since a chunk that a stream freed serves no other stream.
     """
 
     def __init__(self, ident: Pool, small: bool, expandable: bool) -> None:
         self.ident = ident
         self.small = small
         self.expandable = expandable
-        """Whether chunks of expandable segments may serve requests."""
-        self.asked = 0
-        """How often it was asked for a chunk, counted where garbage is collected: the clock of a chunk's age."""
+        """Whether requests may use chunks of expandable segments."""
+        self.request_count = 0
+        """The clock for the age of chunks; counted only if garbage is collected."""
         self.chunks: dict[int, Chunk] = {}
-        """All of its free chunks by address, those without memory, too."""
+        """All free chunks by address, including unmapped ones."""
         self._free: dict[int, SortedList] = {}
-        self._parked: dict[int, SortedList] = {}
-        """Free chunks of expandable segments where these may serve no request."""
+        """Stream -> keys (size, address) of the mapped chunks that requests may use."""
+        self._unusable: dict[int, SortedList] = {}
+        """The same for chunks of expandable segments, if requests may not use them."""
         self._unmapped: dict[int, SortedList] = {}
+        """Stream -> addresses of unmapped chunks."""
 
     def add(self, chunk: Chunk) -> None:
-        """Put in a free chunk; its age begins anew."""
-        chunk.born = self.asked
+        """Add a free chunk; its age starts at 0."""
+        chunk.freed_at = self.request_count
         self.chunks[chunk.address] = chunk
-        kept = self._free if chunk.reservation is None or self.expandable else self._parked
-        keys = kept.get(chunk.stream)
+        by_stream = self._free if chunk.reservation is None or self.expandable else self._unusable
+        keys = by_stream.get(chunk.stream)
         if keys is None:
-            keys = kept[chunk.stream] = SortedList()
+            keys = by_stream[chunk.stream] = SortedList()
         keys.add(chunk.size << _ADDRESS_BITS | chunk.address)
 
     def remove(self, chunk: Chunk) -> None:
-        """Take out a free chunk."""
+        """Remove a free chunk."""
         del self.chunks[chunk.address]
-        kept = self._free if chunk.reservation is None or self.expandable else self._parked
-        kept[chunk.stream].remove(chunk.size << _ADDRESS_BITS | chunk.address)
+        by_stream = self._free if chunk.reservation is None or self.expandable else self._unusable
+        by_stream[chunk.stream].remove(chunk.size << _ADDRESS_BITS | chunk.address)
 
     def best(self, stream: int, size: int) -> Chunk | None:
-        """Return the smallest free chunk of at least ``size`` bytes, at the lowest address among equals.
+        """Return the smallest free chunk of at least ``size`` bytes, with the lowest address among equals.
 
-        In an expandable segment, a chunk with unmapped addresses behind it counts as large as it could grow: from
-        the smallest chunk on, while the next one could grow less than this one, that one is taken.
+        In an expandable segment a chunk can grow into unmapped addresses behind it. There the search goes on from the
+        smallest chunk as long as the next chunk can grow to less than the current one.
         """
         keys = self._free.get(stream)
         chunk: Chunk | None = None
         for key in () if keys is None else keys.irange(size << _ADDRESS_BITS):
-            following = self.chunks[key & _ADDRESS]
-            if chunk is not None and _could_grow_to(following) >= _could_grow_to(chunk):
+            larger = self.chunks[key & _ADDRESS]
+            if chunk is not None and _size_if_grown(larger) >= _size_if_grown(chunk):
                 break
-            chunk = following
+            chunk = larger
             if chunk.reservation is None:
                 break
         return chunk
 
     def of_stream(self, stream: int) -> list[Chunk]:
         """Return the free chunks of a stream, in order of size, then address."""
-        keys = [key for kept in (self._free, self._parked) for key in kept.get(stream, ())]
+        keys = [*self._free.get(stream, ()), *self._unusable.get(stream, ())]
         return [self.chunks[key & _ADDRESS] for key in sorted(keys)]
 
     def in_order(self) -> list[Chunk]:
         """Return all free chunks, in order of stream, size, address."""
-        return [chunk for stream in sorted({*self._free, *self._parked}) for chunk in self.of_stream(stream)]
+        return [chunk for stream in sorted({*self._free, *self._unusable}) for chunk in self.of_stream(stream)]
 
-    # Addresses without memory
+    # Unmapped chunks
 
     def add_unmapped(self, chunk: Chunk) -> None:
-        """Put in a chunk without memory."""
+        """Add an unmapped chunk."""
         self.chunks[chunk.address] = chunk
         self._unmapped.setdefault(chunk.stream, SortedList()).add(chunk.address)
 
     def remove_unmapped(self, chunk: Chunk) -> None:
-        """Take out a chunk without memory."""
+        """Remove an unmapped chunk."""
         del self.chunks[chunk.address]
         self._unmapped[chunk.stream].remove(chunk.address)
 
     def unmapped(self, stream: int) -> Iterator[Chunk]:
-        """Return the chunks without memory of a stream, in order of address."""
+        """Return the unmapped chunks of a stream, in order of address."""
         return (self.chunks[address] for address in self._unmapped.get(stream, ()))
 
 
-def _could_grow_to(chunk: Chunk) -> int:
-    behind = chunk.right
-    return chunk.size + (behind.size if behind is not None and not behind.mapped else 0)
+def _size_if_grown(chunk: Chunk) -> int:
+    right = chunk.right
+    return chunk.size + (right.size if right is not None and not right.mapped else 0)
 
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """A range of addresses, of which whole pages have memory. Bytes."""
+    """A reserved address range, mapped in whole pages. Bytes."""
 
     base: int
     size: int

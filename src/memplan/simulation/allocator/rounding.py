@@ -1,4 +1,4 @@
-"""How torch's CUDA caching allocator rounds what is asked for (c10/cuda/CUDACachingAllocator.cpp). Bytes throughout."""
+"""How torch's CUDA caching allocator rounds requests (c10/cuda/CUDACachingAllocator.cpp). Bytes throughout."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from memplan.simulation.allocator.settings import MIB, AllocatorSettings
 LARGEST_SMALL = MIB
 """Requests up to this size come from the small pool."""
 SMALL_SEGMENT = 2 * MIB
-"""What the small pool takes from the device at a time; also its page, with expandable segments."""
+"""Size of the small pool's segments, and its page size with expandable segments."""
 SMALLEST_OWN_SEGMENT = 10 * MIB
 """Requests from this size on get a segment of their own."""
 SEGMENT_UNIT = 2 * MIB
 
 
 def block_size(settings: AllocatorSettings, requested: int) -> int:
-    """Return the bytes that a request takes out of a block: a multiple of 512, or one of the divisions of a power of
-    two.
+    """Return the size of the block for a request: a multiple of 512, or with divisions as `next_division`.
 
     Example:
         >>> block_size(AllocatorSettings(), 1200)
@@ -29,7 +28,7 @@ def block_size(settings: AllocatorSettings, requested: int) -> int:
 
 
 def next_division(size: int, divisions: int) -> int:
-    """``size`` rounded up to a power of two, or to one of ``divisions`` equal steps between two of them.
+    """Round ``size`` up to a power of two, or to one of the ``divisions`` equal steps between two powers.
 
     Args:
         size: bytes, above ``divisions``.
@@ -44,7 +43,7 @@ def next_division(size: int, divisions: int) -> int:
 
 
 def segment_size(settings: AllocatorSettings, size: int) -> int:
-    """Return the bytes that are taken from the device for a block of ``size``, where no free block serves.
+    """Return the size of the segment that is allocated for a block of ``size`` bytes if no free block fits.
 
     Example:
         >>> segment_size(AllocatorSettings(), 512), segment_size(AllocatorSettings(), 11 << 20)

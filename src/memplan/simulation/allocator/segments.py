@@ -1,8 +1,9 @@
-"""Between the allocator's own records and `Segment`s: what is held, and how to begin with it."""
+"""Convert the allocator's linked chunks to `Segment`s, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Final
 
 from memplan.errors import UsageError
@@ -21,7 +22,7 @@ FindPool = Callable[[Pool, bool], ChunkPool]
 
 
 def segment_of(first: Chunk) -> Segment:
-    """Return the segment that begins with a chunk; of an expandable one, as far as there is memory."""
+    """Return the segment that begins with a chunk, up to its end or the next unmapped chunk."""
     blocks: list[Block] = []
     chunk: Chunk | None = first
     while chunk is not None and chunk.mapped:
@@ -33,109 +34,100 @@ def segment_of(first: Chunk) -> Segment:
 
 
 def restored(segments: Iterable[Segment], expandable: ExpandableSegments, find: FindPool) -> list[Chunk]:
-    """Return the first chunk of every segment, and of every reservation of expandable ones, with its neighbours linked.
+    """Build linked chunks for segments. Return the first chunk of each segment, or of each expandable reservation.
 
-    Free chunks with memory are in no pool yet.
+    Free mapped chunks are in no pool yet.
+
+    Args:
+        segments: in any order.
+        expandable: gets the reservations of expandable segments.
+        find: returns the free chunks of (memory pool, whether for small requests).
 
     Raises:
         UsageError: blocks do not fill their segment, or segments overlap.
     """
     firsts: list[Chunk] = []
     ordered = sorted(segments, key=lambda segment: segment.address)
-    for before, segment in zip([None, *ordered], ordered, strict=False):
-        if before is not None and before.address + before.size > segment.address:
+    for left, right in pairwise(ordered):
+        if left.address + left.size > right.address:
             raise UsageError(
-                f"the segments at {before.address:#x} and {segment.address:#x} overlap", expected="each byte once"
+                f"the segments at {left.address:#x} and {right.address:#x} overlap", expected="each byte once"
             )
     for index, segment in enumerate(ordered):
+        pool = find(segment.pool, segment.small)
         if not segment.expandable:
-            firsts.append(_linked(segment, find))
-        elif not _joins(ordered, index, firsts, expandable, find):
-            firsts.append(_reserved(ordered, index, expandable, find))
+            first = Chunk(pool, segment.stream, segment.address, segment.size, None)
+            _split_into_blocks(first, segment)
+            firsts.append(first)
+        elif not (firsts and _continues(firsts[-1], segment, pool)):
+            firsts.append(_reserve(segment, ordered[index + 1 :], expandable, pool))
     return firsts
 
 
-def _linked(segment: Segment, find: FindPool) -> Chunk:
-    """Chunks for the blocks of a segment; free neighbours become one."""
-    pool = find(segment.pool, segment.small)
-    whole = Chunk(pool, segment.stream, segment.address, segment.size, None)
-    _fill(whole, segment)
-    return whole
-
-
-def _fill(chunk: Chunk, segment: Segment) -> None:
-    """Cut a free chunk that is as large as a segment into the segment's blocks."""
+def _split_into_blocks(chunk: Chunk, segment: Segment) -> None:
+    """Split a free chunk of the segment's size into the segment's blocks; adjacent free blocks are merged."""
     if not segment.blocks or segment.size <= 0:
         raise UsageError(f"the segment at {segment.address:#x} has no blocks", expected="blocks that fill it")
-    at = segment.address
+    address = segment.address
     for index, block in enumerate(segment.blocks):
         last = index == len(segment.blocks) - 1
-        if block.address != at or block.size <= 0 or (block.size == chunk.size) != last or block.size > chunk.size:
+        if block.address != address or block.size <= 0 or (block.size == chunk.size) != last or block.size > chunk.size:
             raise UsageError(
-                f"the blocks of the segment at {segment.address:#x} do not fill it at {at:#x}",
+                f"the blocks of the segment at {segment.address:#x} do not fill it at {address:#x}",
                 expected="blocks in order of address, without gaps",
             )
-        at += block.size
-        rest = None if last else chunk.cut(block.size)
+        address += block.size
+        remainder = None if last else chunk.split(block.size)
         chunk.state = _CODES[block.state]
         if chunk.state != FREE:
             chunk.requested, chunk.owner = block.requested, block.owner
         elif index and chunk.left is not None and chunk.left.state == FREE:
-            chunk.left.absorb_right()
-        if rest is not None:
-            chunk = rest
+            chunk.left.merge_right()
+        if remainder is not None:
+            chunk = remainder
 
 
-def _joins(
-    ordered: list[Segment], index: int, firsts: list[Chunk], expandable: ExpandableSegments, find: FindPool
-) -> bool:
-    """Put an expandable segment into the reservation before it, if it is of the same kind and lies in it."""
-    segment = ordered[index]
-    last = firsts[-1] if firsts else None
-    if last is None or last.reservation is None or segment.stream != last.stream:
-        return False
+def _continues(last: Chunk, segment: Segment, pool: ChunkPool) -> bool:
+    """Map an expandable segment in the reservation of ``last``, if it is of the same kind and lies in it."""
     reservation = last.reservation
-    if last.pool is not find(segment.pool, segment.small) or reservation.pages_to(segment.address) != segment.address:
+    if reservation is None or segment.stream != last.stream or last.pool is not pool:
+        return False
+    if reservation.pages_to(segment.address) != segment.address:
         return False
     if segment.address + segment.size > reservation.base + reservation.size:
         return False
     tail = last
     while tail.right is not None:
         tail = tail.right
-    _place_in(tail, segment)
+    _map_segment(tail, segment)
     return True
 
 
-def _reserved(ordered: list[Segment], index: int, expandable: ExpandableSegments, find: FindPool) -> Chunk:
-    """Return a reservation that begins with this segment, and ends before the next one of another kind."""
-    segment = ordered[index]
-    pool = find(segment.pool, segment.small)
+def _reserve(segment: Segment, following: list[Segment], expandable: ExpandableSegments, pool: ChunkPool) -> Chunk:
+    """Reserve a range that begins with an expandable segment and ends before the next segment of another kind."""
     size = expandable.reservation_size(pool)
     page = expandable.page(pool)
-    for other in ordered[index + 1 :]:
-        same = other.expandable and (other.stream, other.pool, other.small) == (
-            segment.stream,
-            segment.pool,
-            segment.small,
-        )
+    kind = (segment.stream, segment.pool, segment.small)
+    for other in following:
+        same = other.expandable and (other.stream, other.pool, other.small) == kind
         if not same or (other.address - segment.address) % page:
             size = min(size, (other.address - segment.address) // page * page)
             break
     size = max(size, -(-segment.size // page) * page)
     chunk = expandable.reserve_at(pool, segment.stream, segment.address, size)
-    _place_in(chunk, segment)
+    _map_segment(chunk, segment)
     return chunk
 
 
-def _place_in(unmapped: Chunk, segment: Segment) -> None:
-    """Give memory to where a segment lies in the unmapped chunk at the end of its reservation."""
+def _map_segment(unmapped: Chunk, segment: Segment) -> None:
+    """Map the part of the last, unmapped chunk of a reservation that a segment covers."""
     pool = unmapped.pool
     pool.remove_unmapped(unmapped)
     chunk = unmapped
     if segment.address > chunk.address:
-        chunk = unmapped.cut(segment.address - unmapped.address)
+        chunk = unmapped.split(segment.address - unmapped.address)
         pool.add_unmapped(unmapped)
     if segment.size < chunk.size:
-        pool.add_unmapped(chunk.cut(segment.size))
+        pool.add_unmapped(chunk.split(segment.size))
     chunk.mapped = True
-    _fill(chunk, segment)
+    _split_into_blocks(chunk, segment)

@@ -1,4 +1,4 @@
-"""The settings of torch's CUDA caching allocator: from a PYTORCH_ALLOC_CONF string or a snapshot, and back to text."""
+"""The settings of torch's CUDA caching allocator, parsed from a PYTORCH_ALLOC_CONF string or from a snapshot."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from memplan.errors import UsageError
 MIB = 1 << 20
 LARGE_SEGMENT = 20 * MIB
 BUCKETS = 16
-"""Sizes from 1 MiB to 64 GiB fall into 16 buckets, one for each power of two; below and above, the outer ones."""
+"""Sizes fall into a bucket for each power of two from 1 MiB to 32 GiB; smaller and larger sizes into the outer two."""
 
 Divisions = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings(Printed):
-    """What changes where torch's CUDA caching allocator puts a block. The defaults are torch's.
+    """The settings that determine where torch's CUDA caching allocator places a block. The defaults are torch's.
 
-    Sizes in bytes. ``str()`` gives the settings as text, which `parse_settings` reads back to an equal value.
+    Sizes in bytes. ``str()`` returns the settings as a string that `parse_settings` accepts.
 
     Example:
         >>> str(AllocatorSettings(expandable_segments=True))
@@ -31,23 +31,23 @@ class AllocatorSettings(Printed):
     """
 
     max_split_size: int | None = None
-    """Blocks of this size and larger are never split, and serve only requests near their size. None: no limit."""
+    """Blocks of at least this size are never split, and serve only requests near their size. None: no limit."""
     roundup_power2_divisions: Divisions = ()
-    """Pairs (lower end of a bucket in MiB, divisions), all 16 of them or none."""
+    """(lower end of the bucket in MiB, divisions) for all 16 buckets, or ()."""
     garbage_collection_threshold: float = 0.0
-    """Above this share of the memory limit, unused segments are given back, the oldest first. 0: never."""
+    """Above this share of the memory limit, unused segments are released, the oldest first. 0: never."""
     expandable_segments: bool = False
     large_segment_size: int = LARGE_SEGMENT
-    """What a request of 1 to 10 MiB takes from the device; with expandable segments, the page of the large pool."""
+    """Segment size for requests of 1 to 10 MiB; with expandable segments, the page size of the large pool."""
     max_non_split_rounding: int | None = None
-    """How much larger than a request of `max_split_size` a block may be. None: `large_segment_size`."""
+    """How much larger than its request a block above `max_split_size` may be. None: `large_segment_size`."""
     memory_fraction: float = 1.0
-    """The share of the card's memory that the process allows itself."""
+    """The limit of the process, as a share of the card's memory."""
     reject_over_limit: bool = False
-    """Above that share, give up at once instead of releasing unused segments and trying again."""
+    """Above that limit, run out of memory at once instead of releasing unused segments and trying again."""
 
     def divisions(self, size: int) -> int:
-        """Return into how many parts the powers of two around ``size`` bytes are divided; 0 or 1: not at all."""
+        """Return the steps between two powers of two to which ``size`` bytes are rounded; 0 or 1: none."""
         if not self.roundup_power2_divisions:
             return 0
         bucket = min(max(size.bit_length() - 1 - 20, 0), BUCKETS - 1)
@@ -75,10 +75,10 @@ class AllocatorSettings(Printed):
 
 
 def parse_settings(text: str) -> AllocatorSettings:
-    """Read a PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) string as torch 2.13 reads it.
+    """Parse a PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) string as torch 2.13 does.
 
-    Settings that do not bear on where a block is put are checked and left out. Stricter than torch in one way: what
-    torch skips without a word (a missing colon or comma, letters behind a number) is refused.
+    Settings that do not affect where a block is placed are checked and left out. Errors that torch ignores (a missing
+    colon or comma, letters behind a number) are refused.
 
     Raises:
         UsageError: an unknown setting, with the nearest names; a value that torch refuses; the backend
@@ -88,25 +88,25 @@ def parse_settings(text: str) -> AllocatorSettings:
         >>> parse_settings("max_split_size_mb:128, expandable_segments:True").max_split_size
         134217728
     """
-    read = _Reading()
+    parsed = _Parsed()
     pairs = _pairs(_tokens(text), text)
-    # torch reads this one first, wherever it stands: other settings are checked against it.
+    # torch reads large_segment_size_mb first, wherever it stands: other settings are checked against it.
     for name, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):
-        reader = _READERS.get(name)
-        if reader is None:
+        parser = _PARSERS.get(name)
+        if parser is None:
             _refuse_name(name)
-        reader(read, name, value)
-    return read.settings()
+        parser(parsed, name, value)
+    return parsed.settings()
 
 
 def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
-    """Read the ``allocator_settings`` of a torch memory snapshot, whatever of them the version of torch wrote.
+    """Parse the ``allocator_settings`` of a torch memory snapshot, of any version of torch.
 
-    What stands there by itself counts; what does not (newer settings) is taken from the recorded string, as far as
-    that can be read.
+    Entries of their own take precedence. The other settings are taken from the recorded PYTORCH_ALLOC_CONF string, as
+    far as it can be parsed.
 
     Raises:
-        UsageError: an entry that is no setting's value.
+        UsageError: an entry has an invalid value.
 
     Example:
         >>> settings_of_snapshot({"max_split_size": -1, "expandable_segments": True})
@@ -116,7 +116,7 @@ def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         text = recorded.get(name)
         if isinstance(text, str) and text:
-            settings = _known_settings(text)
+            settings = _parse_known(text)
     try:
         return _with_entries(settings, recorded)
     except (TypeError, ValueError, AttributeError) as error:
@@ -128,8 +128,7 @@ def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
 
 def _with_entries(settings: AllocatorSettings, recorded: Mapping[str, Any]) -> AllocatorSettings:
     if (split := recorded.get("max_split_size")) is not None:
-        # -1, or the same as an unsigned number of 64 bits.
-        size = int(split)
+        size = int(split)  # no limit: -1, or its unsigned 64 bits
         settings = replace(settings, max_split_size=None if size < 0 or size >= 1 << 63 else size)
     if (threshold := recorded.get("garbage_collection_threshold")) is not None:
         settings = replace(settings, garbage_collection_threshold=float(threshold))
@@ -138,39 +137,41 @@ def _with_entries(settings: AllocatorSettings, recorded: Mapping[str, Any]) -> A
     if (large := recorded.get("large_segment_size")) is not None:
         settings = replace(settings, large_segment_size=int(large))
     if (table := recorded.get("roundup_power2_divisions")) is not None:
-        given = {int(bucket): int(parts) for bucket, parts in table.items()}
-        settings = replace(settings, roundup_power2_divisions=_as_divisions([given.get(1 << k, 0) for k in range(16)]))
+        parts_by_mib = {int(bucket): int(parts) for bucket, parts in table.items()}
+        parts = [parts_by_mib.get(1 << k, 0) for k in range(BUCKETS)]
+        settings = replace(settings, roundup_power2_divisions=_as_divisions(parts))
     return settings
 
 
-def _known_settings(text: str) -> AllocatorSettings:
-    """As `parse_settings`, without what it refuses: the recording torch took it, so it may be newer than this."""
-    read = _Reading()
+def _parse_known(text: str) -> AllocatorSettings:
+    """Parse as `parse_settings` does, but skip what it refuses: the torch that wrote the string may be newer."""
+    parsed = _Parsed()
     try:
         pairs = _pairs(_tokens(text), text)
     except UsageError:
         return AllocatorSettings()
     for name, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):
         try:
-            _READERS.get(name, _ignored)(read, name, value)
+            _PARSERS.get(name, _ignored)(parsed, name, value)
         except UsageError:
             continue
-    return read.settings()
+    return parsed.settings()
 
 
-class _Reading:
-    """What has been read so far; a setting given twice is overwritten, divisions are added to, as in torch."""
+class _Parsed:
+    """The settings parsed so far. As in torch, a repeated setting is overwritten, except that divisions accumulate."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
-        self.table = [0] * BUCKETS
+        self.divisions = [0] * BUCKETS
+        """By bucket."""
 
     @property
     def large_segment_size(self) -> int:
         return self.fields.get("large_segment_size", LARGE_SEGMENT)
 
     def settings(self) -> AllocatorSettings:
-        return AllocatorSettings(roundup_power2_divisions=_as_divisions(self.table), **self.fields)
+        return AllocatorSettings(roundup_power2_divisions=_as_divisions(self.divisions), **self.fields)
 
 
 def _as_divisions(table: Sequence[int]) -> Divisions:
@@ -178,8 +179,8 @@ def _as_divisions(table: Sequence[int]) -> Divisions:
 
 
 def _divisions_text(divisions: Divisions) -> str:
-    """Return the shortest text that is read back to these: the first entry counts for smaller sizes, too, ">" for
-    larger."""
+    """Return the shortest string that parses to these divisions. The first entry also covers all smaller buckets, and
+    ">" all larger ones."""
     table = [parts for _, parts in divisions]
     if len(set(table)) == 1:
         return str(table[0])
@@ -191,24 +192,24 @@ def _divisions_text(divisions: Divisions) -> str:
     return f"[{','.join(entries)}]"
 
 
-# Text -> names and values
+# The syntax: text -> names and values
 
 
 def _tokens(text: str) -> list[str]:
-    """Words and the signs between them; white space does not count, not even inside a word."""
+    """Split into words and the characters ``,:[]``, without white space."""
     tokens: list[str] = []
     word = ""
-    for sign in "".join(text.split()):
-        if sign not in ",:[]":
-            word += sign
+    for character in "".join(text.split()):
+        if character not in ",:[]":
+            word += character
             continue
-        tokens += [word, sign] if word else [sign]
+        tokens += [word, character] if word else [character]
         word = ""
     return [*tokens, word] if word else tokens
 
 
 Value = str | list[tuple[str, str]]
-"""A word, or what stands in brackets."""
+"""A word, or the pairs in brackets."""
 
 
 def _pairs(tokens: list[str], text: str) -> list[tuple[str, Value]]:
@@ -234,7 +235,7 @@ def _pairs(tokens: list[str], text: str) -> list[tuple[str, Value]]:
 
 
 def _bracket(tokens: list[str], at: int, text: str) -> tuple[list[tuple[str, str]], int]:
-    """Return the pairs inside brackets that open at ``at``, and where they close."""
+    """Return the pairs in the brackets that open at token ``at``, and the index of the closing bracket."""
     inside: list[tuple[str, str]] = []
     at += 1
     while tokens[at : at + 1] != ["]"]:
@@ -256,10 +257,10 @@ def _refuse_text(text: str, at: int, tokens: list[str]) -> NoReturn:
 
 
 def _refuse_name(name: str) -> NoReturn:
-    near = difflib.get_close_matches(name, _READERS, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, _PARSERS, n=3, cutoff=0.5)
     raise UsageError(
         f"allocator setting {name!r} is unknown",
-        expected=f"{' or '.join(near)}" if near else f"one of {', '.join(sorted(_READERS))}",
+        expected=f"{' or '.join(near)}" if near else f"one of {', '.join(sorted(_PARSERS))}",
         do="Correct the name",
     )
 
@@ -269,7 +270,7 @@ def _refuse_value(name: str, value: Value, expected: str) -> NoReturn:
     raise UsageError(f"allocator setting {name}:{shown}", expected=expected, do="Correct the value")
 
 
-# One reader for each setting
+# The parser of each setting
 
 
 def _number(name: str, value: Value, expected: str) -> int:
@@ -294,65 +295,65 @@ def _flag(name: str, value: Value) -> bool:
     return value == "True"
 
 
-def _ignored(read: _Reading, name: str, value: Value) -> None:
-    """Bears on host memory, on locks or on how addresses are reserved, not on where a block is put."""
+def _ignored(parsed: _Parsed, name: str, value: Value) -> None:
+    """Ignore a setting for host memory, locks or address reservation: it does not affect where a block is placed."""
 
 
-def _ignored_flag(read: _Reading, name: str, value: Value) -> None:
+def _ignored_flag(parsed: _Parsed, name: str, value: Value) -> None:
     _flag(name, value)
 
 
-def _ignored_threads(read: _Reading, name: str, value: Value) -> None:
+def _ignored_threads(parsed: _Parsed, name: str, value: Value) -> None:
     expected = "a power of two up to 128"
     if not _power_of_two(threads := _number(name, value, expected)) or threads > 128:
         _refuse_value(name, value, expected)
 
 
-def _ignored_size(read: _Reading, name: str, value: Value) -> None:
+def _ignored_size(parsed: _Parsed, name: str, value: Value) -> None:
     if not _number(name, value, "a number of MiB above 0"):
         _refuse_value(name, value, "a number of MiB above 0")
 
 
-def _large_segment(read: _Reading, name: str, value: Value) -> None:
+def _large_segment(parsed: _Parsed, name: str, value: Value) -> None:
     expected = "a number of MiB above 10"
     if (size := _number(name, value, expected)) <= 10:
         _refuse_value(name, value, expected)
-    read.fields["large_segment_size"] = size * MIB
+    parsed.fields["large_segment_size"] = size * MIB
 
 
-def _at_least_large(field: str) -> Callable[[_Reading, str, Value], None]:
-    def reader(read: _Reading, name: str, value: Value) -> None:
-        expected = f"a number of MiB from {read.large_segment_size // MIB}, the size of a large segment"
-        if (size := _number(name, value, expected) * MIB) < read.large_segment_size:
+def _at_least_large(field: str) -> Callable[[_Parsed, str, Value], None]:
+    def parser(parsed: _Parsed, name: str, value: Value) -> None:
+        expected = f"a number of MiB from {parsed.large_segment_size // MIB}, the size of a large segment"
+        if (size := _number(name, value, expected) * MIB) < parsed.large_segment_size:
             _refuse_value(name, value, expected)
-        read.fields[field] = size
+        parsed.fields[field] = size
 
-    return reader
+    return parser
 
 
-def _threshold(read: _Reading, name: str, value: Value) -> None:
+def _threshold(parsed: _Parsed, name: str, value: Value) -> None:
     expected = "a number between 0 and 1, both excluded"
     if not 0 < (share := _real(name, value, expected)) < 1:
         _refuse_value(name, value, expected)
-    read.fields["garbage_collection_threshold"] = share
+    parsed.fields["garbage_collection_threshold"] = share
 
 
-def _fraction(read: _Reading, name: str, value: Value) -> None:
+def _fraction(parsed: _Parsed, name: str, value: Value) -> None:
     expected = "a number from 0 to 1"
     if not 0 <= (share := _real(name, value, expected)) <= 1:
         _refuse_value(name, value, expected)
-    read.fields["memory_fraction"] = share
+    parsed.fields["memory_fraction"] = share
 
 
-def _expandable(read: _Reading, name: str, value: Value) -> None:
-    read.fields["expandable_segments"] = _flag(name, value)
+def _expandable(parsed: _Parsed, name: str, value: Value) -> None:
+    parsed.fields["expandable_segments"] = _flag(name, value)
 
 
-def _reject(read: _Reading, name: str, value: Value) -> None:
-    read.fields["reject_over_limit"] = _flag(name, value)
+def _reject(parsed: _Parsed, name: str, value: Value) -> None:
+    parsed.fields["reject_over_limit"] = _flag(name, value)
 
 
-def _backend(read: _Reading, name: str, value: Value) -> None:
+def _backend(parsed: _Parsed, name: str, value: Value) -> None:
     if value in ("cudaMallocAsync", "hipMallocAsync"):
         raise UsageError(
             f"allocator setting backend:{value}",
@@ -367,13 +368,13 @@ def _power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def _roundup(read: _Reading, name: str, value: Value) -> None:
-    """One number for all sizes, or [bucket:number,...]: each bucket in MiB, the last one may be ">"."""
+def _roundup(parsed: _Parsed, name: str, value: Value) -> None:
+    """Parse a number for all sizes, or [bucket:number,...] with buckets in MiB, the last of which may be ">"."""
     expected = "powers of two, one for all sizes or like [256:1,512:2,>:4] with 0 for none"
     if isinstance(value, str):
         if not _power_of_two(parts := _number(name, value, expected)):
             _refuse_value(name, value, expected)
-        read.table[:] = [parts] * BUCKETS
+        parsed.divisions[:] = [parts] * BUCKETS
         return
     last, first = 0, True
     for bucket, text in value:
@@ -381,16 +382,16 @@ def _roundup(read: _Reading, name: str, value: Value) -> None:
         if parts and not _power_of_two(parts):
             _refuse_value(name, value, expected)
         if bucket == ">":
-            read.table[last + 1 :] = [parts] * (BUCKETS - last - 1)
+            parsed.divisions[last + 1 :] = [parts] * (BUCKETS - last - 1)
             continue
         if not _power_of_two(start := _number(name, bucket, expected)):
             _refuse_value(name, value, expected)
         last = min(start.bit_length() - 1, BUCKETS - 1)
-        read.table[0 if first else last : last + 1] = [parts] * (last + 1 if first else 1)
+        parsed.divisions[0 if first else last : last + 1] = [parts] * (last + 1 if first else 1)
         first = False
 
 
-_READERS: dict[str, Callable[[_Reading, str, Value], None]] = {
+_PARSERS: dict[str, Callable[[_Parsed, str, Value], None]] = {
     "backend": _backend,
     "expandable_segments": _expandable,
     "expandable_segments_reserve": _ignored,
@@ -414,4 +415,4 @@ _READERS: dict[str, Callable[[_Reading, str, Value], None]] = {
     "roundup_power2_divisions": _roundup,
     "throw_on_cudamalloc_oom": _reject,
 }
-"""What torch 2.13 knows, and what came after it."""
+"""The settings of torch 2.13, and later ones."""

@@ -1,9 +1,9 @@
-"""The state at the start of a snapshot's history: its last state, with every event undone, the last one first.
+"""Reconstruct the allocator's state before a snapshot's history, by undoing the recorded events from the last one.
 
-Two things are not recorded and have to be found. How large a block was that is gone by the end: as its request
-rounds, unless a gap of at most 1 MiB ever lay behind it in a segment of the large pool; no free block of that pool is
-so small, so the gap was the block's own, left over when it was cut. And of which pool a segment was that is gone by
-the end: as the blocks that were seen in it tell, else as its size does.
+Two facts are not recorded and have to be inferred. The size of a block that was freed before the snapshot: its request
+rounded to the allocator's blocks, plus any gap of at most 1 MiB that ever lay behind it in a segment of the large pool.
+That pool has no free blocks so small, so such a gap is a remainder that was not split off. And the pool of a segment
+that was released before the snapshot: inferred from the sizes of the blocks in it, else from the segment's size.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from memplan.simulation.timeline import DEFAULT_POOL, Block, Pool, Segment
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What was held before the first event of a history."""
+    """The allocator's state before the first event of a history."""
 
     segments: tuple[Segment, ...]
-    """A live block's owner is its number: one beyond the events' indices, counted in order of address."""
+    """The owner of a live block is len(history) + its rank among the live blocks in order of address."""
     stacks: tuple[int, ...]
-    """Of each of these blocks the stack that it was allocated from, where it lived to the end; else 0."""
+    """For each live block, the index of its allocation stack; 0 (the empty stack) if it was freed later."""
     conflicts: tuple[tuple[int, str], ...]
-    """Index of an event and what it says that cannot be, given what came after it."""
+    """Events that contradict the later ones: (index of the event, what is wrong)."""
     below: tuple[Segment, ...] = ()
-    """Of expandable segments that had no memory at their lowest addresses, which they got later: the first page."""
+    """For expandable segments whose lowest pages were mapped during the history: the first page of their range."""
 
     uncertain: frozenset[int] = frozenset()
-    """Owners of blocks that may be larger than they are here, at the cost of the free block behind them."""
+    """Owners of blocks that may extend into the free block behind them."""
 
     def enlarged(self, owner: int, more: int) -> Start:
-        """Return the same with one block larger, and the free block behind it smaller, by so many bytes."""
+        """Return this state with the block of ``owner`` ``more`` bytes larger and the free block behind it smaller."""
         segments = tuple(_enlarged(segment, owner, more) for segment in self.segments)
         return replace(self, segments=segments)
 
@@ -49,23 +49,24 @@ class Start:
         capacity: int | None = None,
         place: Callable[[int], int] | None = None,
     ) -> CachingAllocator:
-        """Return a caching allocator that holds this, with an empty log."""
-        held = (*self.segments, *self.below)
-        if place is None:  # above all that is held, and what is reserved behind it for expandable segments
-            end = max((segment.address + segment.size for segment in held), default=0)
-            place = ascending(end + (2 * (capacity or UNKNOWN_CARD) if any(one.expandable for one in held) else 0))
+        """Return a caching allocator in this state, with an empty log."""
+        segments = (*self.segments, *self.below)
+        if place is None:  # above all segments, and above the addresses reserved for expandable ones
+            end = max((segment.address + segment.size for segment in segments), default=0)
+            expandable = any(segment.expandable for segment in segments)
+            place = ascending(end + (2 * (capacity or UNKNOWN_CARD) if expandable else 0))
         allocator = CachingAllocator(settings, capacity=capacity, place=place)
-        allocator.restore(held)
+        allocator.restore(segments)
         for segment in self.below:
             allocator.unmap(segment.address, segment.size)
         allocator.log.clear()
         return allocator
 
 
-class _Held:
+class _Segment:
     """A segment while the history is undone."""
 
-    __slots__ = ("address", "expandable", "live", "pool", "size", "small", "stream")
+    __slots__ = ("address", "block_addresses", "expandable", "pool", "size", "small", "stream")
 
     def __init__(self, segment: Segment) -> None:
         self.address = segment.address
@@ -74,49 +75,52 @@ class _Held:
         self.small = segment.small
         self.pool = segment.pool
         self.expandable = segment.expandable
-        self.live: list[int] = []
-        """Addresses of the blocks in it, in order; not kept for expandable ones, which leave no small gaps."""
+        self.block_addresses: list[int] = []
+        """Sorted addresses of its live blocks; empty for expandable segments, which leave no small gaps."""
 
     @property
     def end(self) -> int:
         return self.address + self.size
 
 
-class _Live:
-    """A block while the history is undone. ``cut`` is its size in bytes where that is known, else 0."""
+class _Block:
+    """A live block while the history is undone. ``size`` is 0 if it is not known; ``rounded`` is its lower bound."""
 
-    __slots__ = ("cut", "pending", "requested", "rounded", "stack")
+    __slots__ = ("pending", "requested", "rounded", "size", "stack")
 
-    def __init__(self, requested: int, rounded: int, cut: int, pending: bool, stack: int) -> None:
+    def __init__(self, requested: int, rounded: int, size: int, pending: bool, stack: int) -> None:
         self.requested = requested
         self.rounded = rounded
-        self.cut = cut
+        self.size = size
         self.pending = pending
         self.stack = stack
 
 
 def rewind(snapshot: Snapshot) -> Start:
-    """Undo the history of a snapshot.
+    """Return the state before the history of a snapshot.
 
     Example:
         >>> allocator.restore(rewind(read_snapshot("oom.pickle")).segments)
     """
-    undone = _Rewind(snapshot)
+    rewinder = _Rewinder(snapshot)
     for index in range(len(snapshot.entries) - 1, -1, -1):
-        undone.undo(index, snapshot.entries[index])
-    return undone.start()
+        rewinder.undo(index, snapshot.entries[index])
+    return rewinder.start()
 
 
-class _Rewind:
+class _Rewinder:
     def __init__(self, snapshot: Snapshot) -> None:
-        self.count = len(snapshot.entries)
+        self.event_count = len(snapshot.entries)
         self.settings: AllocatorSettings = snapshot.settings
-        self.held: dict[int, _Held] = {}
-        self.starts: list[int] = []
-        self.live: dict[int, _Live] = {}
+        self.segments: dict[int, _Segment] = {}
+        """By address."""
+        self.segment_addresses: list[int] = []
+        """Sorted."""
+        self.blocks: dict[int, _Block] = {}
+        """Live blocks by address."""
         self.conflicts: list[tuple[int, str]] = []
-        self.lowest: dict[tuple[int, bool, Pool], int] = {}
-        """Of the expandable segments of a kind, the lowest address that got memory while others of it had some."""
+        self.lowest_map: dict[tuple[int, bool, Pool], int] = {}
+        """For each kind of expandable segment, the lowest address mapped while another part of the kind was mapped."""
         self._undo: dict[str, Callable[[int, Entry], None]] = {
             "alloc": self._undo_alloc,
             "free_requested": self._undo_free_requested,
@@ -127,15 +131,15 @@ class _Rewind:
             "segment_unmap": self._undo_unmap,
             "oom": lambda index, entry: None,
         }
-        for segment in snapshot.segments:
-            held = self._add(_Held(segment))
-            for block in segment.blocks:
+        for recorded in snapshot.segments:
+            segment = self._insert(_Segment(recorded))
+            for block in recorded.blocks:
                 if block.state != "inactive":
                     pending, stack = block.state == "active_pending_free", snapshot.block_stacks.get(block.address, 0)
                     rounded = block_size(self.settings, block.requested)
-                    self.live[block.address] = _Live(block.requested, rounded, block.size, pending, stack)
-                    if not held.expandable:
-                        held.live.append(block.address)
+                    self.blocks[block.address] = _Block(block.requested, rounded, block.size, pending, stack)
+                    if not segment.expandable:
+                        segment.block_addresses.append(block.address)
 
     def undo(self, index: int, entry: Entry) -> None:
         self._undo[entry.action](index, entry)
@@ -143,190 +147,196 @@ class _Rewind:
     # Blocks
 
     def _undo_alloc(self, index: int, entry: Entry) -> None:
-        live = self.live.pop(entry.address, None)
-        if live is None:
+        block = self.blocks.pop(entry.address, None)
+        if block is None:
             self._conflict(index, f"the block at {entry.address:#x} is not there afterwards")
             return
-        held = self._around(entry.address)
-        if held is not None and not held.expandable:
-            del held.live[bisect_left(held.live, entry.address)]
+        segment = self._segment_at(entry.address)
+        if segment is not None and not segment.expandable:
+            del segment.block_addresses[bisect_left(segment.block_addresses, entry.address)]
 
     def _undo_free_requested(self, index: int, entry: Entry) -> None:
-        live = self.live.get(entry.address)
-        if live is None:
+        block = self.blocks.get(entry.address)
+        if block is None:
             self._conflict(index, f"the block at {entry.address:#x} is given back without ever being free")
         else:
-            live.pending = False
+            block.pending = False
 
     def _undo_free_completed(self, index: int, entry: Entry) -> None:
-        held = self._around(entry.address)
+        segment = self._segment_at(entry.address)
         rounded = block_size(self.settings, entry.size)
-        if held is None or entry.address + rounded > held.end or entry.address in self.live:
+        if segment is None or entry.address + rounded > segment.end or entry.address in self.blocks:
             self._conflict(index, f"no block of {entry.size} bytes can have been at {entry.address:#x}")
             return
-        held.small = rounded <= LARGEST_SMALL
-        live = self.live[entry.address] = _Live(entry.size, rounded, 0, True, 0)
-        if held.expandable:
+        segment.small = rounded <= LARGEST_SMALL
+        block = self.blocks[entry.address] = _Block(entry.size, rounded, 0, True, 0)
+        if segment.expandable:
             return
-        at = bisect_left(held.live, entry.address)
-        held.live.insert(at, entry.address)
-        if held.small or self.settings.expandable_segments:
+        addresses = segment.block_addresses
+        position = bisect_left(addresses, entry.address)
+        addresses.insert(position, entry.address)
+        if segment.small or self.settings.expandable_segments:
             return
-        after = held.live[at + 1] if at + 1 < len(held.live) else held.end
-        self._take_gap(live, entry.address, after)
-        if at:
-            self._take_gap(self.live[held.live[at - 1]], held.live[at - 1], entry.address)
+        next_address = addresses[position + 1] if position + 1 < len(addresses) else segment.end
+        self._claim_gap(block, entry.address, next_address)
+        if position:
+            previous = addresses[position - 1]
+            self._claim_gap(self.blocks[previous], previous, entry.address)
 
-    def _take_gap(self, live: _Live, address: int, after: int) -> None:
-        """What lies between a block and the next is its own, where it is too little for a free block."""
-        gap = after - (address + live.rounded)
+    def _claim_gap(self, block: _Block, address: int, next_address: int) -> None:
+        """Set the size of a block of the large pool where the gap up to the next block is too small for a free one."""
+        gap = next_address - (address + block.rounded)
         split = self.settings.max_split_size
-        if not live.cut and (0 < gap <= LARGEST_SMALL or (split is not None and live.rounded >= split and gap > 0)):
-            live.cut = after - address
+        if not block.size and (0 < gap <= LARGEST_SMALL or (split is not None and block.rounded >= split and gap > 0)):
+            block.size = next_address - address
 
     # Segments
 
     def _undo_segment_alloc(self, index: int, entry: Entry) -> None:
-        held = self.held.get(entry.address)
-        if held is None or held.size != entry.size or held.live:
+        segment = self.segments.get(entry.address)
+        if segment is None or segment.size != entry.size or segment.block_addresses:
             self._conflict(index, f"the segment at {entry.address:#x} is not there afterwards, or not empty before")
         else:
-            self._drop(held)
+            self._remove(segment)
 
     def _undo_segment_free(self, index: int, entry: Entry) -> None:
-        self._add_segment(index, entry, entry.size == SMALL_SEGMENT, expandable=False)
+        self._insert_range(index, entry, entry.size == SMALL_SEGMENT, expandable=False)
 
     def _undo_map(self, index: int, entry: Entry) -> None:
-        """Take a range of pages out of the expandable segment around it."""
-        held, end = self._around(entry.address), entry.address + entry.size
-        if held is None or not held.expandable or end > held.end:
+        """Cut the mapped pages out of the expandable segment that contains them."""
+        segment, end = self._segment_at(entry.address), entry.address + entry.size
+        if segment is None or not segment.expandable or end > segment.end:
             self._conflict(index, f"the pages at {entry.address:#x} are not there afterwards")
             return
-        self._drop(held)
-        for start, stop in ((held.address, entry.address), (end, held.end)):
+        self._remove(segment)
+        for start, stop in ((segment.address, entry.address), (end, segment.end)):
             if start < stop:
-                self._add(_Held(Segment(start, stop - start, held.stream, held.small, held.pool, True, ())))
-        kind = _kind(held)
-        if any(other.expandable and _kind(other) == kind for other in self.held.values()):
-            self.lowest[kind] = min(entry.address, self.lowest.get(kind, entry.address))
+                part = Segment(start, stop - start, segment.stream, segment.small, segment.pool, True, ())
+                self._insert(_Segment(part))
+        kind = _kind(segment)
+        if any(other.expandable and _kind(other) == kind for other in self.segments.values()):
+            self.lowest_map[kind] = min(entry.address, self.lowest_map.get(kind, entry.address))
 
     def _undo_unmap(self, index: int, entry: Entry) -> None:
-        before = self._around(entry.address - 1)
-        behind = self.held.get(entry.address + entry.size)
-        sides = [side for side in (before, behind) if side and side.expandable and side.stream == entry.stream]
-        small = sides[0].small if sides else bool(entry.size % self.settings.large_segment_size)
-        added = self._add_segment(index, entry, small, expandable=True)
-        if added is None:
+        """Insert the unmapped pages again and merge them with the expandable segments that they touch."""
+        left = self._segment_at(entry.address - 1)
+        right = self.segments.get(entry.address + entry.size)
+        neighbors = [side for side in (left, right) if side and side.expandable and side.stream == entry.stream]
+        small = neighbors[0].small if neighbors else bool(entry.size % self.settings.large_segment_size)
+        merged = self._insert_range(index, entry, small, expandable=True)
+        if merged is None:
             return
-        for side in sides:
-            if side.small == added.small:
-                self._drop(side)
-                self._drop(added)
-                first, last = sorted((side, added), key=lambda part: part.address)
+        for neighbor in neighbors:
+            if neighbor.small == merged.small:
+                self._remove(neighbor)
+                self._remove(merged)
+                first, last = sorted((neighbor, merged), key=lambda segment: segment.address)
                 first.size += last.size
-                added = self._add(first)
+                merged = self._insert(first)
 
-    def _add_segment(self, index: int, entry: Entry, small: bool, *, expandable: bool) -> _Held | None:
-        at = bisect_right(self.starts, entry.address)
-        if (at and self.held[self.starts[at - 1]].end > entry.address) or (
-            at < len(self.starts) and self.starts[at] < entry.address + entry.size
+    def _insert_range(self, index: int, entry: Entry, small: bool, *, expandable: bool) -> _Segment | None:
+        addresses = self.segment_addresses
+        position = bisect_right(addresses, entry.address)
+        if (position and self.segments[addresses[position - 1]].end > entry.address) or (
+            position < len(addresses) and addresses[position] < entry.address + entry.size
         ):
             self._conflict(index, f"the {entry.size} bytes at {entry.address:#x} are held already")
             return None
         pool = entry.pool or DEFAULT_POOL
-        segment = Segment(entry.address, entry.size, entry.stream, small, pool, expandable, ())
-        return self._add(_Held(segment))
+        return self._insert(_Segment(Segment(entry.address, entry.size, entry.stream, small, pool, expandable, ())))
 
-    def _add(self, held: _Held) -> _Held:
-        self.held[held.address] = held
-        insort(self.starts, held.address)
-        return held
+    def _insert(self, segment: _Segment) -> _Segment:
+        self.segments[segment.address] = segment
+        insort(self.segment_addresses, segment.address)
+        return segment
 
-    def _drop(self, held: _Held) -> None:
-        del self.held[held.address]
-        self._forget(held.address)
+    def _remove(self, segment: _Segment) -> None:
+        del self.segments[segment.address]
+        del self.segment_addresses[bisect_left(self.segment_addresses, segment.address)]
 
-    def _forget(self, address: int) -> None:
-        del self.starts[bisect_left(self.starts, address)]
-
-    def _around(self, address: int) -> _Held | None:
-        """Return the segment that an address lies in."""
-        at = bisect_right(self.starts, address)
-        held = self.held[self.starts[at - 1]] if at else None
-        return held if held is not None and address < held.end else None
+    def _segment_at(self, address: int) -> _Segment | None:
+        """Return the segment that contains an address."""
+        position = bisect_right(self.segment_addresses, address)
+        segment = self.segments[self.segment_addresses[position - 1]] if position else None
+        return segment if segment is not None and address < segment.end else None
 
     def _conflict(self, index: int, text: str) -> None:
         self.conflicts.append((index, text))
 
-    # What is left
+    # The result
 
     def start(self) -> Start:
-        addresses = sorted(self.live)
+        block_addresses = sorted(self.blocks)
         segments: list[Segment] = []
         stacks: list[int] = []
-        at = 0
-        for start in self.starts:
-            held = self.held[start]
-            at = bisect_left(addresses, held.address, at)
-            upto = bisect_left(addresses, held.end, at)
-            blocks = self._blocks(held, addresses[at:upto], self.count + len(stacks))
-            stacks += [self.live[address].stack for address in addresses[at:upto]]
-            at = upto
+        end = 0
+        for address in self.segment_addresses:
+            segment = self.segments[address]
+            begin = bisect_left(block_addresses, segment.address, end)
+            end = bisect_left(block_addresses, segment.end, begin)
+            inside = block_addresses[begin:end]
+            blocks = tuple(self._blocks(segment, inside, self.event_count + len(stacks)))
+            stacks += [self.blocks[block].stack for block in inside]
             segments.append(
-                Segment(held.address, held.size, held.stream, held.small, held.pool, held.expandable, tuple(blocks))
-            )
-        conflicts = tuple(reversed(self.conflicts))
+                Segment(
+                    segment.address, segment.size, segment.stream, segment.small, segment.pool, segment.expandable,
+                    blocks,
+                )
+            )  # fmt: skip
         return Start(
             tuple(segments),
             tuple(stacks),
-            conflicts,
-            tuple(self._below(segments)),
-            frozenset(self._uncertain(segments)),
+            tuple(reversed(self.conflicts)),
+            tuple(self._unmapped_first_pages(segments)),
+            frozenset(self._owners_of_uncertain_size(segments)),
         )
 
-    def _uncertain(self, segments: list[Segment]) -> Iterator[int]:
+    def _owners_of_uncertain_size(self, segments: list[Segment]) -> Iterator[int]:
         if self.settings.expandable_segments:
             return
         for segment in segments:
             if not segment.small and not segment.expandable:
                 for block in segment.blocks:
-                    if block.owner is not None and not self.live[block.address].cut:
+                    if block.owner is not None and not self.blocks[block.address].size:
                         yield block.owner
 
-    def _below(self, segments: list[Segment]) -> Iterator[Segment]:
-        for (stream, small, pool), low in self.lowest.items():
-            first = min((s.address for s in segments if s.expandable and _kind(s) == (stream, small, pool)), default=0)
+    def _unmapped_first_pages(self, segments: list[Segment]) -> Iterator[Segment]:
+        for kind, low in self.lowest_map.items():
+            stream, small, pool = kind
+            first = min((s.address for s in segments if s.expandable and _kind(s) == kind), default=0)
             page = SMALL_SEGMENT if small else self.settings.large_segment_size
             if low + page <= first and not any(s.address < low + page and low < s.address + s.size for s in segments):
                 yield Segment(low, page, stream, small, pool, True, (Block(low, page, 0, "inactive"),))
 
-    def _blocks(self, held: _Held, addresses: list[int], owner: int) -> list[Block]:
+    def _blocks(self, segment: _Segment, addresses: list[int], first_owner: int) -> list[Block]:
+        """Return the live blocks at ``addresses`` and the free blocks between them."""
         blocks: list[Block] = []
-        at = held.address
-        for number, (address, after) in enumerate(zip(addresses, (*addresses[1:], held.end), strict=False)):
-            live = self.live[address]
-            if address > at:
-                blocks.append(Block(at, address - at, 0, "inactive"))
-            state = "active_pending_free" if live.pending else "active_allocated"
-            size = min(live.cut or live.rounded, after - address)
-            blocks.append(Block(address, size, min(live.requested, size), state, owner + number))
-            at = address + size
-        if at < held.end:
-            blocks.append(Block(at, held.end - at, 0, "inactive"))
+        position = segment.address
+        next_addresses = (*addresses[1:], segment.end)
+        for owner, (address, next_address) in enumerate(zip(addresses, next_addresses, strict=False), first_owner):
+            block = self.blocks[address]
+            if address > position:
+                blocks.append(Block(position, address - position, 0, "inactive"))
+            state = "active_pending_free" if block.pending else "active_allocated"
+            size = min(block.size or block.rounded, next_address - address)
+            blocks.append(Block(address, size, min(block.requested, size), state, owner))
+            position = address + size
+        if position < segment.end:
+            blocks.append(Block(position, segment.end - position, 0, "inactive"))
         return blocks
 
 
 def _enlarged(segment: Segment, owner: int, more: int) -> Segment:
     blocks = list(segment.blocks)
-    at = next((at for at, block in enumerate(blocks) if block.owner == owner), None)
-    if at is None:
+    index = next((index for index, block in enumerate(blocks) if block.owner == owner), None)
+    if index is None:
         return segment
-    behind = blocks[at + 1]
-    blocks[at] = replace(blocks[at], size=blocks[at].size + more)
-    blocks[at + 1] = replace(behind, address=behind.address + more, size=behind.size - more)
+    block, free = blocks[index : index + 2]
+    blocks[index] = replace(block, size=block.size + more)
+    blocks[index + 1] = replace(free, address=free.address + more, size=free.size - more)
     return replace(segment, blocks=tuple(blocks))
 
 
-def _kind(held: _Held | Segment) -> tuple[int, bool, Pool]:
-    """Expandable segments of one kind share a range of addresses."""
-    return held.stream, held.small, held.pool
+def _kind(segment: _Segment | Segment) -> tuple[int, bool, Pool]:
+    """Expandable segments of the same kind share a range of addresses."""
+    return segment.stream, segment.small, segment.pool

@@ -1,4 +1,4 @@
-"""Why a request failed: what was free and could not serve it, who held the rest, and which setting would help."""
+"""Explain why a request ran out of memory: which free blocks did not fit, who owns the others, which settings help."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ REMEDIES = (
     "large_segment_size_mb:64",
     "expandable_segments:True,roundup_power2_divisions:8",
 )
-"""What is tried, in this order: first what costs nothing, last what helps few. Garbage is collected only where the
-process is held to a share of the memory."""
+"""Settings to try, in this order: first what costs nothing, last what helps few. Garbage is collected only where the
+process is limited to a share of the memory."""
 
-_CLASSES = tuple(step << 20 for step in (0, 1, 2, 10, 20, 100, 500))
-_TORCH = re.compile(r"(^|[/\\])(site|dist)-packages[/\\]torch[/\\]|[/\\]pytorch[/\\]torch[/\\]|^torch[/\\]")
+_SIZE_CLASSES = tuple(step << 20 for step in (0, 1, 2, 10, 20, 100, 500))
+_TORCH_FILE = re.compile(r"(^|[/\\])(site|dist)-packages[/\\]torch[/\\]|[/\\]pytorch[/\\]torch[/\\]|^torch[/\\]")
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
-    """Free blocks of one pool, stream and class of sizes, in bytes, and why none of them served."""
+    """Free blocks of the same pool, stream and size class, in bytes, and why none of them served."""
 
     pool: Pool
     stream: int
     small: bool
     least: int
-    """The lower end of the class: its blocks are at least so large, and smaller than the next class's."""
+    """The lower end of the size class."""
     count: int
     bytes: int
     largest: int
@@ -50,17 +50,17 @@ class FreeBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Blocks in use that were allocated from one line, in bytes."""
+    """Blocks in use that were allocated from the same line, in bytes."""
 
     frame: Frame | None
-    """The innermost line that is not torch's own; else the innermost of all; None where no stack is recorded."""
+    """The innermost frame outside of torch, else the innermost of all; None if no stack is recorded."""
     count: int
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Settings under which the same requests are all served, and the peaks under them, in bytes."""
+    """Settings under which all requests of the history fit, and the peaks under them, in bytes."""
 
     settings: AllocatorSettings
     peak_reserved: int
@@ -69,43 +69,43 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class OomExplanation:
-    """Why a request failed. Bytes throughout."""
+    """Why a request ran out of memory. Bytes throughout."""
 
     oom: OutOfMemoryEvent
     needed: int
-    """What would have had to come from the card."""
+    """The new memory that the card would have had to give."""
     capacity: Capacity | None
     stack: tuple[Frame, ...]
-    """Where the request came from, the innermost line first."""
+    """Of the request, the innermost frame first."""
     free: tuple[FreeBlocks, ...]
-    """The blocks that could nearly have served first."""
+    """The blocks that came closest to serving the request first."""
     waiting: int
-    """In blocks that were given back and are still in use on other streams."""
+    """In blocks that were freed and are still in use on other streams."""
     largest_free: int
     largest_why: str
     holders: tuple[Holder, ...]
-    """The ones that hold the most first."""
+    """Those with the most bytes first."""
     remedies: tuple[Remedy, ...]
     tried: tuple[str, ...]
     shortfall: int
-    """How much more the card would have had to have for this request."""
+    """How much more memory the card would have needed for this request."""
     beyond: int
-    """By how much the blocks in use and the request exceed the card: more than 0, and no setting can help."""
+    """By how much the blocks in use and the request exceed the card. If above 0, no setting can help."""
 
     @property
     def frame(self) -> Frame | None:
-        """Return the innermost line of the stack that is not torch's own."""
+        """Return the innermost frame of the stack outside of torch, as `innermost`."""
         return innermost(self.stack)
 
 
 def explain_oom(replay: Replay, oom: OutOfMemoryEvent | None = None, tried: Sequence[str] = REMEDIES) -> OomExplanation:
-    """Explain why a request of a replay failed.
+    """Explain why a request of a replay ran out of memory.
 
     Each of the settings is tried by a replay of the whole history on a card of the same capacity.
 
     Args:
-        replay: one with an ``oom``.
-        oom: which; by default the last.
+        replay: a replay that ran out of memory.
+        oom: the event to explain; by default the last of ``replay.ooms``.
         tried: settings to try, as in PYTORCH_ALLOC_CONF.
 
     Example:
@@ -113,35 +113,34 @@ def explain_oom(replay: Replay, oom: OutOfMemoryEvent | None = None, tried: Sequ
         AllocatorSettings(..., expandable_segments=True, ...)
     """
     oom = replay.ooms[-1] if oom is None else oom
-    known = recorded_capacity(replay) if replay.compared else None
+    capacity = recorded_capacity(replay) if replay.compared else None
     if replay.capacity is not None:
-        known = Capacity(replay.capacity, True)
+        capacity = Capacity(replay.capacity, True)
     blocks = [(segment, block) for segment in oom.segments for block in segment.blocks]
-    groups = _free_groups(blocks, oom)
-    largest = max((block for _, block in blocks if block.state == "inactive"), key=lambda b: b.size, default=None)
-    needed = _from_the_card(replay.settings, oom.requested)
-    left = max(oom.free or 0, 0) if known is None or known.is_card else 0
-    capacity = None if known is None else known.bytes
-    remedies = tuple(_remedies(replay, tried, capacity)) if capacity is not None else ()
+    free = [(segment, block) for segment, block in blocks if block.state == "inactive"]
+    largest = max(free, key=lambda pair: pair[1].size, default=None)
+    needed = _new_memory(replay.settings, oom.requested)
+    left = max(oom.free or 0, 0) if capacity is None or capacity.is_card else 0
+    remedies = tuple(_remedies(replay, tried, capacity.bytes)) if capacity is not None else ()
     return OomExplanation(
         oom=oom,
         needed=needed,
-        capacity=known,
+        capacity=capacity,
         stack=tuple(_stack_at(replay, oom)),
-        free=tuple(groups),
+        free=tuple(_free_groups(free, oom)),
         waiting=sum(block.size for _, block in blocks if block.state == "active_pending_free"),
-        largest_free=0 if largest is None else largest.size,
-        largest_why="" if largest is None else _why_not(_segment_of(blocks, largest), largest.size, oom),
+        largest_free=0 if largest is None else largest[1].size,
+        largest_why="" if largest is None else _why_not(largest[0], largest[1].size, oom),
         holders=tuple(holders(replay, oom.segments)),
         remedies=remedies,
         tried=tuple(tried) if capacity is not None else (),
         shortfall=max(needed - left, 1),
-        beyond=0 if capacity is None else max(oom.allocated + oom.requested - capacity, 0),
+        beyond=0 if capacity is None else max(oom.allocated + oom.requested - capacity.bytes, 0),
     )
 
 
-def _from_the_card(settings: AllocatorSettings, size: int) -> int:
-    """Return what a block takes from the card where nothing that is held serves."""
+def _new_memory(settings: AllocatorSettings, size: int) -> int:
+    """Return the bytes that the allocator takes from the card for a block of ``size`` if no free block serves."""
     if not settings.expandable_segments:
         return segment_size(settings, size)
     page = SMALL_SEGMENT if size <= LARGEST_SMALL else settings.large_segment_size
@@ -149,22 +148,22 @@ def _from_the_card(settings: AllocatorSettings, size: int) -> int:
 
 
 def holders(replay: Replay, segments: Iterable[Segment]) -> list[Holder]:
-    """Return who holds the blocks in use: grouped by the innermost line that is not torch's own, the most first."""
-    found: dict[Frame | None, tuple[int, int]] = {}
+    """Group the blocks in use by the innermost frame outside of torch, those with the most bytes first."""
+    totals: dict[Frame | None, tuple[int, int]] = {}
     for segment in segments:
         for block in segment.blocks:
             if block.state != "inactive":
                 frame = innermost(replay.stack_of(block.owner))
-                count, size = found.get(frame, (0, 0))
-                found[frame] = count + 1, size + block.size
-    rows = [Holder(frame, count, size) for frame, (count, size) in found.items()]
+                count, size = totals.get(frame, (0, 0))
+                totals[frame] = count + 1, size + block.size
+    rows = [Holder(frame, count, size) for frame, (count, size) in totals.items()]
     return sorted(rows, key=lambda row: -row.bytes)
 
 
 def innermost(stack: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's own Python, else the innermost of all; None of none."""
+    """Return the innermost Python frame outside of torch, else the innermost of all; None for an empty stack."""
     for frame in stack:
-        if frame.filename.endswith(".py") and not _TORCH.search(frame.filename):
+        if frame.filename.endswith(".py") and not _TORCH_FILE.search(frame.filename):
             return frame
     return stack[0] if stack else None
 
@@ -179,24 +178,23 @@ def _remedies(replay: Replay, tried: Sequence[str], capacity: int) -> Iterable[R
         settings = parse_settings(text)
         if settings == replay.settings:
             continue
-        other = what_if(replay, settings, capacity)
-        if other.fits:
-            yield Remedy(settings, other.peak_reserved, other.fragmentation)
+        changed = what_if(replay, settings, capacity)
+        if changed.fits:
+            yield Remedy(settings, changed.peak_reserved, changed.fragmentation)
 
 
-def _free_groups(blocks: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -> list[FreeBlocks]:
-    found: dict[tuple[Pool, int, bool, int], list[int]] = {}
-    for segment, block in blocks:
-        if block.state == "inactive":
-            least = max(step for step in _CLASSES if step <= block.size)
-            found.setdefault((segment.pool, segment.stream, segment.small, least), []).append(block.size)
+def _free_groups(free: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -> list[FreeBlocks]:
+    groups: dict[tuple[Pool, int, bool, int], list[int]] = {}
+    for segment, block in free:
+        least = max(step for step in _SIZE_CLASSES if step <= block.size)
+        groups.setdefault((segment.pool, segment.stream, segment.small, least), []).append(block.size)
     rows: list[FreeBlocks] = []
-    for (pool, stream, small, least), sizes in found.items():
+    for (pool, stream, small, least), sizes in groups.items():
         kind = Segment(0, 0, stream, small, pool, False, ())
         why = _why_not(kind, max(sizes), oom)
         rows.append(FreeBlocks(pool, stream, small, least, len(sizes), sum(sizes), max(sizes), why))
-    near = (oom.pool, oom.stream, oom.requested <= LARGEST_SMALL)
-    return sorted(rows, key=lambda row: ((row.pool, row.stream, row.small) != near, -row.largest))
+    kind_of_oom = (oom.pool, oom.stream, oom.requested <= LARGEST_SMALL)
+    return sorted(rows, key=lambda row: ((row.pool, row.stream, row.small) != kind_of_oom, -row.largest))
 
 
 def _why_not(segment: Segment, size: int, oom: OutOfMemoryEvent) -> str:
@@ -210,7 +208,3 @@ def _why_not(segment: Segment, size: int, oom: OutOfMemoryEvent) -> str:
     if size < oom.requested:
         return f"{format_bytes_as_torch(oom.requested - size)} too small"
     return "above max_split_size, so kept whole for larger requests"
-
-
-def _segment_of(blocks: Sequence[tuple[Segment, Block]], wanted: Block) -> Segment:
-    return next(segment for segment, block in blocks if block is wanted)

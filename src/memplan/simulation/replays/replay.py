@@ -1,4 +1,4 @@
-"""A snapshot of torch's CUDA memory -> Replay: the same events through the same simulator as every prediction."""
+"""Replay a snapshot of torch's CUDA memory with the simulator that makes all predictions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from memplan._bytes import parse_bytes
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
-from memplan.simulation.replays.exact import Exact
+from memplan.simulation.replays.exact import ExactReplay
 from memplan.simulation.replays.initial_state import Start, rewind
 from memplan.simulation.replays.replayed import Replay, timeline_over
 from memplan.simulation.replays.requests import Request, requests_of
 from memplan.simulation.snapshots.read import Snapshot, read_snapshot
 
-_REPAIRS = 20
+_MAX_CORRECTIONS = 20
 
 
 def replay(
@@ -26,22 +26,21 @@ def replay(
 ) -> Replay:
     """Replay the history of a snapshot of torch's CUDA memory.
 
-    As it stands, every address and every segment is compared with the recorded ones. With ``settings`` or
-    ``capacity`` it is a what-if: the same requests, in the same order, to an allocator with other settings, on a card
-    with so much memory.
+    By default every address and every segment is compared with the recorded ones. With ``settings`` or ``capacity``
+    it is a what-if: the same requests in the same order, with other allocator settings or another card size.
 
     Args:
         path_or_dict: a file that `torch.cuda.memory._dump_snapshot` wrote (or JSON of the same, each also as .gz), or
             the dict of `torch.cuda.memory._snapshot()`. A pickle is read without running anything in it.
         settings: as in PYTORCH_ALLOC_CONF; by default as recorded.
-        capacity: bytes that the card can give to torch ("24 GiB" or a number). By default, where the recording ran
-            out of memory, what there was then; else no end.
-        gpu: whose history; needed where the snapshot has more than one.
+        capacity: bytes that the card can give to torch ("24 GiB" or a number). By default unlimited, unless the
+            recording ran out of memory: then what there was.
+        gpu: the GPU to replay; needed if the snapshot has more than one.
 
     Raises:
         TargetError: the file cannot be read.
         SnapshotFormatError: it is no snapshot.
-        DeviceError: the snapshot is of several GPUs, or not of the one asked for.
+        DeviceError: the snapshot has several GPUs and ``gpu`` is None, or it has nothing of ``gpu``.
         UsageError: settings that do not exist.
         UnitError: a capacity that is no number of bytes.
 
@@ -52,31 +51,32 @@ def replay(
         >>> memplan.replay("snapshot.pickle", settings="expandable_segments:True").peak_reserved
         88080384
     """
-    chosen = parse_settings(settings) if isinstance(settings, str) else settings
+    settings = parse_settings(settings) if isinstance(settings, str) else settings
     limit = None if capacity is None else parse_bytes(capacity)
     snapshot = read_snapshot(path_or_dict, gpu)
     start = rewind(snapshot)
     requests = requests_of(snapshot, start)
     exact = replay_exactly(snapshot, start, requests)
-    if chosen is None and limit is None:
+    if settings is None and limit is None:
         return exact
     from memplan.simulation.replays.what_if import what_if
 
-    return what_if(exact, chosen, limit)
+    return what_if(exact, settings, limit)
 
 
 def replay_exactly(snapshot: Snapshot, start: Start, requests: Sequence[Request | None]) -> Replay:
-    """Return the replay of a snapshot under its own settings, compared with what is recorded.
+    """Replay a snapshot under its own settings, compared with the recording.
 
-    What the start leaves open, the sizes of a few blocks, is settled by where torch put later ones.
+    The sizes of a few blocks of the start are not known: where a replayed address differs, the block that explains it
+    is enlarged and the replay repeated. The replay with the fewest mismatches is returned.
     """
-    best = exact = Exact(snapshot, start, requests)
+    best = exact = ExactReplay(snapshot, start, requests)
     exact.run()
-    for _ in range(_REPAIRS):
+    for _ in range(_MAX_CORRECTIONS):
         if exact.suspect is None:
             break
         start = start.enlarged(*exact.suspect)
-        exact = Exact(snapshot, start, requests)
+        exact = ExactReplay(snapshot, start, requests)
         exact.run()
         if len(exact.mismatches) < len(best.mismatches):
             best = exact

@@ -1,4 +1,4 @@
-"""A replayed snapshot as a value."""
+"""The result of replaying a snapshot."""
 
 from __future__ import annotations
 
@@ -29,42 +29,40 @@ class Replay(Displayed):
     start: Start = field(repr=False)
     requests: tuple[Request | None, ...] = field(repr=False)
     settings: AllocatorSettings
-    """Those of this replay: the recorded ones, unless others were given."""
+    """Of this replay: the recorded settings, or those of the what-if."""
     capacity: int | None
-    """What the card could give to torch; None: as much as torch took."""
+    """What the card could give to torch; None: unlimited."""
     compared: bool
-    """Whether addresses and segments were compared; under another capacity or other settings there is nothing to
-    compare them with, and ``mismatches`` is empty."""
+    """Whether addresses and segments were compared with the recording. False for a what-if: ``mismatches`` is empty."""
     mismatches: list[Mismatch]
     timeline: Timeline
     ooms: tuple[OutOfMemoryEvent, ...]
-    """Requests that the card could not serve: as recorded, or in this replay."""
+    """Requests that ran out of memory: in the recording, or in this what-if."""
     ended: bool = False
-    """Whether a request that was served when it was recorded failed: what the program would have done then is not
-    known, so the replay ends there, and the peaks are those up to there."""
+    """Whether a request ran out of memory that did not in the recording. The replay and its peaks end there, since it
+    is not known what the program would have done then."""
     from_recorded_start: bool = True
-    """Whether it begins with what was held then, block by block; else with the live blocks alone, allocated anew."""
+    """Whether it starts in the recorded state; else only the live blocks are allocated anew, without cached memory."""
 
     @property
     def peak_allocated(self) -> int:
-        """Return the most in blocks, as `torch.cuda.max_memory_allocated` counts."""
+        """Return the peak bytes in blocks, as `torch.cuda.max_memory_allocated` counts."""
         return self.timeline.peak_allocated
 
     @property
     def peak_reserved(self) -> int:
-        """Return the most held from the card, as `torch.cuda.max_memory_reserved` counts."""
+        """Return the peak bytes of segments, as `torch.cuda.max_memory_reserved` counts."""
         return self.timeline.peak_reserved
 
     @property
     def fragmentation(self) -> int:
-        """Return what was held and in no block at ``peak_reserved``; where that lasted, when the most of it was in
-        blocks."""
+        """Return ``peak_reserved`` minus the bytes allocated then (the most, if it lasts more than one event)."""
         tick = self.timeline.reserved_tick
         return self.peak_reserved - max(
             (
                 allocated
-                for at, allocated, reserved in self.timeline.events
-                if at == tick and reserved == self.peak_reserved
+                for event_tick, allocated, reserved in self.timeline.events
+                if event_tick == tick and reserved == self.peak_reserved
             ),
             default=self.peak_reserved,
         )
@@ -81,7 +79,7 @@ class Replay(Displayed):
 
     @property
     def has_history(self) -> bool:
-        """Return whether the snapshot says what happened; without, only what was held in the end is known."""
+        """Return whether events were recorded; if not, only the state at the end is known."""
         return bool(self.snapshot.entries)
 
     @property
@@ -90,7 +88,7 @@ class Replay(Displayed):
         return not self.ooms
 
     def stack_of(self, owner: int | None) -> Sequence[Frame]:
-        """Return the stack that a block was allocated from, the innermost frame first; () where it is not recorded."""
+        """Return the stack that allocated a block, the innermost frame first; () if it is not recorded."""
         count = len(self.snapshot.entries)
         if owner is None or owner >= count + len(self.start.stacks):
             return ()
@@ -113,6 +111,6 @@ class Replay(Displayed):
 
 
 def timeline_over(snapshot: Snapshot, levels: Sequence[Level], allocator: CachingAllocator) -> Timeline:
-    """Return the timeline of a history that was driven through an allocator."""
+    """Return the timeline of a replay from its levels and the allocator at its end."""
     bounds = (0, len(snapshot.entries))
     return timeline_of(f"cuda:{snapshot.gpu}", levels, bounds, tuple(allocator.log), allocator.segments())

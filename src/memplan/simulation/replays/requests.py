@@ -1,4 +1,4 @@
-"""What a recorded program asked of the allocator: the requests among the events of a snapshot."""
+"""Separate a program's requests from the allocator's own actions in the events of a snapshot."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from memplan.simulation.snapshots.read import Entry, Snapshot
 from memplan.simulation.timeline import DEFAULT_POOL, Pool, Segment
 
 Kind = Literal["alloc", "free", "free_later", "complete", "empty_cache", "oom"]
-GIVES = ("segment_free", "segment_unmap")
-"""Memory goes back to the card."""
+SEGMENT_FREES = ("segment_free", "segment_unmap")
+"""Actions that release memory to the card."""
 
 
 class Request(NamedTuple):
-    """One request. ``owner`` names the block: the index of its alloc, or the owner that it has at the start."""
+    """A request to the allocator. ``owner`` identifies the block: the index of its alloc, or its owner in the start."""
 
     kind: Kind
     event: int
@@ -28,12 +28,13 @@ class Request(NamedTuple):
 
 
 def requests_of(snapshot: Snapshot, start: Start) -> list[Request | None]:
-    """Return for each event of a snapshot the request that it is; None where it is no request of the program's.
+    """Return for each event of a snapshot the program's request, or None for the allocator's own actions.
 
-    A block is given back to be free "later" where it was still in use on another stream. Memory that went back to the
-    card is a request (`torch.cuda.empty_cache`) unless the allocator gave it back itself to serve another one.
+    Freeing a block that is still in use on another stream is "free_later", and "complete" once that use ends. Released
+    segments are a request (`torch.cuda.empty_cache`) unless the allocator released them to serve another request.
     """
-    return _Requests(snapshot, start).found()
+    requests = _Requests(snapshot, start)
+    return [requests.request(index, entry) for index, entry in enumerate(snapshot.entries)]
 
 
 class _Requests:
@@ -41,99 +42,99 @@ class _Requests:
         self.snapshot = snapshot
         self.pools = _PrivatePools(snapshot, start)
         blocks = [block for segment in start.segments for block in segment.blocks if block.owner is not None]
-        self.live = {block.address: block.owner or 0 for block in blocks}
-        self.waiting = {block.address for block in blocks if block.state == "active_pending_free"}
-        """Addresses of blocks that were given back and are still in use on another stream."""
+        self.owners = {block.address: block.owner or 0 for block in blocks}
+        """Address of each live or pending block -> its owner."""
+        self.pending = {block.address for block in blocks if block.state == "active_pending_free"}
+        """Addresses of blocks that were freed and are still in use on another stream."""
 
-    def found(self) -> list[Request | None]:
-        entries = self.snapshot.entries
-        return [self._request(index, entry, entries) for index, entry in enumerate(entries)]
-
-    def _request(self, index: int, entry: Entry, entries: Sequence[Entry]) -> Request | None:
-        action, address = entry.action, entry.address
+    def request(self, index: int, entry: Entry) -> Request | None:
+        entries, action, address = self.snapshot.entries, entry.action, entry.address
         if action == "alloc":
-            self.live[address] = index
+            self.owners[address] = index
             return Request("alloc", index, index, entry.size, entry.stream, self.pools.of(entry))
         if action == "free_requested":
-            owner = self.live.get(address)
-            if owner is None or address in self.waiting:
+            owner = self.owners.get(address)
+            if owner is None or address in self.pending:
                 return None
-            following = entries[index + 1][:2] if index + 1 < len(entries) else None
-            if following == ("free_completed", address):
-                del self.live[address]
+            next_event = entries[index + 1][:2] if index + 1 < len(entries) else None
+            if next_event == ("free_completed", address):
+                del self.owners[address]
                 return Request("free", index, owner)
-            self.waiting.add(address)
+            self.pending.add(address)
             return Request("free_later", index, owner)
         if action == "free_completed":
-            if address not in self.waiting:
+            if address not in self.pending:
                 return None
-            self.waiting.remove(address)
-            return Request("complete", index, self.live.pop(address))
+            self.pending.remove(address)
+            return Request("complete", index, self.owners.pop(address))
         if action == "oom":
             return Request("oom", index, size=entry.size, stream=entry.stream, pool=self.pools.of(entry))
-        self.pools.follow(index, entry)
-        first_given = action in GIVES and (not index or entries[index - 1].action not in GIVES)
-        return Request("empty_cache", index) if first_given and _asked(self.snapshot, index) else None
+        self.pools.update(index, entry)
+        first_free = action in SEGMENT_FREES and (not index or entries[index - 1].action not in SEGMENT_FREES)
+        return Request("empty_cache", index) if first_free and _is_empty_cache(self.snapshot, index) else None
 
 
-def _asked(snapshot: Snapshot, index: int) -> bool:
-    """Return whether the memory given back from an event on was asked to be, and not the allocator's own way out.
+def _is_empty_cache(snapshot: Snapshot, index: int) -> bool:
+    """Check whether the program released the segments from event ``index`` on, rather than the allocator itself.
 
-    An allocator that has run out gives back in the middle of a request, from the same stack. Where no stacks were
-    recorded, only an out-of-memory that follows at once shows that; everything else counts as asked for.
+    An allocator that has run out releases segments in the middle of a request, so the stack is the request's. Without
+    recorded stacks only an out-of-memory event right after shows that; every other release counts as the program's.
     """
     entries, stacks = snapshot.entries, snapshot.stacks
     stack = entries[index].stack
-    after = index
-    while after < len(entries) and entries[after].action in GIVES:
-        after += 1
-    if after == len(entries):
+    end = index
+    while end < len(entries) and entries[end].action in SEGMENT_FREES:
+        end += 1
+    if end == len(entries):
         return True
     if any(frame.name == "empty_cache" for frame in stacks[stack]):
         return True
-    following = entries[after]
-    if following.action == "oom":
+    next_event = entries[end]
+    if next_event.action == "oom":
         return False
-    return not (stack and stack == following.stack and following.action in ("segment_alloc", "segment_map"))
+    return not (stack and stack == next_event.stack and next_event.action in ("segment_alloc", "segment_map"))
 
 
 class _PrivatePools:
-    """The pool that a request was for: as recorded, else that of the segment its block lies in.
+    """The memory pool of each request: as recorded, else that of the segment that contains the block.
 
-    Of a segment that is gone by the end nothing tells the pool, in the versions of torch that do not write it.
+    Older versions of torch do not record it, and then the default pool is assumed for segments released before the end.
     """
 
     def __init__(self, snapshot: Snapshot, start: Start) -> None:
         self.ends: dict[int, tuple[int, Pool]] = {}
+        """Address of a private segment -> (end, pool)."""
         self.starts: list[int] = []
+        """The sorted keys of ``ends``."""
         private = [segment for segment in (*start.segments, *snapshot.segments) if segment.pool != DEFAULT_POOL]
-        for segment in _stretches([segment for segment in private if segment.expandable]):
+        for segment in _merged([segment for segment in private if segment.expandable]):
             self._add(segment.address, segment.size, segment.pool)
         for segment in start.segments:
             if segment.pool != DEFAULT_POOL and not segment.expandable:
                 self._add(segment.address, segment.size, segment.pool)
-        self.to_come: dict[int, Segment] = {}
-        """Index of a segment_alloc -> the private segment that is there at the end."""
+        self.allocated_later: dict[int, Segment] = {}
+        """Index of a segment_alloc -> the private segment, if it still exists at the end."""
         final = {segment.address: segment for segment in private if not segment.expandable}
         if final:
-            taken = [(index, entry) for index, entry in enumerate(snapshot.entries) if entry.action == "segment_alloc"]
-            last = {entry.address: index for index, entry in taken}
-            self.to_come = {last[address]: segment for address, segment in final.items() if address in last}
+            last_alloc = {e.address: index for index, e in enumerate(snapshot.entries) if e.action == "segment_alloc"}
+            self.allocated_later = {
+                last_alloc[address]: segment for address, segment in final.items() if address in last_alloc
+            }
 
     def of(self, entry: Entry) -> Pool:
         if entry.pool is not None:
             return entry.pool
-        at = bisect_right(self.starts, entry.address) if entry.action != "oom" else 0
-        if at:
-            end, pool = self.ends[self.starts[at - 1]]
+        position = bisect_right(self.starts, entry.address) if entry.action != "oom" else 0
+        if position:
+            end, pool = self.ends[self.starts[position - 1]]
             if entry.address < end:
                 return pool
         return DEFAULT_POOL
 
-    def follow(self, index: int, entry: Entry) -> None:
-        """Note that a segment comes or goes."""
-        if index in self.to_come:
-            self._add(entry.address, entry.size, self.to_come[index].pool)
+    def update(self, index: int, entry: Entry) -> None:
+        """Add or remove the segment that an event allocates or releases."""
+        if index in self.allocated_later:
+            self._add(entry.address, entry.size, self.allocated_later[index].pool)
         elif entry.action == "segment_free" and entry.address in self.ends:
             del self.ends[entry.address]
             del self.starts[bisect_left(self.starts, entry.address)]
@@ -144,14 +145,17 @@ class _PrivatePools:
         self.ends[address] = address + size, pool
 
 
-def _stretches(segments: Sequence[Segment]) -> list[Segment]:
-    """Expandable segments, and the addresses between two of a kind, as one: no other kind ever lies there."""
-    found: list[Segment] = []
-    for segment in sorted(segments, key=lambda one: one.address):
-        last = found[-1] if found else None
+def _merged(segments: Sequence[Segment]) -> list[Segment]:
+    """Merge the expandable segments of each kind that follow each other, with the addresses between them.
+
+    They belong to one reserved range, in which no other kind ever lies.
+    """
+    merged: list[Segment] = []
+    for segment in sorted(segments, key=lambda segment: segment.address):
+        last = merged[-1] if merged else None
         if last is not None and (last.pool, last.stream, last.small) == (segment.pool, segment.stream, segment.small):
             end = max(last.address + last.size, segment.address + segment.size)
-            found[-1] = replace(last, size=end - last.address)
+            merged[-1] = replace(last, size=end - last.address)
         else:
-            found.append(segment)
-    return found
+            merged.append(segment)
+    return merged

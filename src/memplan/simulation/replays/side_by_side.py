@@ -1,4 +1,4 @@
-"""A snapshot's history beside what-ifs: what `memplan replay` shows."""
+"""Compare a snapshot's replay with what-ifs, for `memplan replay`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from memplan.simulation.replays.replayed import Replay
 from memplan.simulation.replays.what_if import what_if
 from memplan.simulation.timeline import Pool, Segment
 
-_MANY = 300_000
+_MANY_EVENTS = 300_000
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentGroup:
-    """Segments of one kind. Bytes."""
+    """The segments of a kind: the same size class, stream, pool and expandability. Bytes."""
 
     small: bool
-    """Of the pool for requests of at most 1 MiB."""
+    """Whether they serve requests of at most 1 MiB."""
     stream: int
     pool: Pool
     expandable: bool
@@ -30,29 +30,28 @@ class SegmentGroup:
 
     @property
     def free(self) -> int:
-        """Return what is in no block in use."""
+        """Return the bytes outside of blocks in use."""
         return self.reserved - self.allocated
 
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """The recorded history, and what it would have been."""
+    """The replay of a recording, and its what-ifs."""
 
     replay: Replay
     """The snapshot as it was recorded."""
     base: Replay
-    """The same, on a card of another capacity where one was asked for."""
+    """The same, or the what-if on a card of the requested capacity."""
     others: tuple[Replay, ...]
-    """Under other settings, on the same card."""
+    """Under other settings, with the same capacity."""
     explanation: OomExplanation | None
-    """Of the last request that the base could not serve."""
+    """Of the last request for which the base ran out of memory."""
 
     @property
     def all_fit(self) -> bool | None:
-        """Return whether everything is served: by one of the other settings, if any were asked for. None: nobody can
-        say.
+        """Return whether all requests fit: under any of the other settings, or else in the base; None if unknown.
 
-        What the card had is not known where an old recording ran out of memory without writing it down.
+        It is unknown if an old recording ran out of memory without writing down how much the card had.
         """
         if not self.others:
             return self.base.fits
@@ -62,28 +61,28 @@ class Cases:
 
 
 def cases(replay: Replay, settings: Sequence[AllocatorSettings] = (), capacity: int | None = None) -> Cases:
-    """Return a snapshot's replay beside others of it. Where memory ran out, it is explained.
+    """Return a snapshot's replay with its what-ifs, and an explanation if memory ran out.
 
-    Of a history of more than 300,000 events, a replay takes seconds: then of all `REMEDIES` only the first is tried.
+    A replay of more than 300,000 events takes seconds, so then only the first of `REMEDIES` is tried.
 
     Args:
         replay: the snapshot's own.
-        settings: what to try.
+        settings: a what-if for each of them.
         capacity: bytes that the card can give to torch; None: as in the recording.
     """
     base = replay if capacity is None else what_if(replay, None, capacity)
-    others = tuple(what_if(replay, other, capacity) for other in settings)
-    tried = REMEDIES if len(replay.requests) <= _MANY else REMEDIES[:1]
+    others = tuple(what_if(replay, changed, capacity) for changed in settings)
+    tried = REMEDIES if len(replay.requests) <= _MANY_EVENTS else REMEDIES[:1]
     return Cases(replay, base, others, explain_oom(base, tried=tried) if base.ooms else None)
 
 
 def grouped(segments: Sequence[Segment]) -> list[SegmentGroup]:
-    """Group segments by pool and stream, those that hold the most first."""
-    found: dict[tuple[bool, int, Pool, bool], list[Segment]] = {}
+    """Group segments by size class, stream, pool and expandability, the group with the most reserved bytes first."""
+    groups: dict[tuple[bool, int, Pool, bool], list[Segment]] = {}
     for segment in segments:
-        found.setdefault((segment.small, segment.stream, segment.pool, segment.expandable), []).append(segment)
+        groups.setdefault((segment.small, segment.stream, segment.pool, segment.expandable), []).append(segment)
     rows: list[SegmentGroup] = []
-    for kind, group in found.items():
+    for kind, group in groups.items():
         blocks = [block for segment in group for block in segment.blocks]
         used = sum(block.size for block in blocks if block.state == "active_allocated")
         largest = max((block.size for block in blocks if block.state == "inactive"), default=0)

@@ -1,4 +1,4 @@
-"""The requests of a snapshot's history under other settings, or on a card with more or less memory."""
+"""Replay a snapshot's requests under other allocator settings, or on a card with more or less memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from memplan.simulation.timeline import Block, Segment
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the recording's card could give to torch, in bytes, as its running out of memory tells."""
+    """What the recording's card could give to torch, in bytes, inferred from its out-of-memory events."""
 
     bytes: int
     is_card: bool
-    """Whether the card was full; if not, the process was held to less than it had left (a memory fraction), and
-    ``bytes`` is the most that it ever held."""
+    """Whether the card was full. If not, the process had a limit of its own (a memory fraction), and ``bytes`` is the
+    most that it ever reserved."""
 
 
 def recorded_capacity(replay: Replay) -> Capacity | None:
-    """Return what there was when the recording ran out of memory: held by torch, plus left on the card. None if it did
-    not."""
+    """Return reserved plus free bytes of the card when the recording ran out of memory; None if it did not."""
     known = [(oom, oom.free) for oom in replay.ooms if oom.free is not None]
     if not known:
         return None
@@ -44,55 +43,54 @@ def recorded_capacity(replay: Replay) -> Capacity | None:
 
 
 def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity: int | None = None) -> Replay:
-    """Return the same requests in the same order, under other settings or another capacity.
+    """Replay the same requests in the same order, under other settings or another capacity.
 
-    Under the recorded settings it begins with the recorded state, if the card can hold that. Else that state cannot
-    have come about, and how another would have is not known, since it lies before the history: the blocks that were
-    live then are asked for anew, in order of address. That leaves out what the past had fragmented and cached by then.
+    With the recorded settings the replay starts in the recorded state if the card can hold it. Otherwise the history
+    before the recording would have gone differently, so the blocks live at its start are allocated anew in order of
+    address. That leaves out earlier fragmentation and cached memory.
 
-    Calls of `torch.cuda.empty_cache` stay; memory that the allocator gave back because it had run out does not count
-    as a request. A request that had failed is tried; if it is served, it is given back at once, since the program
-    went on without it.
+    Calls of `torch.cuda.empty_cache` are replayed; releases by an allocator that had run out are not. A request that
+    failed in the recording is tried; if it succeeds, it is freed at once, since the program went on without it.
 
     Args:
         replay: the snapshot's own replay.
-        settings: the recorded ones if None.
-        capacity: bytes that the card can give to torch; None: as `recorded_capacity` says, else no end.
+        settings: by default the recorded ones.
+        capacity: bytes that the card can give to torch; by default `recorded_capacity`, else unlimited.
     """
     settings = replay.recorded_settings if settings is None else settings
-    if capacity is None and (found := recorded_capacity(replay)) is not None:
-        capacity = found.bytes
-    driven = _Driven(replay.start, settings, capacity, as_recorded=settings == replay.recorded_settings)
-    driven.run(replay.requests)
-    timeline = timeline_over(replay.snapshot, driven.levels, driven.allocator)
+    if capacity is None and (recorded := recorded_capacity(replay)) is not None:
+        capacity = recorded.bytes
+    run = _Run(replay.start, settings, capacity, as_recorded=settings == replay.recorded_settings)
+    run.serve_all(replay.requests)
+    timeline = timeline_over(replay.snapshot, run.levels, run.allocator)
     return Replay(
-        replay.snapshot, replay.start, replay.requests, settings, capacity, False, [], timeline, tuple(driven.ooms),
-        driven.ended, driven.from_recorded_start,
+        replay.snapshot, replay.start, replay.requests, settings, capacity, False, [], timeline, tuple(run.ooms),
+        run.ended, run.from_recorded_start,
     )  # fmt: skip
 
 
-class _Driven:
+class _Run:
     def __init__(self, start: Start, settings: AllocatorSettings, capacity: int | None, *, as_recorded: bool) -> None:
         self.ooms: list[OutOfMemoryEvent] = []
         self.ended = False
-        self.where: dict[int, int] = {}
-        """Owner -> address, of blocks that are live or waiting."""
-        self.waiting: set[int] = set()
-        """Owners of blocks that were given back and are still in use on another stream."""
+        self.addresses: dict[int, int] = {}
+        """Of live and pending blocks, by owner."""
+        self.pending: set[int] = set()
+        """Owners of blocks that were freed and are still in use on another stream."""
         blocks = [(segment, block, block.owner) for segment in start.segments for block in segment.blocks]
-        held = sum(segment.size for segment in start.segments)
-        self.from_recorded_start = as_recorded and (capacity is None or held <= capacity)
+        reserved = sum(segment.size for segment in start.segments)
+        self.from_recorded_start = as_recorded and (capacity is None or reserved <= capacity)
         if self.from_recorded_start:
             self.allocator = start.allocator(settings, capacity=capacity)
-            self.where = {owner: block.address for _, block, owner in blocks if owner is not None}
-            self.waiting = {o for _, block, o in blocks if o is not None and block.state == "active_pending_free"}
+            self.addresses = {owner: block.address for _, block, owner in blocks if owner is not None}
+            self.pending = {o for _, block, o in blocks if o is not None and block.state == "active_pending_free"}
         else:
             self.allocator = CachingAllocator(settings, capacity=capacity)
-            self._lay([(segment, block, owner) for segment, block, owner in blocks if owner is not None])
+            self._allocate_live([(segment, block, owner) for segment, block, owner in blocks if owner is not None])
         self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]
 
-    def _lay(self, blocks: Sequence[tuple[Segment, Block, int]]) -> None:
-        """Ask for the blocks that were live at the start."""
+    def _allocate_live(self, blocks: Sequence[tuple[Segment, Block, int]]) -> None:
+        """Allocate the blocks that were live at the start."""
         for segment, block, owner in blocks:
             self._alloc(Request("alloc", -1, owner, block.requested, segment.stream, segment.pool))
             if self.ended:
@@ -100,8 +98,8 @@ class _Driven:
             if block.state == "active_pending_free":
                 self._free_later(owner, 0)
 
-    def run(self, requests: Sequence[Request | None]) -> None:
-        """Serve all requests, or those up to the first that fails and had not."""
+    def serve_all(self, requests: Sequence[Request | None]) -> None:
+        """Serve the requests, up to the first that runs out of memory and did not in the recording."""
         allocator, levels = self.allocator, self.levels
         for request in requests:
             if self.ended:
@@ -112,20 +110,20 @@ class _Driven:
             if request.kind == "alloc":
                 self._alloc(request)
             elif request.kind == "free":
-                allocator.free(self.where.pop(request.owner), tick=tick)
+                allocator.free(self.addresses.pop(request.owner), tick=tick)
             elif request.kind == "free_later":
                 self._free_later(request.owner, tick)
             elif request.kind == "complete":
-                address = self.where.pop(request.owner)
-                if request.owner in self.waiting:
-                    self.waiting.remove(request.owner)
+                address = self.addresses.pop(request.owner)
+                if request.owner in self.pending:
+                    self.pending.remove(request.owner)
                     allocator.complete(address, tick=tick)
             elif request.kind == "empty_cache":
                 before = len(allocator.log)
                 allocator.empty_cache(tick=tick)
-                self._follow(before)
+                self._update_pending(before)
             else:
-                self._try(request)
+                self._retry(request)
             levels.append((tick, allocator.allocated, allocator.reserved))
 
     def _alloc(self, request: Request) -> None:
@@ -133,17 +131,17 @@ class _Driven:
         if address is None:
             self.ended = True
         else:
-            self.where[request.owner] = address
+            self.addresses[request.owner] = address
 
-    def _try(self, request: Request) -> None:
-        """What the recording could not serve: served here, it would have fitted."""
+    def _retry(self, request: Request) -> None:
+        """Try a request that ran out of memory in the recording, and free the block if there is one."""
         address = self._malloc(request)
         if address is not None:
             self.levels.append((request.event + 1, self.allocator.allocated, self.allocator.reserved))
             self.allocator.free(address, tick=request.event + 1)
 
     def _malloc(self, request: Request) -> int | None:
-        """Return the address of a new block; None, and an `OutOfMemoryEvent`, where there is too little."""
+        """Return the address of a new block, or record an `OutOfMemoryEvent` and return None."""
         owner = request.owner if request.owner >= 0 else None
         before = len(self.allocator.log)
         try:
@@ -151,23 +149,23 @@ class _Driven:
                 request.size, stream=request.stream, pool=request.pool, owner=owner, tick=request.event + 1
             )
         except OutOfMemory as error:
-            self._failed(request, error)
+            self._record_oom(request, error)
             return None
         finally:
-            self._follow(before)
+            self._update_pending(before)
 
     def _free_later(self, owner: int, tick: int) -> None:
-        self.allocator.record_stream(self.where[owner], OTHER_STREAM)
-        self.allocator.free(self.where[owner], tick=tick)
-        self.waiting.add(owner)
+        self.allocator.record_stream(self.addresses[owner], OTHER_STREAM)
+        self.allocator.free(self.addresses[owner], tick=tick)
+        self.pending.add(owner)
 
-    def _follow(self, before: int) -> None:
-        """To get memory back the allocator may have waited for the streams of all blocks."""
-        if self.waiting:
-            done = {event.owner for event in self.allocator.log[before:] if event.action == "free_completed"}
-            self.waiting = {owner for owner in self.waiting if owner not in done}
+    def _update_pending(self, log_start: int) -> None:
+        """Drop the pending blocks that were freed since ``log_start``, because the allocator waited for all streams."""
+        if self.pending:
+            log = self.allocator.log[log_start:]
+            self.pending -= {event.owner for event in log if event.action == "free_completed"}
 
-    def _failed(self, request: Request, error: OutOfMemory) -> None:
+    def _record_oom(self, request: Request, error: OutOfMemory) -> None:
         free = None if error.capacity is None else max(error.capacity - error.reserved, 0)
         self.ooms.append(
             OutOfMemoryEvent(

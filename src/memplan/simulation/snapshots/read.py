@@ -1,8 +1,8 @@
-"""A snapshot of torch's CUDA memory as plain data: read from a pickle, from JSON or from a dict, trusting nothing.
+"""Read a snapshot of torch's CUDA memory from a pickle, JSON or a dict, and validate everything in it.
 
-What torch writes is `torch.cuda.memory._snapshot()`: the segments that the caching allocator holds with their blocks,
-for each GPU the last of what it did, and its settings. Keys came and went with the versions of torch; a key that is
-missing has the meaning it had before it was written.
+The format is that of `torch.cuda.memory._snapshot()`: the caching allocator's segments and blocks, its last events on
+each GPU, and its settings. Versions of torch differ in the keys they write; a missing key gets the value that was
+implied before torch wrote it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from memplan.simulation.snapshots.safe_pickle import DO, EXPECTED, load_plain, s
 from memplan.simulation.timeline import DEFAULT_POOL, Action, Block, BlockState, Pool, Segment
 
 LARGEST_FILE = 2 << 30
-"""Bytes, compressed or not, beyond which a file is not read."""
-_PACKED = 200  # JSON of 20,000 events packs 25 times, stacks pack better; deflate reaches 1032 with zeros alone
-_UNPACKED_AT_LEAST = 64 << 20
-_LARGEST = 1 << 63
-_DEVICES = 1024
+"""Bytes, compressed or not. Larger files are refused."""
+_MAX_GZIP_RATIO = 200  # JSON of 20,000 events packs 25 times, stacks pack better; deflate reaches 1032 with zeros alone
+_ALWAYS_UNPACKED = 64 << 20
+_MAX_NUMBER = 1 << 63
+_MAX_GPUS = 1024
 
 _ACTIONS: dict[str, Action] = {
     action: action
@@ -48,7 +48,7 @@ _STATES: dict[str, BlockState] = {
 
 
 class Frame(NamedTuple):
-    """One line of a stack, the innermost first. Text from a stranger: clean it before printing."""
+    """A frame of a stack. The text is untrusted: pass it through `safe_pickle.shown` before printing."""
 
     filename: str
     line: int
@@ -56,67 +56,66 @@ class Frame(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One thing that the recorded allocator did. Bytes as requested for blocks, as mapped for segments."""
+    """A recorded event of the allocator. ``size`` is the requested bytes of a block, or the bytes of a segment."""
 
     action: Action
     address: int
-    """Of "oom": what the card had left, in bytes, -1 where that was not written."""
+    """For "oom": the free bytes of the card, -1 if not recorded."""
     size: int
     stream: int
     pool: Pool | None
-    """None where the version of torch did not write it."""
+    """None if this version of torch did not record it."""
     stack: int
     """Index into `Snapshot.stacks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one GPU's caching allocator held, and the last of what it did before."""
+    """The state of a GPU's caching allocator, and its last events before."""
 
     source: str
-    """The file, or what else it came from."""
+    """The name of the file, for messages."""
     gpu: int
     segments: tuple[Segment, ...]
     """In order of address."""
     entries: tuple[Entry, ...]
-    """In order of time; () where no history was recorded."""
+    """In order of time; () if no history was recorded."""
     settings: AllocatorSettings
     stacks: tuple[tuple[Frame, ...], ...]
-    """Every stack that occurs, once; the first one is empty."""
+    """The distinct stacks; the first is empty."""
     block_stacks: Mapping[int, int]
-    """Address of a live block -> the stack that it was allocated from, where one was recorded."""
+    """Address of a live block -> index of its allocation stack, if recorded."""
     notes: tuple[str, ...] = ()
 
 
 def read_snapshot(what: str | os.PathLike[str] | Mapping[str, Any], gpu: int | None = None) -> Snapshot:
-    """Read a snapshot from a file (pickle or JSON, each also as .gz) or from what torch returned.
+    """Read a snapshot from a file (pickle or JSON, each also as .gz) or a dict.
 
     Args:
         what: a path, or the dict of ``torch.cuda.memory._snapshot()``.
-        gpu: whose part to read; needed where more than one GPU has any.
+        gpu: the GPU to read; needed if the snapshot has more than one.
 
     Raises:
         TargetError: the file cannot be read.
         SnapshotFormatError: it is no snapshot, damaged, or a pickle with more than plain data in it.
-        DeviceError: nothing of that GPU in it, or of several and none chosen.
+        DeviceError: the snapshot has nothing of ``gpu``, or several GPUs and ``gpu`` is None.
     """
     if isinstance(what, Mapping):
         return _Reader("the snapshot", 1 << 40).read(what, gpu)
     if not isinstance(what, (str, os.PathLike)):
         raise SnapshotFormatError(f"a {type(what).__name__}", expected="a path, or a dict: " + EXPECTED)
     source = shown(str(what))
-    packed = _bytes_of(Path(what), source)
-    data = _unpacked(packed, source) if packed.startswith(b"\x1f\x8b") else packed
-    return _Reader(source, len(data)).read(_parsed(data, source, len(packed)), gpu)
+    content = _read_file(Path(what), source)
+    data = _gunzip(content, source) if content.startswith(b"\x1f\x8b") else content
+    return _Reader(source, len(data)).read(_parse(data, source, len(content)), gpu)
 
 
-def _bytes_of(path: Path, source: str) -> bytes:
-    """Return what stands in a file."""
+def _read_file(path: Path, source: str) -> bytes:
     try:
-        found = os.stat(path)
-        is_file = stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)
+        status = os.stat(path)
+        is_file = stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)
         data = b""
-        if is_file and found.st_size <= LARGEST_FILE:
+        if is_file and status.st_size <= LARGEST_FILE:
             with open(path, "rb") as file:
                 data = file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
@@ -125,15 +124,15 @@ def _bytes_of(path: Path, source: str) -> bytes:
             f"{source} cannot be read ({reason})", expected="the file of a snapshot", do="Check the path"
         ) from None
     if not is_file:
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise TargetError(f"{source} is {kind}", expected="the file of a snapshot", do="Check the path")
-    if max(found.st_size, len(data)) > LARGEST_FILE:
+    if max(status.st_size, len(data)) > LARGEST_FILE:
         _refuse(source, f"is larger than {LARGEST_FILE >> 30} GiB", "Record fewer events (max_entries)")
     return data
 
 
-def _unpacked(data: bytes, source: str) -> bytes:
-    most = min(LARGEST_FILE, max(_UNPACKED_AT_LEAST, _PACKED * len(data)))
+def _gunzip(data: bytes, source: str) -> bytes:
+    limit = min(LARGEST_FILE, max(_ALWAYS_UNPACKED, _MAX_GZIP_RATIO * len(data)))
     parts: list[bytes] = []
     size = 0
     try:
@@ -141,14 +140,14 @@ def _unpacked(data: bytes, source: str) -> bytes:
             while part := file.read(1 << 20):
                 parts.append(part)
                 size += len(part)
-                if size > most:
-                    _refuse(source, f"unpacks to more than {most >> 20} MiB", "Unpack it yourself if you trust it")
+                if size > limit:
+                    _refuse(source, f"unpacks to more than {limit >> 20} MiB", "Unpack it yourself if you trust it")
     except (OSError, EOFError, zlib.error) as error:
         _refuse(source, f"is a damaged gzip file ({shown(str(error))})", DO)
     return b"".join(parts)
 
 
-def _parsed(data: bytes, source: str, packed: int) -> Any:
+def _parse(data: bytes, source: str, packed: int) -> Any:
     if data.startswith(b"\x80"):
         return load_plain(data, source, packed)
     if not data:
@@ -168,18 +167,24 @@ def _refuse(source: str, what: str, do: str) -> NoReturn:
 
 
 class _Reader:
-    """Checks the type and the range of everything before it is used.
+    """Checks the type and the range of each value before it is used.
 
-    A pickle can name one list many times, and so say more in all than its file could hold; ``left`` bounds that.
+    Args:
+        source: the name of the snapshot in messages.
+        item_budget: how many list items may be read in all. A pickle can refer to the same list many times and so
+            expand to far more items than its file has bytes.
     """
 
-    def __init__(self, source: str, left: int) -> None:
+    def __init__(self, source: str, item_budget: int) -> None:
         self.source = source
-        self.left = left
+        self.item_budget = item_budget
         self.stacks: dict[tuple[Frame, ...], int] = {(): 0}
-        self.seen_stacks: dict[int, int] = {}
-        self.seen_frames: dict[int, Frame] = {}
+        """Distinct stacks -> index, in order."""
+        self.stack_by_id: dict[int, int] = {}
+        """id() of a raw stack -> index."""
+        self.frame_by_id: dict[int, Frame] = {}
         self.unknown: dict[str, int] = {}
+        """Name of an unknown action -> how many events."""
 
     def read(self, data: Any, gpu: int | None) -> Snapshot:
         if isinstance(data, list):
@@ -188,30 +193,37 @@ class _Reader:
             self.fail(f"holds a {shown(str(data['format']))[:40]}, which memplan report and memplan compare read")
         if not isinstance(data, Mapping) or "segments" not in data:
             self.fail("holds no snapshot: there are no segments in it")
-        made_by = data.get("memplan")
-        if isinstance(made_by, Mapping) and made_by.get("device") == "cpu":
+        memplan = data.get("memplan")
+        if isinstance(memplan, Mapping) and memplan.get("device") == "cpu":
             raise SnapshotFormatError(
                 f"{self.source} was written from a step on the CPU, which has no caching allocator",
                 expected="a snapshot of a CUDA device",
                 do="Open it in torch's memory_viz, or record the step for a card",
             )
         segments = self.items(data["segments"], "segments")
-        raw_traces = data.get("device_traces")
-        traces = [] if raw_traces is None else self.items(raw_traces, "device_traces")
-        chosen = self.choose(segments, traces, gpu)
+        traces = data.get("device_traces")
+        traces = [] if traces is None else self.items(traces, "device_traces")
+        chosen = self.choose_gpu(segments, traces, gpu)
         block_stacks: dict[int, int] = {}
-        held = [self.segment(raw, block_stacks) for raw in segments if raw.get("device", 0) == chosen]
-        held.sort(key=lambda segment: segment.address)
-        for one, other in pairwise(held):
-            if one.address + one.size > other.address:
-                self.fail(f"has segments that overlap, at {other.address:#x}")
+        checked = [self.segment(raw, block_stacks) for raw in segments if raw.get("device", 0) == chosen]
+        checked.sort(key=lambda segment: segment.address)
+        for segment, following in pairwise(checked):
+            if segment.address + segment.size > following.address:
+                self.fail(f"has segments that overlap, at {following.address:#x}")
         trace = self.items(traces[chosen], f"device_traces[{chosen}]") if chosen < len(traces) else []
         entries = [entry for raw in trace if (entry := self.entry(raw)) is not None]
-        if sum(segment.size for segment in held) + sum(entry.size for entry in entries) > MOST_BYTES:
+        if sum(segment.size for segment in checked) + sum(entry.size for entry in entries) > MOST_BYTES:
             self.fail(f"is damaged: its segments and events are of more than {MOST_BYTES} bytes")
         settings = settings_of_snapshot(self.settings(data.get("allocator_settings")))
         return Snapshot(
-            self.source, chosen, tuple(held), tuple(entries), settings, tuple(self.stacks), block_stacks, self.notes()
+            self.source,
+            chosen,
+            tuple(checked),
+            tuple(entries),
+            settings,
+            tuple(self.stacks),
+            block_stacks,
+            self.notes(),
         )
 
     def fail(self, what: str) -> NoReturn:
@@ -221,96 +233,96 @@ class _Reader:
         return tuple(f"{count} events {shown(name)!r} were left out: unknown" for name, count in self.unknown.items())
 
     def items(self, value: Any, name: str) -> list[Any]:
-        """Return a list, or a tuple as one; what is in it counts."""
+        """Return ``value`` as a list if it is a list or tuple. Its items count against the budget."""
         if not isinstance(value, (list, tuple)):
-            self.fail(f"is damaged: {name} is {_kind(value)}, not a list")
-        self.left -= len(value)
-        if self.left < 0:
+            self.fail(f"is damaged: {name} is {_repr(value)}, not a list")
+        self.item_budget -= len(value)
+        if self.item_budget < 0:
             self.fail("is damaged: it lists more than it has room for")
         return value if isinstance(value, list) else list(value)
 
     def number(self, row: Mapping[str, Any], name: str, least: int = 0, default: int | None = None) -> int:
         value = row.get(name, default)
-        if type(value) is not int or not least <= value < _LARGEST:
-            self.fail(f"is damaged: {name} is {_kind(value)}, not a number of {least} to 2**63")
+        if type(value) is not int or not least <= value < _MAX_NUMBER:
+            self.fail(f"is damaged: {name} is {_repr(value)}, not a number of {least} to 2**63")
         return value
 
     def stream(self, row: Mapping[str, Any]) -> int:
         value = row.get("stream", 0)
-        if type(value) is not int or not -_LARGEST <= value < 2 * _LARGEST:
-            self.fail(f"is damaged: stream is {_kind(value)}, not a number of 64 bits")
+        if type(value) is not int or not -_MAX_NUMBER <= value < 2 * _MAX_NUMBER:
+            self.fail(f"is damaged: stream is {_repr(value)}, not a number of 64 bits")
         return value
 
     def pool(self, value: Any) -> Pool:
         if not isinstance(value, (list, tuple)) or len(value) != 2 or any(type(part) is not int for part in value):
-            self.fail(f"is damaged: the id of a pool is {_kind(value)}, not two numbers")
-        if not all(0 <= part < 2 * _LARGEST for part in value):
+            self.fail(f"is damaged: the id of a pool is {_repr(value)}, not two numbers")
+        if not all(0 <= part < 2 * _MAX_NUMBER for part in value):
             self.fail("is damaged: the id of a pool is out of range")
         return value[0], value[1]
 
-    def choose(self, segments: Sequence[Any], traces: Sequence[Any], gpu: int | None) -> int:
-        """Return the GPU to read: the one asked for, or the only one that has anything."""
-        found: set[int] = set()
+    def choose_gpu(self, segments: Sequence[Any], traces: Sequence[Any], gpu: int | None) -> int:
+        """Return ``gpu``, or the only GPU that has segments or events; 0 if none has any."""
+        gpus: set[int] = set()
         for raw in segments:
             if not isinstance(raw, Mapping):
-                self.fail(f"is damaged: a segment is {_kind(raw)}, not a dict")
-            found.add(self.number(raw, "device", default=0))
+                self.fail(f"is damaged: a segment is {_repr(raw)}, not a dict")
+            gpus.add(self.number(raw, "device", default=0))
         for device, trace in enumerate(traces):
             if any(
                 isinstance(raw, Mapping) and raw.get("action") != "snapshot" for raw in self.items(trace, "a trace")
             ):
-                found.add(device)
-        if len(traces) > _DEVICES or max(found, default=0) >= _DEVICES:
-            self.fail(f"is damaged: it is of more than {_DEVICES} GPUs")
-        named = ", ".join(map(str, sorted(found)))
-        if gpu is None and len(found) > 1:
+                gpus.add(device)
+        if len(traces) > _MAX_GPUS or max(gpus, default=0) >= _MAX_GPUS:
+            self.fail(f"is damaged: it is of more than {_MAX_GPUS} GPUs")
+        listed = ", ".join(map(str, sorted(gpus)))
+        if gpu is None and len(gpus) > 1:
             raise DeviceError(
-                f"{self.source} holds the memory of GPUs {named}",
+                f"{self.source} holds the memory of GPUs {listed}",
                 expected="one of them",
                 do="Choose it with gpu (--gpu)",
             )
-        if gpu is not None and gpu not in found and found:
+        if gpu is not None and gpu not in gpus and gpus:
             raise DeviceError(
                 f"{self.source} holds nothing of GPU {gpu}",
-                expected=f"one of {named}" if len(found) > 1 else f"GPU {named}",
+                expected=f"one of {listed}" if len(gpus) > 1 else f"GPU {listed}",
                 do="Choose that with gpu (--gpu)",
             )
-        return gpu if gpu is not None else min(found, default=0)
+        return gpu if gpu is not None else min(gpus, default=0)
 
     def segment(self, row: Mapping[str, Any], block_stacks: dict[int, int]) -> Segment:
         start = self.number(row, "address", 1)
         size = self.number(row, "total_size", 1)
         blocks: list[Block] = []
-        at = start
+        end = start
         for raw in self.items(row.get("blocks"), "blocks"):
-            block, stack = self.block(raw, at)
+            block, stack = self.block(raw, end)
             blocks.append(block)
             if stack and block.requested:
-                block_stacks[at] = stack
-            at += block.size
-        if at != start + size:
-            self.fail(f"is damaged: the blocks of the segment at {start:#x} hold {at - start} bytes, not {size}")
+                block_stacks[block.address] = stack
+            end += block.size
+        if end != start + size:
+            self.fail(f"is damaged: the blocks of the segment at {start:#x} hold {end - start} bytes, not {size}")
         kind = row.get("segment_type")
         if kind not in ("large", "small", None):
-            self.fail(f"is damaged: segment_type is {_kind(kind)}, not large or small")
+            self.fail(f"is damaged: segment_type is {_repr(kind)}, not large or small")
         small = kind == "small" if kind else size == 2 << 20
         pool = self.pool(row.get("segment_pool_id", DEFAULT_POOL))
         return Segment(start, size, self.stream(row), small, pool, row.get("is_expandable") is True, tuple(blocks))
 
     def block(self, row: Any, address: int) -> tuple[Block, int]:
-        """Return a block and the index of its stack. Old versions kept both in a list of what the block had held."""
+        """Return a block and the index of its stack. Old versions of torch wrote both into a "history" of the block."""
         if not isinstance(row, Mapping):
-            self.fail(f"is damaged: a block is {_kind(row)}, not a dict")
+            self.fail(f"is damaged: a block is {_repr(row)}, not a dict")
         size = self.number(row, "size", 1)
         if row.get("address", address) != address:
-            self.fail(f"is damaged: a block stands at {_kind(row['address'])}, not at {address:#x} behind the last one")
+            self.fail(f"is damaged: a block stands at {_repr(row['address'])}, not at {address:#x} behind the last one")
         state = row.get("state")
         if not isinstance(state, str) or state not in _STATES:
-            self.fail(f"is damaged: the state of a block is {_kind(state)}, not one of {', '.join(_STATES)}")
-        if state == "inactive":  # what it held before does not count
+            self.fail(f"is damaged: the state of a block is {_repr(state)}, not one of {', '.join(_STATES)}")
+        if state == "inactive":  # its size and stack are of an earlier request
             return Block(address, size, 0, "inactive"), 0
-        past = row.get("history")
-        last = past[0] if isinstance(past, list) and past and isinstance(past[0], Mapping) else {}
+        history = row.get("history")
+        last = history[0] if isinstance(history, list) and history and isinstance(history[0], Mapping) else {}
         requested = self.number(row if "requested_size" in row else {"requested_size": last.get("real_size", size)},
                                 "requested_size")  # fmt: skip
         if requested > size:
@@ -319,12 +331,12 @@ class _Reader:
         return Block(address, size, requested or size, _STATES[state]), stack
 
     def entry(self, row: Any) -> Entry | None:
-        """Return one thing that the allocator did; None for what changes nothing."""
+        """Return an event, or None for an action that does not change the allocator or is unknown."""
         if not isinstance(row, Mapping):
-            self.fail(f"is damaged: an event is {_kind(row)}, not a dict")
+            self.fail(f"is damaged: an event is {_repr(row)}, not a dict")
         name = row.get("action")
         if not isinstance(name, str):
-            self.fail(f"is damaged: an action is {_kind(name)}, not a text")
+            self.fail(f"is damaged: an action is {_repr(name)}, not a text")
         action = _ACTIONS.get(name)
         if action is None:
             if name != "snapshot":
@@ -345,50 +357,50 @@ class _Reader:
         )
 
     def stack(self, raw: Any) -> int:
-        """Return the index of a stack; one that was met before, by identity or by what it says, is not stored again."""
+        """Return the index of a stack in ``stacks``, adding it if it is new."""
         if not raw:
             return 0
-        found = self.seen_stacks.get(id(raw))
-        if found is None:
+        index = self.stack_by_id.get(id(raw))
+        if index is None:
             frames = tuple(self.frame(frame) for frame in self.items(raw, "frames"))
-            found = self.seen_stacks[id(raw)] = self.stacks.setdefault(frames, len(self.stacks))
-        return found
+            index = self.stack_by_id[id(raw)] = self.stacks.setdefault(frames, len(self.stacks))
+        return index
 
     def frame(self, raw: Any) -> Frame:
-        found = self.seen_frames.get(id(raw))
-        if found is None:
+        frame = self.frame_by_id.get(id(raw))
+        if frame is None:
             if not isinstance(raw, Mapping):
-                self.fail(f"is damaged: a frame is {_kind(raw)}, not a dict")
+                self.fail(f"is damaged: a frame is {_repr(raw)}, not a dict")
             filename, name, line = raw.get("filename", ""), raw.get("name", ""), raw.get("line", 0)
             if not isinstance(filename, str) or not isinstance(name, str) or type(line) is not int:
                 self.fail("is damaged: a frame has no file, line and name")
-            found = self.seen_frames[id(raw)] = Frame(filename, line if abs(line) < 1 << 31 else 0, name)
-        return found
+            frame = self.frame_by_id[id(raw)] = Frame(filename, line if abs(line) < 1 << 31 else 0, name)
+        return frame
 
     def settings(self, raw: Any) -> dict[str, Any]:
-        """Return the recorded settings, of which only texts, numbers and tables of numbers are let through."""
+        """Return the recorded settings; only strings, numbers and tables of numbers are accepted."""
         if raw is None:
             return {}
         if not isinstance(raw, Mapping):
-            self.fail(f"is damaged: allocator_settings is {_kind(raw)}, not a dict")
+            self.fail(f"is damaged: allocator_settings is {_repr(raw)}, not a dict")
         for name, value in raw.items():
             table = value.values() if isinstance(value, Mapping) else ()
             plain = isinstance(value, str) or _is_number(value) or isinstance(value, Mapping)
             if not isinstance(name, str) or not plain or not all(_is_number(part) for part in table):
-                self.fail(f"is damaged: allocator setting {shown(str(name))} is {_kind(value)}")
+                self.fail(f"is damaged: allocator setting {shown(str(name))} is {_repr(value)}")
         return dict(raw)
 
 
 def _is_number(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
-    return value is None or (isinstance(value, int) and abs(value) < 2 * _LARGEST)
+    return value is None or (isinstance(value, int) and abs(value) < 2 * _MAX_NUMBER)
 
 
-def _kind(value: object) -> str:
-    """Return a value as an error may show it."""
+def _repr(value: object) -> str:
+    """Describe a value for an error message."""
     if isinstance(value, str):
         return repr(shown(value, 40))
-    if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2 * _LARGEST):
+    if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2 * _MAX_NUMBER):
         return str(value)
     return "missing" if value is None else f"of type {type(value).__name__}"

@@ -1,9 +1,9 @@
-"""Pickles from strangers: only numbers, texts, lists and dicts come out, and nothing is ever run.
+"""Load untrusted pickles: only numbers, strings, lists and dicts come out, and no code is run.
 
-A pickle is a program. This one is read twice: first every opcode is looked at, without doing anything, and only those
-that make plain values are let through; then Python's own unpickler, which is fast, runs them with every class
-refused. The first pass also keeps out what would make the second one allocate without bounds: lengths and places in
-the memo beyond what the file can fill, integers of more than 9 bytes, nested tuples (hashing those recurses in C).
+A pickle is a program, so it is read twice. The first pass scans the opcodes without executing them and accepts only
+those that build plain values. Then Python's own unpickler, which is fast, executes them, with every class refused. The
+first pass also rejects what would make the second allocate without bounds: lengths and memo indices larger than the
+file, integers of more than 9 bytes, nested tuples (hashing those recurses in C).
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ EXPECTED = "a snapshot as torch.cuda.memory._dump_snapshot writes it: plain list
 DO = "Write it again with torch.cuda.memory._dump_snapshot"
 
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x00|\x01.|\x02..|\x03...|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))"
-# Opcodes that need no look at their argument, as many as follow each other; possessive, so that nothing is kept to
-# step back to. A tuple may only hold two integers (the id of a pool). Memo places up to 2**20 are let through here.
-_PLAIN = re.compile(
+# A run of opcodes that are safe for any argument; possessive, so that the match stores no backtracking state. A tuple
+# may only hold two integers (the id of a pool). Memo indices up to 2**20 are accepted here.
+_SAFE_OPCODES = re.compile(
     rb"(?:[(\]})N\x88\x89aesudl\x94]|" + _INT + rb"{2}\x86|" + _INT + rb"|[hq].|j.{4}|r..[\x00-\x0f]\x00"
     rb"|G.{8}|\x95.{8}|\x80[\x02-\x05])++",
     re.DOTALL,
 )
 _LENGTHS = {ord("X"): 4, 0x8C: 1, 0x8D: 8}
-"""BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and in how many bytes each writes its length."""
+"""Bytes of the length field of BINUNICODE, SHORT_BINUNICODE and BINUNICODE8."""
 _STOP, _LONG_BINPUT, _PROTO, _LONG1, _LONG4, _STACK_GLOBAL = ord("."), ord("r"), 0x80, 0x8A, 0x8B, 0x93
-_TEXT_GLOBALS = b"ci"  # GLOBAL, INST: the name stands behind them, in two lines
+_TEXT_GLOBALS = b"ci"  # GLOBAL, INST: followed by module and name, in two lines
 _OBJECTS = b"oRb\x81\x92\x82\x83\x84"  # OBJ, REDUCE, BUILD, NEWOBJ, NEWOBJ_EX, EXT1, EXT2, EXT4
 _PERSISTENT = b"PQ"
 _TUPLES = b"t\x85\x86\x87"
 _ARGUMENTS = {ord("K"): 1, ord("M"): 2, ord("J"): 4, _LONG1: 1, ord("h"): 1, ord("q"): 1, ord("j"): 4, _LONG_BINPUT: 4,
               ord("G"): 8, 0x95: 8, _PROTO: 1}  # fmt: skip
-"""Bytes of the argument of those of `_PLAIN` that have one: a file can end in it."""
+"""Bytes of the argument of `_SAFE_OPCODES`, in which a truncated file can end."""
 
 
 class _Refused(Exception):
-    """A class in a pickle; the text names it."""
+    """A pickle refers to a class; the message is the class's name."""
 
 
-class _Plain(pickle.Unpickler):
-    """Refuses whatever could run something, should it ever get past the look at the opcodes."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Refuses classes and persistent ids, should any get past the scan of the opcodes."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise _Refused(f"{module_name}.{global_name}")
@@ -55,16 +55,16 @@ class _Plain(pickle.Unpickler):
 
 
 def load_plain(data: bytes, source: str, packed: int | None = None) -> Any:
-    """Return the value of a pickle that holds plain data only. Nothing of it is run.
+    """Return the value of a pickle of plain data. No code in it is run.
 
     Args:
         data: the pickle, of protocol 2 to 5.
-        source: what to call it in an error.
-        packed: bytes of the file, where the pickle was unpacked.
+        source: its name in error messages.
+        packed: bytes of the compressed file, if it was compressed.
 
     Raises:
-        SnapshotFormatError: a class (named), a persistent id, an opcode that no plain value needs, a damaged pickle,
-            or one that takes far more memory than its file.
+        SnapshotFormatError: the pickle is damaged, refers to a class (which the message names) or a persistent id, has
+            an opcode that no plain value needs, or takes far more memory than its file.
 
     Example:
         >>> load_plain(pickle.dumps({"segments": []}), "a.pickle")
@@ -74,11 +74,11 @@ def load_plain(data: bytes, source: str, packed: int | None = None) -> Any:
         check_memory(memory_of_pickle(data), len(data), len(data) if packed is None else packed)
     except Unreadable as error:
         raise SnapshotFormatError(f"{source} cannot be read: {error}", expected=EXPECTED, do=DO) from None
-    at = _first_forbidden(data)
-    if at is not None:
-        raise SnapshotFormatError(f"{source} is a pickle that {_what(data, at)}", expected=EXPECTED, do=DO)
+    offset = _first_forbidden(data)
+    if offset is not None:
+        raise SnapshotFormatError(f"{source} is a pickle that {_problem(data, offset)}", expected=EXPECTED, do=DO)
     try:
-        return _Plain(io.BytesIO(data)).load()
+        return _PlainUnpickler(io.BytesIO(data)).load()
     except _Refused as refused:
         raise SnapshotFormatError(f"{source} is a pickle that {_calls_for(str(refused))}", expected=EXPECTED) from None
     except (
@@ -90,46 +90,45 @@ def load_plain(data: bytes, source: str, packed: int | None = None) -> Any:
 
 
 def memory_of_pickle(data: bytes) -> int:
-    """Return a bound on the bytes that a plain pickle and its value take together.
+    """Return an upper bound in bytes for a plain pickle and its value together.
 
-    Counted are 240 for a dict of few keys, 100 for a list, 32 for any other byte: at most a number in three bytes (32
-    and its slot), or a place in the memo in one (24 while that grows).
+    A dict of few keys takes 240 bytes, a list 100. Every other byte of the pickle adds at most 32: a number needs three
+    bytes in the pickle and takes 32 and its slot, a memo entry needs one byte and takes 24 while the memo grows.
     """
     return 33 * len(data) + 240 * (data.count(b"}") + data.count(b"(")) + 100 * data.count(b"]")
 
 
 def _first_forbidden(data: bytes) -> int | None:
-    """Return where the first opcode stands that makes no plain value, or the end where none stops the pickle; else
-    None."""
-    at, end = 0, len(data)
+    """Return the offset of the first opcode that is not accepted, ``len(data)`` if the pickle is truncated, or None."""
+    offset, end = 0, len(data)
     while True:
-        if (plain := _PLAIN.match(data, at)) is not None:
-            at = plain.end()
-        code = data[at] if at < end else -1
+        if (safe := _SAFE_OPCODES.match(data, offset)) is not None:
+            offset = safe.end()
+        code = data[offset] if offset < end else -1
         if code == _STOP:
             return None
         if code in _LENGTHS:
-            start = at + 1 + _LENGTHS[code]
-            after = start + int.from_bytes(data[at + 1 : start], "little")
-            if after > end:
+            start = offset + 1 + _LENGTHS[code]
+            string_end = start + int.from_bytes(data[offset + 1 : start], "little")
+            if string_end > end:
                 return end
-            at = after
-        elif code == _LONG_BINPUT and int.from_bytes(data[at + 1 : at + 5], "little") <= end:
-            at += 5
+            offset = string_end
+        elif code == _LONG_BINPUT and int.from_bytes(data[offset + 1 : offset + 5], "little") <= end:
+            offset += 5
         else:
-            return at
+            return offset
 
 
-def _what(data: bytes, at: int) -> str:
-    """Return what is wrong with the opcode at a place, in words that follow "a pickle that"."""
-    code = data[at] if at < len(data) else _STOP
+def _problem(data: bytes, offset: int) -> str:
+    """Return what is wrong with the opcode at an offset, in words that follow "a pickle that"."""
+    code = data[offset] if offset < len(data) else _STOP
     size = _ARGUMENTS.get(code, 0)
-    if code == _LONG1 and at + 1 < len(data) and data[at + 1] < 10:
-        size += data[at + 1]
-    if at + size >= len(data):
+    if code == _LONG1 and offset + 1 < len(data) and data[offset + 1] < 10:
+        size += data[offset + 1]
+    if offset + size >= len(data):
         return "ends in the middle"
     if code in _TEXT_GLOBALS:
-        return _calls_for(".".join(data[at + 1 : at + 1001].decode("utf-8", "replace").split("\n")[:2]))
+        return _calls_for(".".join(data[offset + 1 : offset + 1001].decode("utf-8", "replace").split("\n")[:2]))
     if code == _STACK_GLOBAL:
         return _calls_for(_name_on_stack(data))
     if code in _OBJECTS:
@@ -143,15 +142,14 @@ def _what(data: bytes, at: int) -> str:
     if code == _LONG_BINPUT:
         return "asks for more places in memory than it can fill"
     if code == _PROTO:
-        return f"is of protocol {data[at + 1]}, not 2 to 5"
+        return f"is of protocol {data[offset + 1]}, not 2 to 5"
     return f"has the opcode 0x{code:02x}, which no snapshot needs"
 
 
 def _name_on_stack(data: bytes) -> str:
-    """Return the class that the first forbidden opcode asks for by two texts on the stack: the load ends there,
-    refused."""
+    """Return the name of the class that STACK_GLOBAL takes from the stack, by loading the pickle up to its refusal."""
     try:
-        _Plain(io.BytesIO(data)).load()
+        _PlainUnpickler(io.BytesIO(data)).load()
     except Exception as error:
         return str(error) if isinstance(error, _Refused) else "a class"
     return "a class"
@@ -162,5 +160,5 @@ def _calls_for(name: str) -> str:
 
 
 def shown(text: str, most: int = 120) -> str:
-    """Return a text from a stranger as it may be printed: no characters that steer a terminal, and not too long."""
+    """Return untrusted text without terminal control characters, shortened to ``most`` characters."""
     return printable(text if len(text) <= most else text[: most - 3] + "...")

@@ -1,7 +1,7 @@
-"""A Timeline as a snapshot that torch's memory_viz opens: as if a card had done it, the predicted as well as the real.
+"""Write a timeline, predicted or measured, as a memory snapshot that torch's memory_viz opens.
 
-The viewer (torch/utils/viz/MemoryViz.js) reads pickles of protocol 2 to 4 that hold nothing but plain values;
-`torch.cuda._memory_viz` reads the same files. Frames carry the layer, and so the viewer's stacks name it.
+The viewer (torch/utils/viz/MemoryViz.js) and `torch.cuda._memory_viz` read pickles of protocol 2 to 4 of plain values.
+The stack of each storage names its layer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 from memplan._text import whole_number, write_whole
 from memplan.errors import UsageError
+from memplan.simulation.allocator.rounding import LARGEST_SMALL
 from memplan.simulation.allocator.settings import BUCKETS, AllocatorSettings
 from memplan.simulation.snapshots.read import Frame
-from memplan.simulation.timeline import AllocatorEvent, Block, Segment, Timeline
+from memplan.simulation.timeline import DEFAULT_POOL, AllocatorEvent, Block, Segment, Timeline
 from memplan.trace.records import Op
 from memplan.trace.trace import Trace
 
@@ -28,17 +29,17 @@ _NO_FRAMES: list[dict[str, Any]] = []
 
 
 def frames_of(trace: Trace) -> dict[int, tuple[Frame, ...]]:
-    """Return the stack to show for each storage of a trace, the innermost frame first: the op, then the line and the
-    layer."""
+    """Return the stack to show for each storage of a trace: frames of its op, its source line and layer, and its
+    name."""
     frames = {op.index: _frames(op) for op in trace.ops}
-    named = {s.id: (Frame("", 0, s.name),) if s.name else () for s in trace.storages}
-    return {s.id: (() if s.op is None else frames[s.op]) + named[s.id] for s in trace.storages}
+    names = {s.id: (Frame("", 0, s.name),) if s.name else () for s in trace.storages}
+    return {s.id: (() if s.op is None else frames[s.op]) + names[s.id] for s in trace.storages}
 
 
 def _frames(op: Op) -> tuple[Frame, ...]:
     file, _, line = (op.where or "").rpartition(":")
-    place = Frame(file, whole_number(line) or 0, op.layer or "(outside of modules)")
-    return Frame("torch/aten", 0, f"{op.name} ({op.phase})"), place
+    source = Frame(file, whole_number(line) or 0, op.layer or "(outside of modules)")
+    return Frame("torch/aten", 0, f"{op.name} ({op.phase})"), source
 
 
 def snapshot_of(
@@ -49,18 +50,18 @@ def snapshot_of(
     settings: AllocatorSettings | None = None,
     causes: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
-    """Return a timeline as what `torch.cuda.memory._snapshot()` returns.
+    """Return a timeline in the format of `torch.cuda.memory._snapshot()`.
 
     Args:
-        timeline: with the log of a caching allocator; else ``trace`` is needed.
+        timeline: a timeline with the log of a caching allocator; without a log, ``trace`` is needed.
         frames: the stack of each owner of blocks (storage of a trace), the innermost frame first.
-        trace: the trace that the timeline was simulated from. Where a device has no caching allocator, each of its
+        trace: the trace that the timeline was simulated from. On a device without a caching allocator, each of its
             storages gets a segment of its own.
-        settings: of the caching allocator, where they were not torch's defaults.
-        causes: why each owner exists; the viewer colours by it.
+        settings: of the caching allocator; by default torch's.
+        causes: the category of each owner, by which the viewer colours blocks.
 
     Raises:
-        UsageError: a timeline without a log, and no trace.
+        UsageError: the timeline has no log, and there is no trace.
 
     Example:
         >>> snapshot_of(simulate(trace), frames_of(trace), trace=trace)["segments"][0]["total_size"]
@@ -74,13 +75,13 @@ def snapshot_of(
                 expected="the trace that it was simulated from",
                 do="Give it as trace",
             )
-        log, segments = _laid_out(trace)
+        log, segments = _without_cache(trace)
     number = re.search(r":(\d{1,4})$", timeline.device)
     device = int(number[1]) if number else 0
     writer = _Writer(frames or {}, causes)
     events = [writer.event(event) for event in log]
     if causes is not None:
-        # The viewer fails where there are categories and none is "unknown"; this event changes nothing.
+        # The viewer fails if no category is "unknown"; this event changes nothing.
         events.insert(0, {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "category": "unknown"})
     return {
         "segments": [writer.segment(segment, device) for segment in segments],
@@ -100,10 +101,10 @@ def write_snapshot(
     settings: AllocatorSettings | None = None,
     causes: Mapping[int, str] | None = None,
 ) -> None:
-    """Write `snapshot_of` as a pickle; a file that is there already is replaced only when the new one is complete.
+    """Write `snapshot_of` as a pickle. An existing file is replaced only when the new file is complete.
 
     Raises:
-        UsageError: a timeline without a log, and no trace.
+        UsageError: the timeline has no log, and there is no trace.
         OSError: the file cannot be written.
 
     Example:
@@ -114,7 +115,7 @@ def write_snapshot(
 
 
 class _Writer:
-    """Each stack is one list, named by every event that it belongs to: so the file stays small."""
+    """Shares equal stacks between events, so that the pickle stays small."""
 
     def __init__(self, frames: Frames, causes: Mapping[int, str] | None) -> None:
         self.frames = frames
@@ -122,14 +123,14 @@ class _Writer:
         self.stacks: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}
 
     def stack(self, owner: int | None) -> list[dict[str, Any]]:
-        found = tuple(self.frames.get(owner, ())) if owner is not None else ()
-        if not found:
+        frames = tuple(self.frames.get(owner, ())) if owner is not None else ()
+        if not frames:
             return _NO_FRAMES
-        if found not in self.stacks:
-            self.stacks[found] = [
-                {"filename": frame.filename, "line": frame.line, "name": frame.name} for frame in found
+        if frames not in self.stacks:
+            self.stacks[frames] = [
+                {"filename": frame.filename, "line": frame.line, "name": frame.name} for frame in frames
             ]
-        return self.stacks[found]
+        return self.stacks[frames]
 
     def event(self, event: AllocatorEvent) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -174,7 +175,7 @@ class _Writer:
 
 
 def _settings(settings: AllocatorSettings) -> dict[str, Any]:
-    """As torch writes them; what is not here stands in the text."""
+    """Return the settings as torch writes them; those without a key of their own are in PYTORCH_CUDA_ALLOC_CONF."""
     table = dict(settings.roundup_power2_divisions)
     return {
         "PYTORCH_CUDA_ALLOC_CONF": str(settings),
@@ -184,35 +185,33 @@ def _settings(settings: AllocatorSettings) -> dict[str, Any]:
     }
 
 
-def _laid_out(trace: Trace) -> tuple[tuple[AllocatorEvent, ...], tuple[Segment, ...]]:
-    """Return what an allocator without a cache does for a trace: each storage is a segment, at addresses used just
-    once."""
+def _without_cache(trace: Trace) -> tuple[tuple[AllocatorEvent, ...], tuple[Segment, ...]]:
+    """Return the log and final segments of an allocator without a cache: each storage gets a segment of its own."""
     addresses: dict[int, int] = {}
-    following = _FIRST_ADDRESS
+    address = _FIRST_ADDRESS
     counted = [storage for storage in trace.counted if storage.bytes]
     for storage in sorted(counted, key=lambda s: s.born):
-        addresses[storage.id] = following
-        following += -(-storage.bytes // _ALIGNMENT) * _ALIGNMENT
+        addresses[storage.id] = address
+        address += -(-storage.bytes // _ALIGNMENT) * _ALIGNMENT
     changes = [(s.born, True, s.id, s.bytes) for s in counted]
     changes += [(s.died, False, s.id, s.bytes) for s in counted if s.died is not None]
     log: list[AllocatorEvent] = []
-    for tick, is_birth, owner, size in sorted(changes):
-        log += _life(is_birth, addresses[owner], size, owner, tick)
-    held = sorted((addresses[s.id], s.bytes, s.id) for s in counted if s.died is None)
-    segments = [_alone(address, size, owner) for address, size, owner in held]
+    for tick, is_alloc, owner, size in sorted(changes):
+        log += _events(is_alloc, addresses[owner], size, owner, tick)
+    segments: list[Segment] = []
+    for storage in sorted((s for s in counted if s.died is None), key=lambda s: addresses[s.id]):
+        block = Block(addresses[storage.id], storage.bytes, storage.bytes, "active_allocated", storage.id)
+        small = storage.bytes <= LARGEST_SMALL
+        segments.append(Segment(block.address, block.size, 0, small, DEFAULT_POOL, False, (block,)))
     return tuple(log), tuple(segments)
 
 
-def _life(is_birth: bool, address: int, size: int, owner: int, tick: int) -> Iterator[AllocatorEvent]:
-    if is_birth:
+def _events(is_alloc: bool, address: int, size: int, owner: int, tick: int) -> Iterator[AllocatorEvent]:
+    """Yield the events of allocating or freeing a storage and its segment."""
+    if is_alloc:
         yield AllocatorEvent("segment_alloc", address, size, tick=tick)
         yield AllocatorEvent("alloc", address, size, owner=owner, tick=tick)
     else:
         yield AllocatorEvent("free_requested", address, size, owner=owner, tick=tick)
         yield AllocatorEvent("free_completed", address, size, owner=owner, tick=tick)
         yield AllocatorEvent("segment_free", address, size, tick=tick)
-
-
-def _alone(address: int, size: int, owner: int) -> Segment:
-    block = Block(address, size, size, "active_allocated", owner)
-    return Segment(address, size, 0, size <= 1 << 20, (0, 0), False, (block,))
