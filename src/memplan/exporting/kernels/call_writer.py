@@ -56,12 +56,12 @@ class CallWriter:
 
     # -- text
 
-    def kernel(self, name: str, text: str | None = None) -> str:
-        """Add a kernel and those that it calls; return its name. `text`: None for the template of that name."""
+    def kernel(self, name: str) -> str:
+        """Add the kernel of a template after those that it calls; return its name."""
         if name not in self.kernels:
             for needed in NEEDS.get(name, ()):
                 self.kernel(needed)
-            self.kernels[name] = template(name) if text is None else text
+            self.kernels[name] = template(name)
         return name
 
     def instance(self, source: str, name: str, defines: Mapping[str, str]) -> str:
@@ -121,7 +121,9 @@ class CallWriter:
             name = self.instance(f"elementwise{count}", f"each_{form.function}", defines)
             return self.call(name, *pointers, math.prod(result.shape), *numbers)
         name = self.instance(f"strided{count}", f"strided_{form.function}", defines)
-        return self.call(name, *pointers, self._strided_table(op, values), *numbers)
+        strides = [_broadcast_strides(value, result.shape) for value in values]
+        why, near = " that do not follow one another", "the same of a contiguous() tensor"
+        return self.call(name, *pointers, self._strided_table(op, result.shape, strides, why, near), *numbers)
 
     def _add_element_function(self, function: str) -> None:
         """Add the C function that computes one element, after those that it calls."""
@@ -131,36 +133,29 @@ class CallWriter:
                 self._add_element_function(called)
         self.kernels.setdefault(function, functions[function])
 
-    def _strided_table(self, op: GraphOp, values: Sequence[Value]) -> str:
-        """Return C for the loop sizes of the first value, and the broadcast strides of each."""
-        shape = values[0].shape
-        sizes, merged = merged_loops(shape, [_broadcast_strides(value, shape) for value in values])
+    def _strided_table(
+        self, op: GraphOp, shape: Sequence[int], strides: Sequence[Sequence[int]], why: str = "", near: str = ""
+    ) -> str:
+        """Return C for the sizes of nested loops over a shape, and the strides of each operand."""
+        sizes, merged = merged_loops(shape, strides)
         if len(sizes) > LOOPS:
-            raise refusal(
-                op,
-                f" over {len(sizes)} dimensions that do not follow one another",
-                near="the same of a contiguous() tensor",
-            )
+            raise refusal(op, f" over {len(sizes)} dimensions{why}", near)
         missing = LOOPS - len(sizes)
-        rows = [[1] * missing + sizes, *([0] * missing + step for step in merged)]
-        while len(rows) < 4:
-            rows.append([0] * LOOPS)
-        return self.table("strided", *rows)
+        rows = [[1] * missing + sizes, *([0] * missing + steps for steps in merged)]
+        return self.table("strided", *rows, *[[0] * LOOPS] * (4 - len(rows)))
 
-    def strided_copy(self, op: GraphOp, to: str, like: Value, start: int, source: str, steps: Sequence[int]) -> str:
-        """Return the call that copies elements to `to`, from element `start` on, in the shape and strides of `like`.
+    def strided_copy(self, op: GraphOp, to: str, like: Value, start: int, source: str, strides: Sequence[int]) -> str:
+        """Return the call that copies `source`, with these strides, to `to` from element `start` on.
+
+        The copy has the shape and strides of `like`.
 
         Raises:
             RecordingError: the copy takes more nested loops than the kernel has.
         """
         self._add_element_function("copy")
         name = self.instance("strided1", "strided_copy", {"RESULT(a)": "copy(a)", "PARAMETERS": ""})
-        sizes, merged = merged_loops(like.shape, [list(like.stride), list(steps)])
-        if len(sizes) > LOOPS:
-            raise refusal(op, f" over {len(sizes)} dimensions")
-        missing = LOOPS - len(sizes)
-        rows = [[1] * missing + sizes, *([0] * missing + step for step in merged), [0] * LOOPS]
-        return self.call(name, f"{to} + {start}" if start else to, source, self.table("strided", *rows))
+        table = self._strided_table(op, like.shape, (like.stride, strides))
+        return self.call(name, f"{to} + {start}" if start else to, source, table)
 
 
 def with_macros(text: str, macros: Mapping[str, str]) -> str:

@@ -88,7 +88,6 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
                    f"static {kind} {argument}[{array.size}];"]  # fmt: skip
         rolls += [f"for (int i = 0; i < {array.size}; i++)",
                   f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {array.size}];"]  # fmt: skip
-    text = template("test_program")
     replacements = {
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
@@ -105,6 +104,12 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "SAMPLES": _samples(recorded),
         **_weights_file_code(layout),
     }
+    return _filled("test_program", replacements)
+
+
+def _filled(name: str, replacements: Mapping[str, str]) -> str:
+    """Return the text of a template with each @MARK@ replaced."""
+    text = template(name)
     for mark, value in replacements.items():
         text = text.replace(f"@{mark}@", value)
     return text
@@ -114,9 +119,8 @@ def _weights_file_code(layout: StepLayout) -> dict[str, str]:
     """Return the C code with which the test reads a weights file and passes it to `init`; empty without such a file."""
     if not layout.weights_file:
         return {"READ_FLASH": "", "IF_UNREAD": "", "FLASH": ""}
-    name, upper = layout.name, layout.name.upper()
     return {
-        "READ_FLASH": template("test_flash").replace("@NAME@", name).replace("@UPPER@", upper),
+        "READ_FLASH": _filled("test_flash", {"NAME": layout.name, "UPPER": layout.name.upper()}),
         "IF_UNREAD": template("test_flash_call"),
         "FLASH": ", flash",
     }
@@ -134,13 +138,13 @@ def _samples(recorded: Recorded) -> str:
 def makefile_text(layout: StepLayout) -> str:
     """Return the text of the Makefile."""
     weights = "" if layout.weights_file else f" {layout.name}_weights.h"
-    return template("Makefile.txt").replace("@NAME@", layout.name).replace("@WEIGHTS@", weights)
+    return _filled("Makefile.txt", {"NAME": layout.name, "WEIGHTS": weights})
 
 
 def readme_text(layout: StepLayout, verified: str) -> str:
     """Return the text of the README, with the verdict of verification."""
-    text = template("README.txt").replace("@VERIFIED@", verified)
     replacements = {
+        "VERIFIED": verified,
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
         "STATE": str(layout.state),
@@ -148,9 +152,7 @@ def readme_text(layout: StepLayout, verified: str) -> str:
         "INIT": f"init(&state, {layout.name}_bin);  " if layout.weights_file else "init(&state);        ",
         "FROM": f"{layout.memory.flash} bytes of {layout.name}.bin" if layout.weights_file else "flash",
     }
-    for mark, value in replacements.items():
-        text = text.replace(f"@{mark}@", value)
-    return text
+    return _filled("README.txt", replacements)
 
 
 def tensors_text(layout: StepLayout) -> str:

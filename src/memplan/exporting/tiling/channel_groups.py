@@ -99,7 +99,7 @@ class Groups(Rebuild):
         """By value and group: the group's part of the value."""
         self.partial: dict[int, int] = {}
         """By whole value: its current version, with the contributions of the groups so far."""
-        self.of: dict[int, int] = {}
+        self.component_of_op: dict[int, int] = {}
         """By op: its component."""
         for op in self.graph.ops:
             self._assign_component(op)
@@ -110,17 +110,17 @@ class Groups(Rebuild):
         if sides is None:
             connected = joined_by(self.graph, op) or ()
             if connected and connected[0] in self.component:
-                self.of[op.index] = self.component[connected[0]]
+                self.component_of_op[op.index] = self.component[connected[0]]
             return
         for side, axis in ((sides.wide, 0), (sides.narrow, 1)):
             if side in self.component:
-                self.of[op.index] = self.component[side]
+                self.component_of_op[op.index] = self.component[side]
                 self.axis[sides.weight] = axis
                 self.component[sides.weight] = self.component[side]
 
     def order(self) -> tuple[Run, ...] | None:
         """Return the order of the ops; None if components would have to wait for each other."""
-        return ordered(self.graph, self.of, self.component)
+        return ordered(self.graph, self.component_of_op, self.component)
 
     # -- parts
 
@@ -182,14 +182,14 @@ class Groups(Rebuild):
             self._accumulate(op, args, whole, last)
             return
         if is_depthwise(self.graph, op):
-            low, high = self.bounds[self.of[op.index]][group]
+            low, high = self.bounds[self.component_of_op[op.index]][group]
             args = (*args[: groups_at(op)], high - low, *args[groups_at(op) + 1 :])
         outputs = tuple(None if value is None else self.new_part(value, group, op) for value in op.outputs)
         makes = tuple(v for v, value in zip(outputs, op.outputs, strict=True) if value in op.makes and v is not None)
         overwrites = tuple(self._overwritable(op, args, outputs[0]))
         self.add(op, args=args, kwargs=kwargs, outputs=outputs, makes=makes, overwrites=overwrites)
         for value in op.outputs:
-            if value is not None and value in self.plan.components[self.of[op.index]].whole:
+            if value is not None and value in self.plan.components[self.component_of_op[op.index]].whole:
                 self._insert(op, value, group, last)
 
     def _overwritable(self, op: GraphOp, args: tuple[Any, ...], output: int | None) -> Iterator[int]:
