@@ -1,4 +1,4 @@
-"""A captured step and a budget -> what runs when on the device, and where everything lies."""
+"""Plan a captured step within a budget: what runs when on the device, and where everything lies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from memplan.exporting.kernels.frozen_weights import quantized, readable
 from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
-from memplan.exporting.source.program_text import held_of
-from memplan.exporting.source.step_layout import Held, Memory, Pass, StepLayout, name_of, tensors_of
+from memplan.exporting.source.step_layout import (
+    Memory,
+    Pass,
+    PersistentTensor,
+    StepLayout,
+    laid_out,
+    name_of,
+    tensors_of,
+)
 from memplan.exporting.tiling.tilings import tilings
 from memplan.planning.capture.capture import Captured
 from memplan.planning.graph.joint_graph import JointGraph
@@ -36,170 +43,193 @@ from memplan.planning.search.search import Found, Heuristics, Search
 from memplan.planning.validation.validate import validate
 
 PLACINGS = 60_000
-"""Times that a buffer is given an address, in rounds of local search that find no smaller arena."""
+"""Buffer placements without a smaller arena after which the local search for offsets ends."""
 QUICK = Heuristics(pairs=False, shakes=0)
-"""Of the search where values come in groups: there are many of them."""
+"""A quick search, for steps whose many values are in groups of channels."""
 Narrow = Literal["float32", "int8"]
 
 EARLY = GradientUse(updates=True)
+"""Each weight is updated as soon as its gradient is complete."""
 Inputs = Mapping[int, str]
-"""Name of the C argument of each tensor of the call, by its number."""
+"""Name of the C argument of each tensor of the call, by its position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How weights lie in flash."""
+    """How weights are stored in flash."""
 
     frozen: Narrow = "float32"
-    """Those that are not trained, where kernels can read them so."""
+    """Type of the frozen weights, where kernels can read it."""
     file: bool = False
-    """In a file of their own, not in the program."""
+    """Whether weights are in a file instead of the program."""
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Both passes of an export, and figures of what was decided."""
+    """Both passes of an export, with the memory that they take."""
 
     layout: StepLayout
-    around: Surroundings
-    """What is in RAM beside the graph's values."""
+    surroundings: Surroundings
+    """RAM besides the graph's values: optimizer state and counters."""
     levers: tuple[tuple[str, int], ...]
-    """What was done one after another, and the bytes in use at once with it."""
+    """The memory techniques, each on top of those before, with the most bytes of the arena then live."""
     smallest: int
-    """Bytes of RAM of the smallest plan that was found."""
-    could_be_int8: tuple[Held, ...]
-    """Weights in float32 in flash that eight bits would do for."""
+    """Bytes of RAM of the smallest plan."""
+    could_be_int8: tuple[PersistentTensor, ...]
+    """Frozen weights in float32 that kernels could read as int8."""
 
 
 def planned_step(
-    name: str, asked: Request, captured: Captured, infer: Captured, rules: UpdateRules, stored: Stored
+    name: str, request: Request, captured: Captured, infer: Captured, rules: UpdateRules, stored: Stored
 ) -> DevicePlan:
-    """Plan both passes of an export within its budget.
+    """Plan both passes of an export within the budget of the request.
+
+    Args:
+        name: a C identifier for files and functions.
+        request: the step and its budget.
+        captured: the captured step.
+        infer: the captured model in evaluation mode, without the loss.
+        rules: the optimizer's update rules.
+        stored: how weights are stored in flash.
 
     Raises:
         BudgetError: no plan fits.
         RecordingError: an op has no kernel.
     """
-    graph = _named(captured.graph, asked)
+    graph = _with_user_paths(captured.graph, request)
     trained = {of: True for of, _ in graph.gradients if graph.values[of].kind == "parameter"}
     device = lowered(graph, captured.constants, trained)
     paths = {graph.values[of].path for of in trained}
-    alone = _forward_only(infer)
-    of_infer = {value.id: value.path in paths for value in alone.values if value.kind == "parameter"}
-    infer_device = lowered(alone, infer.constants, of_infer)
-    memory = _memory(asked, (device.graph, infer_device.graph), paths, stored)
-    inputs = _arguments(device.graph, asked)
-    around = _beside(memory.floats("trained"), rules, stored)
-    step, tiles = _within(device, around, asked.bytes, inputs)
-    infer_pass = _alone(infer_device, step.placement.bytes, inputs)
-    alone_bytes = infer_pass.placement.bytes + _outside(device, around)
-    if alone_bytes > asked.bytes:  # what the model computes alone can take more than a step that computes parts again
-        raise _for_device(budget_error(infer_pass.schedule, around, asked.bytes).but(smallest_budget=alone_bytes))
+    infer_graph = _forward_only(infer)
+    infer_trained = {value.id: value.path in paths for value in infer_graph.values if value.kind == "parameter"}
+    infer_device = lowered(infer_graph, infer.constants, infer_trained)
+    memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
+    inputs = _argument_names(request)
+    surroundings = _surroundings(memory.floats("trained"), rules, stored)
+    outside = _outside_arena(device, surroundings)
+    step, tiles = _step_within(device, surroundings, request.bytes, inputs)
+    infer_pass = _infer_pass(infer_device, step.placement.bytes, inputs)
+    infer_bytes = infer_pass.placement.bytes + outside
+    if infer_bytes > request.bytes:  # `infer` recomputes nothing, so it can take more than the step
+        error = budget_error(infer_pass.schedule, surroundings, request.bytes)
+        raise _for_device(error.but(smallest_budget=infer_bytes))
     output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
     layout = StepLayout(name, memory, rules, step, infer_pass, output, stored.file)
-    fused, outside = tiles[0].device, _outside(device, around)
-    kept = [
+    fused = tiles[0].device
+    variants = [
         ("everything kept, gradients until the update", device, Choices(in_place=False)),
         ("results in the place of what dies", device, Choices()),
         ("each weight updated as its gradient is made", device, Choices(gradients=EARLY)),
         ("element by element, where that takes less", fused, Choices(gradients=EARLY)),
     ]
-    lines = [(words, levels(schedule(one.graph, choices), around).peak - outside) for words, one, choices in kept]
-    again = ("results made again, signs as bits: at most", tiles[0].live - outside)
-    less = [("a few channels of large values at a time: at most", one.live - outside) for one in tiles[1:]]
-    smallest = min(one.bytes for one in tiles)
-    narrow = readable((device.graph, infer_device.graph), (one.path for one in memory.frozen))
-    could = tuple(one for one in memory.frozen if one.path in narrow)
-    return DevicePlan(layout, around, (*lines, again, *less[-1:]), smallest, could)
+    levers = [
+        (words, levels(schedule(variant.graph, choices), surroundings).peak - outside)
+        for words, variant, choices in variants
+    ]
+    levers.append(("results made again, signs as bits: at most", tiles[0].live - outside))
+    if tiles[1:]:
+        levers.append(("a few channels of large values at a time: at most", tiles[-1].live - outside))
+    narrow = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
+    could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in narrow)
+    return DevicePlan(layout, surroundings, tuple(levers), min(tile.bytes for tile in tiles), could_be_int8)
 
 
-def _beside(trained: int, rules: UpdateRules, stored: Stored) -> Surroundings:
-    """Return what is in RAM beside the graph's values: what the optimizer holds, and a few numbers."""
+def _surroundings(trained: int, rules: UpdateRules, stored: Stored) -> Surroundings:
+    """Return the RAM besides the graph's values: optimizer state of so many weights, and a few counters."""
     numbers = 3 + sum(len(group.logarithms) for group in rules.groups) + stored.file
     return Surroundings(state=4 * (trained * rules.floats + numbers))
 
 
-def ram_of_updates(asked: Request, captured: Captured, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
-    """Return what gives the bytes of RAM of a step that trains some of the parameters.
+def ram_of_updates(request: Request, captured: Captured, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
+    """Return a function that gives the bytes of RAM of a step that trains only some of the parameters.
 
-    It takes their names, and whether to search with all levers; addresses can take a little more.
+    Its arguments are the names of these parameters, and whether to search with all memory techniques. The bytes are
+    those live at once; the arena can be a little larger.
     """
-    graph = _named(captured.graph, asked)
+    graph = _with_user_paths(captured.graph, request)
 
     def ram(paths: Collection[str], levers: bool) -> int:
-        kept = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
-        device = lowered(replace(graph, gradients=kept), captured.constants, {of: True for of, _ in kept})
+        gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
+        device = lowered(replace(graph, gradients=gradients), captured.constants, {of: True for of, _ in gradients})
         fused = with_fused(device, worthwhile(device.graph))
-        around = _beside(sum(math.prod(graph.values[of].shape) for of, _ in kept), rules, stored)
+        trained = sum(math.prod(graph.values[of].shape) for of, _ in gradients)
+        surroundings = _surroundings(trained, rules, stored)
         if levers:
-            return Search(fused.graph, around, gradients=EARLY).floor_peak
-        return levels(schedule(fused.graph, Choices(gradients=EARLY)), around).peak
+            return Search(fused.graph, surroundings, gradients=EARLY).floor_peak
+        return levels(schedule(fused.graph, Choices(gradients=EARLY)), surroundings).peak
 
     return ram
 
 
-def _outside(device: DeviceGraph, around: Surroundings) -> int:
+def _outside_arena(device: DeviceGraph, surroundings: Surroundings) -> int:
     """Return the bytes of RAM outside of the arena."""
-    return around.held_bytes + sum(v.bytes for v in device.graph.values if v.kind in ("parameter", "buffer", "input"))
+    return surroundings.held_bytes + sum(
+        v.bytes for v in device.graph.values if v.kind in ("parameter", "buffer", "input")
+    )
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """A step with its values in groups of channels, or whole, and the least that it takes."""
+class _TiledStep:
+    """A step whose values are whole or in groups of channels, and the RAM that it takes."""
 
     device: DeviceGraph
     live: int
-    """Bytes of RAM that are in use at once."""
+    """Fewest bytes of RAM that are live at once."""
     bytes: int
-    """Bytes of RAM with addresses."""
-    fits: Pass | None
-    """The fastest pass within the budget."""
+    """Fewest bytes of RAM, with the whole arena."""
+    fastest: Pass | None
+    """The fastest pass within the budget; None if none fits, or a coarser tiling has one."""
 
 
-def _within(device: DeviceGraph, around: Surroundings, budget: int, inputs: Inputs) -> tuple[Pass, list[_Tried]]:
-    """Return a pass that fits a budget with values as large as they can be; and all that was tried, each with a smaller
-    peak than the one before."""
-    tried = list[_Tried]()
-    for tiled in tilings(device):
-        search = Search(tiled.graph, around, gradients=EARLY, heuristics=QUICK if tried else None)
-        if tried and search.floor_peak >= tried[-1].live:
-            break
-        tried.append(_tried(tiled, search, budget, inputs, wanted=all(one.fits is None for one in tried)))
-    for one in tried:
-        if one.fits is not None:
-            return one.fits, tried
-    least = min(tried, key=lambda one: one.bytes)
-    search = Search(least.device.graph, around, gradients=EARLY, heuristics=QUICK)
-    error = budget_error(schedule(least.device.graph, search.within(0).choices), around, budget)
-    raise _for_device(error.but(smallest_budget=least.bytes))
+def _step_within(
+    device: DeviceGraph, surroundings: Surroundings, budget: int, inputs: Inputs
+) -> tuple[Pass, list[_TiledStep]]:
+    """Return the pass of the coarsest tiling that fits a budget, and all tilings, each smaller than the one before.
 
-
-def _tried(device: DeviceGraph, search: Search, budget: int, inputs: Inputs, wanted: bool) -> _Tried:
-    """Find the least that a step takes and, where it is wanted, a pass within the budget.
-
-    The arena can be a little larger than what is there at once: by so much less it is planned again.
+    Raises:
+        BudgetError: no tiling fits.
     """
-    outside, target = _outside(device, search.around), budget
+    tiles = list[_TiledStep]()
+    for tiled in tilings(device):
+        search = Search(tiled.graph, surroundings, gradients=EARLY, heuristics=QUICK if tiles else None)
+        if tiles and search.floor_peak >= tiles[-1].live:
+            break
+        tiles.append(_planned_tiling(tiled, search, budget, inputs, all(tile.fastest is None for tile in tiles)))
+    for tile in tiles:
+        if tile.fastest is not None:
+            return tile.fastest, tiles
+    smallest = min(tiles, key=lambda tile: tile.bytes)
+    search = Search(smallest.device.graph, surroundings, gradients=EARLY, heuristics=QUICK)
+    error = budget_error(schedule(smallest.device.graph, search.within(0).choices), surroundings, budget)
+    raise _for_device(error.but(smallest_budget=smallest.bytes))
+
+
+def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: Inputs, with_pass: bool) -> _TiledStep:
+    """Find the fewest bytes that a step takes and, if `with_pass`, the fastest pass within the budget.
+
+    The arena can be larger than the live bytes that the search bounds, so the search repeats with a smaller target.
+    """
+    outside, target = _outside_arena(device, search.around), budget
     least = _pass(device, schedule(device.graph, search.within(0).choices), inputs).placement.bytes + outside
-    while wanted and least <= budget:
-        found = search.within(target)
-        step = _pass(device, schedule(device.graph, found.choices), inputs)
+    while with_pass and least <= budget:
+        result = search.within(target)
+        step = _pass(device, schedule(device.graph, result.choices), inputs)
         over = step.placement.bytes + outside - budget
         if over <= 0:
             validate(device.graph, step.schedule, surroundings=search.around)
-            return _Tried(device, search.floor_peak, least, step)
-        assert isinstance(found, Found), "the least fits"
-        target = min(target, found.peak) - max(over, 1)
-    return _Tried(device, search.floor_peak, least, None)
+            return _TiledStep(device, search.floor_peak, least, step)
+        assert isinstance(result, Found), "the least fits"
+        target = min(target, result.peak) - max(over, 1)
+    return _TiledStep(device, search.floor_peak, least, None)
 
 
-def _alone(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
-    """Return the model alone, with values as large as they can be in the arena of the step."""
+def _infer_pass(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
+    """Return the pass of the model without loss in the coarsest tiling that fits the step's arena, or the smallest."""
     best: Pass | None = None
     for tiled in tilings(device):
-        made = _pass(tiled, schedule(tiled.graph, Choices()), inputs)
-        if best is None or made.placement.bytes < best.placement.bytes:
-            best = made
+        infer = _pass(tiled, schedule(tiled.graph, Choices()), inputs)
+        if best is None or infer.placement.bytes < best.placement.bytes:
+            best = infer
         if best.placement.bytes <= arena:
             break
     assert best is not None, "the first one is as it was"
@@ -207,33 +237,34 @@ def _alone(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
 
 
 def _for_device(error: BudgetError) -> BudgetError:
-    """Return the error without ways that a device does not have: it computes in float32."""
-    ways = tuple(way for way in error.lower_by if "autocast" not in way.do)
+    """Return the error without the advice to use autocast: kernels compute in float32."""
+    remedies = tuple(remedy for remedy in error.lower_by if "autocast" not in remedy.do)
     size = error.smallest_budget
-    do = f"Give {format_bytes(size)} ({size} bytes)" + (f", or {'; or '.join(map(str, ways))}" if ways else "")
-    return error.but(do=do, lower_by=ways)
+    do = f"Give {format_bytes(size)} ({size} bytes)" + (f", or {'; or '.join(map(str, remedies))}" if remedies else "")
+    return error.but(do=do, lower_by=remedies)
 
 
-def _pass(device: DeviceGraph, made: Schedule, inputs: Inputs) -> Pass:
-    lives = lifetimes(made)
+def _pass(device: DeviceGraph, order: Schedule, inputs: Inputs) -> Pass:
+    """Choose the offsets of the buffers of a schedule."""
+    lives = lifetimes(order)
     placement = placed(lives.buffers, lives.peak, rounds=min(ROUNDS, PLACINGS // (len(lives.buffers) + 1)))
     check_offsets(lives.buffers, placement.offsets, placement.bytes)
-    _check_fused(device, made)
-    mine = {value.id: inputs[int(value.path)] for value in device.graph.values if value.kind == "input"}
-    return Pass(device, made, lives, placement, mine)
+    _check_fused(device, order)
+    arguments = {value.id: inputs[int(value.path)] for value in device.graph.values if value.kind == "input"}
+    return Pass(device, order, lives, placement, arguments)
 
 
-def _check_fused(device: DeviceGraph, made: Schedule) -> None:
-    """Assert that no weight is read after its update."""
+def _check_fused(device: DeviceGraph, order: Schedule) -> None:
+    """Assert that no weight is read after its fused update."""
     of = {device.graph.base(gradient): param for param, gradient in device.graph.gradients}
     updated = set[int]()
-    for action in (*made.forward, *made.backward):
+    for action in (*order.forward, *order.backward):
         assert updated.isdisjoint(action.reads), "a weight is read after its update"
         updated |= {of[value] for value in action.makes if value in device.fused}
 
 
 def _forward_only(captured: Captured) -> JointGraph:
-    """Return the graph of the model alone, without its backward pass."""
+    """Return the forward graph of the model. Raises InputError if the model does not return a single tensor."""
     graph, order = captured.graph, captured.returned.order
     if len(order) != 1:
         raise InputError(
@@ -241,11 +272,11 @@ def _forward_only(captured: Captured) -> JointGraph:
             expected="a model that returns one",
             do="Wrap it in one that does",
         )
-    alone = torch.empty(0)
-    whole = captured.returned.structure.rebuild([alone])
-    if whole is not alone:
+    tensor = torch.empty(0)
+    returned = captured.returned.structure.rebuild([tensor])
+    if returned is not tensor:
         raise InputError(
-            f"the model returns a {type(whole).__name__}",
+            f"the model returns a {type(returned).__name__}",
             expected="a model that returns a tensor",
             do="Wrap it in one that does",
         )
@@ -256,9 +287,9 @@ def _forward_only(captured: Captured) -> JointGraph:
     )
 
 
-def _named(graph: JointGraph, asked: Request) -> JointGraph:
-    """Return the graph with parameters and buffers under the names that they have in the user's model."""
-    if asked.step is asked.model:
+def _with_user_paths(graph: JointGraph, request: Request) -> JointGraph:
+    """Return the graph with parameters and buffers under their names in the user's model."""
+    if request.step is request.model:
         return graph
     named = ("parameter", "buffer")
     return replace(
@@ -266,21 +297,20 @@ def _named(graph: JointGraph, asked: Request) -> JointGraph:
     )
 
 
-def _arguments(graph: JointGraph, asked: Request) -> dict[int, str]:
-    """Return the C name of each tensor of the call, by its number: x, y; more of a kind are numbered."""
-    tensors = len(asked.call.tensors)
-    targets = getattr(asked.step, "targets", 0)
-    inputs = tensors - targets
+def _argument_names(request: Request) -> dict[int, str]:
+    """Return the C name of each tensor of the call, by its position: x for an input, y for a target, or x0, x1, ..."""
+    targets = getattr(request.step, "targets", 0)
+    inputs = len(request.call.tensors) - targets
     names = [f"x{k}" if inputs > 1 else "x" for k in range(inputs)]
     return dict(enumerate([*names, *(f"y{k}" if targets > 1 else "y" for k in range(targets))]))
 
 
-def _memory(asked: Request, graphs: tuple[JointGraph, ...], trained: set[str], stored: Stored) -> Memory:
-    """Lay out what is there from step to step."""
+def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str], stored: Stored) -> Memory:
+    """Lay out the parameters and buffers that the graphs read or change; the first graph is the step's."""
     step = graphs[0]
     read = {value.path for graph in graphs for op in graph.ops for base in op.reads
             if (value := graph.values[base]).kind in ("parameter", "buffer")}  # fmt: skip
-    tensors = tensors_of(asked)
+    tensors = tensors_of(request)
     changed = {v.path for v in step.values if v.kind == "buffer" and v.bytes}
     order = [path for path in tensors if path in read | trained | changed]
     shapes = {path: tuple(tensors[path].shape) for path in order}
@@ -289,11 +319,11 @@ def _memory(asked: Request, graphs: tuple[JointGraph, ...], trained: set[str], s
     narrow = readable(graphs, frozen) if stored.frozen == "int8" else set()
     int8 = {path: quantized(values[path]) for path in frozen if path in narrow}
     return Memory(
-        held_of((path, shapes[path]) for path in order if path in trained),
-        held_of((path, shapes[path]) for path in order if path in changed),
-        held_of((path, shapes[path]) for path in frozen if path not in int8),
+        laid_out((path, shapes[path]) for path in order if path in trained),
+        laid_out((path, shapes[path]) for path in order if path in changed),
+        laid_out((path, shapes[path]) for path in frozen if path not in int8),
         values,
-        held_of((path, shapes[path]) for path in int8),
-        held_of((path, shapes[path][:1]) for path in int8),
+        laid_out((path, shapes[path]) for path in int8),
+        laid_out((path, shapes[path][:1]) for path in int8),
         int8,
     )

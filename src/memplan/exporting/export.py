@@ -1,4 +1,4 @@
-"""`memplan.export`: a model's training step as C99 for a small device, under a budget of bytes."""
+"""`memplan.export` writes a model's training step as C99 for a small device, within a budget of RAM."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ from memplan.exporting.trials.reference_steps import reference
 from memplan.exporting.update_search import UpdateChoice, chosen_update
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
-from memplan.planning.request import Request, request
+from memplan.planning.request import Request
+from memplan.planning.request import request as make_request
 from memplan.planning.settings import PlanOptions
 from memplan.trace.naming.step_parts import Loss, Optimizer, optimizer_of
 from memplan.trace.recording.session import public, undisturbed
 from memplan.trace.step import StepOptions, copy_module
 
 STEPS = 20
-"""Steps that are recorded, and repeated by the test."""
+"""Training steps that the C test repeats."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What an export is beside its step; see `export`."""
+    """The arguments of `export` that do not describe the step."""
 
     budget: Any
     name: str | None
@@ -76,31 +77,33 @@ def export(
     device: str | None = None,
     force: bool = False,
 ) -> Exported:
-    """Write a training step as C99 that needs libm alone: forward, backward and update, in a fixed arena.
+    """Write a training step as C99 that needs only libm: forward, backward and update, in an arena of fixed size.
 
-    The model is not changed. Layers in training mode update their statistics; parameters that need no gradient stay in
-    flash, and the backward pass stops where nothing below needs it.
+    The model is not changed. Layers in training mode update their running statistics. Parameters that require no
+    gradient stay in flash, and the backward pass stops where no parameter below requires one.
 
     Args:
-        model: a module, or a callable that makes one; parameters in float32.
-        inputs, targets, loss: as for `memplan.explain`; shapes are fixed by them.
-        optimizer: a name ("sgd:lr=0.1") or a callable of the parameters: SGD, Adam or AdamW of torch.
-        budget: bytes of RAM: weights that are trained, what the optimizer holds, statistics, inputs and the arena.
-        folder: where the files go; made where it is missing.
-        name: of files and functions; None: from the model's class.
-        search_update: batches of inputs and targets, by whose gradients it is chosen what to train within the budget.
-        frozen_weights: ``"int8"``: eight bits for weights that are not trained; the error is measured and said.
-        weights_file: write weights to NAME.bin, which the caller of the code reads, instead of NAME_weights.h.
-        flash: bytes that weights and code may take; None: no bound.
-        verify: compile the files, run them under sanitizers and compare them with PyTorch; None: where a C compiler is.
-        device: ``"cortex-m4"`` or ``"cortex-m7"``: compile for it, too, and run the steps on an emulated one.
+        model: a module with parameters in float32, or a callable that returns one.
+        inputs, targets, loss: as for `memplan.explain`. The exported step has their shapes.
+        optimizer: SGD, Adam or AdamW of torch, as a name ("sgd:lr=0.1") or a callable of the parameters.
+        budget: bytes of RAM for trained weights, optimizer state, running statistics, inputs and the arena.
+        folder: where to write the files; created if missing.
+        name: name of files and functions; None: the name of the model's class.
+        search_update: batches of inputs and targets; their gradients decide which parameters are trained within the
+            budget.
+        frozen_weights: ``"int8"`` stores weights that are not trained as int8, and measures the error.
+        weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
+        flash: most bytes of weights and code; None: no bound.
+        verify: compile the files, run them under sanitizers and compare the results with PyTorch; None: if there is a C
+            compiler.
+        device: ``"cortex-m4"`` or ``"cortex-m7"``: also compile for this core, and run the steps on an emulator.
         force: write into a folder with other files.
 
     Raises:
-        BudgetError: the step does not fit; ``smallest_budget`` is the smallest that does, of flash where that is short.
+        BudgetError: the step does not fit; ``smallest_budget`` is the smallest that does, of RAM or of flash.
         RecordingError: an operation has no kernel (layer and line are named), or the step cannot be captured.
         UsageError: an argument is wrong.
-        VerificationError: what was written does not compute what PyTorch does; the files are left for a look.
+        VerificationError: the C code does not compute what PyTorch does; the files stay for inspection.
 
     Example:
         >>> done = memplan.export(
@@ -124,22 +127,22 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
             expected="SGD, Adam or AdamW: the step updates weights",
             do="Give optimizer='sgd' (--optimizer sgd)",
         )
-    own = _own(model)
-    name = options.name or type(own).__name__
-    title = c_name(name)
-    place = prepared_folder(folder, title, options.force)
+    copied = _copy_of(model)
+    name = options.name or type(copied).__name__
+    identifier = c_name(name)
+    folder = prepared_folder(folder, identifier, options.force)
     with undisturbed(real=True):
-        asked = _asked(own, step, options.budget)
-        plan, choice = _planned(asked, title, optimizer_of(step.optimizer), options)
+        request = _checked_request(copied, step, options.budget)
+        plan, choice = _planned(request, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
-        rounding = round_frozen(asked, plan.layout.memory) if options.stored.frozen == "int8" else None
-        recorded = reference(asked, plan.layout, STEPS)
-    result = Exported.made(plan, name, place, asked.bytes, rounding, choice)
-    _write(place, plan.layout, recorded)
+        rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
+        recorded = reference(request, plan.layout, STEPS)
+    result = Exported.made(plan, name, folder, request.bytes, rounding, choice)
+    _write(folder, plan.layout, recorded)
     verify, device = options.verify, options.device
-    verdict = NOT_VERIFIED if verify is False else prove(place, plan.layout, recorded, needed=bool(verify))
-    core = None if device is None else run_on_core(device, place.resolve(), plan.layout, recorded)
-    _describe(place, plan.layout, verdict)
+    verdict = NOT_VERIFIED if verify is False else prove(folder, plan.layout, recorded, needed=bool(verify))
+    core = None if device is None else run_on_core(device, folder.resolve(), plan.layout, recorded)
+    _write_readme(folder, plan.layout, verdict)
     if core is not None:
         check_flash(plan, options.flash, core)
     return result.proven(verdict, core)
@@ -153,35 +156,37 @@ def _stored(frozen: Any, file: bool) -> Stored:
     return Stored(frozen, file)
 
 
-def _asked(own: Any, step: StepOptions, budget: Any) -> Request:
-    """Check the arguments of the step."""
-    asked = request(own, step, PlanOptions(budget=budget), fake=False)
-    if not isinstance(asked.budget, int):
+def _checked_request(model: Any, step: StepOptions, budget: Any) -> Request:
+    """Check the arguments of the step, and that the budget is a number of bytes."""
+    request = make_request(model, step, PlanOptions(budget=budget), fake=False)
+    if not isinstance(request.budget, int):
         raise UsageError(f"budget={budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size")
-    return asked
+    return request
 
 
 def _planned(
-    asked: Request, name: str, optimizer: Any, options: _Options
+    request: Request, name: str, optimizer: Any, options: _Options
 ) -> tuple[DevicePlan, UpdateChoice | None]:  # fmt: skip
-    """Plan the step. What the optimizer does not have is frozen, and what a search does not choose."""
-    rules = update_rules(optimizer, asked.model)
-    _train_only(asked.model, rules.group_of)
+    """Plan the step, after freezing the parameters that are not the optimizer's or that a search does not choose."""
+    rules = update_rules(optimizer, request.model)
+    _train_only(request.model, rules.group_of)
     if options.batches is None:
-        return planned_step(name, asked, *_captured(asked), rules, options.stored), None
-    ram = cache(lambda: ram_of_updates(asked, _captured(asked)[0], rules, options.stored))  # once the data is checked
-    choice = chosen_update(asked, rules, options.batches, lambda paths, levers: ram()(paths, levers))
-    _train_only(asked.model, [one.path for one in choice.trained])
-    return planned_step(name, asked, *_captured(asked), update_rules(optimizer, asked.model), options.stored), choice
+        return planned_step(name, request, *_captured(request), rules, options.stored), None
+    # Capturing waits until the first set is planned: by then the batches are checked.
+    ram = cache(lambda: ram_of_updates(request, _captured(request)[0], rules, options.stored))
+    choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
+    _train_only(request.model, [candidate.path for candidate in choice.trained])
+    rules = update_rules(optimizer, request.model)
+    return planned_step(name, request, *_captured(request), rules, options.stored), choice
 
 
 def _train_only(model: nn.Module, paths: Collection[str]) -> None:
-    for path, one in model.named_parameters():
-        one.requires_grad_(path in paths)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(path in paths)
 
 
 def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
-    """Write everything but the README."""
+    """Write all files; the README says that they are not verified."""
     name = layout.name
     files = {
         f"{name}.c": program_text(layout),
@@ -195,50 +200,56 @@ def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
         write_whole(folder / file, text)
     if layout.weights_file:
         write_whole(folder / f"{name}.bin", weights_bytes(layout))
-    _describe(folder, layout, NOT_VERIFIED)
+    _write_readme(folder, layout, NOT_VERIFIED)
 
 
-def _describe(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
+def _write_readme(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
     write_whole(folder / "README.md", companion_files.readme_text(layout, str(verdict)))
 
 
-def _own(model: Any) -> Any:
-    """Return a copy of the model, with contiguous parameters."""
-    made = model if isinstance(model, nn.Module) else model() if callable(model) else model
-    if not isinstance(made, nn.Module):
-        return made  # what refuses it says why
-    own = copy_module(made)
-    for path, one in (*own.named_parameters(), *own.named_buffers()):
-        if one.dtype not in (torch.float32, torch.int64):
+def _copy_of(model: Any) -> Any:
+    """Return a copy of the model with contiguous parameters.
+
+    Anything but a module or a callable that returns one is returned as it is: the request refuses it.
+
+    Raises:
+        InputError: a parameter or buffer is not in float32, or not finite.
+    """
+    module = model if isinstance(model, nn.Module) else model() if callable(model) else model
+    if not isinstance(module, nn.Module):
+        return module
+    copied = copy_module(module)
+    for path, tensor in (*copied.named_parameters(), *copied.named_buffers()):
+        if tensor.dtype not in (torch.float32, torch.int64):
             raise InputError(
-                f"{path} in {str(one.dtype).removeprefix('torch.')}",
+                f"{path} in {str(tensor.dtype).removeprefix('torch.')}",
                 expected="float32 throughout",
                 do="Use model.float()",
             )
-        if not bool(torch.isfinite(one).all()):
+        if not bool(torch.isfinite(tensor).all()):
             raise InputError(
                 f"{path} has elements that are not finite", expected="weights that can be trained", do="Mend them"
             )
-        one.data = one.data.contiguous()
-    return own
+        tensor.data = tensor.data.contiguous()
+    return copied
 
 
-def _captured(asked: Request) -> tuple[Captured, Captured]:
-    """Capture the step, and the model alone in evaluation mode."""
-    model, targets = asked.model, getattr(asked.step, "targets", 0)
+def _captured(request: Request) -> tuple[Captured, Captured]:
+    """Capture the step, and the model in evaluation mode without the loss."""
+    model, targets = request.model, getattr(request.step, "targets", 0)
     with sdpa_kernel(SDPBackend.MATH):
-        step = capture(asked.step, asked.call)
-        args, kwargs = asked.call.rebuild(asked.call.tensors)
+        step = capture(request.step, request.call)
+        args, kwargs = request.call.rebuild(request.call.tensors)
         with _evaluating(model):
             return step, capture(model, call_of(args[: len(args) - targets], kwargs))
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
+    training_flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, training in before:
+        for module, training in training_flags:
             module.training = training

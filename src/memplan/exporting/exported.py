@@ -1,4 +1,4 @@
-"""The result of an export: what it takes on the device, where it is, and whether it is proven."""
+"""The result of `memplan.export`: the files, their memory on the device, and their verification."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ _OF_CORE = ("core", "text", "rodata", "data", "stack", "instructions")
 
 @dataclass(frozen=True, repr=False)
 class Exported(Displayed):
-    """What was written."""
+    """An exported training step, and its memory on the device."""
 
     name: str
-    """Of files and functions: a C identifier."""
+    """Name of files and functions: a C identifier."""
     given_name: str
-    """Name that was asked for, or the model's class."""
+    """The `name` argument, or the name of the model's class."""
     folder: Path
     budget: int
     arena: int
     """Bytes of the arena."""
     live: int
-    """Most bytes of it that are in use at once."""
+    """Most bytes of the arena that are live at once."""
     state: int
-    """Bytes of weights that are trained, what the optimizer holds, and statistics."""
+    """Bytes of trained weights, optimizer state and running statistics."""
     inputs: int
-    """Bytes of the inputs, which are the caller's."""
+    """Bytes of the inputs, which the caller owns."""
     flash: int
-    """Bytes of weights in flash, initial ones among them."""
+    """Bytes of weights in flash, with the initial values of those in RAM."""
     trained: int
-    """Number of weights that are trained."""
+    """Number of trained weights."""
     frozen: int
-    """Number of those that are not."""
+    """Number of frozen weights."""
     recomputed: int
-    """Results that are made again in the backward pass."""
+    """Number of ops that the backward pass recomputes."""
     fused: int
-    """Parameters that are updated element by element, without a gradient in memory."""
+    """Number of parameters whose updates are fused: no gradient is stored."""
     smallest_budget: int
-    """Bytes of RAM of the smallest plan that was found."""
+    """Bytes of RAM of the smallest plan."""
     levers: tuple[tuple[str, int], ...]
-    """What was done one after another, and the bytes of the arena that are in use at once with it."""
+    """The memory techniques, each on top of those before, with the most bytes of the arena then live."""
     held_by: tuple[Holder, ...]
-    """What is in RAM at the peak, the largest first."""
+    """The largest owners of RAM at the peak, in order of size."""
     timeline: Timeline
     """RAM over the step."""
     rounding: Rounding | None = None
-    """What eight bits change, where frozen weights were asked for in these."""
+    """The effect of int8 weights; None without `frozen_weights="int8"`."""
     choice: UpdateChoice | None = None
-    """What is trained, where a search chose it."""
+    """The parameters that a search chose to train; None without `search_update`."""
     verdict: Verdict = NOT_VERIFIED
     core: CortexRun | None = None
-    """What it takes and does on an emulated core, where that was asked for."""
+    """The run on an emulated core; None without `device`."""
 
     @property
     def ram(self) -> int:
-        """Bytes of RAM, all in all; not the stack."""
+        """Bytes of RAM in total, without the stack."""
         return self.arena + self.state + self.inputs
 
     @classmethod
@@ -74,7 +74,7 @@ class Exported(Displayed):
         cls, plan: DevicePlan, given_name: str, folder: Path, budget: int, rounding: Rounding | None = None,
         choice: UpdateChoice | None = None,
     ) -> Exported:  # fmt: skip
-        """Gather the figures of a plan."""
+        """Return the result of a plan before verification."""
         layout, step = plan.layout, plan.layout.step
         memory, graph = layout.memory, step.device.graph
         return cls(
@@ -82,23 +82,23 @@ class Exported(Displayed):
             sum(value.bytes for value in graph.values if value.kind == "input"), memory.flash + layout.constants,
             memory.floats("trained"), memory.floats("frozen") + memory.floats("int8"),
             sum(action.recomputed for action in step.schedule.backward), len(step.device.fused),
-            plan.smallest, plan.levers, budget_error(step.schedule, plan.around, budget).held_by,
-            timeline_of(step.schedule, plan.around), rounding, choice,
+            plan.smallest, plan.levers, budget_error(step.schedule, plan.surroundings, budget).held_by,
+            timeline_of(step.schedule, plan.surroundings), rounding, choice,
         )  # fmt: skip
 
     def proven(self, verdict: Verdict, core: CortexRun | None = None) -> Exported:
-        """Return the same with what the proof found."""
+        """Return a copy with the results of verification."""
         return replace(self, verdict=verdict, core=core)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain data. Bytes."""
+        """Return the result as JSON-compatible data; sizes in bytes."""
         names = ("name", "given_name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget")
         counts = ("trained", "frozen", "recomputed", "fused")
         return {
             **{name: getattr(self, name) for name in (*names, *counts)},
             "folder": str(self.folder),
             "levers": [{"what": what, "live": size} for what, size in self.levers],
-            "held_by": [{"what": str(one), "bytes": one.bytes} for one in self.held_by],
+            "held_by": [{"what": str(owner), "bytes": owner.bytes} for owner in self.held_by],
             "proven": self.verdict.proven,
             "verdict": str(self.verdict),
             "choice": None if self.choice is None else {"share": self.choice.share, **asdict(self.choice)},
@@ -108,7 +108,7 @@ class Exported(Displayed):
 
     def __str__(self) -> str:
         parts = {"arena": self.arena, "weights and state": self.state, "inputs": self.inputs}
-        held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         return (
-            f"{self.folder / self.name}.c: a training step in {format_bytes(self.ram)} of RAM ({held}); {self.verdict}"
+            f"{self.folder / self.name}.c: a training step in {format_bytes(self.ram)} of RAM ({sizes}); {self.verdict}"
         )

@@ -1,60 +1,63 @@
-"""Check what an export takes of flash: what takes most, and what would help."""
+"""Check an export against the size of the flash."""
 
 from __future__ import annotations
 
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
 from memplan.exporting.device_plan import DevicePlan
-from memplan.exporting.source.step_layout import Held, StepLayout
+from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.trials.cortex import CortexRun
 
 NAMED = 3
-"""Tensors that the error names, the largest first."""
+"""Most tensors that the error names."""
 
 
 def check_flash(plan: DevicePlan, bound: int | None, core: CortexRun | None = None) -> None:
-    """Raise BudgetError where an export takes more flash than there is.
+    """Check that an export fits into flash.
 
     Args:
-        plan: of the export.
-        bound: bytes of flash; None: as many as it takes.
-        core: a compiled export, whose code is counted, too.
+        plan: the export's plan.
+        bound: bytes of flash; None: no bound.
+        core: the compiled export, whose code then counts, too.
+
+    Raises:
+        BudgetError: it takes more; the message names the largest tensors, and what would reduce them.
     """
     layout = plan.layout
     weights = 0 if layout.weights_file else layout.memory.flash
-    taken = weights + layout.constants if core is None else core.text + core.rodata
-    if bound is None or taken <= bound:
+    size = weights + layout.constants if core is None else core.text + core.rodata
+    if bound is None or size <= bound:
         return
     what = f"the weights take {format_bytes(weights)}"
-    what += "" if core is None else f", code and tables {format_bytes(taken - weights)}"
+    what += "" if core is None else f", code and tables {format_bytes(size - weights)}"
     raise BudgetError(
         f"The flash is {format_bytes(bound)}, and {what}: {_largest(layout)}",
-        expected=f"at least {taken} bytes of flash" + (" and the code" if core is None else ", libm not counted"),
-        do="; or ".join(_ways(plan, weights, taken)),
-        smallest_budget=taken,
+        expected=f"at least {size} bytes of flash" + (" and the code" if core is None else ", libm not counted"),
+        do="; or ".join(_remedies(plan, weights, size)),
+        smallest_budget=size,
     )
 
 
 def _largest(layout: StepLayout) -> str:
-    """Return names and bytes of the tensors that take most."""
+    """Return names and bytes of the largest tensors, as text."""
     memory = layout.memory
-    sizes = [(4 * one.size, one) for one in (*memory.trained, *memory.statistics, *memory.frozen)]
-    sizes += [(one.size + 4 * one.shape[0], one) for one in memory.int8]
-    found = sorted(sizes, key=lambda pair: -pair[0])
-    named = [f"{one.path} {format_bytes(size)}" for size, one in found[:NAMED]]
-    return ", ".join(named) + (f", and {len(found) - NAMED} more" if len(found) > NAMED else "")
+    sizes = [(4 * tensor.size, tensor) for tensor in (*memory.trained, *memory.statistics, *memory.frozen)]
+    sizes += [(tensor.size + 4 * tensor.shape[0], tensor) for tensor in memory.int8]
+    sizes.sort(key=lambda pair: -pair[0])
+    named = [f"{tensor.path} {format_bytes(size)}" for size, tensor in sizes[:NAMED]]
+    return ", ".join(named) + (f", and {len(sizes) - NAMED} more" if len(sizes) > NAMED else "")
 
 
-def _ways(plan: DevicePlan, weights: int, taken: int) -> list[str]:
-    """Return what would take less, and how much then."""
-    ways, narrow = list[str](), sum(map(_saved, plan.could_be_int8))
-    if narrow > 0:
-        ways.append(f"Keep frozen weights in eight bits: frozen_weights='int8' ({format_bytes(taken - narrow)})")
+def _remedies(plan: DevicePlan, weights: int, size: int) -> list[str]:
+    """Return what would reduce the flash, and to how many bytes."""
+    # int8 takes a byte instead of four for each element, and a float32 scale for each slice of the first dimension.
+    saved = sum(3 * tensor.size - 4 * tensor.shape[0] for tensor in plan.could_be_int8)
+    remedies = list[str]()
+    if saved > 0:
+        remedies.append(f"Keep frozen weights in eight bits: frozen_weights='int8' ({format_bytes(size - saved)})")
     if weights:
-        left = format_bytes(taken - weights)
-        ways.append(f"{'k' if ways else 'K'}eep the weights elsewhere: weights_file=True ({left} beside the code)")
-    return ways or ["Take a smaller model"]
-
-
-def _saved(one: Held) -> int:
-    return 3 * one.size - 4 * one.shape[0]
+        left = format_bytes(size - weights)
+        remedies.append(
+            f"{'k' if saved > 0 else 'K'}eep the weights elsewhere: weights_file=True ({left} beside the code)"
+        )
+    return remedies or ["Take a smaller model"]

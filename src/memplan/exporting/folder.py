@@ -1,4 +1,4 @@
-"""The folder that an export writes to."""
+"""Check and create the folder that an export writes to."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from memplan.errors import InputError
 
 
 def prepared_folder(folder: Path, name: str, force: bool) -> Path:
-    """Make a folder where it is missing.
+    """Create a folder if it is missing, and return it.
 
     Args:
         folder: its path.
-        name: of the export's files.
-        force: take a folder with other files in it.
+        name: name of the export's files.
+        force: accept a folder with other files in it.
 
     Raises:
-        InputError: it holds files that no export of this name wrote, or cannot be made.
+        InputError: it contains files that no export of this name wrote, or cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        theirs = sorted(path.name for path in folder.iterdir())
-        ours = _is_export(folder, name)
+        files = sorted(path.name for path in folder.iterdir())
+        is_export = _is_export(folder, name)
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise InputError(
             f"{folder} ({getattr(error, 'strerror', None) or error})",
             expected="a folder that can be written to",
             do="Name another",
         ) from error
-    if theirs and not force and not ours:
+    if files and not force and not is_export:
         raise InputError(
-            f"{folder} holds other files ({', '.join(theirs[:3])}{', ...' if theirs[3:] else ''})",
+            f"{folder} holds other files ({', '.join(files[:3])}{', ...' if files[3:] else ''})",
             expected=f"an empty folder, or one that an export of the name {name} wrote",
             do="Name another, or write into it all the same: force=True (--force)",
         )

@@ -1,4 +1,4 @@
-"""JointGraph -> DeviceGraph: what is known is computed, what is split is split, what nobody reads is left out."""
+"""Lower a captured step to calls of C kernels: fold constants, split ops, and remove dead ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memplan.exporting.kernels.elementwise import ELEMENTWISE, form_of
 from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
-from memplan.exporting.lowering.device_graph import COPY, FILL, ZEROS, DeviceGraph, Lowering, refusal, words
-from memplan.exporting.lowering.late_ops import made_late
+from memplan.exporting.lowering.device_graph import COPY, FILL, ZEROS, DeviceGraph, Lowering, output_of, refusal, words
+from memplan.exporting.lowering.late_ops import with_delayed_ops
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, refs
-from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
+from memplan.planning.graph.op_schema import CROSS_ENTROPY, short
 from memplan.planning.levers.encode import Encode
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import offered
@@ -26,7 +26,7 @@ from memplan.planning.passes.split_dropout import DROPOUT as WHOLE_DROPOUT
 from memplan.planning.passes.split_dropout import MASK, scale_of
 
 WINDOW = 255
-"""Largest number of places in a pool's window: an index is one byte."""
+"""Most elements of a max pool's window: an index is one byte."""
 _NARROW = {"int64": "int32", "int32": "int32", "float32": "float32"}
 
 Rule = Callable[[Lowering, GraphOp], None]
@@ -37,11 +37,11 @@ def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: M
 
     Args:
         graph: as captured.
-        constants: tensors that it holds itself, by value.
-        trained: whether each parameter changes on the device: others lie in flash.
+        constants: tensors that the graph holds itself, by value.
+        trained: whether each parameter is updated on the device; others lie in flash.
 
     Raises:
-        RecordingError: it has an op that no kernel computes, or a dtype other than float32.
+        RecordingError: no kernel computes an op, or a dtype is not float32.
     """
     low = Lowering(
         replace(graph, forms=(), values=tuple(v for v in graph.values if v.kind not in ("encoded", "host"))), constants
@@ -51,44 +51,45 @@ def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: M
         _lower(low, op)
     outputs = tuple(_dense_output(low, graph, value) for value in graph.outputs)
     changed = {target: source for target, source in low.mutations.items() if low.values[target].dtype == "float32"}
-    made = replace(low.finished(), outputs=outputs, mutations=tuple(changed.items()))
-    made = made_late(_with_dtypes(without_dead(made), low))
-    constants_read = {v for op in made.ops for v in refs((op.args, op.kwargs))} | set(made.outputs)
-    known = {v: t.detach().numpy() for v, t in low.known.items() if v in constants_read}
-    made = replace(made, ops=tuple(replace(op, seconds=seconds(work(made, op))) for op in made.ops))
-    return DeviceGraph(with_bits(made), known, low.offsets)
+    live = without_dead(replace(low.finished(), outputs=outputs, mutations=tuple(changed.items())))
+    _check_dtypes(live, low)
+    delayed = with_delayed_ops(live)
+    read = {v for op in delayed.ops for v in refs((op.args, op.kwargs))} | set(delayed.outputs)
+    constant_arrays = {v: t.detach().numpy() for v, t in low.known.items() if v in read}
+    ops = tuple(replace(op, seconds=seconds(work(delayed, op))) for op in delayed.ops)
+    return DeviceGraph(with_bits(replace(delayed, ops=ops)), constant_arrays, low.offsets)
 
 
 def _dense_output(low: Lowering, graph: JointGraph, value: int) -> int:
-    """Return an output; a copy of it where its elements do not follow one another."""
+    """Return an output of the graph, or a contiguous copy that the forward pass makes at its end."""
     last = next((op for op in reversed(graph.ops) if op.phase == "forward"), graph.ops[-1])
     return low.dense(replace(last, index=-1, layer="", where=None), Ref(value)).value
 
 
 def work(graph: JointGraph, op: GraphOp) -> int:
-    """Return the loads, stores and products of an op, roughly."""
+    """Estimate the loads, stores and multiplications of an op."""
     if op.is_view:
         return 0
     moved = sum(graph.values[value].bytes for value in (*op.reads, *op.makes)) // 4
-    made = math.prod(graph.values[op.makes[0]].shape) if op.makes else 0
+    elements = math.prod(graph.values[op.makes[0]].shape) if op.makes else 0
     if op.target in (conv.GATHER, conv.SCATTER):
-        return moved + made * math.prod(graph.values[op.args[1].value].shape[1:])
+        return moved + elements * math.prod(graph.values[op.args[1].value].shape[1:])
     if op.target == conv.WEIGHT_GRADIENT:
-        return moved + made * math.prod(graph.values[op.args[0].value].shape[2:])
+        return moved + elements * math.prod(graph.values[op.args[0].value].shape[2:])
     if op.target in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
-        return moved + made * graph.values[op.args[-1].value].shape[-2]
+        return moved + elements * graph.values[op.args[-1].value].shape[-2]
     return moved
 
 
 def with_bits(graph: JointGraph) -> JointGraph:
-    """Offer the forms of values in fewer bits; their kernels hold nothing beside."""
-    made = offered(graph, Situation(), [Encode()])
-    forms = (replace(f, store_scratch=0, fetch_scratch=0, direct_scratch=0) for f in made.forms if not f.whole)
-    return replace(made, forms=tuple(replace(f, store_seconds=seconds(graph.values[f.value].bytes)) for f in forms))
+    """Offer to save values as bits, such as the signs that a ReLU's gradient reads; the kernels need no workspace."""
+    encoded = offered(graph, Situation(), [Encode()])
+    forms = (replace(f, store_scratch=0, fetch_scratch=0, direct_scratch=0) for f in encoded.forms if not f.whole)
+    return replace(encoded, forms=tuple(replace(f, store_seconds=seconds(graph.values[f.value].bytes)) for f in forms))
 
 
 def seconds(work: float) -> float:
-    """Return a measure of time: microcontrollers take about as long for a product as for a load."""
+    """Return the time of so much work: on microcontrollers a multiplication takes about as long as a load."""
     return work * 1e-8
 
 
@@ -96,7 +97,7 @@ def seconds(work: float) -> float:
 
 
 def _resident(low: Lowering, trained: Mapping[int, bool]) -> None:
-    """Set what each value that is handed in takes of the device's memory."""
+    """Set the bytes of RAM of parameters, buffers, inputs and results. Weights in flash take none."""
     changed = {target for target, _ in low.graph.mutations}
     for value in low.graph.values:
         size = words(math.prod(value.shape) * 4)
@@ -113,39 +114,38 @@ def _resident(low: Lowering, trained: Mapping[int, bool]) -> None:
             low.change(value.id, bytes=words(value.own_bytes))
 
 
-def _with_dtypes(graph: JointGraph, low: Lowering) -> JointGraph:
-    """Refuse what is computed in another dtype than float32."""
+def _check_dtypes(graph: JointGraph, low: Lowering) -> None:
+    """Raise RecordingError where an op reads or computes another dtype than float32, indices and masks."""
     for op in graph.ops:
         for number in (*op.outputs, *refs((op.args, op.kwargs))):
             if number is None or number in low.known:
                 continue
-            found = graph.values[number].dtype
-            if found not in ("float32", "int32", "bool", "uint8"):
-                raise refusal(op, f" in {found}", near="the same in float32")
-            if number in op.outputs and found not in ("float32", "bool", "uint8") and not op.is_view:
-                raise refusal(op, f" that makes {found}", near="indices that are inputs")
-    return graph
+            dtype = graph.values[number].dtype
+            if dtype not in ("float32", "int32", "bool", "uint8"):
+                raise refusal(op, f" in {dtype}", near="the same in float32")
+            if number in op.outputs and dtype not in ("float32", "bool", "uint8") and not op.is_view:
+                raise refusal(op, f" that makes {dtype}", near="indices that are inputs")
 
 
 def without_dead(graph: JointGraph) -> JointGraph:
-    """Leave out ops whose results nobody reads."""
+    """Remove ops whose results nothing reads, and outputs that nothing reads."""
     needed = {*graph.outputs, *(gradient for _, gradient in graph.gradients), *(s for _, s in graph.mutations)}
-    kept = list[GraphOp]()
+    live = list[GraphOp]()
     for op in reversed(graph.ops):
-        if op.once or any(one in needed for one in op.outputs if one is not None):
+        if op.once or any(value in needed for value in op.outputs if value is not None):
             needed |= set(refs((op.args, op.kwargs)))
-            kept.append(op)
+            live.append(op)
     rebuild = Rebuild(graph)
-    for op in reversed(kept):
-        outputs = tuple(one if one in needed or op.multiple is False or op.once else None for one in op.outputs)
-        outputs = op.outputs if op.target in _ALL_RESULTS else outputs
-        makes = tuple(one for one in op.makes if one in outputs)
+    for op in reversed(live):
+        whole = op.multiple is False or op.once or op.target in _ALL_RESULTS
+        outputs = tuple(value if whole or value in needed else None for value in op.outputs)
+        makes = tuple(value for value in op.makes if value in outputs)
         rebuild.add(op, outputs=outputs, makes=makes)
     return rebuild.finished()
 
 
 _ALL_RESULTS = (norm.BATCH_SUMS, norm.BATCH_STATISTICS, norm.ROW_SUMS, norm.ROW_STATISTICS)
-"""Ops whose kernels write all of their results, whoever reads them."""
+"""Ops whose kernels write all of their results, whether they are read or not."""
 
 
 # -- ops
@@ -165,7 +165,7 @@ def _lower(low: Lowering, op: GraphOp) -> None:
     elif op.target in ELEMENTWISE:
         _elementwise(low, op)
     elif op.target in CALLS:
-        _as_it_is(low, op)
+        _unchanged(low, op)
     else:
         known = [*map(short, ELEMENTWISE), *map(short, CALLS), *map(short, RULES)]
         near = difflib.get_close_matches(short(op.target), known, 3)
@@ -173,65 +173,59 @@ def _lower(low: Lowering, op: GraphOp) -> None:
 
 
 def _counts_batches(low: Lowering, op: GraphOp) -> bool:
-    """Return whether an op counts a batch norm's batches: nothing on the device reads that."""
-    made = op.outputs[0] if op.outputs else None
+    """Return whether an op updates a batch norm's `num_batches_tracked`, which nothing on the device reads."""
+    output = op.outputs[0] if op.outputs else None
     return (
         op.target == "aten.add.Tensor"
-        and made in low.mutations.values()
-        and low.graph.values[made or 0].dtype == "int64"
+        and output in low.mutations.values()
+        and low.graph.values[output or 0].dtype == "int64"
     )
 
 
 def _filled(low: Lowering, op: GraphOp) -> None:
-    made = op.outputs[0]
-    assert made is not None, "somebody reads it"
-    found = low.values[made]
     value = 1.0 if "ones" in op.target else float(op.args[-1]) if "full" in op.target else 0.0
-    low.call(op, FILL, (value,), (made,))
-    low.change(made, dtype=found.dtype)
+    low.call(op, FILL, (value,), (output_of(op),))
 
 
-def _as_it_is(low: Lowering, op: GraphOp) -> None:
-    """Add an op whose kernel takes its arguments as they are, but contiguous."""
-    args = tuple(low.dense(op, one) if isinstance(one, Ref) and op.target not in _STRIDED else one for one in op.args)
-    first = next((one for one in op.outputs if one is not None), None)
-    over: tuple[int, ...] = ()
-    if first is not None and first == op.outputs[0]:
-        taken = {name: args[at] for at, name in _OVER.get(op.target, {}).items()}
-        over = low.over(first, *taken.values())
-        low.change(first, stride=conv.contiguous(low.values[first].shape))
-    low.call(op, op.target, args, op.outputs, kwargs=op.kwargs, overwrites=over, random=op.random)
+def _unchanged(low: Lowering, op: GraphOp) -> None:
+    """Add an op that has a kernel, after copies of arguments that the kernel needs contiguous."""
+    args = tuple(low.dense(op, arg) if isinstance(arg, Ref) and op.target not in _STRIDED else arg for arg in op.args)
+    overwrites: tuple[int, ...] = ()
+    if op.outputs and op.outputs[0] is not None:
+        output = op.outputs[0]
+        overwrites = low.over(output, *(args[position] for position in _OVERWRITABLE.get(op.target, ())))
+        low.change(output, stride=conv.contiguous(low.values[output].shape))
+    low.call(op, op.target, args, op.outputs, kwargs=op.kwargs, overwrites=overwrites, random=op.random)
 
 
 _STRIDED = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.sum.dim_IntList", "aten.mean.dim",
             "aten.sum.default", "aten.mean.default", "aten.select_backward.default", "aten.slice_backward.default",
             "aten.constant_pad_nd.default")  # fmt: skip
 """Ops whose kernels take any strides."""
-_OVER = {
-    "aten._log_softmax.default": {0: "self"},
-    "aten._softmax.default": {0: "self"},
-    "aten._safe_softmax.default": {0: "self"},
-    "aten._log_softmax_backward_data.default": {0: "grad_output"},
-    "aten._softmax_backward_data.default": {0: "grad_output"},
-    "aten.mse_loss_backward.default": {1: "self"},
-    CROSS_ENTROPY: {1: "log_probs"},
+_OVERWRITABLE = {
+    "aten._log_softmax.default": (0,),
+    "aten._softmax.default": (0,),
+    "aten._safe_softmax.default": (0,),
+    "aten._log_softmax_backward_data.default": (0,),
+    "aten._softmax_backward_data.default": (0,),
+    "aten.mse_loss_backward.default": (1,),
+    CROSS_ENTROPY: (1,),
 }
-"""By op and place of an argument: operands that the kernel can write over."""
+"""By op: positions of the arguments that the kernel can overwrite with its result."""
 
 
 def _elementwise(low: Lowering, op: GraphOp) -> None:
-    found = form_of(op.target, op.args, op.kwargs)
-    made = op.outputs[0]
-    assert made is not None, "somebody reads it"
-    if found is None:
+    form, output = form_of(op.target, op.args, op.kwargs), output_of(op)
+    if form is None:
         raise refusal(op, " with these arguments")
     if op.target == COPY and op.kwargs.get("memory_format") in (None, torch.contiguous_format):
-        low.change(made, stride=conv.contiguous(low.values[made].shape))
-    low.call(op, op.target, op.args, (made,), kwargs=op.kwargs, overwrites=low.over(made, *found[1]), once=op.once)
+        low.change(output, stride=conv.contiguous(low.values[output].shape))
+    overwrites = low.over(output, *form[1])
+    low.call(op, op.target, op.args, (output,), kwargs=op.kwargs, overwrites=overwrites, once=op.once)
 
 
 def _mul(low: Lowering, op: GraphOp) -> None:
-    """Multiply; by a dropout's mask, which is bits."""
+    """Lower a product elementwise, or to the masked kernel where it applies the mask of a dropout, which is bits."""
     x, mask = op.args
     if not isinstance(mask, Ref) or low.values[mask.value].dtype != "bool":
         _elementwise(low, op)
@@ -240,25 +234,22 @@ def _mul(low: Lowering, op: GraphOp) -> None:
 
 
 def _masked(low: Lowering, op: GraphOp, args: tuple[Ref, Ref, float]) -> None:
-    made, x = op.outputs[0], low.dense(op, args[0])
-    assert made is not None, "somebody reads it"
-    low.call(op, DROPOUT, (x, *args[1:]), (made,), overwrites=low.over(made, x))
+    output, x = output_of(op), low.dense(op, args[0])
+    low.call(op, DROPOUT, (x, *args[1:]), (output,), overwrites=low.over(output, x))
 
 
 def _mask(low: Lowering, op: GraphOp) -> None:
-    (mask,) = op.outputs
-    assert mask is not None, "somebody reads it"
+    mask = output_of(op)
     low.change(mask, bytes=words(-(-math.prod(low.values[mask].shape) // 8)))
     low.call(op, MASK, op.args, (mask,), random=True)
 
 
 def _dropout(low: Lowering, op: GraphOp) -> None:
-    """Split a dropout whose mask no derivative reads: what is below it is frozen."""
-    (x, p), made = op.args[:2], op.outputs[0]
-    assert made is not None, "somebody reads it"
-    value = low.values[made]
+    """Split a dropout whose mask no gradient reads, because all below it is frozen, into mask and product."""
+    (x, p), output = op.args[:2], output_of(op)
+    value = low.values[output]
     if op.args[2] is False:
-        low.alias(op, made, x)
+        low.alias(op, output, x)
         return
     mask = low.buffer(f"{value.name}_mask", value, value.shape, "bool", words(-(-math.prod(value.shape) // 8)))
     low.call(op, MASK, (x, p), (mask,), random=True)
@@ -269,10 +260,9 @@ def _max_pool(low: Lowering, op: GraphOp) -> None:
     x, kernel = op.args[0], op.args[1]
     if math.prod(kernel if len(kernel) > 1 else kernel * 2) > WINDOW:
         raise refusal(op, f" over a window of {'x'.join(map(str, kernel))}", near=f"windows of at most {WINDOW} places")
-    places = op.outputs[1]
-    if places is not None:
-        size = words(math.prod(low.values[places].shape))
-        low.change(places, dtype="uint8", bytes=size)
+    indices = op.outputs[1]
+    if indices is not None:
+        low.change(indices, dtype="uint8", bytes=words(math.prod(low.values[indices].shape)))
     low.call(op, op.target, (low.dense(op, x), *op.args[1:]), op.outputs)
 
 
@@ -282,38 +272,33 @@ def _max_pool_gradient(low: Lowering, op: GraphOp) -> None:
 
 
 def _shape_only(low: Lowering, op: GraphOp) -> None:
-    """Add a derivative that reads of one operand nothing but its shape, which is that of the result."""
-    args = (low.dense(op, op.args[0]), None, *op.args[2:])
-    made = op.outputs[0]
-    assert made is not None, "somebody reads it"
-    low.change(made, stride=conv.contiguous(low.values[made].shape))
-    low.call(op, op.target, args, (made,), kwargs=op.kwargs)
+    """Drop the operand of a backward op of which it reads the shape alone, which is that of the result."""
+    args, output = (low.dense(op, op.args[0]), None, *op.args[2:]), output_of(op)
+    low.change(output, stride=conv.contiguous(low.values[output].shape))
+    low.call(op, op.target, args, (output,), kwargs=op.kwargs)
 
 
 def _hardtanh_backward(low: Lowering, op: GraphOp) -> None:
-    """Compare the result instead of the operand: it is within the limits where the operand is, and kept anyway."""
+    """Read the forward's result instead of its operand: both lie within the limits at once, and the result is saved."""
     x = op.args[1]
-    limits = arguments_of(op.target, op.args, op.kwargs)
     for other in low.ops:
         if (
             other.target == "aten.hardtanh.default"
             and other.args[0] == x
             and tuple(other.args[1:]) == tuple(op.args[2:])
         ):
-            assert other.outputs[0] is not None, "somebody reads it"
-            op = replace(op, args=(op.args[0], Ref(other.outputs[0]), *op.args[2:]))
+            op = replace(op, args=(op.args[0], Ref(output_of(other)), *op.args[2:]))
             break
-    assert limits, "the limits are arguments"
     _elementwise(low, op)
 
 
-def _copied(low: Lowering, op: GraphOp) -> None:
-    """Lower a cast that casts to what its operand is."""
-    x, made = op.args[0], op.outputs[0]
-    assert made is not None, "somebody reads it"
-    if low.values[x.value].dtype != low.values[made].dtype:
-        raise refusal(op, f" from {low.values[x.value].dtype} to {low.values[made].dtype}", near="float32 throughout")
-    low.call(op, COPY, (x,), (made,), overwrites=low.over(made, x))
+def _cast(low: Lowering, op: GraphOp) -> None:
+    """Lower a cast to the operand's own dtype to a copy. Raises RecordingError for other casts."""
+    x, output = op.args[0], output_of(op)
+    dtypes = low.values[x.value].dtype, low.values[output].dtype
+    if dtypes[0] != dtypes[1]:
+        raise refusal(op, f" from {dtypes[0]} to {dtypes[1]}", near="float32 throughout")
+    low.call(op, COPY, (x,), (output,), overwrites=low.over(output, x))
 
 
 RULES: Mapping[str, Rule] = {
@@ -341,6 +326,6 @@ RULES: Mapping[str, Rule] = {
     "aten.reflection_pad2d_backward.default": _shape_only,
     "aten.replication_pad1d_backward.default": _shape_only,
     "aten.replication_pad2d_backward.default": _shape_only,
-    "aten._to_copy.default": _copied,
+    "aten._to_copy.default": _cast,
 }
-"""What becomes of ops that are no call of a kernel as they are."""
+"""By op: the rule that replaces it by calls of other kernels, or with other arguments."""

@@ -1,4 +1,4 @@
-"""The update of each parameter, as torch's optimizer would do it: SGD, Adam, AdamW."""
+"""Translate an optimizer of torch (SGD, Adam, AdamW) to the C functions that update each parameter."""
 
 from __future__ import annotations
 
@@ -18,69 +18,69 @@ KINDS: Mapping[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", t
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """One group of an optimizer's parameters."""
+    """The update of one parameter group of an optimizer."""
 
     template: str
-    """Of its C function, in kernels/templates."""
+    """Name of its C function in kernels/templates."""
     defines: Mapping[str, str]
-    """Numbers of the group, by the name that the template has for them."""
+    """Macros of the template: the options of the group."""
     logarithms: tuple[float, ...] = ()
-    """Logarithms of Adam's betas: the state holds a correction of each."""
+    """Logarithms of Adam's betas; the device's state has a bias correction for each."""
 
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """An optimizer's groups, and which one each parameter is in."""
+    """The parameter groups of an optimizer."""
 
     name: str
     groups: tuple[UpdateRule, ...]
     group_of: Mapping[str, int]
-    """By the parameter's name in the model."""
+    """Index of each parameter's group, by the parameter's name in the model."""
     momentum: bool
     squares: bool
 
     @property
     def floats(self) -> int:
-        """Floats that it holds for each weight."""
+        """Floats of optimizer state for each weight."""
         return self.momentum + self.squares
 
 
 def update_rules(optimizer: Callable[[Any], Any], model: nn.Module) -> UpdateRules:
-    """Read an optimizer's rules.
+    """Read the update rules from an optimizer for those of the model's parameters that require a gradient.
 
     Args:
         optimizer: a callable of the parameters that returns an optimizer.
-        model: whose parameters that need a gradient are updated.
+        model: the model to train.
 
     Raises:
-        InputError: an optimizer, or an option of one, that no C function does.
+        InputError: no C function implements the optimizer or one of its options, or no parameter requires a gradient.
     """
-    named = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not named:
         raise InputError(
             "No parameter of the model needs a gradient",
             expected="weights that the step trains",
             do="Set requires_grad of the layers to train",
         )
-    made = optimizer(list(named.values()))
-    kind = KINDS.get(type(made))
+    instance = optimizer(list(named.values()))
+    kind = KINDS.get(type(instance))
     if kind is None:
         raise InputError(
-            f"the optimizer {type(made).__name__}",
+            f"the optimizer {type(instance).__name__}",
             expected="SGD (with momentum or not), Adam or AdamW",
             do="Choose one of these for the device",
         )
-    names = {id(one): name for name, one in named.items()}
+    names = {id(parameter): name for name, parameter in named.items()}
     groups, group_of = list[UpdateRule](), dict[str, int]()
-    for at, group in enumerate(made.param_groups):
+    for at, group in enumerate(instance.param_groups):
         groups.append(
             _sgd(group)
             if kind == "sgd"
-            else _adam(group, at, group.get("decoupled_weight_decay", isinstance(made, torch.optim.AdamW)))
+            else _adam(group, at, group.get("decoupled_weight_decay", isinstance(instance, torch.optim.AdamW)))
         )
-        group_of |= {names[id(one)]: at for one in group["params"] if id(one) in names}
-    momentum = kind == "adam" or any(group["momentum"] for group in made.param_groups)
-    return UpdateRules(type(made).__name__, tuple(groups), group_of, momentum, kind == "adam")
+        group_of |= {names[id(parameter)]: at for parameter in group["params"] if id(parameter) in names}
+    momentum = kind == "adam" or any(group["momentum"] for group in instance.param_groups)
+    return UpdateRules(type(instance).__name__, tuple(groups), group_of, momentum, kind == "adam")
 
 
 def _sgd(group: Mapping[str, Any]) -> UpdateRule:

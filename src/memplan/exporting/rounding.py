@@ -1,4 +1,4 @@
-"""Frozen weights rounded to eight bits in a model: what the device computes with, and how far its outputs move."""
+"""Round the frozen weights of a model to int8 as the device does, and measure the change of its outputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from memplan.planning.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Rounding(Printed):
-    """What eight bits change."""
+    """The effect of storing frozen weights as int8."""
 
     weights: int
-    """Number of weights in eight bits."""
+    """Number of weights stored as int8."""
     saved: int
-    """Bytes of flash that these take less than in float32, their scales counted."""
+    """Bytes of flash saved against float32, with the scales counted."""
     kept: tuple[str, ...]
-    """Frozen parameters that stay in float32: vectors, and those that another op than a product reads."""
+    """Frozen parameters that stay in float32: vectors, and those read by ops without int8 kernels."""
     forward_error: float
-    """Norm of the outputs' change, in shares of the outputs' norm: in evaluation mode, for the inputs as given."""
+    """Norm of the outputs' change relative to that of the outputs, in evaluation mode on the step's inputs."""
 
     def __str__(self) -> str:
         return (
@@ -34,23 +34,22 @@ class Rounding(Printed):
         )
 
 
-def round_frozen(asked: Request, memory: Memory) -> Rounding:
-    """Put what the device computes with into the model, and measure what that changes, in float64."""
-    before = _output(asked)
-    tensors = tensors_of(asked)
+def round_frozen(request: Request, memory: Memory) -> Rounding:
+    """Replace weights of the model by their int8 roundings, and compare its outputs before and after in float64."""
+    before = _output(request)
+    tensors = tensors_of(request)
     with torch.no_grad():
-        for path, one in memory.quantized.items():
-            tensors[path].copy_(torch.from_numpy(one.floats))
-    error = float((_output(asked) - before).norm() / before.norm().clamp_min(torch.finfo(before.dtype).tiny))
+        for path, quantized in memory.quantized.items():
+            tensors[path].copy_(torch.from_numpy(quantized.floats))
+    error = float((_output(request) - before).norm() / before.norm().clamp_min(torch.finfo(before.dtype).tiny))
     weights, scales = memory.floats("int8"), memory.floats("scales")
-    kept = tuple(one.path for one in memory.frozen if isinstance(tensors[one.path], nn.Parameter))
-    return Rounding(weights, 4 * weights - (weights + 4 * scales), kept, error)
+    in_float = tuple(held.path for held in memory.frozen if isinstance(tensors[held.path], nn.Parameter))
+    return Rounding(weights, 4 * weights - (weights + 4 * scales), in_float, error)
 
 
-def _output(asked: Request) -> torch.Tensor:
-    """Return what the model computes of the inputs."""
-    model: nn.Module = copy.deepcopy(asked.model).double().eval()
-    tensors = [one.double() if one.is_floating_point() else one for one in asked.call.tensors]
-    args, kwargs = asked.call.rebuild(tensors)
+def _output(request: Request) -> torch.Tensor:
+    model: nn.Module = copy.deepcopy(request.model).double().eval()
+    tensors = [tensor.double() if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
+    args, kwargs = request.call.rebuild(tensors)
     with torch.no_grad():
-        return model(*args[: len(args) - getattr(asked.step, "targets", 0)], **kwargs)
+        return model(*args[: len(args) - getattr(request.step, "targets", 0)], **kwargs)

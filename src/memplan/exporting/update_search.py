@@ -1,10 +1,10 @@
-"""Choose what to train: the parameters that promise most for the bytes that a device has.
+"""Choose the parameters to train that reduce the loss most within a budget of RAM.
 
-What a parameter promises is its squared gradient norm, averaged over batches of the user's data: to first order, what a
-step of SGD takes from the loss. What it takes is more than its own bytes, because its gradient asks for activations
-which those of other parameters may share; so each set is planned, not added up. Ranking single parameters by gain per
-byte and then filling a budget follows the scheme search of Lin et al., On-Device Training Under 256KB Memory
-(NeurIPS 2022); several orders are filled, and the best set wins. No proof says that none is better.
+The gain of a parameter is its squared gradient norm, averaged over batches of the user's data: to first order, the
+decrease of the loss in a step of SGD. Its cost is more than its own bytes, because its gradient needs saved
+activations, which it may share with other parameters; so whole sets are planned instead of adding up costs. Ranking
+parameters by gain per byte and then filling a budget follows Lin et al., On-Device Training Under 256KB Memory (NeurIPS
+2022). The budget is filled in several orders and the best set is returned; it need not be optimal.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from memplan.planning.capture.loss_module import default_loss
 from memplan.planning.request import Request
 
 MOST = 16
-"""Sets of an order that are planned with all levers, at most."""
+"""Most sets for each order that are planned with all memory techniques."""
 
 NOTHING = 1e-9
-"""Share of all squared norms that is rounding: a bias before a norm in training has no gradient."""
+"""Share of all squared norms below which a gradient is rounding error, as of a bias before a batch norm."""
 
 Peak = Callable[[Collection[str], bool], int]
-"""Bytes of RAM of a step that trains these parameters; the flag: with all levers, which takes longer to find."""
+"""Returns the bytes of RAM of a step that trains these parameters; True: with all memory techniques, which is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Candidate(Printed):
 
     path: str
     bytes: int
-    """Of RAM that it takes itself: the weight, and what the optimizer holds of it."""
+    """Bytes of RAM of the weight and its optimizer state, without activations."""
     gradient: float
     """Root of the mean squared gradient norm over the batches."""
     trained: bool
@@ -52,26 +52,26 @@ class Candidate(Printed):
 
 @dataclass(frozen=True)
 class UpdateChoice(Printed):
-    """What is trained, and what else could have been."""
+    """The parameters that a search chose to train, among the candidates."""
 
     candidates: tuple[Candidate, ...]
     batches: int
-    """Batches of data that the gradients are of."""
+    """Number of batches over which gradients were averaged."""
     ram: int
-    """Bytes of RAM that the chosen set takes at least."""
+    """Bytes of RAM of the smallest plan that trains the chosen set."""
     tried: int
-    """Sets that were planned with all levers."""
+    """Number of sets that were planned with all memory techniques."""
 
     @property
     def trained(self) -> tuple[Candidate, ...]:
-        """Return those that were chosen, in the model's order."""
-        return tuple(one for one in self.candidates if one.trained)
+        """The chosen candidates, in the model's order."""
+        return tuple(candidate for candidate in self.candidates if candidate.trained)
 
     @property
     def share(self) -> float:
-        """Return the chosen ones' share of all squared gradient norms."""
-        whole = sum(one.gradient**2 for one in self.candidates)
-        return sum(one.gradient**2 for one in self.trained) / whole if whole else 0.0
+        """The chosen candidates' share of the sum of squared gradient norms, from 0 to 1."""
+        total = sum(candidate.gradient**2 for candidate in self.candidates)
+        return sum(candidate.gradient**2 for candidate in self.trained) / total if total else 0.0
 
     def __str__(self) -> str:
         return (
@@ -80,49 +80,51 @@ class UpdateChoice(Printed):
         )
 
 
-def chosen_update(asked: Request, rules: UpdateRules, batches: Iterable[Any], peak: Peak) -> UpdateChoice:
-    """Choose which of an optimizer's parameters to train within a budget.
+def chosen_update(request: Request, rules: UpdateRules, batches: Iterable[Any], peak: Peak) -> UpdateChoice:
+    """Choose the parameters to train within the budget of the request.
 
     Args:
-        asked: the step and its budget.
-        rules: whose parameters are candidates.
-        batches: of inputs and targets, as the step takes them.
-        peak: bytes of RAM of a set.
+        request: the step and its budget.
+        rules: the optimizer's rules; their parameters are the candidates.
+        batches: tuples of inputs and targets, as the step takes them.
+        peak: returns the bytes of RAM of a set of parameters.
 
     Raises:
         BudgetError: no parameter can be trained within the budget.
-        InputError: a batch that the step does not take, or none.
+        InputError: the step fails on a batch, or there is no batch.
     """
-    norms, count = squared_norms(asked, rules.group_of, batches)
-    sizes = {path: one.numel() * 4 * (1 + rules.floats) for path, one in asked.model.named_parameters()}
-    search = _Search({path: (norms[path], sizes[path]) for path in norms}, peak, asked.bytes)
+    norms, count = squared_norms(request, rules.group_of, batches)
+    sizes = {path: weight.numel() * 4 * (1 + rules.floats) for path, weight in request.model.named_parameters()}
+    search = _Search({path: (norms[path], sizes[path]) for path in norms}, peak, request.bytes)
     chosen = search.best()
     candidates = tuple(Candidate(path, sizes[path], norm**0.5, path in chosen) for path, norm in norms.items())
     return UpdateChoice(candidates, count, peak(chosen, True), len(search.known))
 
 
-def squared_norms(asked: Request, paths: Collection[str], batches: Iterable[Any]) -> tuple[dict[str, float], int]:
-    """Return the mean squared gradient norm of each parameter over batches, and how many batches there are."""
-    step = copy.deepcopy(asked.step)
-    prefix = "" if asked.step is asked.model else "model."
-    named = {name: one for name, one in step.named_parameters() if one.requires_grad}
-    parameters = {path: named[prefix + path] for path, _ in asked.model.named_parameters() if path in paths}
+def squared_norms(request: Request, paths: Collection[str], batches: Iterable[Any]) -> tuple[dict[str, float], int]:
+    """Return the mean over batches of each parameter's squared gradient norm, and the number of batches."""
+    step = copy.deepcopy(request.step)
+    prefix = "" if request.step is request.model else "model."
+    named = {name: parameter for name, parameter in step.named_parameters() if parameter.requires_grad}
+    parameters = {path: named[prefix + path] for path, _ in request.model.named_parameters() if path in paths}
     totals, count = dict.fromkeys(parameters, 0.0), 0
     for batch in _batches(batches):
         step.zero_grad()
         _loss(step, batch, count).backward()
-        for path, one in parameters.items():
-            totals[path] += 0.0 if one.grad is None else float(one.grad.double().square().sum())
+        for path, parameter in parameters.items():
+            totals[path] += 0.0 if parameter.grad is None else float(parameter.grad.double().square().sum())
         count += 1
     if not count:
         raise InputError("search_update has no batch", expected="batches of inputs and targets", do="Give some data")
-    found = {path: total / count for path, total in totals.items()}
-    if not all(total < float("inf") for total in found.values()):
-        worst = next(path for path, total in found.items() if not total < float("inf"))
+    means = {path: total / count for path, total in totals.items()}
+    not_finite = [path for path, mean in means.items() if not mean < float("inf")]
+    if not_finite:
         raise InputError(
-            f"the gradient of {worst} is not finite on this data", expected="data that trains", do="Look at the data"
+            f"the gradient of {not_finite[0]} is not finite on this data",
+            expected="data that trains",
+            do="Look at the data",
         )
-    return found, count
+    return means, count
 
 
 def _batches(batches: Any) -> Iterable[Any]:
@@ -135,10 +137,10 @@ def _batches(batches: Any) -> Iterable[Any]:
 
 
 def _loss(step: Any, batch: Any, at: int) -> torch.Tensor:
-    given = batch if isinstance(batch, (tuple, list)) else (batch,)
+    arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
     try:
-        made = step(*given)
-        return made if isinstance(made, torch.Tensor) and made.dim() == 0 else default_loss(made)
+        output = step(*arguments)
+        return output if isinstance(output, torch.Tensor) and output.dim() == 0 else default_loss(output)
     except Exception as error:
         raise InputError(
             f"batch {at} of search_update: {error}", expected="inputs and targets as the step takes them",
@@ -147,17 +149,19 @@ def _loss(step: Any, batch: Any, at: int) -> torch.Tensor:
 
 
 class _Search:
-    """Fills a budget in several orders."""
+    """Fills a budget with parameters in several orders; see `best`."""
 
     def __init__(self, worth: Mapping[str, tuple[float, int]], peak: Peak, budget: int) -> None:
         self.worth, self.peak, self.budget = worth, peak, budget
         self.known: dict[frozenset[str], bool] = {}
+        """By set that was planned with all memory techniques: whether it fits."""
         self.left = MOST
+        """Number of such plans left for the current order."""
 
     def best(self) -> frozenset[str]:
-        """Return the set with the largest sum of squared norms among those that were found to fit."""
-        found = [self._improved(self._filled(order)) for order in self._orders() if order]
-        best = max(found, key=lambda chosen: (self._gain(chosen), -len(chosen)), default=frozenset())
+        """Return the set with the largest gain among the filled orders. Raises BudgetError if none fits."""
+        sets = [self._improved(self._filled(order)) for order in self._orders() if order]
+        best = max(sets, key=lambda chosen: (self._gain(chosen), -len(chosen)), default=frozenset())
         if not best:
             smallest = min(self.peak({path}, True) for path in self.worth)
             raise BudgetError(
@@ -168,28 +172,28 @@ class _Search:
         return best
 
     def _orders(self) -> Iterable[list[str]]:
-        """Yield orders: gain per byte, gain, from the last to the first, biases first."""
-        whole = sum(gain for gain, _ in self.worth.values())
-        paths = [path for path, (gain, _) in self.worth.items() if gain > NOTHING * whole] or list(self.worth)
+        """Yield parameters by gain per byte, by gain, from last layer to first, and with small ones (biases) first."""
+        total = sum(gain for gain, _ in self.worth.values())
+        paths = [path for path, (gain, _) in self.worth.items() if gain > NOTHING * total] or list(self.worth)
         by_density = sorted(paths, key=lambda path: -self._density[path])
         yield by_density
         yield sorted(paths, key=lambda path: -self.worth[path][0])
         yield paths[::-1]
-        small = sorted(size for _, size in self.worth.values())[len(self.worth) // 2]
-        light = [path for path in paths[::-1] if self.worth[path][1] <= small]
-        yield light + [path for path in by_density if path not in light]
+        median = sorted(size for _, size in self.worth.values())[len(self.worth) // 2]
+        small = [path for path in paths[::-1] if self.worth[path][1] <= median]
+        yield small + [path for path in by_density if path not in small]
 
     @cached_property
     def _density(self) -> dict[str, float]:
-        """Gain for each byte that training a parameter alone takes more than training none."""
-        none = self.peak((), False)
+        """Gain per byte of RAM that training this parameter alone costs over training none."""
+        base = self.peak((), False)
         return {
-            path: gain / max(self.peak((path,), False) - none, size)
+            path: gain / max(self.peak((path,), False) - base, size)
             for path, (gain, size) in self.worth.items()
         }  # fmt: skip
 
     def _filled(self, order: Sequence[str]) -> frozenset[str]:
-        """Return the longest beginning of an order that fits, and what of the rest fits beside it."""
+        """Return the longest prefix of an order that fits, with all others added that then fit, by gain per byte."""
         low, high, self.left = 0, len(order), MOST
         while low < high:
             middle = (low + high + 1) // 2
@@ -201,7 +205,7 @@ class _Search:
         return frozenset(chosen)
 
     def _improved(self, chosen: frozenset[str]) -> frozenset[str]:
-        """Return the set with one exchanged for another that promises more, where that fits."""
+        """One-swap local search: replace a parameter by one with more gain while the budget holds."""
         for path in sorted(self.worth.keys() - chosen, key=lambda path: (-self.worth[path][0], path)):
             for other in sorted(chosen, key=lambda path: (self.worth[path][0], path)):
                 swapped = chosen - {other} | {path}
@@ -210,15 +214,15 @@ class _Search:
         return chosen
 
     def _fits(self, paths: Iterable[str]) -> bool:
-        wanted = frozenset(paths)
-        if wanted not in self.known:
-            if self.peak(wanted, False) <= self.budget:
+        chosen = frozenset(paths)
+        if chosen not in self.known:
+            if self.peak(chosen, False) <= self.budget:
                 return True
             if not self.left:
                 return False
             self.left -= 1
-            self.known[wanted] = self.peak(wanted, True) <= self.budget
-        return self.known[wanted]
+            self.known[chosen] = self.peak(chosen, True) <= self.budget
+        return self.known[chosen]
 
     def _gain(self, paths: Iterable[str]) -> float:
         return sum(self.worth[path][0] for path in paths)

@@ -1,4 +1,4 @@
-"""Weights that a device wrote, put back into a PyTorch model."""
+"""Load weights that a device wrote into a PyTorch model."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLayout:
-    """Fields of NAME.json: the tensors that a weights file holds, in order."""
+    """Contents of NAME.json: the tensors of a weights file, in order."""
 
     export: str
     tensors: tuple[StoredTensor, ...]
 
 
 def load_weights(model: nn.Module, file: str | Path, layout: str | Path | None = None) -> nn.Module:
-    """Put the weights that ``NAME_get_weights`` wrote into a model, and return it.
+    """Load the weights that ``NAME_get_weights`` wrote into a model, and return the model.
 
-    All is checked before the first tensor is written: after an error the model is as it was.
+    Everything is checked before the first tensor is written, so an error leaves the model unchanged.
 
     Args:
-        model: like the one that was exported.
-        file: the floats as the device wrote them, little-endian.
-        layout: ``NAME.json`` of the export; None: the one beside the file.
+        model: of the same architecture as the exported model.
+        file: little-endian floats, as the device wrote them.
+        layout: ``NAME.json`` of the export; None: the only layout in the file's folder.
 
     Raises:
-        InputError: a file cannot be read, or is of another model.
+        InputError: a file cannot be read, or does not match the model.
 
     Example:
         >>> memplan.load_weights(model, "written/weights.bin") is model
@@ -50,25 +50,25 @@ def load_weights(model: nn.Module, file: str | Path, layout: str | Path | None =
     """
     path, stored = _layout(Path(file), layout)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for place, one in enumerate(stored.tensors):
-        found = tuple(state[one.name].shape) if one.name in state else "nothing of that name"
-        if found != one.shape:
+    for position, tensor in enumerate(stored.tensors):
+        shape = tuple(state[tensor.name].shape) if tensor.name in state else "nothing of that name"
+        if shape != tensor.shape:
             raise InputError(
-                f"{one.name:.80} in the model is {found}",
-                expected=f"{_json.shown(one.shape)}, as in {path}",
+                f"{tensor.name:.80} in the model is {shape}",
+                expected=f"{_json.shown(tensor.shape)}, as in {path}",
                 do="Pass a model like the one that was exported",
             )
-        if one.name in (other.name for other in stored.tensors[:place]):
-            raise InputError(f"{path} names {one.name:.80} twice", expected="each tensor once", do="Export again")
-    parts = _floats(file, [math.prod(one.shape) for one in stored.tensors])
+        if tensor.name in (other.name for other in stored.tensors[:position]):
+            raise InputError(f"{path} names {tensor.name:.80} twice", expected="each tensor once", do="Export again")
+    parts = _floats(file, [math.prod(tensor.shape) for tensor in stored.tensors])
     with torch.no_grad():
-        for one, part in zip(stored.tensors, parts, strict=True):
-            state[one.name].copy_(torch.from_numpy(part.reshape(one.shape)))
+        for tensor, part in zip(stored.tensors, parts, strict=True):
+            state[tensor.name].copy_(torch.from_numpy(part.reshape(tensor.shape)))
     return model
 
 
 def _floats(file: str | Path, sizes: list[int]) -> list[np.ndarray]:
-    """Read so many floats for each tensor. Raises InputError: the file has another number of bytes."""
+    """Read arrays of these sizes. Raises InputError if the file has another number of bytes."""
     wanted = 4 * sum(sizes)
     try:
         content = _json.read_bytes(file, wanted + 1)
@@ -91,7 +91,7 @@ def _floats(file: str | Path, sizes: list[int]) -> list[np.ndarray]:
 
 
 def _layout(file: Path, layout: str | Path | None) -> tuple[Path, WeightsLayout]:
-    """Return the layout that was named, or the only one beside the weights, and its path. Raises InputError."""
+    """Read `layout`, or the only layout in the folder of the weights. Raises InputError if there is none or several."""
     if layout is not None:
         try:
             return Path(layout), _read_layout(Path(layout))
@@ -102,25 +102,26 @@ def _layout(file: Path, layout: str | Path | None) -> tuple[Path, WeightsLayout]
                 expected="the NAME.json that the export wrote",
                 do="Pass layout=",
             ) from None
-    found = list[tuple[Path, WeightsLayout]]()
-    for path in sorted(one for one in file.parent.glob("*.json") if one.is_file()):
+    layouts = list[tuple[Path, WeightsLayout]]()
+    for path in sorted(path for path in file.parent.glob("*.json") if path.is_file()):
         try:
-            found.append((path, _read_layout(path)))
+            layouts.append((path, _read_layout(path)))
         except (OSError, ValueError):
-            continue  # JSON of somebody else
-    if len(found) != 1:
-        several = f"{len(found)} layouts of exports beside {file} ({', '.join(path.name for path, _ in found[:3])})"
+            continue  # another JSON file
+    if len(layouts) != 1:
+        names = ", ".join(path.name for path, _ in layouts[:3])
+        several = f"{len(layouts)} layouts of exports beside {file} ({names})"
         raise InputError(
-            several if found else f"no layout of an export beside {file}",
+            several if layouts else f"no layout of an export beside {file}",
             expected="the NAME.json that the export wrote",
             do="Pass layout=",
         )
-    return found[0]
+    return layouts[0]
 
 
 def _read_layout(path: Path) -> WeightsLayout:
     """Read NAME.json. Raises OSError, Unreadable."""
     stored = _json.from_plain(WeightsLayout, _json.parse(_json.read_text(path)), "it")
-    if 4 * sum(math.prod(one.shape) for one in stored.tensors) > _json.MOST_BYTES:
+    if 4 * sum(math.prod(tensor.shape) for tensor in stored.tensors) > _json.MOST_BYTES:
         raise Unreadable("its tensors are larger than any file")
     return stored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.exporting.lowering.late_ops import made_late
+from memplan.exporting.lowering.late_ops import with_delayed_ops
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 
 
@@ -20,7 +20,7 @@ def order(large: int, small: int) -> list[str]:
     sizes = {0: small, 1: large, 2: small, 3: large, 4: large}
     values = tuple(value(at, size, "tangent" if at == 0 else "result") for at, size in sizes.items())
     ops = (op(0, (0,), 1), op(1, (0,), 2), op(2, (2,), 3), op(3, (1, 3), 4))
-    made = made_late(JointGraph(values, ops, (), ()))
+    made = with_delayed_ops(JointGraph(values, ops, (), ()))
     assert [one.index for one in made.ops] == [0, 1, 2, 3], "numbered again"
     assert all(made.values[int(one.target[2:])].op == one.index for one in made.ops)
     return [one.target for one in made.ops]

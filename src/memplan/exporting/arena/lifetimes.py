@@ -1,7 +1,8 @@
-"""Schedule -> the buffers of the arena: bytes, first and last action of each."""
+"""Find the buffers of a schedule: bytes, and first and last action of each."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,60 +14,56 @@ from memplan.planning.schedule.scheduler import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that is taken from one action to another, both included."""
+    """Memory that is live from action `first` to action `last`, both included."""
 
     bytes: int
     first: int
     last: int
 
     def meets(self, other: Buffer) -> bool:
-        """Return whether there is an action during which both are there."""
+        """Return whether both are live during some action."""
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """Buffers of a schedule, and which one each value lies in."""
+    """Buffers of a schedule, and the values that lie in them."""
 
     buffers: tuple[Buffer, ...]
     placed: tuple[Mapping[int, int], ...]
-    """For each action, the buffer of every value that owns memory and is there."""
+    """For each action: by live value that owns memory, the index of its buffer."""
 
     @property
     def peak(self) -> int:
-        """Most bytes that are there at once: no arena is smaller."""
+        """Most bytes that are live at once: no arena can be smaller."""
         change = dict[int, int]()
-        for one in self.buffers:
-            change[one.first] = change.get(one.first, 0) + one.bytes
-            change[one.last + 1] = change.get(one.last + 1, 0) - one.bytes
-        level = most = 0
-        for at in sorted(change):
-            level += change[at]
-            most = max(most, level)
-        return most
+        for buffer in self.buffers:
+            change[buffer.first] = change.get(buffer.first, 0) + buffer.bytes
+            change[buffer.last + 1] = change.get(buffer.last + 1, 0) - buffer.bytes
+        return max(itertools.accumulate(change[at] for at in sorted(change)), default=0)
 
 
 def lifetimes(schedule: Schedule) -> Lifetimes:
-    """Follow a schedule: what is made takes memory until it is freed, or until a result takes that over."""
-    return _Follower(schedule.graph).follow((*schedule.forward, *schedule.backward))
+    """Return the buffers of a schedule. An op that runs in place writes its result to its operand's buffer."""
+    return _LifetimeTracker(schedule.graph).follow((*schedule.forward, *schedule.backward))
 
 
-class _Follower:
+class _LifetimeTracker:
     def __init__(self, graph: JointGraph) -> None:
         self.graph = graph
         self.buffers: list[Buffer] = []
         self.of: dict[int, int] = {v.id: -1 for v in graph.values if v.kind in RESIDENT or v.kind == "tangent"}
-        """Buffer of each value that is there; -1: memory of its own, outside of the arena."""
+        """Buffer of each live value; -1: memory outside of the arena."""
         self.opened: dict[int, int] = {}
-        """First action of each buffer that is there, by its number."""
+        """First action of each live buffer."""
         self.sizes: list[int] = []
 
     def follow(self, actions: Sequence[Action]) -> Lifetimes:
         placed, closed = list[Mapping[int, int]](), dict[int, tuple[int, int]]()
         for at, action in enumerate(actions):
-            passing = self._make(at, action)
+            unread = self._allocate(at, action)
             placed.append(dict(self.of))
-            for value in (*action.frees, *passing):
+            for value in (*action.frees, *unread):
                 number = self.of.pop(value, -1)
                 if number >= 0:
                     closed[number] = (self.opened.pop(number), at)
@@ -76,8 +73,8 @@ class _Follower:
         buffers = tuple(Buffer(size, *closed[number]) for number, size in enumerate(self.sizes))
         return Lifetimes(buffers, tuple(placed))
 
-    def _make(self, at: int, action: Action) -> list[int]:
-        """Place what an action makes; return the results that nobody wants, which are there while it runs."""
+    def _allocate(self, at: int, action: Action) -> list[int]:
+        """Allocate the results of an action; return those that nothing reads, which are live during it alone."""
         values = self.graph.values
         for position, value in enumerate(action.makes):
             if value in self.of:
@@ -88,12 +85,13 @@ class _Follower:
                 self.of[value] = self._open(values[value].bytes, at)
         if action.kind != "run" or action.op is None:
             return []
-        unwanted = [v for v in action.called(self.graph).makes if v not in action.makes and v not in self.of]
-        for value in unwanted:
+        unread = [v for v in action.called(self.graph).makes if v not in action.makes and v not in self.of]
+        for value in unread:
             self.of[value] = self._open(values[value].bytes, at)
-        return unwanted
+        return unread
 
     def _open(self, size: int, at: int) -> int:
+        """Return the index of a new buffer; -1 for no bytes."""
         if not size:
             return -1
         self.sizes.append(words(size))

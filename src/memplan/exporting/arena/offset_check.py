@@ -1,4 +1,4 @@
-"""Check addresses independently: slow and obvious, by a map of the arena's bytes at every action."""
+"""Check the offsets of buffers independently of the search that chose them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from memplan.exporting.arena.lifetimes import Buffer
 
 
 def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int], size: int) -> None:
-    """Raise ScheduleError where two buffers that are there at once share a byte, or one leaves the arena."""
-    events = sorted({one.first for one in buffers})
-    for at in events:
-        there = [
-            (offsets[n], offsets[n] + one.bytes, n) for n, one in enumerate(buffers) if one.first <= at <= one.last
-        ]
+    """Check that buffers lie in an arena of `size` bytes, aligned, and share no byte while both are live.
+
+    Raises:
+        ScheduleError: they do not.
+    """
+    for at in sorted({buffer.first for buffer in buffers}):
+        live = [(offsets[n], offsets[n] + b.bytes, n) for n, b in enumerate(buffers) if b.first <= at <= b.last]
         end = 0
-        for begin, stop, number in sorted(there):
+        for begin, stop, number in sorted(live):
             if begin < end or stop > size or begin % 4:
                 raise ScheduleError(
                     f"buffer {number} lies from {begin} to {stop} in an arena of {size} bytes, where {end} bytes are "

@@ -1,4 +1,4 @@
-"""Addresses for buffers whose lifetimes are known: several orders of placing them, local search on the best, stacks."""
+"""Choose the offsets of buffers with known lifetimes in an arena that is as small as possible."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from memplan.exporting.arena.lifetimes import Buffer
 from memplan.exporting.arena.stacking import Stacking
 
 ROUNDS = 400
-"""Rounds of local search without a smaller arena, after which it ends."""
+"""Rounds without a smaller arena after which local search ends."""
 
 TRIES = 20
-"""Stacks that are tried where no time is given."""
+"""Stacking attempts without a time limit."""
 PATIENCE, BOLDNESS = 0.02, 0.1
-"""By so much the target comes nearer to the best arena after a failure, in shares of the rest; and farther after one
-that was found, in shares of what is between that and the smallest possible."""
+"""The target of stacking lies at a share of the way from the smallest possible arena to the best so far. A failure
+raises the share by PATIENCE of what is left to 1; a success lowers it by BOLDNESS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,55 +26,57 @@ class Placement:
 
     offsets: tuple[int, ...]
     bytes: int
-    """End of the last one: the size of the arena."""
+    """Size of the arena."""
 
 
 def placed(buffers: Sequence[Buffer], least: int, seconds: float | None = None, rounds: int = ROUNDS) -> Placement:
-    """Find addresses at which buffers that are there at once do not overlap.
+    """Choose offsets at which buffers that are live at once do not overlap.
+
+    Buffers are placed greedily in several orders; local search improves the best of them, and then stacking.
 
     Args:
-        buffers: to be placed.
-        least: bytes that are there at once; an arena of that size is the smallest possible.
-        seconds: time of the processor to search; None: a fixed number of rounds, the same on every machine.
-        rounds: rounds without a smaller arena.
+        buffers: buffers to place.
+        least: most bytes that are live at once, which the arena cannot be smaller than.
+        seconds: processor time to search; None: a fixed number of rounds, with the same result on every machine.
+        rounds: rounds without a smaller arena after which local search ends.
 
     Example:
         >>> placed([Buffer(8, 0, 1), Buffer(4, 1, 2), Buffer(8, 2, 3)], least=12).bytes
         12
     """
-    meeting = [[k for k, other in enumerate(buffers) if k != n and one.meets(other)] for n, one in enumerate(buffers)]
+    meeting = [[k for k, other in enumerate(buffers) if k != n and b.meets(other)] for n, b in enumerate(buffers)]
     best: tuple[Placement, list[int]] | None = None
     for key in _ORDERS:
         order = sorted(range(len(buffers)), key=lambda n, key=key: (key(buffers[n]), n))
-        made = _in_order(buffers, meeting, order)
-        if best is None or made.bytes < best[0].bytes:
-            best = made, order
+        placement = _greedy(buffers, meeting, order)
+        if best is None or placement.bytes < best[0].bytes:
+            best = placement, order
     assert best is not None, "there are orders"
-    found = _improved(buffers, meeting, best[0], best[1], least, None if seconds is None else seconds / 10, rounds)
-    return _stacked(buffers, found, least, None if seconds is None else seconds * 0.9)
+    improved = _improved(buffers, meeting, *best, least, None if seconds is None else seconds / 10, rounds)
+    return _stacked(buffers, improved, least, None if seconds is None else seconds * 0.9)
 
 
 _ORDERS: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
-    lambda one: (-one.bytes, one.first),
-    lambda one: (-one.bytes * (one.last - one.first + 1), one.first),
-    lambda one: (one.first - one.last, -one.bytes),
-    lambda one: (one.first, -one.last),
-    lambda one: (-one.last, one.first),
+    lambda buffer: (-buffer.bytes, buffer.first),
+    lambda buffer: (-buffer.bytes * (buffer.last - buffer.first + 1), buffer.first),
+    lambda buffer: (buffer.first - buffer.last, -buffer.bytes),
+    lambda buffer: (buffer.first, -buffer.last),
+    lambda buffer: (-buffer.last, buffer.first),
 )
-"""What the buffers are sorted by: the largest first, the largest for the longest, the longest, as they come."""
+"""Sort keys: size, size times lifetime, lifetime (the largest first), allocation, and free (the last first)."""
 
 
-def _in_order(buffers: Sequence[Buffer], meeting: Sequence[Sequence[int]], order: Sequence[int]) -> Placement:
-    """Place one buffer after the other, each as low as it can lie."""
+def _greedy(buffers: Sequence[Buffer], meeting: Sequence[Sequence[int]], order: Sequence[int]) -> Placement:
+    """Place the buffers in an order, each at the lowest free offset; `meeting`: indices of those live with each."""
     offsets = [-1] * len(buffers)
     end = 0
     for number in order:
         size = buffers[number].bytes
-        taken = sorted(
+        occupied = sorted(
             (offsets[other], offsets[other] + buffers[other].bytes) for other in meeting[number] if offsets[other] >= 0
         )
         at = 0
-        for begin, stop in taken:
+        for begin, stop in occupied:
             if begin - at >= size:
                 break
             at = max(at, stop)
@@ -87,30 +89,30 @@ def _improved(
     buffers: Sequence[Buffer], meeting: Sequence[Sequence[int]], best: Placement, order: list[int], least: int,
     seconds: float | None, rounds: int,
 ) -> Placement:  # fmt: skip
-    """Place what lies highest earlier, or swap two; keep what is not worse."""
-    drawn, idle, until = random.Random(0), 0, None if seconds is None else time.process_time() + seconds
+    """Local search: place a buffer earlier, often one at the arena's end, or swap two. Accept equal orders."""
+    rng, idle, until = random.Random(0), 0, None if seconds is None else time.process_time() + seconds
     current, best_order = best, order
     while current.bytes > least and len(order) > 1 and idle < rounds:
         if until is not None and time.process_time() > until:
             break
         tried = list(best_order)
         top = [n for n in tried if current.offsets[n] + buffers[n].bytes == current.bytes]
-        number = drawn.choice(top if drawn.random() < 0.7 else tried)
+        number = rng.choice(top if rng.random() < 0.7 else tried)
         at = tried.index(number)
-        if drawn.random() < 0.7:
-            tried.insert(drawn.randrange(at + 1), tried.pop(at))
+        if rng.random() < 0.7:
+            tried.insert(rng.randrange(at + 1), tried.pop(at))
         else:
-            other = drawn.randrange(len(tried))
+            other = rng.randrange(len(tried))
             tried[at], tried[other] = tried[other], tried[at]
-        made = _in_order(buffers, meeting, tried)
-        idle = 0 if made.bytes < current.bytes else idle + 1
-        if made.bytes <= current.bytes:
-            current, best_order = made, tried
+        placement = _greedy(buffers, meeting, tried)
+        idle = 0 if placement.bytes < current.bytes else idle + 1
+        if placement.bytes <= current.bytes:
+            current, best_order = placement, tried
     return current
 
 
 def _stacked(buffers: Sequence[Buffer], best: Placement, least: int, seconds: float | None) -> Placement:
-    """Look for stacks within smaller arenas: the more often that fails, the nearer to the best one."""
+    """Search for smaller arenas by stacking, with a target that nears the best arena with every failure."""
     until, tries, share, near = None if seconds is None else time.process_time() + seconds, 0, 0.5, None
     stacking = Stacking.of(buffers) if best.bytes > least else None
     while stacking is not None and best.bytes > least:
@@ -123,6 +125,6 @@ def _stacked(buffers: Sequence[Buffer], best: Placement, least: int, seconds: fl
         if offsets is None:
             share += (1 - share) * PATIENCE
         else:
-            best = Placement(offsets, max(at + one.bytes for at, one in zip(offsets, buffers, strict=True)))
+            best = Placement(offsets, max(at + buffer.bytes for at, buffer in zip(offsets, buffers, strict=True)))
             share, near = max(share - BOLDNESS, 0.0), rank
     return best

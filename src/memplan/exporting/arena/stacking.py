@@ -1,9 +1,9 @@
-"""Search for addresses within a given arena: buffers are stacked from the bottom up, and taken off again at dead ends.
+"""Search for offsets within an arena of fixed size by stacking buffers from the bottom up, with backtracking.
 
-As MiniMalloc does (Moffitt, ASPLOS 2023): a buffer lies as low as what is below it allows; the next one is among those
-that could begin before any other has to end; and a stack is given up where the lowest place that is left at some
-action, and all that is still to come there, exceed the arena. Most orders come to nothing soon, and a few lead straight
-to an end, so that each gets few steps, and many are drawn.
+This is the search of MiniMalloc (Moffitt, ASPLOS 2023): each buffer lies as low as those below it allow; the next
+buffer is among those that could begin below the end of every other; and a branch is cut where, at some action, the
+lowest free offset plus the bytes still to be placed exceed the arena. Most orders fail early and a few succeed without
+backtracking, so many random orders get a few steps each.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ import numpy as np
 from memplan.exporting.arena.lifetimes import Buffer
 
 GONE = 1 << 60
-"""Lowest place of a buffer that is placed."""
+"""Lowest offset of a buffer that is already placed."""
 NOISES = (0.02, 0.1, 0.3, 0.6)
-"""Shares of all positions by which an order is disturbed."""
-EACH = 2
-"""Steps for each buffer."""
+"""Sizes of the random shifts of a buffer's position in an order, in shares of the number of buffers."""
+STEPS_PER_BUFFER = 2
+"""Placements that an order may try, times the number of buffers."""
 
 
 @dataclass(frozen=True)
 class Stacking:
-    """Buffers by the sections of time in which the same ones are there."""
+    """Buffers as arrays, over sections of time during which the live buffers do not change."""
 
     sizes: np.ndarray
-    there: np.ndarray
-    """For each buffer and section, whether it is there."""
+    live: np.ndarray
+    """For each buffer and section: whether it is live."""
     meets: np.ndarray
-    """For each pair of buffers, whether both are there in a section."""
+    """For each pair of buffers: whether both are live in a section."""
     members: np.ndarray
-    """Buffers of each section, one section after the other."""
+    """Indices of the live buffers, section by section."""
     starts: np.ndarray
-    """First one of each section in this list."""
+    """Where each section begins in `members`."""
     keys: tuple[np.ndarray, ...]
-    """What buffers are sorted by, the last first."""
+    """Lifetime, size times lifetime, and most bytes live with each buffer: orders begin with the largest."""
 
     @classmethod
     def of(cls, buffers: Sequence[Buffer]) -> Stacking:
-        """Cut the time into sections, and keep those that are not part of the one before or behind."""
-        first, end = np.array([one.first for one in buffers]), np.array([one.last + 1 for one in buffers])
+        """Divide the time into sections. Those whose live buffers are a subset of a neighbour's are left out."""
+        first, end = np.array([b.first for b in buffers]), np.array([b.last + 1 for b in buffers])
         cuts = np.unique(np.concatenate([first, end]))[:-1]
         live = (first[None, :] <= cuts[:, None]) & (cuts[:, None] < end[None, :])
         live = live[live.any(1)]
         ends = np.append((live[:-1] & ~live[1:]).any(1), True)
         begins = np.append(True, (live[1:] & ~live[:-1]).any(1))
         live = live[ends & begins]
-        sizes = np.array([one.bytes for one in buffers], np.int64)
+        sizes = np.array([b.bytes for b in buffers], np.int64)
         section, members = np.nonzero(live)
         starts = np.searchsorted(section, np.arange(len(live)))
         lengths, level = live.sum(0), (live * (live @ sizes)[:, None]).max(0)
@@ -58,20 +58,20 @@ class Stacking:
         return cls(sizes, live.T.copy(), meets, members, starts, (lengths, sizes * lengths, level))
 
     def order(self, seed: int, near: np.ndarray | None) -> np.ndarray:
-        """Return a rank for each buffer: long, large or at a high level first, or as another rank, and disturbed."""
-        drawn, count = np.random.default_rng(seed), len(self.sizes)
+        """Return a rank for each buffer: by the keys in random order, or (every other seed) by `near`, plus noise."""
+        rng, count = np.random.default_rng(seed), len(self.sizes)
         rank = np.empty(count)
-        by = [near] if near is not None and seed % 2 else [-self.keys[k] for k in drawn.permutation(3)]
+        by = [near] if near is not None and seed % 2 else [-self.keys[k] for k in rng.permutation(3)]
         rank[np.lexsort(by)] = np.arange(count)
-        return rank + drawn.random(count) * count * drawn.choice(NOISES)
+        return rank + rng.random(count) * count * rng.choice(NOISES)
 
     def within(self, target: int, rank: np.ndarray) -> tuple[int, ...] | None:
-        """Return addresses that end within a target; None where the order does not lead to any."""
-        offsets, steps = np.zeros_like(self.sizes), EACH * len(self.sizes)
-        lowest, rest = np.zeros_like(self.sizes), self.sizes @ self.there
-        trail = [(self._candidates(lowest, rank), lowest, rest)]
-        while trail and steps and rest.max() <= target:
-            candidates, lowest, rest = trail[-1]
+        """Return offsets within an arena of `target` bytes; None if this order does not lead to any."""
+        offsets, steps = np.zeros_like(self.sizes), STEPS_PER_BUFFER * len(self.sizes)
+        lowest, pending = np.zeros_like(self.sizes), self.sizes @ self.live
+        trail = [(self._candidates(lowest, rank), lowest, pending)]
+        while trail and steps and pending.max() <= target:
+            candidates, lowest, pending = trail[-1]
             if not candidates:
                 trail.pop()
                 continue
@@ -83,13 +83,13 @@ class Stacking:
             lowest[number] = GONE
             if len(trail) == len(offsets):
                 return tuple(map(int, offsets))
-            rest = rest - self.there[number] * self.sizes[number]
+            pending = pending - self.live[number] * self.sizes[number]
             floor = np.minimum.reduceat(lowest[self.members], self.starts)
-            if not ((floor < GONE) & (floor + rest > target)).any():
-                trail.append((self._candidates(lowest, rank), lowest, rest))
+            if not ((floor < GONE) & (floor + pending > target)).any():
+                trail.append((self._candidates(lowest, rank), lowest, pending))
         return None
 
     def _candidates(self, lowest: np.ndarray, rank: np.ndarray) -> list[int]:
-        """Return buffers that can be next, the best one last."""
-        found = np.flatnonzero(lowest < (lowest + self.sizes).min())
-        return cast("list[int]", found[np.lexsort((rank[found], lowest[found]))][::-1].tolist())
+        """Return the buffers that can be placed next, the best last."""
+        possible = np.flatnonzero(lowest < (lowest + self.sizes).min())
+        return cast("list[int]", possible[np.lexsort((rank[possible], lowest[possible]))][::-1].tolist())

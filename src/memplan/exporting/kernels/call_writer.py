@@ -1,4 +1,4 @@
-"""Write calls of kernels: which templates they need, their tables of sizes, and where their operands lie."""
+"""Write calls of C kernels, and collect the templates and tables of sizes that the calls need."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from typing import Any
 
 from memplan.exporting.kernels.elementwise import form_of
 from memplan.exporting.kernels.templates import NEEDS, element_functions, template
-from memplan.exporting.lowering.device_graph import refusal
+from memplan.exporting.lowering.device_graph import output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.graph.op_schema import is_dense
 
 LOOPS = 4
+"""Nested loops of kernels for strided operands."""
 
 
 @dataclass
 class CallWriter:
-    """What the calls of one C file share: each template and each table is written once."""
+    """Kernels and tables of one C file; each is written once, however many calls need it."""
 
     graph: JointGraph
     place: Callable[[int], str]
     """Return C for a pointer to the first element of a value."""
     emits: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """By gradient that exists one element at a time: the function that applies it, and its first arguments."""
+    """By gradient of a fused update: the C function that updates a weight, and its first arguments."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """Text of each kernel, by name, in the order in which they are needed."""
+    """C text by kernel name, each kernel after those that it calls."""
     tables: dict[str, str] = field(default_factory=dict)
-    """Name of each table of sizes, by its declaration without the name."""
+    """Name of each table of sizes, by its declaration with NAME in place of the name."""
     scales: Mapping[int, str] = field(default_factory=dict)
-    """By weight in eight bits: C for a pointer to its scales."""
+    """By int8 weight: C for a pointer to its scales."""
 
     # -- values
 
     def value(self, ref: Ref) -> Value:
-        """Return what an argument is."""
+        """Return the value that an argument refers to."""
         return self.graph.values[ref.value]
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
@@ -44,38 +45,35 @@ class CallWriter:
         return self.graph.values[ref.value].shape
 
     def scales_of(self, ref: Ref) -> str | None:
-        """Return C for a pointer to an argument's scales; None where it is in float32."""
+        """Return C for a pointer to the scales of an int8 weight; None for an argument in float32."""
         return self.scales.get(self.graph.base(ref.value))
 
-    def at(self, given: Any) -> str:
-        """Return C for an argument or a result: a pointer, or 0 where it is missing."""
-        if given is None:
+    def at(self, value: Ref | int | None) -> str:
+        """Return C for a pointer to a value; a null pointer for None."""
+        if value is None:
             return "0"
-        return self.place(given.value if isinstance(given, Ref) else given)
+        return self.place(value.value if isinstance(value, Ref) else value)
 
     # -- text
 
-    def kernel(self, name: str, text: str | None = None) -> str:
-        """Note that a kernel is needed, and all that it needs; return its name."""
+    def kernel(self, name: str) -> str:
+        """Add the kernel of a template after those that it calls; return its name."""
         if name not in self.kernels:
             for needed in NEEDS.get(name, ()):
                 self.kernel(needed)
-            self.kernels[name] = template(name) if text is None else text
+            self.kernels[name] = template(name)
         return name
 
     def instance(self, source: str, name: str, defines: Mapping[str, str]) -> str:
-        """Note a kernel that is a template with names filled in by the preprocessor; return its name."""
+        """Add kernel `name`, which is template `source` with these preprocessor macros defined; return the name."""
         if name not in self.kernels:
             for needed in NEEDS.get(source, ()):
                 self.kernel(needed)
-            given = {"KERNEL": name, **defines}
-            before = "".join(f"#define {macro} {text}".rstrip() + "\n" for macro, text in given.items())
-            after = "".join(f"#undef {macro.partition('(')[0]}\n" for macro in given)
-            self.kernels[name] = before + template(source) + after
+            self.kernels[name] = with_macros(template(source), {"KERNEL": name, **defines})
         return name
 
     def table(self, kind: str, *rows: Any) -> str:
-        """Return C for a pointer to a constant table of sizes."""
+        """Add a constant struct of type `kind`; return C for a pointer to it."""
         text = ", ".join(
             "{" + ", ".join(map(str, row)) + "}" if isinstance(row, (list, tuple)) else str(row) for row in rows
         )
@@ -83,120 +81,122 @@ class CallWriter:
         name = self.tables.setdefault(declaration, f"{kind}_{len(self.tables)}")
         return f"&{name}"
 
-    def call(self, name: str, *given: Any) -> str:
-        """Return a call of a kernel; values as pointers, numbers as C."""
-        return f"{name}({', '.join(self.argument(one) for one in given)});"
+    def call(self, name: str, *arguments: Any) -> str:
+        """Return the call of a kernel: values become pointers, numbers and flags literals; strings are C already."""
+        return f"{name}({', '.join(map(self.argument, arguments))});"
 
-    def argument(self, given: Any) -> str:
-        """Return C for one argument."""
-        if isinstance(given, float):
-            return number(given)
-        return (
-            given
-            if isinstance(given, str)
-            else self.at(given)
-            if isinstance(given, Ref) or given is None
-            else str(int(given))
-        )
+    def argument(self, argument: Any) -> str:
+        """Return C for one argument; see `call`."""
+        if isinstance(argument, str):
+            return argument
+        if isinstance(argument, float):
+            return number(argument)
+        return self.at(argument) if isinstance(argument, Ref) or argument is None else str(int(argument))
 
     # -- elementwise
 
     def elementwise(self, op: GraphOp) -> str:
-        """Return the call of an op that goes element by element."""
-        found = form_of(op.target, op.args, op.kwargs)
-        if found is None or len(found[1]) > 2:
+        """Return the call of an elementwise op, with one loop where all operands have the result's dense layout.
+
+        Raises:
+            RecordingError: no kernel takes these arguments.
+        """
+        match = form_of(op.target, op.args, op.kwargs)
+        if match is None or len(match[1]) > 2:
             raise refusal(op, " with these arguments")
-        form, operands, numbers = found
-        result = op.outputs[0]
-        assert result is not None, "somebody reads it"
-        self._element(form.function)
+        form, operands, numbers = match
+        output = Ref(output_of(op))
+        self._add_element_function(form.function)
         names = "pqrs"[: len(numbers)]
         letters = ("a", "b")[: len(operands)]
         defines = {
             f"RESULT({', '.join(letters)})": f"{form.function}({', '.join((*letters, *names))})",
             "PARAMETERS": "".join(f", float {name}" for name in names),
         }
-        every = [self.graph.values[result], *(self.value(one) for one in operands)]
-        pointers = [self.at(Ref(result)), *map(self.at, operands)]
-        flat = all(one.shape == every[0].shape and one.stride == every[0].stride for one in every) and is_dense(
-            every[0]
-        )
+        result, *_ = values = [self.value(ref) for ref in (output, *operands)]
+        pointers = [self.at(ref) for ref in (output, *operands)]
+        same_layout = all(value.shape == result.shape and value.stride == result.stride for value in values)
         count = len(operands)
-        if flat or all(math.prod(one.shape) == 1 for one in every):
+        if (same_layout and is_dense(result)) or all(math.prod(value.shape) == 1 for value in values):
             name = self.instance(f"elementwise{count}", f"each_{form.function}", defines)
-            return self.call(name, *pointers, math.prod(every[0].shape), *numbers)
+            return self.call(name, *pointers, math.prod(result.shape), *numbers)
         name = self.instance(f"strided{count}", f"strided_{form.function}", defines)
-        return self.call(name, *pointers, self._strided(op, every), *numbers)
+        strides = [_broadcast_strides(value, result.shape) for value in values]
+        why, near = " that do not follow one another", "the same of a contiguous() tensor"
+        return self.call(name, *pointers, self._strided_table(op, result.shape, strides, why, near), *numbers)
 
-    def _element(self, function: str) -> None:
-        """Note the function that computes an element, and those that it calls."""
-        known = element_functions()
-        for called in re.findall(r"\b(\w+)\(", known[function].partition(")")[2]):
-            if called in known and called != function:
-                self._element(called)
-        self.kernels.setdefault(function, known[function])
+    def _add_element_function(self, function: str) -> None:
+        """Add the C function that computes one element, after those that it calls."""
+        functions = element_functions()
+        for called in re.findall(r"\b(\w+)\(", functions[function].partition(")")[2]):
+            if called in functions and called != function:
+                self._add_element_function(called)
+        self.kernels.setdefault(function, functions[function])
 
-    def _strided(self, op: GraphOp, every: Sequence[Value]) -> str:
-        shape = every[0].shape
-        steps = [_broadcast(value, shape) for value in every]
-        sizes, merged = merged_loops(shape, steps)
+    def _strided_table(
+        self, op: GraphOp, shape: Sequence[int], strides: Sequence[Sequence[int]], why: str = "", near: str = ""
+    ) -> str:
+        """Return C for the sizes of nested loops over a shape, and the strides of each operand."""
+        sizes, merged = merged_loops(shape, strides)
         if len(sizes) > LOOPS:
-            raise refusal(
-                op,
-                f" over {len(sizes)} dimensions that do not follow one another",
-                near="the same of a contiguous() tensor",
-            )
+            raise refusal(op, f" over {len(sizes)} dimensions{why}", near)
         missing = LOOPS - len(sizes)
-        rows = [[1] * missing + sizes, *([0] * missing + step for step in merged)]
-        while len(rows) < 4:
-            rows.append([0] * LOOPS)
-        return self.table("strided", *rows)
+        rows = [[1] * missing + sizes, *([0] * missing + steps for steps in merged)]
+        return self.table("strided", *rows, *[[0] * LOOPS] * (4 - len(rows)))
 
-    def strided_copy(self, op: GraphOp, to: str, like: Value, start: int, source: str, steps: Sequence[int]) -> str:
-        """Return a copy into a part of a value: ``like`` has the part's shape and strides, after ``start`` elements."""
-        self._element("copy")
+    def strided_copy(self, op: GraphOp, to: str, like: Value, start: int, source: str, strides: Sequence[int]) -> str:
+        """Return the call that copies `source`, with these strides, to `to` from element `start` on.
+
+        The copy has the shape and strides of `like`.
+
+        Raises:
+            RecordingError: the copy takes more nested loops than the kernel has.
+        """
+        self._add_element_function("copy")
         name = self.instance("strided1", "strided_copy", {"RESULT(a)": "copy(a)", "PARAMETERS": ""})
-        sizes, merged = merged_loops(like.shape, [list(like.stride), list(steps)])
-        if len(sizes) > LOOPS:
-            raise refusal(op, f" over {len(sizes)} dimensions")
-        missing = LOOPS - len(sizes)
-        rows = [[1] * missing + sizes, *([0] * missing + step for step in merged), [0] * LOOPS]
-        return self.call(name, f"{to} + {start}" if start else to, source, self.table("strided", *rows))
+        table = self._strided_table(op, like.shape, (like.stride, strides))
+        return self.call(name, f"{to} + {start}" if start else to, source, table)
 
 
-def _broadcast(value: Value, shape: tuple[int, ...]) -> list[int]:
-    """Return the step of a value in each dimension of a result."""
+def with_macros(text: str, macros: Mapping[str, str]) -> str:
+    """Return C text with macros defined before and undefined behind it."""
+    before = "".join(f"#define {macro} {body}".rstrip() + "\n" for macro, body in macros.items())
+    return before + text + "".join(f"#undef {macro.partition('(')[0]}\n" for macro in macros)
+
+
+def _broadcast_strides(value: Value, shape: tuple[int, ...]) -> list[int]:
+    """Return the strides of a value expanded to a shape."""
     missing = len(shape) - len(value.shape)
     steps = [0 if size == 1 else step for size, step in zip(value.shape, value.stride, strict=True)]
     return [0] * missing + steps
 
 
 def merged_loops(shape: Sequence[int], steps: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """Return the same loops, with those merged in which every operand goes on where the inner one ends.
+    """Merge nested loops over successive dimensions where every operand is contiguous across them.
+
+    Returns the sizes of the loops, and for each operand its strides.
 
     Example:
         >>> merged_loops((2, 3, 4), [(12, 4, 1), (0, 4, 1)])
         ([2, 12], [[12, 1], [0, 1]])
     """
-    sizes, found = list[int](), [list[int]() for _ in steps]
-    for at, size in enumerate(shape):
+    sizes, merged = list[int](), [list[int]() for _ in steps]
+    for dim, size in enumerate(shape):
         if size == 1:
             continue
-        goes_on = bool(sizes) and all(own[-1] == step[at] * size for own, step in zip(found, steps, strict=True))
-        if goes_on:
+        if sizes and all(loops[-1] == strides[dim] * size for loops, strides in zip(merged, steps, strict=True)):
             sizes[-1] *= size
+            for loops in merged:
+                loops.pop()
         else:
             sizes.append(size)
-        for own, step in zip(found, steps, strict=True):
-            if goes_on:
-                own[-1] = step[at]
-            else:
-                own.append(step[at])
-    return (sizes, found) if sizes else ([1], [[0] for _ in steps])
+        for loops, strides in zip(merged, steps, strict=True):
+            loops.append(strides[dim])
+    return (sizes, merged) if sizes else ([1], [[0] for _ in steps])
 
 
 def number(value: float) -> str:
-    """Return C for a float, exact.
+    """Return a float literal of C that is read as exactly this float32.
 
     Example:
         >>> number(0.1), number(float("-inf")), number(2)

@@ -1,4 +1,4 @@
-"""Ops that make each element of their result of the elements at the same place: which C function computes one."""
+"""The C function that computes one element of each elementwise op."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 from memplan.planning.graph.joint_graph import Ref
 from memplan.planning.graph.op_schema import arguments_of
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """How an op is computed element by element."""
+    """The C function of an elementwise op, and which of the op's arguments it takes."""
 
     function: str
-    """In templates/element_functions.c."""
+    """Its name in templates/element_functions.c."""
     operands: tuple[str, ...]
-    """Names of its tensors in the op's schema, in the order of the function's arguments."""
+    """Tensor arguments by their names in the op's schema, in the order of the C function's."""
     numbers: tuple[tuple[str, float], ...] = ()
-    """Names of its numbers, and their defaults."""
-    suits: Callable[[Given], bool] = field(default=lambda given: True)
+    """Number arguments that follow, by name, with their defaults."""
+    suits: Callable[[Arguments], bool] = field(default=lambda arguments: True)
+    """Whether the function computes a call with these arguments."""
 
 
 def _unary(function: str, *numbers: tuple[str, float]) -> tuple[Elementwise, ...]:
@@ -34,7 +35,7 @@ def _gradient(function: str, *numbers: tuple[str, float], of: str = "self") -> t
 
 
 def _binary(function: str, with_number: str, *numbers: tuple[str, float]) -> tuple[Elementwise, ...]:
-    plain = Elementwise(function, ("self", "other"), numbers, lambda given: isinstance(given["other"], Ref))
+    plain = Elementwise(function, ("self", "other"), numbers, lambda arguments: isinstance(arguments["other"], Ref))
     if not with_number:
         return (plain,)
     return plain, Elementwise(with_number, ("self",), (("other", 0.0), *numbers))
@@ -43,7 +44,7 @@ def _binary(function: str, with_number: str, *numbers: tuple[str, float]) -> tup
 _ALPHA = ("alpha", 1.0)
 _INFINITY = float("inf")
 _ELU = (("alpha", 1.0), ("scale", 1.0), ("input_scale", 1.0))
-_TANH = lambda given: given.get("approximate") == "tanh"  # noqa: E731
+_TANH = lambda arguments: arguments.get("approximate") == "tanh"  # noqa: E731
 
 _TABLE: dict[str, tuple[Elementwise, ...]] = {
     "abs.default": _unary("absolute"),
@@ -57,7 +58,7 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
     "elu.default": _unary("elu", *_ELU),
     "elu_backward.default": (
         Elementwise(
-            "elu_gradient_of_result", ("grad_output", "self_or_result"), _ELU, lambda given: given["is_result"]
+            "elu_gradient_of_result", ("grad_output", "self_or_result"), _ELU, lambda arguments: arguments["is_result"]
         ),
         Elementwise("elu_gradient", ("grad_output", "self_or_result"), _ELU),
     ),
@@ -105,19 +106,18 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
 }
 
 ELEMENTWISE: Mapping[str, tuple[Elementwise, ...]] = {f"aten.{name}": forms for name, forms in _TABLE.items()}
-"""Forms of each op; the first that suits its arguments is taken."""
+"""C functions of each op; a call uses the first that suits its arguments."""
 
 
 def form_of(
     target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Elementwise, list[Any], list[float]] | None:
-    """Return the form of a call, its operands and its numbers; None where no form suits it."""
-    given = arguments_of(target, args, kwargs)
+    """Return the C function of a call, its operands and its numbers; None if no function suits the arguments."""
+    arguments = arguments_of(target, args, kwargs)
     for form in ELEMENTWISE[target]:
-        if form.suits(given):
-            numbers = [given.get(name) for name, _ in form.numbers]
-            filled = [
-                default if one is None else float(one) for one, (_, default) in zip(numbers, form.numbers, strict=True)
+        if form.suits(arguments):
+            numbers = [
+                default if arguments.get(name) is None else float(arguments[name]) for name, default in form.numbers
             ]
-            return form, [given[name] for name in form.operands], filled
+            return form, [arguments[name] for name in form.operands], numbers
     return None

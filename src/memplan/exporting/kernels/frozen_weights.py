@@ -1,7 +1,8 @@
-"""Frozen weights in eight bits: how they are quantized, and which kernels read them.
+"""Quantize frozen weights to int8, and find those whose ops have kernels that read int8.
 
-Symmetric, with a scale for each index of the first dimension: an output channel of a linear layer or a convolution (an
-input channel of a transposed one), a row of an embedding. Kernels multiply by the scale where they read an element.
+Quantization is symmetric, with a scale for each index of the first dimension: an output channel of a linear layer or a
+convolution (an input channel of a transposed convolution), a row of an embedding. Kernels multiply by the scale as they
+read an element.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, 
 from memplan.planning.graph.op_schema import is_contiguous
 
 LARGEST = 127
-"""Largest magnitude of an element: -128 is left out, so that zero is in the middle."""
+"""Largest magnitude of an element; -128 is not used, which keeps the range symmetric."""
 
 WEIGHT_AT = {
     "aten.addmm.default": 2,
@@ -26,18 +27,18 @@ WEIGHT_AT = {
     conv.GATHER: 1,
     conv.SCATTER: 1,
 }
-"""By op whose kernel reads weights in eight bits: the position of the weight among its arguments."""
+"""By op whose kernel reads int8 weights: the position of the weight among its arguments."""
 _PRODUCTS = ("aten.addmm.default", "aten.mm.default")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A weight in eight bits."""
+    """An int8 weight."""
 
     numbers: np.ndarray
     """int8, in the weight's shape."""
     scales: np.ndarray
-    """float32, one for each index of the first dimension."""
+    """float32, of the size of the first dimension."""
 
     @property
     def floats(self) -> np.ndarray:
@@ -47,7 +48,7 @@ class Quantized:
 
 
 def quantized(weight: np.ndarray) -> Quantized:
-    """Round a weight to eight bits: the largest element of each index of the first dimension becomes 127.
+    """Round a weight to int8; along the first dimension the largest magnitude of each slice becomes 127.
 
     Example:
         >>> quantized(np.array([[1.0, -0.5], [0.0, 0.0]], np.float32)).numbers.tolist()
@@ -61,11 +62,11 @@ def quantized(weight: np.ndarray) -> Quantized:
 
 
 def readable(graphs: Iterable[JointGraph], frozen: Iterable[str]) -> set[str]:
-    """Return the frozen parameters that every op which reads them can read in eight bits."""
+    """Return those of the frozen parameters whose reading ops all have kernels for int8 weights."""
     wanted, allowed, refused = set(frozen), set[str](), set[str]()
     for graph in graphs:
         for value in graph.values:
-            if value.kind == "parameter" and value.path in wanted:  # frozen buffers are in it, too
+            if value.kind == "parameter" and value.path in wanted:  # `frozen` also names buffers
                 (allowed if _readable(graph, value) else refused).add(value.path)
     return allowed - refused
 
@@ -90,15 +91,15 @@ def _reads_as_weight(graph: JointGraph, op: GraphOp, parameter: Value) -> bool:
 
 
 def by_column(graph: JointGraph, value: Value) -> bool | None:
-    """Return whether each column of a matrix has its own scale; False: each row; None: neither."""
+    """Return True if each column of a matrix has a scale, False if each row has, None if neither does."""
     weight = graph.values[graph.base(value.id)]
     rows, inner = weight.shape[0], math.prod(weight.shape[1:])
     if len(value.shape) != 2 or not _is_whole(value, weight):
         return None
-    for found, shape, steps in ((False, (rows, inner), (inner, 1)), (True, (inner, rows), (1, inner))):
-        follow = all(size == 1 or have == step for size, have, step in zip(shape, value.stride, steps, strict=True))
-        if value.shape == shape and follow:
-            return found
+    for columns, shape, strides in ((False, (rows, inner), (inner, 1)), (True, (inner, rows), (1, inner))):
+        dims = zip(shape, value.stride, strides, strict=True)
+        if value.shape == shape and all(size == 1 or stride == wanted for size, stride, wanted in dims):
+            return columns
     return None
 
 

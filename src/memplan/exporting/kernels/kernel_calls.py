@@ -1,19 +1,18 @@
-"""The call of each op that is not elementwise."""
+"""The C call of each op that is not elementwise."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from memplan.exporting.kernels.call_writer import CallWriter, merged_loops
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
-from memplan.exporting.kernels.product_calls import PRODUCTS, Emit
-from memplan.exporting.kernels.product_calls import emitting as _emitting
-from memplan.exporting.kernels.product_calls import result_of as _result
+from memplan.exporting.kernels.product_calls import PRODUCTS, Emit, gradient_kernel
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
-from memplan.exporting.lowering.device_graph import FILL, INSERT, refusal
+from memplan.exporting.lowering.device_graph import FILL, INSERT, output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of
 from memplan.planning.passes.split_dropout import MASK
@@ -32,179 +31,173 @@ def calls_of(writer: CallWriter, op: GraphOp) -> list[str]:
     return CALLS[op.target](writer, op)
 
 
+def _output_refs(values: Sequence[int | None]) -> list[Ref | None]:
+    return [None if value is None else Ref(value) for value in values]
+
+
+def _direct(kernel: str, outputs: int = 1, *, by_channel: bool = False) -> Emit:
+    """Call a kernel with the op's first `outputs` outputs and then its arguments.
+
+    With `by_channel`, the (N, C, H*W) of the first argument follow.
+    """
+
+    def emit(w: CallWriter, op: GraphOp) -> list[str]:
+        sizes = _channels(w, op.args[0]) if by_channel else ()
+        return [w.call(w.kernel(kernel), *_output_refs(op.outputs[:outputs]), *op.args, *sizes)]
+
+    return emit
+
+
+def _channels(w: CallWriter, x: Ref) -> tuple[int, int, int]:
+    """Return (N, C, H*W)."""
+    shape = w.shape(x)
+    return shape[0], shape[1], math.prod(shape[2:])
+
+
 # -- convolutions
 
 
-def geometry(w: CallWriter, wide: Ref, narrow: Ref, weight: Value, given: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the table of a convolution. One of single pixels goes over planes as over one row."""
-    (sh, sw), (ph, pw), (dh, dw), groups = given
+def _convolution_table(
+    w: CallWriter, wide: Ref, narrow: Ref, weight: Value, stride_to_groups: Sequence[Any]
+) -> str:  # fmt: skip
+    """Return C for the sizes of a convolution, where dimension 0 of the weight has the channels of `wide`.
+
+    A 1x1 convolution without stride or padding is described as one long row, which has the longer inner loop.
+    """
+    (sh, sw), (ph, pw), (dh, dw), groups = stride_to_groups
     batch, channels = w.shape(narrow)[:2]
     height, width = _plane(w.shape(narrow))
     rows, columns = _plane(w.shape(wide))
     kh, kw = weight.shape[2:] if len(weight.shape) == 4 else (1, weight.shape[2])
     if (kh, kw, sh, sw, ph, pw) == (1, 1, 1, 1, 0, 0):
         height, width, rows, columns = 1, height * width, 1, rows * columns
-    return (batch, groups, channels // groups, height, width, w.shape(wide)[1] // groups, rows, columns, kh, kw, sh, sw,
-            ph, pw, dh, dw, weight.stride[0])  # fmt: skip
+    return w.table("convolution", batch, groups, channels // groups, height, width, w.shape(wide)[1] // groups,
+                   rows, columns, kh, kw, sh, sw, ph, pw, dh, dw, weight.stride[0])  # fmt: skip
 
 
 def _plane(shape: tuple[int, ...]) -> tuple[int, int]:
     return (1, shape[2]) if len(shape) == 3 else (shape[2], shape[3])
 
 
-def _gather(w: CallWriter, op: GraphOp) -> list[str]:
-    x, weight, bias, *given = op.args
-    made = Ref(_result(op))
-    table = w.table("convolution", *geometry(w, made, x, w.value(weight), tuple(given[:4])))
-    return [_convolve(w, "convolution_gather", made, (x, weight, bias, _before(op)), table)]
-
-
-def _convolve(w: CallWriter, source: str, made: Ref, given: tuple[Ref, Ref, Any, Ref | None], table: str) -> str:
-    x, weight, *added = given
+def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the gather or scatter kernel, in the variant that reads int8 weights where the weight is quantized."""
+    x, weight, bias, *geometry = op.args
+    output = Ref(output_of(op))
+    source, wide, narrow = (
+        ("convolution_gather", output, x) if op.target == conv.GATHER else ("convolution_scatter", x, output)
+    )
+    table = _convolution_table(w, wide, narrow, w.value(weight), geometry[:4])
+    addend = op.args[conv.ADDEND] if len(op.args) > conv.ADDEND else None
     scales = w.scales_of(weight)
     if scales is None:
         name = w.instance(source, source, {"WEIGHT": "float", "SCALES": "", "SCALED(row, weight)": "(weight)"})
-        return w.call(name, made, x, weight, *added, table)
+        return [w.call(name, output, x, weight, bias, addend, table)]
     scaled = "scale[row] * (float)(weight)"
     defines = {"WEIGHT": "signed char", "SCALES": ", const float *scale", "SCALED(row, weight)": scaled}
-    return w.call(w.instance(source, f"{source}_int8", defines), made, x, weight, scales, *added, table)
-
-
-def _scatter(w: CallWriter, op: GraphOp) -> list[str]:
-    x, weight, bias, *given = op.args
-    made = Ref(_result(op))
-    table = w.table("convolution", *geometry(w, x, made, w.value(weight), tuple(given[:4])))
-    return [_convolve(w, "convolution_scatter", made, (x, weight, bias, _before(op)), table)]
-
-
-def _before(op: GraphOp) -> Ref | None:
-    """Return what a convolution adds its result to."""
-    return op.args[conv.BEFORE] if len(op.args) > conv.BEFORE else None
+    name = w.instance(source, f"{source}_int8", defines)
+    return [w.call(name, output, x, weight, scales, bias, addend, table)]
 
 
 def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
-    wide, narrow, *given = op.args
-    gradient = w.graph.values[_result(op)]
-    table = w.table("convolution", *geometry(w, wide, narrow, gradient, tuple(given)))
-    name, first = _emitting(w, op, "convolution_weight_gradient", "convolution_weight_gradient")
+    wide, narrow, *geometry = op.args
+    table = _convolution_table(w, wide, narrow, w.graph.values[output_of(op)], geometry)
+    name, first = gradient_kernel(w, op, "convolution_weight_gradient")
     return [w.call(name, first, wide, narrow, table)]
-
-
-def _channels(w: CallWriter, x: Ref) -> tuple[int, int, int]:
-    shape = w.shape(x)
-    return shape[0], shape[1], math.prod(shape[2:])
-
-
-def _channel_sum(w: CallWriter, op: GraphOp) -> list[str]:
-    (x,) = op.args
-    return [w.call(w.kernel("channel_sum"), Ref(_result(op)), x, *_channels(w, x))]
 
 
 # -- norms
 
 
-def _plain(kernel: str, results: int = 1) -> Emit:
-    """Return what writes a call of a kernel with the op's results and arguments as they are."""
-
-    def emit(w: CallWriter, op: GraphOp) -> list[str]:
-        made = [None if one is None else Ref(one) for one in op.outputs[:results]]
-        return [w.call(w.kernel(kernel), *made, *op.args)]
-
-    return emit
-
-
-def _by_channel(kernel: str, x_at: int = 0, results: int = 1) -> Emit:
-    """Return what writes the same with batch, channels and plane behind."""
-
-    def emit(w: CallWriter, op: GraphOp) -> list[str]:
-        made = [None if one is None else Ref(one) for one in op.outputs[:results]]
-        return [w.call(w.kernel(kernel), *made, *op.args, *_channels(w, op.args[x_at]))]
-
-    return emit
-
-
-def _sums(w: CallWriter, op: GraphOp) -> list[str]:
-    *given, eps = op.args
-    made = [Ref(one) for one in op.outputs if one is not None]
-    return [w.call(w.kernel("batch_norm_sums"), *made, *given, -1.0 if eps is None else eps, *_channels(w, given[1]))]
+def _batch_norm_sums(w: CallWriter, op: GraphOp) -> list[str]:
+    g, x, mean, deviation, eps = op.args
+    sums = [Ref(value) for value in op.outputs if value is not None]
+    eps = -1.0 if eps is None else eps
+    return [w.call(w.kernel("batch_norm_sums"), *sums, g, x, mean, deviation, eps, *_channels(w, x))]
 
 
 # -- pools and pads
 
 
-def _pair(given: Any, missing: int) -> tuple[int, int]:
-    found = (missing, missing) if given is None or len(given) == 0 else tuple(given)
-    return (found[0], found[0]) if len(found) == 1 else (found[0], found[1])
+def _pair(sizes: Any, default: int) -> tuple[int, int]:
+    """Return sizes of height and width from PyTorch's list of two, one (for both) or none (the default)."""
+    if sizes is None or len(sizes) == 0:
+        return default, default
+    return sizes[0], sizes[-1]
 
 
-def _pool_table(w: CallWriter, large: Ref, small: Ref, *given: Any) -> str:
-    (kernel, stride, padding, step) = (*given, *(None,) * (4 - len(given)))
+def _pool_table(
+    w: CallWriter, large: Ref, small: Ref, kernel: Any = None, stride: Any = None, padding: Any = None,
+    dilation: Any = None,
+) -> str:  # fmt: skip
+    """Return C for the sizes of a pool from the plane of `large` to that of `small`."""
     window = _pair(kernel, 1)
     strides = window if stride is None or len(stride) == 0 else _pair(stride, 1)
-    sides = (*window, *strides, *_pair(padding, 0), *_pair(step, 1))
+    sizes = (*window, *strides, *_pair(padding, 0), *_pair(dilation, 1))
     planes = math.prod(w.shape(large)[:-2])
-    return w.table("pool", planes, *w.shape(large)[-2:], *w.shape(small)[-2:], *sides)
+    return w.table("pool", planes, *w.shape(large)[-2:], *w.shape(small)[-2:], *sizes)
 
 
 def _max_pool(w: CallWriter, op: GraphOp) -> list[str]:
-    x, *given = op.args
-    made, places = Ref(_result(op)), op.outputs[1]
-    table = _pool_table(w, x, made, *given[:4])
-    return [w.call(w.kernel("max_pool"), made, None if places is None else Ref(places), x, table)]
+    x, *window = op.args
+    output, indices = Ref(output_of(op)), op.outputs[1]
+    table = _pool_table(w, x, output, *window[:4])
+    return [w.call(w.kernel("max_pool"), output, None if indices is None else Ref(indices), x, table)]
 
 
 def _max_pool_gradient(w: CallWriter, op: GraphOp) -> list[str]:
-    g, _, kernel, stride, padding, step, _, places = op.args
-    made = Ref(_result(op))
-    return [
-        w.call(w.kernel("max_pool_gradient"), made, g, places, _pool_table(w, made, g, kernel, stride, padding, step))
-    ]
+    g, _, kernel, stride, padding, dilation, _, indices = op.args
+    output = Ref(output_of(op))
+    table = _pool_table(w, output, g, kernel, stride, padding, dilation)
+    return [w.call(w.kernel("max_pool_gradient"), output, g, indices, table)]
 
 
 def _average_pool(w: CallWriter, op: GraphOp) -> list[str]:
-    given: dict[str, Any] = {"stride": [], "padding": [0], "count_include_pad": True, "divisor_override": None}
-    given |= arguments_of(op.target, op.args, op.kwargs)
-    made, backward = Ref(_result(op)), "grad_output" in given
-    g = given["grad_output"] if backward else given["self"]
-    large, small = (made, g) if backward else (g, made)
-    table = _pool_table(w, large, small, given["kernel_size"], given["stride"], given["padding"])
+    arguments: dict[str, Any] = {"stride": [], "padding": [0], "count_include_pad": True, "divisor_override": None}
+    arguments |= arguments_of(op.target, op.args, op.kwargs)
+    output, backward = Ref(output_of(op)), "grad_output" in arguments
+    source = arguments["grad_output"] if backward else arguments["self"]
+    large, small = (output, source) if backward else (source, output)
+    table = _pool_table(w, large, small, arguments["kernel_size"], arguments["stride"], arguments["padding"])
     kernel = w.kernel("average_pool_gradient" if backward else "average_pool_forward")
     name = kernel.removesuffix("_forward")
-    return [w.call(name, made, g, table, given["count_include_pad"], given["divisor_override"] or 0)]
+    return [w.call(name, output, source, table, arguments["count_include_pad"], arguments["divisor_override"] or 0)]
 
 
-def _adaptive(w: CallWriter, op: GraphOp) -> list[str]:
-    made, backward = Ref(_result(op)), "backward" in op.target
-    small, large = (op.args[0], made) if backward else (made, op.args[0])
+def _adaptive_average_pool(w: CallWriter, op: GraphOp) -> list[str]:
+    output, backward = Ref(output_of(op)), "backward" in op.target
+    small, large = (op.args[0], output) if backward else (output, op.args[0])
     table = _pool_table(w, large, small)
-    pointers = [f"(float *){w.at(one)}" for one in (small, large)]
+    pointers = [f"(float *){w.at(ref)}" for ref in (small, large)]
     return [w.call(w.kernel("adaptive_average_pool"), *pointers, table, backward)]
 
 
-def _mirror(w: CallWriter, op: GraphOp) -> list[str]:
-    made, backward = Ref(_result(op)), "backward" in op.target
+def _mirror_pad(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of reflection and replication padding, forward or backward."""
+    output, backward = Ref(output_of(op)), "backward" in op.target
     pads = op.args[-1]
-    small, large = (made, op.args[0]) if backward else (op.args[0], made)
-    shape = w.shape(small) if len(pads) == 4 else (*w.shape(small)[:-1], 1, w.shape(small)[-1])
+    small, large = (output, op.args[0]) if backward else (op.args[0], output)
+    inner = w.shape(small) if len(pads) == 4 else (*w.shape(small)[:-1], 1, w.shape(small)[-1])
     outer = w.shape(large) if len(pads) == 4 else (*w.shape(large)[:-1], 1, w.shape(large)[-1])
     left, top = pads[0], pads[2] if len(pads) == 4 else 0
-    table = w.table("pool", math.prod(shape[:-2]), *shape[-2:], *outer[-2:], 1, 1, 1, 1, top, left, 1, 1)
-    pointers = [f"(float *){w.at(one)}" for one in (large, small)]
+    table = w.table("pool", math.prod(inner[:-2]), *inner[-2:], *outer[-2:], 1, 1, 1, 1, top, left, 1, 1)
+    pointers = [f"(float *){w.at(ref)}" for ref in (large, small)]
     return [w.call(w.kernel("pad_mirror"), *pointers, table, "reflection" in op.target, backward)]
 
 
 # -- softmax and losses
 
 
-def _along(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+def _around_dim(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+    """Return the number of elements before a dimension, its size, and the number of elements behind it."""
     dim %= max(len(shape), 1)
     size = shape[dim] if shape else 1
     return math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :])
 
 
-def _softmax(kernel: str, *more: int) -> Emit:
+def _softmax(kernel: str, *flags: int) -> Emit:
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
-        return [w.call(w.kernel(kernel), Ref(_result(op)), op.args[0], *_along(w.shape(op.args[0]), op.args[1]), *more)]
+        x, dim = op.args[:2]
+        return [w.call(w.kernel(kernel), Ref(output_of(op)), x, *_around_dim(w.shape(x), dim), *flags)]
 
     return emit
 
@@ -212,132 +205,127 @@ def _softmax(kernel: str, *more: int) -> Emit:
 def _softmax_gradient(kernel: str) -> Emit:
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         g, result, dim = op.args[:3]
-        return [w.call(w.kernel(kernel), Ref(_result(op)), g, result, *_along(w.shape(result), dim))]
+        return [w.call(w.kernel(kernel), Ref(output_of(op)), g, result, *_around_dim(w.shape(result), dim))]
 
     return emit
 
 
-def _reduction(op: GraphOp, reduction: int) -> bool:
+def _is_mean(op: GraphOp, reduction: int) -> bool:
+    """Return whether a loss is a mean; False: a sum. Raises RecordingError: it has no reduction."""
     if reduction == 0:
         raise refusal(op, " without a reduction", near="reduction='mean'")
     return reduction == 1
 
 
-def _likelihood(w: CallWriter, op: GraphOp) -> list[str]:
+def _negative_log_likelihood(w: CallWriter, op: GraphOp) -> list[str]:
     x, target, weight, reduction, ignored = op.args
-    loss, total = (None if one is None else Ref(one) for one in op.outputs)
-    sizes = _along(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
-    args = (loss, total, x, target, weight, ignored, _reduction(op, reduction), *sizes)
+    sizes = _around_dim(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
+    args = (*_output_refs(op.outputs), x, target, weight, ignored, _is_mean(op, reduction), *sizes)
     return [w.call(w.kernel("negative_log_likelihood"), *args)]
 
 
-def _likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
+def _negative_log_likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     g, x, target, weight, reduction, ignored, total = op.args
-    sizes = _along(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
-    mean, made = _reduction(op, reduction), Ref(_result(op))
+    sizes = _around_dim(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
+    args = (target, weight, total, ignored, _is_mean(op, reduction), *sizes)
     if op.target == CROSS_ENTROPY:
-        return [w.call(w.kernel("cross_entropy_gradient"), made, g, x, target, weight, total, ignored, mean, *sizes)]
-    kernel = w.kernel("negative_log_likelihood_gradient")
-    return [w.call(kernel, made, g, target, weight, total, ignored, mean, *sizes)]
+        return [w.call(w.kernel("cross_entropy_gradient"), Ref(output_of(op)), g, x, *args)]
+    return [w.call(w.kernel("negative_log_likelihood_gradient"), Ref(output_of(op)), g, *args)]
 
 
 def _mean_squares(w: CallWriter, op: GraphOp) -> list[str]:
-    given: dict[str, Any] = {"reduction": 1} | arguments_of(op.target, op.args, op.kwargs)
-    x, y, made = given["self"], given["target"], Ref(_result(op))
+    arguments: dict[str, Any] = {"reduction": 1} | arguments_of(op.target, op.args, op.kwargs)
+    x, y, output = arguments["self"], arguments["target"], Ref(output_of(op))
     count = math.prod(w.shape(x))
-    divisor = float(count) if _reduction(op, given["reduction"]) else 1.0
-    if "grad_output" in given:
-        return [w.call(w.kernel("mean_squares_gradient"), made, given["grad_output"], x, y, divisor, count)]
-    return [w.call(w.kernel("mean_squares"), made, x, y, divisor, count)]
+    divisor = float(count) if _is_mean(op, arguments["reduction"]) else 1.0
+    if "grad_output" in arguments:
+        g = arguments["grad_output"]
+        return [w.call(w.kernel("mean_squares_gradient"), output, g, x, y, divisor, count)]
+    return [w.call(w.kernel("mean_squares"), output, x, y, divisor, count)]
 
 
 # -- sums, copies, tables
 
 
 def _sum(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a sum or mean: two loops over the dimensions that stay, three over those that are reduced."""
     x, dims = op.args[0], op.args[1] if len(op.args) > 1 else None
-    shape, steps = w.shape(x), w.value(x).stride
-    over = range(len(shape)) if not dims else {dim % max(len(shape), 1) for dim in dims}
-    parts = []
-    for chosen, loops in (([d for d in range(len(shape)) if d not in over], 2), ([*over], 3)):
-        sizes, (found,) = merged_loops([shape[d] for d in chosen], [[steps[d] for d in chosen]])
-        if len(sizes) > loops:
-            raise refusal(op, f" over {len(sizes)} dimensions that do not follow one another")
-        parts.append(([1] * (loops - len(sizes)) + sizes, [0] * (loops - len(found)) + found))
-    sizes, found = parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
-    scale = 1.0 / math.prod(shape[d] for d in over) if ".mean." in op.target else 1.0
-    return [w.call(w.kernel("reduce_sum"), Ref(_result(op)), x, scale, w.table("reduction", sizes, found))]
+    shape, strides = w.shape(x), w.value(x).stride
+    reduced = [*(range(len(shape)) if not dims else {dim % max(len(shape), 1) for dim in dims})]
+    sizes, steps = list[int](), list[int]()
+    for loop_dims, loops in (([d for d in range(len(shape)) if d not in reduced], 2), (reduced, 3)):
+        merged, (merged_steps,) = merged_loops([shape[d] for d in loop_dims], [[strides[d] for d in loop_dims]])
+        if len(merged) > loops:
+            raise refusal(op, f" over {len(merged)} dimensions that do not follow one another")
+        sizes += [1] * (loops - len(merged)) + merged
+        steps += [0] * (loops - len(merged)) + merged_steps
+    scale = 1.0 / math.prod(shape[d] for d in reduced) if ".mean." in op.target else 1.0
+    return [w.call(w.kernel("reduce_sum"), Ref(output_of(op)), x, scale, w.table("reduction", sizes, steps))]
 
 
 def _cat(w: CallWriter, op: GraphOp) -> list[str]:
     tensors, dim = op.args[0], op.args[1] if len(op.args) > 1 else 0
-    result = w.graph.values[_result(op)]
-    dim %= len(result.shape)
-    lines, at = list[str](), 0
+    output = w.graph.values[output_of(op)]
+    dim %= len(output.shape)
+    lines, index = list[str](), 0
     for ref in tensors:
-        part = w.value(ref)
-        if math.prod(part.shape):
-            like = _part(result, part.shape)
-            lines.append(w.strided_copy(op, w.at(result.id), like, at * result.stride[dim], w.at(ref), part.stride))
-            at += part.shape[dim]
+        tensor = w.value(ref)
+        if math.prod(tensor.shape):
+            like = replace(output, shape=tensor.shape)
+            start = index * output.stride[dim]
+            lines.append(w.strided_copy(op, w.at(output.id), like, start, w.at(ref), tensor.stride))
+            index += tensor.shape[dim]
     return lines
 
 
-def _part(value: Any, shape: tuple[int, ...]) -> Any:
-    from dataclasses import replace
-
-    return replace(value, shape=tuple(shape))
-
-
 def _into_zeros(
-    w: CallWriter, op: GraphOp, g: Ref, shape: tuple[int, ...], steps: tuple[int, ...], start: int
+    w: CallWriter, op: GraphOp, g: Ref, shape: tuple[int, ...], stride: tuple[int, ...], start: int
 ) -> list[str]:
-    """Return zeros, and then the gradient where it belongs: of so many elements a step."""
-    from dataclasses import replace
-
-    result = w.graph.values[_result(op)]
-    zeros = w.call(w.kernel("fill"), Ref(result.id), 0.0, math.prod(result.shape))
-    like = replace(result, shape=shape, stride=steps)
-    return [zeros, w.strided_copy(op, w.at(result.id), like, start, w.at(g), w.value(g).stride)]
+    """Fill the output with zeros and copy `g` into the part of this shape and stride, from element `start` on."""
+    output = w.graph.values[output_of(op)]
+    zeros = w.call(w.kernel("fill"), Ref(output.id), 0.0, math.prod(output.shape))
+    like = replace(output, shape=shape, stride=stride)
+    return [zeros, w.strided_copy(op, w.at(output.id), like, start, w.at(g), w.value(g).stride)]
 
 
 def _select_backward(w: CallWriter, op: GraphOp) -> list[str]:
     g, sizes, dim, index = op.args
-    result, dim = w.graph.values[_result(op)], dim % len(sizes)
-    steps = tuple(step for at, step in enumerate(result.stride) if at != dim)
-    return _into_zeros(w, op, g, w.shape(g), steps, index % sizes[dim] * result.stride[dim])
+    output, dim = w.graph.values[output_of(op)], dim % len(sizes)
+    stride = output.stride[:dim] + output.stride[dim + 1 :]
+    return _into_zeros(w, op, g, w.shape(g), stride, index % sizes[dim] * output.stride[dim])
 
 
 def _slice_backward(w: CallWriter, op: GraphOp) -> list[str]:
     g, sizes, dim, start, _, step = op.args
-    result, dim = w.graph.values[_result(op)], dim % len(sizes)
+    output, dim = w.graph.values[output_of(op)], dim % len(sizes)
     start = min(start + sizes[dim] if start < 0 else start, sizes[dim])
-    steps = tuple(own * (step if at == dim else 1) for at, own in enumerate(result.stride))
-    return _into_zeros(w, op, g, w.shape(g), steps, start * result.stride[dim])
+    stride = tuple(size * (step if d == dim else 1) for d, size in enumerate(output.stride))
+    return _into_zeros(w, op, g, w.shape(g), stride, start * output.stride[dim])
 
 
-def _pad(w: CallWriter, op: GraphOp) -> list[str]:
+def _constant_pad(w: CallWriter, op: GraphOp) -> list[str]:
+    """Fill the output with a number and copy the input into it; negative padding cuts the input."""
     x, pads, value = op.args if len(op.args) == 3 else (*op.args, 0.0)
-    result, source = w.graph.values[_result(op)], w.value(x)
-    before = [0] * len(result.shape)
-    for at in range(len(pads) // 2):
-        before[-1 - at] = pads[2 * at]
-    first = [max(one, 0) for one in before]
-    begin = [max(-one, 0) for one in before]
-    shape = tuple(min(r - f, s - b) for r, f, s, b in zip(result.shape, first, source.shape, begin, strict=True))
-    start = sum(one * step for one, step in zip(first, result.stride, strict=True))
-    skip = sum(one * step for one, step in zip(begin, source.stride, strict=True))
-    filled = w.call(w.kernel("fill"), Ref(result.id), float(value), math.prod(result.shape))
+    output, source = w.graph.values[output_of(op)], w.value(x)
+    before = [0] * len(output.shape)
+    for k in range(len(pads) // 2):  # pads begin with the last dimension
+        before[-1 - k] = pads[2 * k]
+    to = [max(pad, 0) for pad in before]
+    cut = [max(-pad, 0) for pad in before]
+    shape = tuple(min(o - t, s - c) for o, t, s, c in zip(output.shape, to, source.shape, cut, strict=True))
+    start = sum(pad * step for pad, step in zip(to, output.stride, strict=True))
+    skip = sum(pad * step for pad, step in zip(cut, source.stride, strict=True))
+    fill = w.call(w.kernel("fill"), Ref(output.id), float(value), math.prod(output.shape))
     source_at = f"{w.at(x)} + {skip}" if skip else w.at(x)
-    return [filled, w.strided_copy(op, w.at(result.id), _part(result, shape), start, source_at, source.stride)]
+    like = replace(output, shape=shape)
+    return [fill, w.strided_copy(op, w.at(output.id), like, start, source_at, source.stride)]
 
 
 def _insert(w: CallWriter, op: GraphOp) -> list[str]:
-    before, part, low = op.args
-    made, given = w.graph.values[_result(op)], w.value(part)
-    plane = math.prod(made.shape[2:])
-    sizes = (math.prod(made.shape), low * plane, math.prod(given.shape))
-    return [w.call(w.kernel("insert"), Ref(made.id), before, part, *sizes)]
+    before, part, channel = op.args
+    output = w.graph.values[output_of(op)]
+    sizes = (math.prod(output.shape), channel * math.prod(output.shape[2:]), math.prod(w.shape(part)))
+    return [w.call(w.kernel("insert"), Ref(output.id), before, part, *sizes)]
 
 
 def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
@@ -345,8 +333,8 @@ def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
     (count, size), scales = w.shape(table), w.scales_of(table)
     sizes = (math.prod(w.shape(rows)), size, count)
     if scales is None:
-        return [w.call(w.kernel("embedding"), Ref(_result(op)), table, rows, *sizes)]
-    return [w.call(w.kernel("embedding_int8"), Ref(_result(op)), table, scales, rows, *sizes)]
+        return [w.call(w.kernel("embedding"), Ref(output_of(op)), table, rows, *sizes)]
+    return [w.call(w.kernel("embedding_int8"), Ref(output_of(op)), table, scales, rows, *sizes)]
 
 
 def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
@@ -354,7 +342,7 @@ def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     if by_frequency:
         raise refusal(op, " with scale_grad_by_freq", near="an embedding without")
     sizes = (math.prod(w.shape(rows)), w.shape(g)[-1], count, ignored)
-    return [w.call(w.kernel("embedding_gradient"), Ref(_result(op)), g, rows, *sizes)]
+    return [w.call(w.kernel("embedding_gradient"), Ref(output_of(op)), g, rows, *sizes)]
 
 
 # -- random masks
@@ -363,65 +351,65 @@ def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
 def _mask(w: CallWriter, op: GraphOp) -> list[str]:
     x, p = op.args
     count = math.prod(w.shape(x))
-    return [w.call(w.kernel("dropout_mask"), Ref(_result(op)), "&s->random", f"{threshold(p)}u", count)]
+    return [w.call(w.kernel("dropout_mask"), Ref(output_of(op)), "&s->random", f"{threshold(p)}u", count)]
 
 
 def threshold(p: float) -> int:
-    """Return the number below which a draw of 32 bits drops an element with probability p."""
+    """Return the number below which a random 32-bit integer drops an element, which happens with probability p."""
     return min(round(p * 2**32), 2**32 - 1)
 
 
 def _dropout(w: CallWriter, op: GraphOp) -> list[str]:
     x, mask, scale = op.args
-    made = Ref(_result(op))
-    return [w.call(w.kernel("dropout"), made, x, mask, float(scale), math.prod(w.shape(made)))]
+    output = Ref(output_of(op))
+    return [w.call(w.kernel("dropout"), output, x, mask, float(scale), math.prod(w.shape(output)))]
 
 
 def _fill(w: CallWriter, op: GraphOp) -> list[str]:
-    made = _result(op)
-    return [w.call(w.kernel("fill"), Ref(made), float(op.args[0]), math.prod(w.graph.values[made].shape))]
+    output = Ref(output_of(op))
+    return [w.call(w.kernel("fill"), output, float(op.args[0]), math.prod(w.shape(output)))]
 
 
 CALLS: Mapping[str, Emit] = {
     **PRODUCTS,
-    conv.GATHER: _gather,
-    conv.SCATTER: _scatter,
+    conv.GATHER: _convolution,
+    conv.SCATTER: _convolution,
     conv.WEIGHT_GRADIENT: _weight_gradient,
-    conv.CHANNEL_SUM: _channel_sum,
-    norm.BATCH_STATISTICS: _by_channel("batch_norm_statistics", results=2),
-    norm.BATCH_APPLY: _by_channel("batch_norm_apply"),
-    norm.BATCH_FIXED: _by_channel("batch_norm_fixed"),
-    norm.BATCH_SUMS: _sums,
-    norm.BATCH_INPUT: _by_channel("batch_norm_input_gradient"),
-    norm.BATCH_FIXED_INPUT: _by_channel("batch_norm_fixed_input_gradient"),
-    norm.ROW_STATISTICS: _plain("row_norm_statistics", results=2),
-    norm.ROW_APPLY: _plain("row_norm_apply"),
-    norm.ROW_SUMS: _plain("row_norm_sums", results=2),
-    norm.ROW_INPUT: _plain("row_norm_input_gradient"),
+    conv.CHANNEL_SUM: _direct("channel_sum", by_channel=True),
+    norm.BATCH_STATISTICS: _direct("batch_norm_statistics", outputs=2, by_channel=True),
+    norm.BATCH_APPLY: _direct("batch_norm_apply", by_channel=True),
+    norm.BATCH_FIXED: _direct("batch_norm_fixed", by_channel=True),
+    norm.BATCH_SUMS: _batch_norm_sums,
+    norm.BATCH_INPUT: _direct("batch_norm_input_gradient", by_channel=True),
+    norm.BATCH_FIXED_INPUT: _direct("batch_norm_fixed_input_gradient", by_channel=True),
+    norm.ROW_STATISTICS: _direct("row_norm_statistics", outputs=2),
+    norm.ROW_APPLY: _direct("row_norm_apply"),
+    norm.ROW_SUMS: _direct("row_norm_sums", outputs=2),
+    norm.ROW_INPUT: _direct("row_norm_input_gradient"),
     "aten.max_pool2d_with_indices.default": _max_pool,
     "aten.max_pool2d_with_indices_backward.default": _max_pool_gradient,
     "aten.avg_pool2d.default": _average_pool,
     "aten.avg_pool2d_backward.default": _average_pool,
-    "aten._adaptive_avg_pool2d.default": _adaptive,
-    "aten._adaptive_avg_pool2d_backward.default": _adaptive,
-    "aten.reflection_pad1d.default": _mirror,
-    "aten.reflection_pad1d_backward.default": _mirror,
-    "aten.reflection_pad2d.default": _mirror,
-    "aten.reflection_pad2d_backward.default": _mirror,
-    "aten.replication_pad1d.default": _mirror,
-    "aten.replication_pad1d_backward.default": _mirror,
-    "aten.replication_pad2d.default": _mirror,
-    "aten.replication_pad2d_backward.default": _mirror,
+    "aten._adaptive_avg_pool2d.default": _adaptive_average_pool,
+    "aten._adaptive_avg_pool2d_backward.default": _adaptive_average_pool,
+    "aten.reflection_pad1d.default": _mirror_pad,
+    "aten.reflection_pad1d_backward.default": _mirror_pad,
+    "aten.reflection_pad2d.default": _mirror_pad,
+    "aten.reflection_pad2d_backward.default": _mirror_pad,
+    "aten.replication_pad1d.default": _mirror_pad,
+    "aten.replication_pad1d_backward.default": _mirror_pad,
+    "aten.replication_pad2d.default": _mirror_pad,
+    "aten.replication_pad2d_backward.default": _mirror_pad,
     "aten._log_softmax.default": _softmax("log_softmax"),
     "aten._softmax.default": _softmax("softmax", 0),
     "aten._safe_softmax.default": _softmax("softmax", 1),
     "aten._log_softmax_backward_data.default": _softmax_gradient("log_softmax_gradient"),
     "aten._softmax_backward_data.default": _softmax_gradient("softmax_gradient"),
-    "aten.nll_loss_forward.default": _likelihood,
-    "aten.nll_loss2d_forward.default": _likelihood,
-    "aten.nll_loss_backward.default": _likelihood_gradient,
-    "aten.nll_loss2d_backward.default": _likelihood_gradient,
-    CROSS_ENTROPY: _likelihood_gradient,
+    "aten.nll_loss_forward.default": _negative_log_likelihood,
+    "aten.nll_loss2d_forward.default": _negative_log_likelihood,
+    "aten.nll_loss_backward.default": _negative_log_likelihood_gradient,
+    "aten.nll_loss2d_backward.default": _negative_log_likelihood_gradient,
+    CROSS_ENTROPY: _negative_log_likelihood_gradient,
     "aten.mse_loss.default": _mean_squares,
     "aten.mse_loss_backward.default": _mean_squares,
     "aten.sum.default": _sum,
@@ -431,7 +419,7 @@ CALLS: Mapping[str, Emit] = {
     "aten.cat.default": _cat,
     "aten.select_backward.default": _select_backward,
     "aten.slice_backward.default": _slice_backward,
-    "aten.constant_pad_nd.default": _pad,
+    "aten.constant_pad_nd.default": _constant_pad,
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_gradient,
     MASK: _mask,
@@ -439,4 +427,4 @@ CALLS: Mapping[str, Emit] = {
     FILL: _fill,
     INSERT: _insert,
 }
-"""What writes the call of each op."""
+"""For each op, the function that writes its call."""

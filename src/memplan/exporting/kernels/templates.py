@@ -1,4 +1,4 @@
-"""Read the C templates that are part of the package."""
+"""Read the C templates of the package."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "channel_sum": ("sum_of",),
     "row_norm_statistics": ("sum_of", "moment"),
 }
-"""Templates that another one reads."""
+"""By template: the templates that must come before it."""
 
 
 @cache
 def template(name: str) -> str:
-    """Return the text of a template."""
+    """Return the text of a template; a name without a suffix is a C file."""
     file = name if "." in name else f"{name}.c"
     return (files("memplan.exporting.kernels") / "templates" / file).read_text(encoding="utf-8")
 
 
 @cache
 def element_functions() -> dict[str, str]:
-    """Return the functions that compute one element, by name."""
+    """Return the C functions of templates/element_functions.c, by name."""
     text = template("element_functions").replace(" {\n", "\n{\n")
-    found = {}
+    functions = {}
     for part in text.split("\n\n"):
         match = re.match(r"static float (\w+)\(", part)
         if match:
-            found[match.group(1)] = part.strip() + "\n"
-    return found
+            functions[match.group(1)] = part.strip() + "\n"
+    return functions

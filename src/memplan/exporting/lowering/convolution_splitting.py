@@ -1,7 +1,7 @@
-"""Convolutions as two kernels that gather and scatter, and their derivatives one by one.
+"""Lower convolutions and their gradients to two kernels, one that gathers and one that scatters.
 
-The derivative of a convolution by its input scatters as a transposed convolution does, and that of a transposed one
-gathers as a convolution does; so that the same two kernels make forward and backward passes of both.
+The input gradient of a convolution scatters as a transposed convolution does, and that of a transposed convolution
+gathers as a convolution does: two kernels compute the forward and backward passes of both.
 """
 
 from __future__ import annotations
@@ -9,32 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memplan.exporting.lowering.device_graph import Lowering, refusal
+from memplan.exporting.lowering.device_graph import Lowering, output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref
 
 GATHER = "memplan.convolution_gather.default"
 SCATTER = "memplan.convolution_scatter.default"
 WEIGHT_GRADIENT = "memplan.convolution_weight_gradient.default"
 CHANNEL_SUM = "memplan.channel_sum.default"
-BEFORE = 7
-"""Position of what a gather or scatter adds its result to, among its arguments: it may be missing."""
-
-Pair = tuple[int, int]
+ADDEND = 7
+"""Position of the optional argument of a gather or scatter to which its result is added."""
 
 
 def convolution(low: Lowering, op: GraphOp) -> None:
     """Lower a convolution of one or two dimensions, or a transposed one."""
     x, weight, bias, stride, padding, dilation, transposed, _, groups = op.args
-    made = op.outputs[0]
-    assert made is not None, "somebody reads the result of a convolution"
+    output = output_of(op)
     _check(low, op, x)
     args = (low.dense(op, x), low.dense(op, weight), bias, *_geometry(stride, padding, dilation), groups)
-    low.change(made, stride=contiguous(low.values[made].shape))
-    low.call(op, SCATTER if transposed else GATHER, args, (made,))
+    low.change(output, stride=contiguous(low.values[output].shape))
+    low.call(op, SCATTER if transposed else GATHER, args, (output,))
 
 
 def convolution_backward(low: Lowering, op: GraphOp) -> None:
-    """Lower a part of a convolution's derivative."""
+    """Lower the gradients of a convolution that are read: of input, bias and weight."""
     g, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = op.args
     input_gradient, weight_gradient, bias_gradient = op.outputs
     g = low.dense(op, g)
@@ -57,14 +54,17 @@ def _check(low: Lowering, op: GraphOp, x: Ref) -> None:
         raise refusal(op, f" over {len(low.shape(x)) - 2} dimensions", near="convolutions over one or two dimensions")
 
 
-def _geometry(*given: Sequence[int]) -> tuple[Any, ...]:
-    """Return stride, padding and dilation as pairs: of one dimension, the first is 1, 0 and 1."""
-    neutral = (1, 0, 1)
-    return tuple((first, one[0]) if len(one) == 1 else tuple(one) for first, one in zip(neutral, given, strict=True))
+def _geometry(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> tuple[Any, ...]:
+    """Return stride, padding and dilation as pairs: a one-dimensional convolution is one over planes of height 1."""
+    of_height = (1, 0, 1)
+    return tuple(
+        (height, sizes[0]) if len(sizes) == 1 else tuple(sizes)
+        for height, sizes in zip(of_height, (stride, padding, dilation), strict=True)
+    )
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the steps of a tensor whose elements follow one another."""
+    """Return the strides of a contiguous tensor."""
     strides, step = list[int](), 1
     for size in reversed(shape):
         strides.append(step)

@@ -1,4 +1,4 @@
-"""The joint graph of a device: each op is one call of a C kernel, and the bytes are those that it takes there."""
+"""The graph of a device: every op is one call of a C kernel, and sizes are the bytes on the device."""
 
 from __future__ import annotations
 
@@ -18,37 +18,49 @@ from memplan.planning.graph.op_schema import is_contiguous, overload, short
 COPY = "aten.clone.default"
 FILL = "memplan.fill.default"
 INSERT = "memplan.insert_channels.default"
-"""A value with other channels from one on; those of nothing are 0."""
+"""Write channels into a copy of a value, or into zeros."""
 WORD = 4
-"""Bytes of a float, and to a multiple of which every buffer is rounded."""
+"""Bytes of a float; the size of every buffer is a multiple."""
 
 ZEROS = ("aten.new_zeros.default", "aten.zeros_like.default", "aten.new_ones.default", "aten.ones_like.default",
          "aten.new_full.default", "aten.full_like.default", "aten.new_empty_strided.default")  # fmt: skip
-"""Ops that read nothing of a tensor but its shape."""
+"""Ops that fill a tensor like another, of which they read the shape alone."""
 
 
 @dataclass(frozen=True)
 class DeviceGraph:
-    """A joint graph for a device, and what its values are there."""
+    """A joint graph for a device, and where its values lie."""
 
     graph: JointGraph
     constants: Mapping[int, np.ndarray]
-    """Values that are known when the code is written: they lie in flash."""
+    """Values that are known at export: they lie in flash."""
     offsets: Mapping[int, int]
-    """Elements from the beginning of the memory that a view looks into, where these are not 0."""
+    """Storage offset in elements of each view, where it is not 0."""
     fused: frozenset[int] = frozenset()
-    """Gradients that exist one element at a time: the kernel that computes an element applies it at once."""
+    """Gradients that are never stored: the kernel that computes an element applies it to the weight at once."""
     strided: frozenset[int] = frozenset()
-    """Parts of parameters that are not together in memory: their gradients can exist in no other way."""
+    """Parts of parameters that are not contiguous: their gradients have to be fused."""
 
 
 def words(size: int) -> int:
-    """Return bytes rounded up to whole words."""
+    """Round a number of bytes up to whole words."""
     return -(-size // WORD) * WORD
 
 
+def output_of(op: GraphOp) -> int:
+    """Return the first output of an op that has one."""
+    assert op.outputs[0] is not None, "somebody reads it"
+    return op.outputs[0]
+
+
 def refusal(op: GraphOp, why: str, near: str = "") -> RecordingError:
-    """Return the error of an op that no kernel computes."""
+    """Return the error to raise for an op that no kernel computes.
+
+    Args:
+        op: its layer and source line are in the message.
+        why: follows the op's name in the message.
+        near: what could be used instead.
+    """
     return RecordingError(
         f"{short(op.target)}{why}",
         expected="operations that memplan has C kernels for" + (f" (near: {near})" if near else ""),
@@ -59,12 +71,12 @@ def refusal(op: GraphOp, why: str, near: str = "") -> RecordingError:
 
 
 class Lowering(Rebuild):
-    """A graph for a device in the making: rules add its ops one by one."""
+    """Builds the graph of a device: a rule for each kind of op adds the kernel calls that replace it."""
 
     def __init__(self, graph: JointGraph, constants: Mapping[int, torch.Tensor]) -> None:
         super().__init__(graph)
         self.known: dict[int, torch.Tensor] = {}
-        """Values whose elements are known."""
+        """Values that are constant."""
         self.offsets: dict[int, int] = {}
         self.mutations = dict(graph.mutations)
         for value, tensor in constants.items():
@@ -73,11 +85,11 @@ class Lowering(Rebuild):
     # -- values
 
     def change(self, number: int, **changes: Any) -> None:
-        """Change what is known of a value."""
+        """Replace fields of a value."""
         self.values[number] = replace(self.values[number], **changes)
 
     def know(self, number: int, tensor: torch.Tensor) -> None:
-        """Take a value for a constant."""
+        """Make a value a constant."""
         self.known[number] = tensor.contiguous()
         stride = tuple(self.known[number].stride())
         self.change(number, kind="constant", base=number, bytes=0, op=None, stride=stride)
@@ -89,16 +101,16 @@ class Lowering(Rebuild):
     def buffer(
         self, name: str, like: Value, shape: Sequence[int], dtype: str = "float32", size: int | None = None
     ) -> int:
-        """Add a contiguous value with memory of its own; ``size``: its bytes, where these do not follow from that."""
+        """Add a contiguous value with its own memory: of `size` bytes, or as many as shape and dtype take."""
         stride = torch.empty(tuple(shape), device="meta").stride()
-        taken = words(math.prod(shape) * getattr(torch, dtype).itemsize if size is None else size)
+        size_bytes = words(math.prod(shape) * getattr(torch, dtype).itemsize if size is None else size)
         return self.value(
             name,
             like,
             shape=tuple(shape),
             stride=tuple(stride),
             dtype=dtype,
-            bytes=taken,
+            bytes=size_bytes,
             base=len(self.values),
             op=None,
         )
@@ -106,17 +118,17 @@ class Lowering(Rebuild):
     # -- ops
 
     def call(self, op: GraphOp, target: str, args: Sequence[Any], makes: Sequence[int | None], **changes: Any) -> None:
-        """Add a call of a kernel in the place of an op."""
+        """Add the call of a kernel that replaces an op or a part of it; `changes` are other fields of the new op."""
         owned = tuple(value for value in makes if value is not None and self.values[value].base == value)
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "target": target, "args": tuple(args), "kwargs": {}, "outputs": tuple(makes), "makes": owned,
             "multiple": len(makes) > 1, "discarded": 0, "scratch": 0, "scratch_into": None, "overwrites": (),
             "gradient_of": None, "again": None, "random": False, "holds": (),
         }  # fmt: skip
-        self.add(op, **{**given, **changes})
+        self.add(op, **{**fields, **changes})
 
     def alias(self, op: GraphOp, value: int, of: Ref) -> None:
-        """Let a value look into another one instead of being computed: all of it, in the same order."""
+        """Make a value a view of all of `of`, with the same strides."""
         source = self.values[of.value]
         self.change(value, base=source.base, bytes=0)
         if source.id in self.offsets:
@@ -124,46 +136,44 @@ class Lowering(Rebuild):
         self.call(op, "aten.alias.default", (of,), (value,))
 
     def dense(self, op: GraphOp, ref: Ref) -> Ref:
-        """Return the argument, or a copy of it where its elements do not follow one another."""
-        found = self.values[ref.value]
-        if is_contiguous(found):
+        """Return an argument as it is if contiguous, else a contiguous copy."""
+        value = self.values[ref.value]
+        if is_contiguous(value):
             return ref
-        number = self.buffer(f"{found.name}_dense", found, found.shape, found.dtype)
+        number = self.buffer(f"{value.name}_dense", value, value.shape, value.dtype)
         self.call(op, COPY, (ref,), (number,), once=False)
         return Ref(number)
 
     def over(self, number: int, *operands: Any) -> tuple[int, ...]:
-        """Return the bases among operands whose memory a result can take over, element by element."""
-        wanted, found = self.values[number], list[int]()
-        for operand in operands:
-            if not isinstance(operand, Ref):
-                continue
-            given = self.values[operand.value]
-            base = self.values[given.base]
-            same = given.stride == wanted.stride and given.shape == wanted.shape
-            whole = base.bytes == wanted.bytes > 0 and (given.dtype, base.dtype) == (wanted.dtype, wanted.dtype)
-            if same and whole and not self.offsets.get(operand.value) and is_contiguous(given):
-                found.append(base.id)
-        others = [self.values[one.value] for one in operands if isinstance(one, Ref)]
-        alone = [b for b in found if all(one.stride == wanted.stride for one in others if one.base == b)]
-        return tuple(dict.fromkeys(alone))
+        """Return the storages of operands that an elementwise op can write its result `number` to."""
+        result = self.values[number]
+        values = [self.values[operand.value] for operand in operands if isinstance(operand, Ref)]
+        reusable = list[int]()
+        for value in values:
+            base = self.values[value.base]
+            same = value.stride == result.stride and value.shape == result.shape
+            whole = base.bytes == result.bytes > 0 and (value.dtype, base.dtype) == (result.dtype, result.dtype)
+            if same and whole and not self.offsets.get(value.id) and is_contiguous(value):
+                reusable.append(base.id)
+        # Another operand that views the storage with other strides would read elements that are overwritten.
+        safe = [base for base in reusable if all(v.stride == result.stride for v in values if v.base == base)]
+        return tuple(dict.fromkeys(safe))
 
     # -- views and constants
 
     def view(self, op: GraphOp) -> None:
-        """Add an op that only looks into memory, and note where its results begin."""
+        """Add a view op; strides and storage offsets of its outputs come from running it on meta tensors."""
 
         def meta(value: int) -> torch.Tensor:
-            found = self.values[value]
-            reach = self.offsets.get(value, 0)
-            whole = torch.empty(1 << 40, dtype=getattr(torch, found.dtype), device="meta")
-            return whole.as_strided(found.shape, found.stride, reach)
+            of = self.values[value]
+            storage = torch.empty(1 << 40, dtype=getattr(torch, of.dtype), device="meta")
+            return storage.as_strided(of.shape, of.stride, self.offsets.get(value, 0))
 
         args, kwargs = map_refs(op.args, meta), map_refs(op.kwargs, meta)
-        made = overload(op.target)(*args, **kwargs)
-        made = made if isinstance(made, (tuple, list)) else (made,)
+        results = overload(op.target)(*args, **kwargs)
+        results = results if isinstance(results, (tuple, list)) else (results,)
         base = self.values[next(refs((op.args, op.kwargs)))].base
-        for number, tensor in zip(op.outputs, made, strict=True):
+        for number, tensor in zip(op.outputs, results, strict=True):
             if number is not None:
                 self.change(number, base=base, bytes=0, stride=tuple(tensor.stride()))
                 if tensor.storage_offset():
@@ -171,7 +181,7 @@ class Lowering(Rebuild):
         self.call(op, op.target, op.args, op.outputs, kwargs=op.kwargs)
 
     def folded(self, op: GraphOp) -> bool:
-        """Compute an op now whose operands are all known; return whether it was."""
+        """Compute an op whose operands are all constants at export; return whether it was."""
         if (
             op.random
             or op.once
@@ -180,8 +190,8 @@ class Lowering(Rebuild):
         ):
             return False
         args, kwargs = map_refs(op.args, self.known.__getitem__), map_refs(op.kwargs, self.known.__getitem__)
-        made = overload(op.target)(*args, **kwargs)
-        for number, tensor in zip(op.outputs, made if op.multiple else (made,), strict=True):
+        results = overload(op.target)(*args, **kwargs)
+        for number, tensor in zip(op.outputs, results if op.multiple else (results,), strict=True):
             if number is not None:
                 self.know(number, tensor)
         return True

@@ -1,4 +1,4 @@
-"""Ops of the backward pass as late as they are worth: where a result waits longer than what it is made of would."""
+"""Delay ops of the backward pass whose results take more memory than their operands until the results are read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
 
 
-def made_late(graph: JointGraph) -> JointGraph:
-    """Move each op of the backward pass to just before its results are read, where its operands take fewer bytes.
+def with_delayed_ops(graph: JointGraph) -> JointGraph:
+    """Move each op of the backward pass to just before its results are read, if its operands take fewer bytes.
 
-    A shortcut's gradient, for example, is not needed before that of the long way is there.
+    The gradient of a residual connection, for example, is not read before that of the other branch is computed.
     """
-    given = {graph.base(gradient) for _, gradient in graph.gradients}
+    gradients = {graph.base(gradient) for _, gradient in graph.gradients}
     order = list(graph.ops)
     for op in reversed(graph.backward_ops):
-        if op.random or op.once or given.intersection(op.makes):
+        if op.random or op.once or gradients.intersection(op.makes):
             continue
         at = next(position for position, other in enumerate(order) if other.index == op.index)
         until = next((p for p in range(at + 1, len(order)) if _needs(order[p], op)), at + 1)
-        if until > at + 1 and _longer(graph, order, at, until) < sum(graph.values[one].bytes for one in op.makes):
+        if until > at + 1 and _kept_alive(graph, order, at, until) < sum(graph.values[v].bytes for v in op.makes):
             order.insert(until - 1, order.pop(at))
     rebuild = Rebuild(graph)
     for op in order:
@@ -29,11 +29,11 @@ def made_late(graph: JointGraph) -> JointGraph:
 
 
 def _needs(other: GraphOp, op: GraphOp) -> bool:
-    return any(made in other.reads for made in op.makes) or any(one in other.outputs for one in op.makes)
+    return any(value in other.reads or value in other.outputs for value in op.makes)
 
 
-def _longer(graph: JointGraph, order: Sequence[GraphOp], at: int, until: int) -> int:
-    """Return the bytes of what would wait for an op, if it came as late as that."""
+def _kept_alive(graph: JointGraph, order: Sequence[GraphOp], at: int, until: int) -> int:
+    """Return the bytes of operands that would live longer if op `at` moved to just before op `until`."""
     later = {base for other in order[until:] for base in other.reads}
     waiting = [graph.values[base] for base in order[at].reads if base not in later]
-    return sum(one.bytes for one in waiting if one.kind not in RESIDENT)
+    return sum(value.bytes for value in waiting if value.kind not in RESIDENT)

@@ -1,17 +1,18 @@
-"""Norms as small statistics and an elementwise part, which can be made again, or lie over what it reads.
+"""Split norms into a kernel for the statistics and an elementwise one, which can be recomputed or run in place.
 
-Of a batch norm in training the statistics kernel also updates the running ones, once a step. A norm over groups of
-channels and one over the last dimensions are the same kernel: rows of so many elements, each with a mean and a
-deviation, and a weight for every so many elements of a row.
+The statistics kernel of a batch norm in training also updates the running statistics, once a step. Group norm and layer
+norm share their kernels: each row of elements has a mean and a deviation, and a fixed number of successive elements of
+a row share a weight.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from memplan.exporting.lowering.device_graph import Lowering, refusal
-from memplan.planning.graph.joint_graph import GraphOp, Ref
+from memplan.exporting.lowering.device_graph import Lowering, output_of
+from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 
 BATCH_STATISTICS = "memplan.batch_norm_statistics.default"
 BATCH_APPLY = "memplan.batch_norm_apply.default"
@@ -26,53 +27,49 @@ ROW_INPUT = "memplan.row_norm_input_gradient.default"
 
 
 def batch_norm(low: Lowering, op: GraphOp) -> None:
-    """Split a batch norm that updates its running statistics, or takes those of the batch alone."""
+    """Split a batch norm, with running statistics or without."""
     x, weight, bias = low.dense(op, op.args[0]), op.args[1], op.args[2]
     running: tuple[Any, Any]
     if op.target.endswith("no_stats"):
         running, (training, momentum, eps) = (None, None), op.args[3:6]
     else:
         running, (training, momentum, eps) = op.args[3:5], op.args[5:8]
-    made = op.outputs[0]
-    assert made is not None, "somebody reads the result of a norm"
     if not training:
         fixed_batch_norm(low, op, eps)
         return
-    like, channels = low.values[made], low.values[x.value].shape[1]
-    mean, deviation = (one if one is not None else low.buffer(f"{like.name}_{name}", like, (channels,))
-                       for one, name in zip(op.outputs[1:3], ("mean", "deviation"), strict=True))  # fmt: skip
+    output = output_of(op)
+    like, channels = low.values[output], low.values[x.value].shape[1]
+    mean, deviation = _or_buffers(low, op.outputs[1:3], ("mean", "deviation"), like, (channels,))
     for target, source in list(low.mutations.items()):
         if source in op.outputs[3:]:
             del low.mutations[target]
     low.call(op, BATCH_STATISTICS, (x, *running, momentum, eps), (mean, deviation), once=True)
     args = (x, weight, bias, Ref(mean), Ref(deviation))
-    low.call(op, BATCH_APPLY, args, (made,), overwrites=low.over(made, x), once=False)
+    low.call(op, BATCH_APPLY, args, (output,), overwrites=low.over(output, x), once=False)
 
 
 def fixed_batch_norm(low: Lowering, op: GraphOp, eps: float | None = None) -> None:
-    """Lower a batch norm by its running statistics."""
-    made = op.outputs[0]
-    assert made is not None, "somebody reads the result of a norm"
-    x = low.dense(op, op.args[0])
+    """Lower a batch norm in evaluation mode, which normalizes by its running statistics."""
+    output, x = output_of(op), low.dense(op, op.args[0])
     args = (x, *op.args[1:5], op.args[-1] if eps is None else eps)
-    low.call(op, BATCH_FIXED, args, (made,), overwrites=low.over(made, x), once=False)
+    low.call(op, BATCH_FIXED, args, (output,), overwrites=low.over(output, x), once=False)
 
 
 def batch_norm_backward(low: Lowering, op: GraphOp) -> None:
-    """Split the derivative of a batch norm: the sums, which are the weight's and the bias's, then the input's."""
+    """Split the gradients of a batch norm: the sums, which are those of weight and bias, then that of the input."""
     g, x, weight, mean, variance, saved_mean, saved_deviation, training, eps, _ = op.args
     g, x = low.dense(op, g), low.dense(op, x)
     like, channels = low.values[x.value], (low.values[x.value].shape[1],)
     input_gradient, weight_sum, bias_sum = op.outputs
     if not training:
         if weight_sum is not None or bias_sum is not None:
-            sums = _made(low, like, channels, weight_sum, bias_sum)
+            sums = _or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
             low.call(op, BATCH_SUMS, (g, x, mean, variance, eps), sums)
         if input_gradient is not None:
             args = (g, weight, variance, eps)
             low.call(op, BATCH_FIXED_INPUT, args, (input_gradient,), overwrites=low.over(input_gradient, g))
         return
-    sums = _made(low, like, channels, weight_sum, bias_sum)
+    sums = _or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
     low.call(op, BATCH_SUMS, (g, x, saved_mean, saved_deviation, None), sums)
     if input_gradient is not None:
         args = (g, x, weight, saved_mean, saved_deviation, Ref(sums[0]), Ref(sums[1]))
@@ -86,7 +83,7 @@ def layer_norm(low: Lowering, op: GraphOp) -> None:
 
 
 def layer_norm_backward(low: Lowering, op: GraphOp) -> None:
-    """Split the derivative of a norm over the last dimensions."""
+    """Split the gradients of a norm over the last dimensions."""
     g, x, shape, mean, deviation, weight, _, _ = op.args
     _row_norm_backward(low, op, (g, x, mean, deviation, weight), _layer_rows(low, x, shape))
 
@@ -99,14 +96,14 @@ def group_norm(low: Lowering, op: GraphOp) -> None:
 
 
 def group_norm_backward(low: Lowering, op: GraphOp) -> None:
-    """Split the derivative of a norm over groups of channels."""
+    """Split the gradients of a norm over groups of channels."""
     g, x, mean, deviation, weight, n, channels, inner, groups, _ = op.args
     rows = (n * groups, channels // groups * inner, inner, channels)
     _row_norm_backward(low, op, (g, x, mean, deviation, weight), rows)
 
 
 _Rows = tuple[int, int, int, int]
-"""Rows, elements of a row, elements that share a weight, weights."""
+"""Number of rows, elements of a row, successive elements that share a weight, weights."""
 
 
 def _layer_rows(low: Lowering, x: Ref, shape: Any) -> _Rows:
@@ -115,35 +112,31 @@ def _layer_rows(low: Lowering, x: Ref, shape: Any) -> _Rows:
 
 
 def _row_norm(low: Lowering, op: GraphOp, x: Ref, weight: Any, bias: Any, eps: float, rows: _Rows) -> None:
-    made = op.outputs[0]
-    assert made is not None, "somebody reads the result of a norm"
-    x, like = low.dense(op, x), low.values[made]
-    mean, deviation = (one if one is not None else low.buffer(f"{like.name}_{name}", like, (rows[0],))
-                       for one, name in zip(op.outputs[1:3], ("mean", "deviation"), strict=True))  # fmt: skip
+    output, x = output_of(op), low.dense(op, x)
+    mean, deviation = _or_buffers(low, op.outputs[1:3], ("mean", "deviation"), low.values[output], (rows[0],))
     low.call(op, ROW_STATISTICS, (x, eps, *rows[:2]), (mean, deviation))
     args = (x, weight, bias, Ref(mean), Ref(deviation), *rows)
-    low.call(op, ROW_APPLY, args, (made,), overwrites=low.over(made, x))
+    low.call(op, ROW_APPLY, args, (output,), overwrites=low.over(output, x))
 
 
-def _row_norm_backward(low: Lowering, op: GraphOp, given: tuple[Ref, Ref, Ref, Ref, Any], rows: _Rows) -> None:
-    g, x, mean, deviation, weight = given
+def _row_norm_backward(low: Lowering, op: GraphOp, operands: tuple[Ref, Ref, Ref, Ref, Any], rows: _Rows) -> None:
+    g, x, mean, deviation, weight = operands
     g, x = low.dense(op, g), low.dense(op, x)
     input_gradient, weight_sum, bias_sum = op.outputs
     if weight_sum is not None or bias_sum is not None:
-        sums = _made(low, low.values[x.value], (rows[3],), weight_sum, bias_sum)
+        sums = _or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), low.values[x.value], (rows[3],))
         low.call(op, ROW_SUMS, (g, x, mean, deviation, *rows), sums)
     if input_gradient is not None:
         args = (g, x, weight, mean, deviation, *rows)
         low.call(op, ROW_INPUT, args, (input_gradient,), overwrites=low.over(input_gradient, g, x))
 
 
-def _made(low: Lowering, like: Any, shape: tuple[int, ...], *wanted: int | None) -> tuple[int, int]:
-    """Return the sums of a norm's derivative: those that are read, and buffers for the others."""
-    weight, bias = (low.buffer(f"{like.name}_sum", like, shape) if one is None else one for one in wanted)
-    return weight, bias
-
-
-def refuse_dims(op: GraphOp, dims: int, most: int) -> None:
-    """Raise RecordingError for more dimensions than kernels have loops."""
-    if dims > most:
-        raise refusal(op, f" over {dims} dimensions", near=f"the same over {most} dimensions")
+def _or_buffers(
+    low: Lowering, outputs: Sequence[int | None], names: tuple[str, str], like: Value, shape: tuple[int, ...]
+) -> tuple[int, int]:
+    """Return two outputs of an op, with a new buffer in place of each that nothing reads: kernels write both."""
+    first, second = (
+        low.buffer(f"{like.name}_{name}", like, shape) if output is None else output
+        for output, name in zip(outputs, names, strict=True)
+    )
+    return first, second

@@ -1,4 +1,4 @@
-"""Write what goes with NAME.c: header, weights, test, Makefile, README, and the list of tensors."""
+"""Write the files that accompany NAME.c: header, test, Makefile, README and list of tensors."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from memplan.exporting.source.stored_weights import lines_of
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run of PyTorch that the test repeats."""
+    """Inputs and results of a run of PyTorch that the C test repeats."""
 
     inputs: Mapping[str, np.ndarray]
-    """By the C argument: in step k, each is taken rolled by ``roll * k`` elements."""
+    """By C argument. Step k gets each flattened input rolled by ``roll * k`` elements."""
     roll: int
     losses: Sequence[float]
     loss_bounds: Sequence[float]
     output: np.ndarray
-    """Of `infer` after the last step."""
+    """Output of `infer` after the last step."""
     output_bound: float
     weights: np.ndarray
-    """All that a weights file holds, after the last step."""
+    """Weights and statistics after the last step, as `get_weights` writes them."""
     weight_bounds: np.ndarray
 
 
 def header_text(layout: StepLayout) -> str:
-    """Return NAME.h."""
+    """Return the text of NAME.h."""
     name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
     trained, statistics = memory.floats("trained"), memory.floats("statistics")
     corrections = 2 * len(rules.groups) if rules.squares else 0
@@ -48,8 +48,6 @@ def header_text(layout: StepLayout) -> str:
         "    uint32_t step, random;",
         f"    float arena[{upper}_ARENA_BYTES / 4];",
     ]
-    step = ", ".join(_declared(layout.step.device.graph.values[v].dtype, n) for v, n in layout.step.inputs.items())
-    infer = ", ".join(_declared(layout.infer.device.graph.values[v].dtype, n) for v, n in layout.infer.inputs.items())
     lines = [
         f"/* {name}: a training step in {layout.state + layout.arena} bytes of RAM, written by memplan. */",
         f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stdint.h>", "",
@@ -60,8 +58,8 @@ def header_text(layout: StepLayout) -> str:
         "typedef struct {", *members, f"}} {name}_state;", "",
         *_init_declared(layout),
         f"void {name}_seed({name}_state *s, uint32_t seed);",
-        f"float {name}_step({name}_state *s, {step});    /* returns the loss */",
-        f"void {name}_infer({name}_state *s, {infer}, float *output);",
+        f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
+        f"void {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
         f"void {name}_get_weights(const {name}_state *s, float *weights);",
         f"void {name}_set_weights({name}_state *s, const float *weights);", "", "#endif",
     ]  # fmt: skip
@@ -69,7 +67,7 @@ def header_text(layout: StepLayout) -> str:
 
 
 def _init_declared(layout: StepLayout) -> list[str]:
-    """Return the header's lines on what starts a device."""
+    """Return the declaration of `init`, with the size of the weights file that it takes."""
     name = layout.name
     if not layout.weights_file:
         return [f"void {name}_init({name}_state *s);"]
@@ -81,7 +79,7 @@ def _init_declared(layout: StepLayout) -> list[str]:
 
 
 def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
-    """Return test_NAME.c: the recorded steps again, beside what PyTorch computed."""
+    """Return the text of test_NAME.c, which repeats the recorded steps and compares the results with PyTorch's."""
     graph, arrays, rolls = layout.step.device.graph, list[str](), list[str]()
     for value, argument in layout.step.inputs.items():
         kind = "int32_t" if graph.values[value].dtype == "int32" else "float"
@@ -90,8 +88,7 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
                    f"static {kind} {argument}[{array.size}];"]  # fmt: skip
         rolls += [f"for (int i = 0; i < {array.size}; i++)",
                   f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {array.size}];"]  # fmt: skip
-    text = template("test_program")
-    filled = {
+    replacements = {
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
         "STEPS": str(len(recorded.losses)),
@@ -105,27 +102,32 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "OUTPUT_BOUND": number(recorded.output_bound),
         "CHECKED": str(min(4, recorded.output.size)),
         "SAMPLES": _samples(recorded),
-        **_reading(layout),
+        **_weights_file_code(layout),
     }
-    for mark, value in filled.items():
+    return _filled("test_program", replacements)
+
+
+def _filled(name: str, replacements: Mapping[str, str]) -> str:
+    """Return the text of a template with each @MARK@ replaced."""
+    text = template(name)
+    for mark, value in replacements.items():
         text = text.replace(f"@{mark}@", value)
     return text
 
 
-def _reading(layout: StepLayout) -> dict[str, str]:
-    """Return what the test needs of a weights file: the part that reads it, its call, and the argument of `init`."""
+def _weights_file_code(layout: StepLayout) -> dict[str, str]:
+    """Return the C code with which the test reads a weights file and passes it to `init`; empty without such a file."""
     if not layout.weights_file:
         return {"READ_FLASH": "", "IF_UNREAD": "", "FLASH": ""}
-    name, upper = layout.name, layout.name.upper()
     return {
-        "READ_FLASH": template("test_flash").replace("@NAME@", name).replace("@UPPER@", upper),
+        "READ_FLASH": _filled("test_flash", {"NAME": layout.name, "UPPER": layout.name.upper()}),
         "IF_UNREAD": template("test_flash_call"),
         "FLASH": ", flash",
     }
 
 
 def _samples(recorded: Recorded) -> str:
-    """Return weights evenly spread over all of them: which, its value, its bound."""
+    """Return C for 32 evenly spaced weights: index, value and error bound of each."""
     count = recorded.weights.size
     chosen = sorted({k * max(count - 1, 0) // 31 for k in range(32)})
     return ",\n    ".join(
@@ -134,15 +136,15 @@ def _samples(recorded: Recorded) -> str:
 
 
 def makefile_text(layout: StepLayout) -> str:
-    """Return the Makefile."""
+    """Return the text of the Makefile."""
     weights = "" if layout.weights_file else f" {layout.name}_weights.h"
-    return template("Makefile.txt").replace("@NAME@", layout.name).replace("@WEIGHTS@", weights)
+    return _filled("Makefile.txt", {"NAME": layout.name, "WEIGHTS": weights})
 
 
 def readme_text(layout: StepLayout, verified: str) -> str:
-    """Return the README of ten lines."""
-    text = template("README.txt").replace("@VERIFIED@", verified)
-    changes = {
+    """Return the text of the README, with the verdict of verification."""
+    replacements = {
+        "VERIFIED": verified,
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
         "STATE": str(layout.state),
@@ -150,16 +152,10 @@ def readme_text(layout: StepLayout, verified: str) -> str:
         "INIT": f"init(&state, {layout.name}_bin);  " if layout.weights_file else "init(&state);        ",
         "FROM": f"{layout.memory.flash} bytes of {layout.name}.bin" if layout.weights_file else "flash",
     }
-    for mark, value in changes.items():
-        text = text.replace(f"@{mark}@", value)
-    return text
+    return _filled("README.txt", replacements)
 
 
 def tensors_text(layout: StepLayout) -> str:
-    """Return NAME.json: the tensors that a weights file holds, in order."""
-    tensors = [{"name": one.path, "shape": list(one.shape)} for one in layout.memory.weights]
+    """Return the text of NAME.json, which lists the tensors that `get_weights` writes, in order."""
+    tensors = [{"name": tensor.path, "shape": list(tensor.shape)} for tensor in layout.memory.weights]
     return json.dumps({"export": layout.name, "tensors": tensors}, indent=1) + "\n"
-
-
-def _declared(dtype: str, name: str) -> str:
-    return f"const {'int32_t' if dtype == 'int32' else 'float'} *{name}"

@@ -1,4 +1,4 @@
-"""Write NAME.c: the kernels that are needed, and the functions that call them in the schedule's order."""
+"""Write NAME.c: the kernels, and the functions that call them in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 
 from memplan.exporting.c_text import comment
-from memplan.exporting.kernels.call_writer import CallWriter, number
+from memplan.exporting.kernels.call_writer import CallWriter, number, with_macros
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.kernels.templates import template
-from memplan.exporting.source.step_layout import Held, Pass, StepLayout
+from memplan.exporting.lowering.device_graph import output_of
+from memplan.exporting.source.step_layout import Pass, StepLayout
 from memplan.exporting.source.stored_weights import pointers
 from memplan.planning.graph.joint_graph import Ref, Value
 from memplan.planning.graph.op_schema import arguments_of, is_contiguous, short
@@ -27,19 +28,23 @@ def program_text(layout: StepLayout) -> str:
 
 
 class _ProgramWriter:
-    """Writes both functions with the same kernels and tables."""
+    """Writes the step and `infer`, which share kernels, tables and constants."""
 
     def __init__(self, layout: StepLayout) -> None:
         self.layout, self.name = layout, layout.name
-        self.held: dict[str, str] = {}
-        memory = layout.memory
-        for kind, tensors in (("s->weights", memory.trained), ("s->statistics", memory.statistics)):
-            self.held |= {one.path: _plus(kind, one.offset) for one in tensors}
         self.flash = pointers(layout)
-        self.held |= {one.path: _plus(self.flash["frozen"], one.offset) for one in memory.frozen}
-        self.held |= {one.path: _plus(self.flash["int8"], one.offset) for one in memory.int8}
-        self.scales = {one.path: _plus(self.flash["scales"], one.offset) for one in memory.scales}
-        self.offset_of = {one.path: one.offset for one in memory.trained}
+        memory = layout.memory
+        self.weights = {
+            tensor.path: _plus(start, tensor.offset)
+            for start, tensors in (
+                ("s->weights", memory.trained), ("s->statistics", memory.statistics),
+                (self.flash["frozen"], memory.frozen), (self.flash["int8"], memory.int8),
+            )
+            for tensor in tensors
+        }  # fmt: skip
+        """C for a pointer to each parameter and buffer, by name."""
+        self.scales = {tensor.path: _plus(self.flash["scales"], tensor.offset) for tensor in memory.scales}
+        self.offset_of = {tensor.path: tensor.offset for tensor in memory.trained}
         self.constants: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
         self.tables: dict[str, str] = {}
@@ -47,61 +52,56 @@ class _ProgramWriter:
     # -- functions
 
     def step(self) -> str:
-        """Return the function that runs a step."""
-        of = self.layout.step
-        arguments = ", ".join(
-            f"const {_c_type(of.device.graph.values[value].dtype)} *{name}" for value, name in of.inputs.items()
-        )
-        lines = ["s->step++;", *self._corrections(), *self._body(of)]
-        loss = self._place(of, len(of.lifetimes.placed) - 1, of.schedule.graph.outputs[0])
+        """Return the C function of a training step, which returns the loss."""
+        run = self.layout.step
+        lines = ["s->step++;", *self._corrections(), *self._body(run)]
+        loss = self._pointer(run, len(run.lifetimes.placed) - 1, run.schedule.graph.outputs[0])
         lines.append(f"return ({loss})[0];")
-        return f"float {self.name}_step({self.name}_state *s, {arguments})\n{{\n" + _indented(lines) + "}"
+        return f"float {self.name}_step({self.name}_state *s, {run.parameters})\n{{\n" + _indented(lines) + "}"
 
     def infer(self) -> str:
-        """Return the function that runs the model alone."""
-        of = self.layout.infer
-        arguments = ", ".join(
-            f"const {_c_type(of.device.graph.values[value].dtype)} *{name}" for value, name in of.inputs.items()
-        )
-        lines = self._body(of)
-        result = of.schedule.graph.values[of.schedule.graph.outputs[0]]
+        """Return the C function of the model in evaluation mode, which copies its output to the caller's memory."""
+        run = self.layout.infer
+        lines = self._body(run)
+        result = run.schedule.graph.values[run.schedule.graph.outputs[0]]
         assert is_contiguous(result), "the lowering made it so"
-        source = self._place(of, len(of.lifetimes.placed) - 1, result.id)
+        source = self._pointer(run, len(run.lifetimes.placed) - 1, result.id)
         lines += [f"for (int k = 0; k < {math.prod(result.shape)}; k++)", f"{INDENT}output[k] = ({source})[k];"]
-        return (
-            f"void {self.name}_infer({self.name}_state *s, {arguments}, float *output)\n{{\n" + _indented(lines) + "}"
-        )
+        head = f"void {self.name}_infer({self.name}_state *s, {run.parameters}, float *output)"
+        return f"{head}\n{{\n" + _indented(lines) + "}"
 
     def _corrections(self) -> list[str]:
+        """Return the lines that update Adam's bias corrections."""
         lines = []
         for at, group in enumerate(self.layout.rules.groups):
             for position, logarithm in enumerate(group.logarithms):
                 lines.append(f"s->correction[{2 * at + position}] = -expm1f((float)s->step * {number(logarithm)});")
         return lines
 
-    def _body(self, of: Pass) -> list[str]:
-        scales = {value.id: _plus(self.scales[value.path], of.device.offsets.get(value.id, 0) // value.stride[0])
-                  for value in of.schedule.graph.values
-                  if value.kind == "parameter" and value.path in self.scales}  # fmt: skip
-        writer = CallWriter(of.schedule.graph, lambda value: "", self._emits(of), self.kernels, self.tables, scales)
-        lines, before = list[str](), ""
-        for at, action in enumerate((*of.schedule.forward, *of.schedule.backward)):
-            writer.place = lambda value, at=at: self._place(of, at, value)
-            calls = self._calls(of, writer, action)
-            said = _said(of, action) if calls else ""
-            if said and said != before:
-                lines.append(comment(said))
-                before = said
+    def _body(self, run: Pass) -> list[str]:
+        """Return the statements of a pass, with a comment where layer, source line or op change."""
+        graph = run.schedule.graph
+        scales = {value.id: _plus(self.scales[value.path], run.device.offsets.get(value.id, 0) // value.stride[0])
+                  for value in graph.values if value.kind == "parameter" and value.path in self.scales}  # fmt: skip
+        writer = CallWriter(graph, lambda value: "", self._fused_updates(run), self.kernels, self.tables, scales)
+        lines, last_label = list[str](), ""
+        for at, action in enumerate((*run.schedule.forward, *run.schedule.backward)):
+            writer.place = lambda value, at=at: self._pointer(run, at, value)
+            calls = self._calls(run, writer, action)
+            label = _label(run, action) if calls else last_label
+            if label != last_label:
+                lines.append(comment(label))
+                last_label = label
             lines += calls
         return lines
 
     # -- actions
 
-    def _calls(self, of: Pass, writer: CallWriter, action: Action) -> list[str]:
-        graph = of.schedule.graph
+    def _calls(self, run: Pass, writer: CallWriter, action: Action) -> list[str]:
+        graph = run.schedule.graph
         if action.kind == "run":
             op = action.called(graph)
-            return calls_of(writer, op) if action.form is None else self._from_bits(of, writer, action)
+            return calls_of(writer, op) if action.form is None else self._from_bits(run, writer, action)
         if action.kind == "store":
             form = graph.form[action.form or 0]
             count = math.prod(graph.values[form.value].shape)
@@ -114,89 +114,91 @@ class _ProgramWriter:
             to, source = writer.place(action.value), writer.place(action.source)
             return [f"for (int k = 0; k < {count}; k++)", f"{INDENT}({to})[k] = ({source})[k];"]
         if action.kind == "give":
-            return self._update(of, writer, action)
+            return self._update(run, writer, action)
         assert action.kind == "receive", f"{action.kind} is for larger machines"
         return []
 
-    def _from_bits(self, of: Pass, writer: CallWriter, action: Action) -> list[str]:
-        graph = of.schedule.graph
+    def _from_bits(self, run: Pass, writer: CallWriter, action: Action) -> list[str]:
+        """Return the call of a backward op that reads signs saved as bits in place of its operand."""
+        graph = run.schedule.graph
         op, form = action.called(graph), graph.form[action.form or 0]
-        given = arguments_of(op.target, op.args, op.kwargs)
-        slope = float(given.get("negative_slope", 0.0))
-        beside, made = given[DIRECT[op.target].same], op.outputs[0]
-        assert made is not None, "somebody reads it"
-        count = math.prod(graph.values[made].shape)
+        arguments = arguments_of(op.target, op.args, op.kwargs)
+        slope = float(arguments.get("negative_slope", 0.0))
+        gradient, output = arguments[DIRECT[op.target].same], output_of(op)
+        count = math.prod(graph.values[output].shape)
         kernel = writer.kernel("scaled_by_bits")
-        return [writer.call(kernel, Ref(made), beside, Ref(form.kept), slope, count)]
+        return [writer.call(kernel, Ref(output), gradient, Ref(form.kept), slope, count)]
 
-    def _update(self, of: Pass, writer: CallWriter, action: Action) -> list[str]:
-        graph = of.schedule.graph
+    def _update(self, run: Pass, writer: CallWriter, action: Action) -> list[str]:
+        """Return the update of a parameter; none where it is fused into the gradient's kernel."""
+        graph = run.schedule.graph
         assert action.value is not None, "what is given is the gradient of something"
         assert action.source is not None, "and is there"
         value = graph.values[action.value]
-        if graph.base(action.source) in of.device.fused or value.path not in self.offset_of:
+        if graph.base(action.source) in run.device.fused or value.path not in self.offset_of:
             return []
-        one = self._rule(value.path)
-        name = writer.instance("update_all", f"{one}_all", {"UPDATE": one})
+        function = self._update_function(value.path)
+        name = writer.instance("update_all", f"{function}_all", {"UPDATE": function})
         count = math.prod(value.shape)
-        return [writer.call(name, "s", self._first(of, value), Ref(action.source), count)]
+        return [writer.call(name, "s", self._first_element(run, value), Ref(action.source), count)]
 
-    def _first(self, of: Pass, parameter: Value) -> int:
-        """Return the position of a parameter's first element among all weights: it can be a part of one."""
-        return self.offset_of[parameter.path] + of.device.offsets.get(parameter.id, 0)
+    def _first_element(self, run: Pass, parameter: Value) -> int:
+        """Return the index in `s->weights` of the first element of a parameter, or of a part of one."""
+        return self.offset_of[parameter.path] + run.device.offsets.get(parameter.id, 0)
 
-    def _rule(self, path: str) -> str:
-        """Note the function that updates one weight of a parameter; return its name."""
-        at = self.layout.rules.group_of[path]
-        name, rule = f"update_{at}", self.layout.rules.groups[at]
+    def _update_function(self, path: str) -> str:
+        """Add the C function that updates one element of a parameter; return its name."""
+        group = self.layout.rules.group_of[path]
+        name, rule = f"update_{group}", self.layout.rules.groups[group]
         if name not in self.kernels:
-            defines = {"KERNEL": name, **rule.defines}
-            before = "".join(f"#define {macro} {text}".rstrip() + "\n" for macro, text in defines.items())
-            self.kernels[name] = before + template(rule.template) + "".join(f"#undef {macro}\n" for macro in defines)
+            self.kernels[name] = with_macros(template(rule.template), {"KERNEL": name, **rule.defines})
         return name
 
-    def _emits(self, of: Pass) -> Mapping[int, tuple[str, str]]:
-        graph = of.schedule.graph
+    def _fused_updates(self, run: Pass) -> Mapping[int, tuple[str, str]]:
+        """Return the update function of each fused gradient, and its first arguments."""
+        graph = run.schedule.graph
         return {
             graph.base(gradient): (
-                self._rule(graph.values[param].path),
-                f"s, {self._first(of, graph.values[param])}",
+                self._update_function(graph.values[param].path),
+                f"s, {self._first_element(run, graph.values[param])}",
             )
             for param, gradient in graph.gradients
-            if graph.base(gradient) in of.device.fused
+            if graph.base(gradient) in run.device.fused
         }
 
-    # -- places
+    # -- pointers
 
-    def _place(self, of: Pass, at: int, value: int) -> str:
-        """Return C for a pointer to the first element of a value during an action."""
-        graph, device = of.schedule.graph, of.device
-        found, base = graph.values[value], graph.values[graph.base(value)]
+    def _pointer(self, run: Pass, at: int, value: int) -> str:
+        """Return C for a pointer to the first element of a value during action `at`."""
+        graph, device = run.schedule.graph, run.device
+        base = graph.values[graph.base(value)]
         offset = device.offsets.get(value, 0)
         if value in device.constants:
-            return self._constant(of, value)
+            return self._constant(run, value)
         if base.kind in ("parameter", "buffer"):
-            return _plus(self.held[base.path], offset)
+            return _plus(self.weights[base.path], offset)
         if base.kind == "input":
-            return _plus(of.inputs[base.id], offset)
+            return _plus(run.inputs[base.id], offset)
         if base.id in device.constants:
-            return _plus(self._constant(of, base.id), offset)
-        start = of.placement.offsets[of.lifetimes.placed[at][base.id]]
+            return _plus(self._constant(run, base.id), offset)
+        start = run.placement.offsets[run.lifetimes.placed[at][base.id]]
         assert not start % 4, "buffers are whole words"
         pointer = f"s->arena + {start // 4}" if start else "s->arena"
-        return _plus(f"(unsigned char *)({pointer})" if found.dtype in ("bool", "uint8") else pointer, offset)
+        in_bytes = graph.values[value].dtype in ("bool", "uint8")
+        return _plus(f"(unsigned char *)({pointer})" if in_bytes else pointer, offset)
 
-    def _constant(self, of: Pass, value: int) -> str:
-        array = of.device.constants[value]
+    def _constant(self, run: Pass, value: int) -> str:
+        """Add an array with the elements of a constant; return its name."""
+        array = run.device.constants[value]
         integers = array.dtype.kind in "iu"
-        elements = [str(int(one)) if integers else number(float(one)) for one in array.reshape(-1)]
+        elements = [str(int(x)) if integers else number(float(x)) for x in array.reshape(-1)]
         text = f"static const {'int32_t' if integers else 'float'} NAME[] = {{{', '.join(elements)}}};"
         return self.constants.setdefault(text, f"constant_{len(self.constants)}")
 
-    # -- the rest
+    # -- parts of the file
 
     def head(self) -> str:
-        """Return what comes before the kernels."""
+        """Return the includes and definitions at the top of the file."""
         lines = [
             f"/* {self.name}: a training step, written by memplan. See {self.name}.h for what to call. */",
             f'#include "{self.name}.h"',
@@ -211,7 +213,7 @@ class _ProgramWriter:
         return "\n".join(lines)
 
     def parts(self) -> list[str]:
-        """Return kernels, tables and constants, once both functions are written."""
+        """Return kernels, tables and constants. They are complete once `step` and `infer` were called."""
         tables = [text.replace("NAME", name, 1) for text, name in self.tables.items()]
         constants = [text.replace("NAME", name, 1) for text, name in self.constants.items()]
         return [
@@ -220,18 +222,15 @@ class _ProgramWriter:
             *constants,
         ]
 
-    def _start(self) -> list[str]:
-        name = self.name
-        if not self.layout.weights_file:
-            return [f"void {name}_init({name}_state *s)", "{"]
-        return [f"void {name}_init({name}_state *s, const float *flash)", "{", f"{INDENT}s->flash = flash;"]
-
     def interface(self) -> str:
-        """Return the functions that start a device, and that move its weights."""
+        """Return the C functions that initialize a device, seed it, and read and write its weights."""
         name, memory = self.name, self.layout.memory
         trained, statistics = memory.floats("trained"), memory.floats("statistics")
+        flash, set_flash = (
+            (", const float *flash", [f"{INDENT}s->flash = flash;"]) if self.layout.weights_file else ("", [])
+        )
         lines = [
-            *self._start(),
+            f"void {name}_init({name}_state *s{flash})", "{", *set_flash,
             f"    for (int k = 0; k < {trained}; k++) {{", f"        s->weights[k] = ({self.flash['trained']})[k];",
             *(["        s->momentum[k] = 0;"] if self.layout.rules.momentum else []),
             *(["        s->squares[k] = 0;"] if self.layout.rules.squares else []),
@@ -257,17 +256,13 @@ def _plus(pointer: str, offset: int) -> str:
     return f"{pointer} + {offset}" if offset else pointer
 
 
-def _c_type(dtype: str) -> str:
-    return "int32_t" if dtype == "int32" else "float"
-
-
 def _indented(lines: Iterable[str]) -> str:
     return "".join(f"{INDENT}{line}\n" for line in lines)
 
 
-def _said(of: Pass, action: Action) -> str:
-    """Return layer, line and op of an action."""
-    graph = of.schedule.graph
+def _label(run: Pass, action: Action) -> str:
+    """Return layer, source line and op of an action, for a comment."""
+    graph = run.schedule.graph
     if action.kind == "give" and action.value is not None:
         return f"update {graph.values[action.value].path}"
     if action.kind == "store":
@@ -276,14 +271,5 @@ def _said(of: Pass, action: Action) -> str:
         return action.kind
     op = action.called(graph)
     where = f" ({op.where})" if op.where else ""
-    again = ", again" if action.recomputed else ""
-    return f"{op.layer or 'model'}{where}: {short(op.target)}{again}"
-
-
-def held_of(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Held, ...]:
-    """Lay tensors one after another."""
-    found, at = list[Held](), 0
-    for path, shape in tensors:
-        found.append(Held(path, shape, at))
-        at += found[-1].size
-    return tuple(found)
+    recomputed = ", again" if action.recomputed else ""
+    return f"{op.layer or 'model'}{where}: {short(op.target)}{recomputed}"

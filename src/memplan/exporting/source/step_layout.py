@@ -1,9 +1,9 @@
-"""What an export is made of: tensors in RAM and in flash, and the two passes that run on them."""
+"""The contents of an export: tensors in RAM and in flash, and the two passes that run on them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,35 +19,35 @@ from memplan.planning.request import Request
 from memplan.planning.schedule.scheduler import Schedule
 
 
-def tensors_of(asked: Request) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by their names in the user's model; those of the loss in parentheses.
+def tensors_of(request: Request) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by their names in the user's model. Names of the loss begin with ``(loss)``.
 
     Raises:
-        InputError: a name of the model is one of the loss.
+        InputError: a tensor of the model has the name of one of the loss.
     """
-    named = [*asked.step.named_parameters(), *asked.step.named_buffers()]
-    found = {path if asked.step is asked.model else name_of(path): one for path, one in named}
-    if len(found) < len(named):
+    named = [*request.step.named_parameters(), *request.step.named_buffers()]
+    tensors = {path if request.step is request.model else name_of(path): tensor for path, tensor in named}
+    if len(tensors) < len(named):
         raise InputError(
             "A tensor of the model is named as one of the loss", expected="names of their own", do="Rename"
         )
-    return found
+    return tensors
 
 
 def name_of(path: str) -> str:
-    """Return the name of a tensor of model and loss together: of the loss, in parentheses."""
+    """Return the name in the user's model of a tensor of the module that wraps model and loss."""
     return path.removeprefix("model.") if path.startswith("model.") else path.replace("loss.", "(loss).", 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor that is there from step to step."""
+class PersistentTensor:
+    """A tensor that lives from step to step."""
 
     path: str
     """Name in the model."""
     shape: tuple[int, ...]
     offset: int
-    """First element of it among those of its kind."""
+    """Elements of tensors of the same kind before it."""
 
     @property
     def size(self) -> int:
@@ -55,56 +55,72 @@ class Held:
         return math.prod(self.shape)
 
 
+def laid_out(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[PersistentTensor, ...]:
+    """Lay out tensors of these names and shapes one after another."""
+    layout, offset = list[PersistentTensor](), 0
+    for path, shape in tensors:
+        layout.append(PersistentTensor(path, shape, offset))
+        offset += layout[-1].size
+    return tuple(layout)
+
+
 @dataclass(frozen=True)
 class Memory:
-    """Tensors that are there from step to step, by where they lie."""
+    """Tensors that live from step to step, by where they lie."""
 
-    trained: tuple[Held, ...]
+    trained: tuple[PersistentTensor, ...]
     """In RAM: parameters that are updated."""
-    statistics: tuple[Held, ...]
-    """In RAM: buffers that change."""
-    frozen: tuple[Held, ...]
+    statistics: tuple[PersistentTensor, ...]
+    """In RAM: buffers that change, such as running statistics."""
+    frozen: tuple[PersistentTensor, ...]
     """In flash, in float32."""
     values: Mapping[str, np.ndarray]
-    """Elements of each when the device starts, by name."""
-    int8: tuple[Held, ...] = ()
-    """In flash, in eight bits."""
-    scales: tuple[Held, ...] = ()
-    """Of these, under the same names: in flash, in float32."""
+    """Initial elements in float32 of each tensor, by name."""
+    int8: tuple[PersistentTensor, ...] = ()
+    """In flash, as int8."""
+    scales: tuple[PersistentTensor, ...] = ()
+    """The scales of int8 weights under the weights' names: in flash, in float32."""
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
-    """What the weights in eight bits are, by name."""
+    """Int8 elements and scales, by name."""
 
     @property
-    def weights(self) -> tuple[Held, ...]:
-        """Tensors that a weights file holds, in its order."""
+    def weights(self) -> tuple[PersistentTensor, ...]:
+        """Tensors that `get_weights` writes, in its order."""
         return (*self.trained, *self.statistics)
 
     def floats(self, kind: str) -> int:
-        """Return the elements of one kind: trained, statistics, frozen, scales, int8."""
-        return sum(one.size for one in getattr(self, kind))
+        """Return the number of elements of one kind: trained, statistics, frozen, scales or int8."""
+        return sum(tensor.size for tensor in getattr(self, kind))
 
     @property
     def flash(self) -> int:
-        """Bytes of all that the device starts with, and of what never changes."""
+        """Bytes of initial values and frozen weights."""
         floats = ("trained", "statistics", "frozen", "scales")
         return 4 * sum(map(self.floats, floats)) + self.floats("int8")
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One function of the export: its schedule, and where everything lies."""
+    """The schedule of one C function, and where its values lie."""
 
     device: DeviceGraph
     schedule: Schedule
     lifetimes: Lifetimes
     placement: Placement
     inputs: Mapping[int, str]
-    """Name of the C argument of each input, by value."""
+    """By input value: the name of its C argument."""
+
+    @property
+    def parameters(self) -> str:
+        """C declarations of the inputs."""
+        kinds = {"int32": "int32_t"}
+        values = self.device.graph.values
+        return ", ".join(f"const {kinds.get(values[v].dtype, 'float')} *{name}" for v, name in self.inputs.items())
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """All that the C files are written from."""
+    """Everything that the C files are generated from."""
 
     name: str
     memory: Memory
@@ -114,22 +130,22 @@ class StepLayout:
     output: tuple[int, ...]
     """Shape of what `infer` writes."""
     weights_file: bool = False
-    """Weights lie in a file of their own that the caller reads, not in NAME_weights.h."""
+    """Whether weights are in NAME.bin, which the caller reads, instead of NAME_weights.h."""
 
     @property
     def arena(self) -> int:
-        """Bytes of the arena: that of the larger pass."""
+        """Bytes of the arena, which both passes share."""
         return max(self.step.placement.bytes, self.infer.placement.bytes, 4)
 
     @property
     def state(self) -> int:
-        """Bytes of RAM beside the arena: weights, what the optimizer holds, statistics, and a few numbers; with a
-        weights file, the four bytes that point to it."""
+        """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters and, with a
+        weights file, the pointer to it (four bytes)."""
         trained, statistics = self.memory.floats("trained"), self.memory.floats("statistics")
         numbers = 3 + sum(len(group.logarithms) for group in self.rules.groups)
         return 4 * (trained * (1 + self.rules.floats) + statistics + numbers + self.weights_file)
 
     @property
     def constants(self) -> int:
-        """Bytes of tensors that the model's code makes: they lie in the program."""
-        return 4 * sum(array.size for of in (self.step, self.infer) for array in of.device.constants.values())
+        """Bytes of constant tensors in the program, which the model's code creates."""
+        return 4 * sum(array.size for run in (self.step, self.infer) for array in run.device.constants.values())

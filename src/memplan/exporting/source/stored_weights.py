@@ -1,4 +1,4 @@
-"""What a device starts with, and what never changes: in NAME_weights.h, or in a file that the caller reads."""
+"""Write initial values and frozen weights to NAME_weights.h, or to NAME.bin, which the caller of the code reads."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.source.step_layout import Memory, StepLayout
 
 COLUMNS = 8
-"""Numbers in a line."""
+"""Numbers on a line of an initializer."""
 KINDS: Mapping[str, str] = {
     "trained": "trained", "statistics": "initial_statistics", "frozen": "frozen", "scales": "scales", "int8": "int8",
 }  # fmt: skip
-"""Kinds of `Memory`, in a file's order, and the name of each kind's array in NAME_weights.h."""
+"""The kinds of tensors of `Memory` in the order of NAME.bin, with the array's name in NAME_weights.h."""
 
 
 def pointers(layout: StepLayout) -> dict[str, str]:
-    """Return C for a pointer to the first element of each kind, where `s` is the state."""
+    """Return C for a pointer to the first element of each kind; the state is `s`."""
     if not layout.weights_file:
         return {kind: f"{layout.name}_{name}" for kind, name in KINDS.items()}
-    found, at = dict[str, str](), 0
+    starts, offset = dict[str, str](), 0
     for kind in KINDS:
-        start = f"s->flash + {at}" if at else "s->flash"
-        found[kind] = f"(const signed char *)({start})" if kind == "int8" else start
-        at += layout.memory.floats(kind)
-    return found
+        start = f"s->flash + {offset}" if offset else "s->flash"
+        starts[kind] = f"(const signed char *)({start})" if kind == "int8" else start
+        offset += layout.memory.floats(kind)
+    return starts
 
 
 def weights_text(layout: StepLayout) -> str:
-    """Return NAME_weights.h."""
+    """Return the text of NAME_weights.h."""
     memory, name = layout.memory, layout.name
     lines = [f"/* Weights of {name}, in flash. Only {name}.c includes this. */", ""]
     for kind, array in KINDS.items():
@@ -47,7 +47,7 @@ def weights_text(layout: StepLayout) -> str:
 
 
 def weights_bytes(layout: StepLayout) -> bytes:
-    """Return NAME.bin: floats, little-endian, then weights in eight bits."""
+    """Return NAME.bin: little-endian floats, then int8 weights."""
     parts = [
         elements.astype("i1" if kind == "int8" else "<f4").tobytes()
         for kind in KINDS
@@ -57,17 +57,17 @@ def weights_bytes(layout: StepLayout) -> bytes:
 
 
 def _arrays(memory: Memory, kind: str) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield the tensors of a kind by name."""
-    for one in getattr(memory, kind):
+    """Yield name and elements of each tensor of a kind."""
+    for tensor in getattr(memory, kind):
         if kind == "scales":
-            yield one.path, memory.quantized[one.path].scales
+            yield tensor.path, memory.quantized[tensor.path].scales
         elif kind == "int8":
-            yield one.path, memory.quantized[one.path].numbers
+            yield tensor.path, memory.quantized[tensor.path].numbers
         else:
-            yield one.path, memory.values[one.path]
+            yield tensor.path, memory.values[tensor.path]
 
 
 def lines_of(array: Iterable[float]) -> list[str]:
-    """Return lines of an initializer."""
-    values = [str(int(one)) if isinstance(one, (int, np.integer)) else number(float(one)) for one in array]
+    """Return the lines of a C initializer with these elements."""
+    values = [str(int(x)) if isinstance(x, (int, np.integer)) else number(float(x)) for x in array]
     return [", ".join(values[at : at + COLUMNS]) + "," for at in range(0, len(values), COLUMNS)]

@@ -1,1 +1,1 @@
-"""Compute large values a few channels at a time, in as many groups as a budget asks for."""
+"""Compute large values in groups of channels, in as many as a budget needs."""

@@ -1,9 +1,9 @@
-"""Which values of a device's graph can be computed one group of channels at a time, and which of them only together.
+"""Find the values of a graph that can be computed one group of channels at a time, and those that have to be together.
 
-What an activation, a pool, a depthwise convolution or a batch norm makes of a channel follows from that channel alone.
-Values that such ops join form a component: either all of them are in groups, or none. A convolution over all channels
-ends a component at both sides: of its result it can compute some channels alone, and of its operand it can add what
-some channels contribute to what those before them made.
+Activations, pools, depthwise convolutions and batch norms compute each channel from the same channel of their operands.
+Values that such ops connect form a component: either all of them are split into groups, or none. A convolution over all
+channels ends a component on both sides: it can compute some channels of its result alone, and it can add the
+contribution of some channels of its operand to the sum over the channels before them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
+from memplan.exporting.lowering.device_graph import output_of
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, refs
 from memplan.planning.graph.op_schema import is_contiguous
 
@@ -29,45 +30,45 @@ _POOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """A convolution over all channels: what has the channels of its result, and what those of its operand."""
+    """The values of a convolution over all channels, by the channels that they have."""
 
     wide: int
+    """Activation with the channels of the weight's first dimension."""
     narrow: int
+    """Activation with the channels of the weight's second dimension."""
     weight: int
-    """Its first dimension has the channels of ``wide``, its second one those of ``narrow``; or the gradient of one."""
+    """The weight, or its gradient."""
     bias: int | None
     """It has the channels of the result."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """Values whose channels are split alike."""
+    """Values whose channels can only be split together."""
 
     channels: int
     values: Mapping[int, int]
-    """The dimension of channels of each: the second one of activations, the first one of weights."""
+    """By value: its dimension of channels, 1 of activations and 0 of weights."""
     whole: frozenset[int]
-    """Of these, what other ops read or make as a whole."""
+    """Those that other ops read or compute as a whole."""
     largest: int
-    """Bytes of the largest of them."""
+    """Bytes of the largest activation."""
 
 
 def sides_of(op: GraphOp) -> Sides | None:
-    """Return the sides of a convolution that is one group; None for another op."""
+    """Return the sides of a convolution without groups; None for another op."""
     if op.target not in _CONVOLUTIONS or op.args[groups_at(op)] != 1:
         return None
-    made = op.outputs[0]
-    assert made is not None, "somebody reads it"
-    first, second = op.args[0].value, op.args[1].value
+    output, first, second = output_of(op), op.args[0].value, op.args[1].value
     if op.target == conv.WEIGHT_GRADIENT:
-        return Sides(first, second, made, None)
+        return Sides(first, second, output, None)
     bias = op.args[2].value if isinstance(op.args[2], Ref) else None
-    wide, narrow = (made, first) if op.target == conv.GATHER else (first, made)
+    wide, narrow = (output, first) if op.target == conv.GATHER else (first, output)
     return Sides(wide, narrow, second, bias)
 
 
 def is_depthwise(graph: JointGraph, op: GraphOp) -> bool:
-    """Return whether an op is a convolution with a group for each channel, of one channel each."""
+    """Return whether an op is a convolution whose groups have one channel each."""
     weight = weight_of(op)
     if weight is None:
         return False
@@ -82,53 +83,53 @@ def groups_at(op: GraphOp) -> int:
 
 
 def weight_of(op: GraphOp) -> int | None:
-    """Return the weight of a convolution, or the gradient of one that an op makes."""
+    """Return the weight that a convolution reads, or whose gradient the op computes as that gradient; else None."""
     if op.target not in _CONVOLUTIONS:
         return None
     return op.outputs[0] if op.target == conv.WEIGHT_GRADIENT else op.args[1].value
 
 
 def joined_by(graph: JointGraph, op: GraphOp) -> tuple[int, ...] | None:
-    """Return the values that an op joins in one component; None where it needs several channels at once."""
-    found = [*dict.fromkeys((*refs((op.args, op.kwargs)), *(one for one in op.outputs if one is not None)))]
-    values = [graph.values[one] for one in found]
+    """Return the values that an op joins into one component; None if it mixes channels or samples."""
+    numbers = tuple(dict.fromkeys((*refs((op.args, op.kwargs)), *(v for v in op.outputs if v is not None))))
+    values = [graph.values[number] for number in numbers]
     if op.target in ELEMENTWISE:
-        kept = len(values[0].shape) >= 3 and all(one.shape == values[0].shape for one in values)
+        per_channel = len(values[0].shape) >= 3 and all(value.shape == values[0].shape for value in values)
     elif op.target in _POOLS:
-        kept = all(len(one.shape) == 4 for one in values)
+        per_channel = all(len(value.shape) == 4 for value in values)
     else:
-        kept = op.target in _PER_CHANNEL or is_depthwise(graph, op)
-    activations = [one for one in values if len(one.shape) >= 3 and one.id != weight_of(op)]
-    single = all(one.shape[0] == 1 for one in activations)
-    return tuple(found) if kept and single and all(map(is_contiguous, values)) else None
+        per_channel = op.target in _PER_CHANNEL or is_depthwise(graph, op)
+    activations = [value for value in values if len(value.shape) >= 3 and value.id != weight_of(op)]
+    single_sample = all(value.shape[0] == 1 for value in activations)
+    return numbers if per_channel and single_sample and all(map(is_contiguous, values)) else None
 
 
 def components(graph: JointGraph) -> list[Component]:
-    """Return the components that can be split, the largest first."""
-    joined, whole, ends = _Joined(), set(graph.outputs), set[int]()
+    """Return the components that can be split, that with the largest activation first."""
+    joined, whole, ends = _DisjointSets(), set(graph.outputs), set[int]()
     for op in graph.ops:
-        together, sides = joined_by(graph, op), sides_of(op)
-        if together is not None:
-            joined.add(together)
+        connected, sides = joined_by(graph, op), sides_of(op)
+        if connected is not None:
+            joined.add(connected)
         elif sides is not None and graph.values[sides.wide].shape[0] == graph.values[sides.narrow].shape[0] == 1:
             for side in (sides.wide, sides.narrow):
                 joined.add((side,) if sides.bias is None or side not in op.outputs else (side, sides.bias))
             ends |= {sides.wide, sides.narrow}
         else:
-            whole |= {one for one in (*refs((op.args, op.kwargs)), *op.outputs) if one is not None}
+            whole |= {value for value in (*refs((op.args, op.kwargs)), *op.outputs) if value is not None}
     whole |= {value for pair in graph.mutations for value in pair}
-    made = (_component(graph, values, whole) for values in joined.sets() if values & ends)
-    return sorted((one for one in made if one is not None), key=lambda one: (-one.largest, min(one.values)))
+    possible = (_component(graph, values, whole) for values in joined.sets() if values & ends)
+    return sorted((c for c in possible if c is not None), key=lambda c: (-c.largest, min(c.values)))
 
 
-class _Joined:
-    """Sets of values, of which any two can become one."""
+class _DisjointSets:
+    """Disjoint sets of values, in the order in which they were added."""
 
     def __init__(self) -> None:
         self.of: dict[int, set[int]] = {}
 
     def add(self, values: Sequence[int]) -> None:
-        """Join the sets that these are in."""
+        """Merge the sets of these values into one."""
         for value in values:
             mine, other = self.of.setdefault(values[0], {values[0]}), self.of.setdefault(value, {value})
             if mine is not other:
@@ -136,23 +137,25 @@ class _Joined:
                 self.of |= dict.fromkeys(other, mine)
 
     def sets(self) -> list[frozenset[int]]:
-        """Return the sets, in the order in which they began."""
-        return list(dict.fromkeys(frozenset(one) for one in self.of.values()))
+        return list(dict.fromkeys(map(frozenset, self.of.values())))
 
 
 def _component(graph: JointGraph, values: frozenset[int], whole: set[int]) -> Component | None:
-    """Return a component; None where it has one channel, or a weight that is read as a whole, too."""
+    """Return the component of these values.
+
+    None if it has a single channel or a constant, or if an op needs one of its weights or their gradients as a whole.
+    """
     weights = {weight for op in graph.ops if (weight := weight_of(op)) is not None}
-    activations = [graph.values[one] for one in values if len(graph.values[one].shape) >= 3 and one not in weights]
-    counts = {one.shape[1] for one in activations}
-    handed = {one for one in values if graph.values[one].kind in ("parameter", "buffer", "constant")}
-    gradients = {gradient for of, gradient in graph.gradients if of in handed}
-    known = any(graph.values[one].kind == "constant" for one in handed)
-    if len(counts) != 1 or 1 in counts or known or whole & (handed | gradients):
+    axes = {v: 1 if len(graph.values[v].shape) >= 3 and v not in weights else 0 for v in values}
+    activations = [graph.values[v] for v in values if axes[v] == 1]
+    counts = {activation.shape[1] for activation in activations}
+    stored = {v for v in values if graph.values[v].kind in ("parameter", "buffer", "constant")}
+    gradients = {gradient for of, gradient in graph.gradients if of in stored}
+    has_constant = any(graph.values[v].kind == "constant" for v in stored)
+    if len(counts) != 1 or 1 in counts or has_constant or whole & (stored | gradients):
         return None
     (channels,) = counts
-    axes = {one: 1 if len(graph.values[one].shape) >= 3 and one not in weights else 0 for one in values}
-    if any(graph.values[one].shape[axis] != channels for one, axis in axes.items()):
+    if any(graph.values[v].shape[axis] != channels for v, axis in axes.items()):
         return None
-    largest = max((one.bytes for one in activations if one.kind == "result"), default=0)
+    largest = max((activation.bytes for activation in activations if activation.kind == "result"), default=0)
     return Component(channels, axes, frozenset(values & whole), largest)

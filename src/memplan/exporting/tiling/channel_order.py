@@ -1,4 +1,4 @@
-"""In which order ops run whose values come in groups of channels: all that there is of one group first."""
+"""Order ops so that all of a component runs for one group of channels before the next group begins."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, refs
 
 @dataclass(frozen=True)
 class Run:
-    """Ops that run one after another; of a component: all of them for each group of channels."""
+    """Successive ops; those of a component run for each group of channels in turn."""
 
     component: int | None
+    """None: ops on whole values."""
     ops: tuple[GraphOp, ...]
 
 
 def ordered(graph: JointGraph, of: Mapping[int, int], split: Mapping[int, int]) -> tuple[Run, ...] | None:
-    """Return the ops as runs; None where two components would each have to wait for the other.
+    """Return the ops as runs; None where two components would have to wait for each other.
 
     Args:
-        graph: as it is, every value whole.
-        of: component of each op that makes or reads groups of channels, by the op's index.
-        split: component of each value that comes in groups.
+        graph: before values are split.
+        of: component of each op that writes or reads groups of channels, by the op's index.
+        split: component of each value that is split.
     """
     stages = _stages(graph, of, split)
     key = {op.index: (op.phase, of[op.index], stages[op.index]) if op.index in of else op.index for op in graph.ops}
@@ -37,12 +38,12 @@ def ordered(graph: JointGraph, of: Mapping[int, int], split: Mapping[int, int]) 
     for before, after in _edges(graph):
         if key[before] != key[after]:
             waits[key[after]].add(key[before])
-    runs = [Run(of.get(members[name][0].index), tuple(members[name])) for name in _by_first(waits, first)]
+    runs = [Run(of.get(members[name][0].index), tuple(members[name])) for name in _topological(waits, first)]
     return tuple(runs) if len(runs) == len(members) else None
 
 
-def _by_first(waits: Mapping[object, set[object]], first: Mapping[object, int]) -> list[object]:
-    """Return names so that each comes after what it waits for, by their first op where there is a choice."""
+def _topological(waits: Mapping[object, set[object]], first: Mapping[object, int]) -> list[object]:
+    """Return names in topological order, ties by the index of their first op. Names on a cycle are missing."""
     after, left = defaultdict[object, list[object]](list), {name: len(others) for name, others in waits.items()}
     for name, others in waits.items():
         for other in others:
@@ -50,44 +51,46 @@ def _by_first(waits: Mapping[object, set[object]], first: Mapping[object, int]) 
     names = {at: name for name, at in first.items()}
     ready = [first[name] for name, count in left.items() if not count]
     heapq.heapify(ready)
-    found = list[object]()
+    order = list[object]()
     while ready:
         name = names[heapq.heappop(ready)]
-        found.append(name)
+        order.append(name)
         for other in after[name]:
             left[other] -= 1
             if not left[other]:
                 heapq.heappush(ready, first[other])
-    return found
+    return order
 
 
 def _edges(graph: JointGraph) -> list[tuple[int, int]]:
-    """Return pairs of ops of which the second one must come after the first: for what it reads, or what both draw."""
-    maker = {one: op.index for op in graph.ops for one in op.outputs if one is not None}
-    found = [(maker[one], op.index) for op in graph.ops for one in refs((op.args, op.kwargs)) if one in maker]
+    """Return pairs of indices of ops that must stay in order: a reader follows the writer, random ops each other."""
+    writer = {v: op.index for op in graph.ops for v in op.outputs if v is not None}
+    reads = [(writer[v], op.index) for op in graph.ops for v in refs((op.args, op.kwargs)) if v in writer]
     random = [op.index for op in graph.ops if op.random]
-    return [*found, *itertools.pairwise(random)]
+    return [*reads, *itertools.pairwise(random)]
 
 
 def _stages(graph: JointGraph, of: Mapping[int, int], split: Mapping[int, int]) -> dict[int, int]:
-    """Return how often what an op of a component reads has left the component before: it waits for all groups then."""
-    maker = {one: op for op in graph.ops for one in op.outputs if one is not None}
-    left: dict[int, dict[int, int]] = {}
-    """By op and component: the first stage that can read what the op makes as a whole."""
-    found: dict[int, int] = {}
+    """Return the stage of each op of a component.
+
+    Along any path to the op, the stage counts how often values left the component and came back: each time, all groups
+    have to be complete before the next stage begins.
+    """
+    writer = {v: op for op in graph.ops for v in op.outputs if v is not None}
+    next_stage: dict[int, dict[int, int]] = {}
+    """By op and component: the first stage that can read the op's whole results."""
+    stages: dict[int, int] = {}
     for op in graph.ops:
-        mine, here = of.get(op.index), defaultdict[int, int](int)
-        stage = 0
-        for one in refs((op.args, op.kwargs)):
-            if one not in maker:
+        own, reached = of.get(op.index), defaultdict[int, int](int)
+        for value in refs((op.args, op.kwargs)):
+            if value not in writer:
                 continue
-            source = maker[one].index
-            for component, at in left[source].items():
-                inside = component == mine == of.get(source) and split.get(one) == mine
-                here[component] = max(here[component], at - inside)
-        if mine is not None:
-            stage = here[mine]
-            here[mine] = stage + 1
-            found[op.index] = stage
-        left[op.index] = dict(here)
-    return found
+            source = writer[value].index
+            for component, stage in next_stage[source].items():
+                inside = component == own == of.get(source) and split.get(value) == own
+                reached[component] = max(reached[component], stage - inside)
+        if own is not None:
+            stages[op.index] = reached[own]
+            reached[own] += 1
+        next_stage[op.index] = dict(reached)
+    return stages

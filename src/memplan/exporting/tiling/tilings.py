@@ -1,4 +1,4 @@
-"""How far large values are computed a few channels at a time: as little as brings a step within its budget."""
+"""Split the largest values of a step into ever smaller groups of channels."""
 
 from __future__ import annotations
 
@@ -14,49 +14,51 @@ from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import JointGraph, Ref, map_refs
 
 STEP = 4
-"""So many times smaller are the parts of the largest value each time."""
+"""Factor by which the size limit of groups shrinks from one tiling to the next."""
 SMALL = 16384
-"""Bytes of a value that is not worth it: calls of kernels take memory, too."""
+"""Bytes below which a largest value is not split: calls of kernels take memory, too."""
 MOST = 1500
 """Ops of a step, at most."""
 
 
 def tilings(device: DeviceGraph) -> Iterator[DeviceGraph]:
-    """Yield the same step with its largest values in ever smaller groups of channels, and gradients applied as they
-    are made; the step as it is first."""
+    """Yield the step unsplit, then with its largest values in ever smaller groups of channels.
+
+    In each, updates are fused into gradient kernels where that saves memory.
+    """
     yield _fused(device)
     device = replace(device, graph=_without_aliases(device.graph))
-    found = components(device.graph)
-    if not found or found[0].largest < SMALL:
+    splittable = components(device.graph)
+    if not splittable or splittable[0].largest < SMALL:
         return
-    limit, before = found[0].largest // STEP, len(device.graph.ops)
+    limit, ops_before = splittable[0].largest // STEP, len(device.graph.ops)
     while True:
-        made = in_groups(device, limit)
-        if made is None or not before < len(made.graph.ops) <= MOST:
+        tiled = in_groups(device, limit)
+        if tiled is None or not ops_before < len(tiled.graph.ops) <= MOST:
             return
-        ops = tuple(replace(op, seconds=seconds(work(made.graph, op))) for op in made.graph.ops)
-        yield _fused(replace(made, graph=with_bits(replace(made.graph, ops=ops))))
-        limit, before = limit // STEP, len(made.graph.ops)
+        ops = tuple(replace(op, seconds=seconds(work(tiled.graph, op))) for op in tiled.graph.ops)
+        yield _fused(replace(tiled, graph=with_bits(replace(tiled.graph, ops=ops))))
+        limit, ops_before = limit // STEP, len(tiled.graph.ops)
 
 
 def _without_aliases(graph: JointGraph) -> JointGraph:
-    """Let ops read values themselves, not views of all of them. The forms of values in fewer bits are left out."""
+    """Replace aliases by the values that they view, and remove encodings, which are offered anew after tiling."""
     source: dict[int, int] = {}
     values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
     rebuild = Rebuild(replace(graph, values=values, forms=()))
 
-    def itself(value: int) -> Ref:
+    def resolved(value: int) -> Ref:
         return Ref(source.get(value, value))
 
     for op in graph.ops:
         if op.target in _ALIASES:
-            source.update((made, itself(op.args[0].value).value) for made in op.outputs if made is not None)
+            source.update((output, resolved(op.args[0].value).value) for output in op.outputs if output is not None)
         else:
-            own = replace(op, gradient_of=None)  # that can be a view that is left out
-            rebuild.add(own, args=map_refs(op.args, itself), kwargs=map_refs(op.kwargs, itself))
-    outputs = tuple(source.get(one, one) for one in graph.outputs)
-    gradients = tuple((of, source.get(one, one)) for of, one in graph.gradients)
-    mutations = tuple((target, source.get(one, one)) for target, one in graph.mutations)
+            without_origin = replace(op, gradient_of=None)  # it can be an alias that is removed
+            rebuild.add(without_origin, args=map_refs(op.args, resolved), kwargs=map_refs(op.kwargs, resolved))
+    outputs = tuple(source.get(value, value) for value in graph.outputs)
+    gradients = tuple((of, source.get(gradient, gradient)) for of, gradient in graph.gradients)
+    mutations = tuple((target, source.get(new, new)) for target, new in graph.mutations)
     return replace(rebuild.finished(), outputs=outputs, gradients=gradients, mutations=mutations)
 
 

@@ -1,4 +1,4 @@
-"""Cross-compile an export for a Cortex-M, and run its test on an emulated one: the same bounds as on this machine."""
+"""Cross-compile an export for a Cortex-M and run its test on an emulated one, with the same bounds as on the host."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ CORES: Mapping[str, tuple[str, str, str]] = {
     "cortex-m4": ("mps2-an386", "fpv4-sp-d16", "0x21000000"),
     "cortex-m7": ("mps2-an500", "fpv5-sp-d16", "0x60000000"),
 }
-"""By core: the board that is emulated, its floating-point unit, and where it has 16 MiB of memory. Arm's application
+"""By core: the emulated board, its floating-point unit, and the address of 16 MiB of memory, from Arm's application
 notes 386 and 500."""
 PER_TICK = 40
-"""Instructions to a tick of SysTick: the emulator counts a nanosecond for each, and the boards run at 25 MHz."""
+"""Instructions per tick of SysTick: the emulator counts a nanosecond for each, and the boards run at 25 MHz."""
 LIMIT = 900
 """Seconds that the emulated test may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class CortexRun(Printed):
-    """What an export takes on a core, and what it did there."""
+    """Memory, instructions and results of an export on an emulated core."""
 
     core: str
     text: int
-    """Bytes of code, of the export alone: without libm and the test."""
+    """Bytes of the export's code, without libm and the test."""
     rodata: int
     """Bytes of constants: weights and tables."""
     data: int
-    """Bytes of static memory that changes: none, all is the caller's."""
+    """Bytes of writable static memory: 0, since the caller owns the state."""
     stack: int
-    """Bytes of the three largest frames, which is as deep as calls go."""
+    """Bytes of the three largest stack frames: calls are three deep."""
     instructions: int
-    """Of one step."""
+    """Instructions of one step."""
     verdict: Verdict
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class CortexRun(Printed):
 
 
 def missing(core: str) -> str:
-    """Say what is missing to run on a core; empty where nothing is."""
+    """Return what is missing to run on a core, as text; empty if nothing is."""
     if core not in CORES:
         return f"there is no core {core!r}: {', '.join(CORES)}"
-    lacking = [one for one in (COMPILER, EMULATOR) if shutil.which(one) is None]
+    lacking = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
     return f"{' and '.join(lacking)} not found" if lacking else ""
 
 
@@ -70,7 +70,7 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
 
     Raises:
         UsageError: the core is unknown, or the cross compiler or the emulator is missing.
-        VerificationError: it does not compile, or results differ.
+        VerificationError: the code does not compile, or results differ.
     """
     lacks = missing(core)
     if lacks:
@@ -81,12 +81,12 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
     (board, unit, ram), name = CORES[core], layout.name
     flags = [f"-mcpu={core}", "-mthumb", f"-mfpu={unit}", "-mfloat-abi=hard", *STRICT, "-Os", f"-I{folder}"]
     with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
+        build = Path(scratch)
         for file in ("cortex_startup.c", "cortex.ld"):
-            (place / file).write_text(template(file).replace("@RAM@", ram), encoding="utf-8")
+            (build / file).write_text(template(file).replace("@RAM@", ram), encoding="utf-8")
         if layout.weights_file:
-            shutil.copy(folder / f"{name}.bin", place)
-        _done([COMPILER, *flags, "-fstack-usage", "-c", str(folder / f"{name}.c"), "-o", "export.o"], place)
+            shutil.copy(folder / f"{name}.bin", build)
+        _run([COMPILER, *flags, "-fstack-usage", "-c", str(folder / f"{name}.c"), "-o", "export.o"], build)
         parts = ["cortex_startup.c", "export.o", str(folder / f"test_{name}.c")]
         link = [
             "-nostartfiles",
@@ -98,41 +98,42 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
             "-o",
             "test.elf",
         ]
-        _done([COMPILER, *flags, "-DTICKS", '-DWEIGHTS_FILE="weights"', *parts, *link], place)
+        _run([COMPILER, *flags, "-DTICKS", '-DWEIGHTS_FILE="weights"', *parts, *link], build)
         machine = ["-M", board, "-cpu", core, "-nographic", "-monitor", "none", "-serial", "none"]
         calls = ["-semihosting-config", "enable=on,target=native", "-icount", "shift=0", "-kernel", "test.elf"]
-        output = _done([EMULATOR, *machine, *calls], place)
-        written = np.fromfile(place / "weights", dtype=np.float32).astype(np.float64)
-        sizes, stack = _sections(place / "export.o"), _frames(place.glob("*.su"))
-    ticks = [int(found) for found in re.findall(r"ticks (\d+)", output)]
+        output = _run([EMULATOR, *machine, *calls], build)
+        written = np.fromfile(build / "weights", dtype=np.float32).astype(np.float64)
+        sizes, stack = _section_sizes(build / "export.o"), _stack_bytes(build.glob("*.su"))
+    ticks = [int(count) for count in re.findall(r"ticks (\d+)", output)]
     verdict = compared(output, written, recorded, "on the emulated core")
     data = sizes.get(".data", 0) + sizes.get(".bss", 0)
     return CortexRun(core, sizes[".text"], sizes.get(".rodata", 0), data, stack, max(ticks) * PER_TICK, verdict)
 
 
-def _sections(file: Path) -> dict[str, int]:
-    """Return the bytes of an object file's sections, by the beginning of their names."""
-    text = _done(["arm-none-eabi-size", "-A", file.name], file.parent)
-    found: dict[str, int] = {}
+def _section_sizes(file: Path) -> dict[str, int]:
+    """Return the bytes of an object file's sections; those of one function, as .text.f, count as .text."""
+    text = _run(["arm-none-eabi-size", "-A", file.name], file.parent)
+    sizes: dict[str, int] = {}
     for name, size in re.findall(r"^(\.\w+)\S*\s+(\d+)", text, re.MULTILINE):
-        found[name] = found.get(name, 0) + int(size)
-    return found
+        sizes[name] = sizes.get(name, 0) + int(size)
+    return sizes
 
 
-def _frames(files: Iterable[Path]) -> int:
-    """Return the bytes of the three largest frames that the compiler reports: a pass, a kernel, what that calls."""
+def _stack_bytes(files: Iterable[Path]) -> int:
+    """Return the bytes of the three largest frames in the compiler's reports: a pass, a kernel, and its callee."""
     frames = [int(line.split("\t")[1]) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return sum(sorted(frames)[-3:])
 
 
-def _done(command: list[str], folder: Path) -> str:
+def _run(command: list[str], folder: Path) -> str:
+    """Return what a command prints. Raises VerificationError with its last lines if it fails."""
     with waiting():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
-    if done.returncode:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()][-3:]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
+    if process.returncode:
+        lines = [line for line in (process.stderr + process.stdout).splitlines() if line.strip()][-3:]
         raise VerificationError(
-            f"{command[0]} failed: {'; '.join(lines) or f'exit code {done.returncode}'}",
+            f"{command[0]} failed: {'; '.join(lines) or f'exit code {process.returncode}'}",
             expected="code that compiles for the core and computes there what PyTorch does",
             do="Report it: the files are left for a look",
         )
-    return done.stdout
+    return process.stdout

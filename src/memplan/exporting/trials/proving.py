@@ -26,13 +26,13 @@ LIMIT = 300
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Printed):
-    """What the proof found."""
+    """The result of verification."""
 
     words: str
     proven: bool = False
     losses: tuple[float, ...] = ()
     worst_loss: float = 0.0
-    """Largest error of a loss, in shares of its bound; so are the others."""
+    """Largest error of a loss relative to its bound; the next two likewise."""
     worst_weight: float = 0.0
     worst_output: float = 0.0
 
@@ -44,19 +44,24 @@ NOT_VERIFIED = Verdict("not verified")
 
 
 def compiler() -> str | None:
-    """Return the C compiler of this machine: what CC names, else cc, gcc or clang."""
-    named = os.environ.get("CC")
-    return next(
-        (found for one in ((named,) if named else ("cc", "gcc", "clang")) if one and (found := shutil.which(one))), None
-    )
+    """Return the path of the C compiler: $CC if set, else cc, gcc or clang. None if there is none."""
+    variable = os.environ.get("CC")
+    names = (variable,) if variable else ("cc", "gcc", "clang")
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool) -> Verdict:
-    """Run the test of an export, and compare all weights.
+    """Compile and run the test of an export under sanitizers, and compare all losses, weights and outputs.
+
+    Args:
+        folder: where the files are.
+        layout: of the export.
+        recorded: PyTorch's results.
+        needed: raise UsageError where there is no C compiler; else the verdict says so.
 
     Raises:
-        UsageError: there is no C compiler, and the proof was asked for.
-        VerificationError: it does not compile, a sanitizer reports, or results differ.
+        UsageError: there is no C compiler, and one is needed.
+        VerificationError: the code does not compile, a sanitizer reports an error, or results differ.
     """
     cc = compiler()
     if cc is None:
@@ -67,18 +72,22 @@ def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool)
         return Verdict("not verified: no C compiler was found")
     with tempfile.TemporaryDirectory() as scratch:
         program, results = Path(scratch) / "test", Path(scratch) / "weights"
-        place, name = folder.resolve(), layout.name  # absolute: no path begins as an option does
-        sources = [str(place / f"test_{name}.c"), str(place / f"{name}.c")]
-        files = {"WEIGHTS_FILE": results, "FLASH_FILE": place / f"{name}.bin"}
+        folder, name = folder.resolve(), layout.name  # absolute, so that no path looks like an option
+        sources = [str(folder / f"test_{name}.c"), str(folder / f"{name}.c")]
+        files = {"WEIGHTS_FILE": results, "FLASH_FILE": folder / f"{name}.bin"}
         defines = [f"-D{macro}={string_literal(file)}" for macro, file in files.items()]
-        _done([cc, *STRICT, *SANITIZED, *defines, *sources, "-lm", "-o", str(program)], "does not compile")
-        output = _done([str(program)], "differs from PyTorch, or a sanitizer stopped it")
+        _run([cc, *STRICT, *SANITIZED, *defines, *sources, "-lm", "-o", str(program)], "does not compile")
+        output = _run([str(program)], "differs from PyTorch, or a sanitizer stopped it")
         written = np.fromfile(results, dtype=np.float32).astype(np.float64)
     return compared(output, written, recorded)
 
 
 def compared(output: str, written: np.ndarray, recorded: Recorded, where: str = "no sanitizer report") -> Verdict:
-    """Compare what a test printed and wrote with PyTorch. Raises VerificationError where a bound is exceeded."""
+    """Compare a test's printed losses and written weights and output with PyTorch's.
+
+    Raises:
+        VerificationError: an error exceeds its bound.
+    """
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step ")]
     count = recorded.weights.size
     worst = [
@@ -100,21 +109,23 @@ def compared(output: str, written: np.ndarray, recorded: Recorded, where: str = 
     return Verdict(words, True, tuple(losses), *worst)
 
 
-def _worst(found: np.ndarray, wanted: np.ndarray, bounds: np.ndarray) -> float:
-    if found.shape != wanted.shape or not np.isfinite(found).all():
+def _worst(actual: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> float:
+    """Return the largest error relative to its bound; infinite where shapes differ or an element is not finite."""
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
         return float("inf")
-    return float(np.max(np.abs(found - wanted) / bounds, initial=0.0))
+    return float(np.max(np.abs(actual - expected) / bounds, initial=0.0))
 
 
-def _done(command: list[str], what: str) -> str:
+def _run(command: list[str], failure: str) -> str:
+    """Return what a command prints. Raises VerificationError with its error lines if it fails."""
     with waiting():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-    if done.returncode:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        telling = [line for line in lines if "error" in line.lower() or "expected" in line] or lines[-1:]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    if process.returncode:
+        lines = [line for line in (process.stderr + process.stdout).splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower() or "expected" in line] or lines[-1:]
         raise VerificationError(
-            f"the C code {what}: {'; '.join(telling[:3]) or f'exit code {done.returncode}'}",
+            f"the C code {failure}: {'; '.join(errors[:3]) or f'exit code {process.returncode}'}",
             expected="code that compiles without warnings and computes what PyTorch does",
             do="Report it: the files are left for a look",
         )
-    return done.stdout
+    return process.stdout
