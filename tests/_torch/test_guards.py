@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,10 @@ from memplan import _torch
 
 
 class Box:
+    pass
+
+
+class Counts(dict[str, Any]):
     pass
 
 
@@ -46,6 +51,55 @@ def test_attributes_set_in_a_loop_change_the_version_each_time() -> None:
         module.p = at / 100 + 0.001
         seen.add(_torch.dict_version(own))
     assert len(seen) == 100
+
+
+@pytest.mark.parametrize("asked", [1, 300], ids=["by Python", "by a tree"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda own: own.update(a=2.0),
+        lambda own: own.update(a=1),  # equal, and another object
+        lambda own: own.update(b=None),
+        lambda own: own.pop("a"),
+        lambda own: own.clear(),
+    ],
+)
+def test_guards_of_dicts_see_each_change(change: Callable[[dict[str, Any]], Any], asked: int) -> None:
+    for at in range(6):
+        kinds = dict, dict, dict, dict, OrderedDict, Counts
+        dicts = [kind(a=1.0) for kind in kinds]
+        guards = _torch.DictGuards([*dicts, {}])
+        assert all(guards.hold() for _ in range(asked))
+        assert (guards._check is not None) == (asked == 300)
+        change(dicts[at])
+        assert not guards.hold()
+        assert not guards.hold()
+        now = guards.now()
+        assert [one != then for one, then in zip(now, guards.versions, strict=True)] == [one == at for one in range(7)]
+        guards.accept(now)
+        assert all(guards.hold() for _ in range(asked))
+        guards.dicts[6]["new"] = 1
+        assert not guards.hold()
+
+
+@seen
+@pytest.mark.parametrize("asked", [1, 300], ids=["by Python", "by a tree"])
+def test_guards_of_dicts_see_attributes(asked: int) -> None:
+    module = nn.Dropout()
+    guards = _torch.DictGuards([vars(module)])
+    assert all(guards.hold() for _ in range(asked))
+    module.p = 0.25
+    assert not guards.hold()
+
+
+def test_guards_of_dicts_need_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._C._dynamo.guards.RootGuardManager")
+    own = {"a": 1}
+    guards = _torch.DictGuards([own])
+    assert all(guards.hold() for _ in range(300))
+    assert guards._check is None
+    own["a"] = 2
+    assert not guards.hold()
 
 
 @pytest.mark.parametrize(

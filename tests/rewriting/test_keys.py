@@ -54,10 +54,12 @@ X = torch.ones(2, 4)
         (lambda net: setattr(net[0], "bias", None), False),
     ],
 )
-def test_what_makes_another_key(change: Callable[[Any], Any], same: bool) -> None:
+@pytest.mark.parametrize("calls", [1, 300])  # after some of them guards are built that are quicker
+def test_what_makes_another_key(change: Callable[[Any], Any], same: bool, calls: int) -> None:
     net = Net()
     keys, call = Keys(net), call_of((X,), {})
     before = keys.key(net, call)
+    assert all(keys.key(net, call) == before for _ in range(calls - 1))
     change(net)
     after = keys.key(net, call)
     assert (after == before) is same
@@ -128,6 +130,15 @@ def test_an_unchanged_model_has_the_very_same_state() -> None:
     assert keys.key(net, call).state is keys.key(net, call).state
     assert not keys.are_gradients_held()
     net[0].weight.grad = torch.ones(4, 4)
+    assert keys.are_gradients_held()
+
+
+def test_gradients_are_seen_without_a_comparison_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    keys = Keys(net)
+    keys.key(net, call_of((X,), {}))
+    net[0].bias.grad = torch.ones(4)
+    monkeypatch.setattr(torch.Tensor, "__eq__", lambda *_: pytest.fail("it takes 10 us for each parameter"))
     assert keys.are_gradients_held()
 
 

@@ -92,6 +92,7 @@ from memplan._torch.fake import (
 from memplan._torch.flops import flop_formula
 from memplan._torch.guards import (
     VERSIONS_SEE_ATTRIBUTES,
+    DictGuards,
     TensorGuards,
     around_dispatch,
     dict_version,
@@ -232,6 +233,7 @@ __all__ = [
     "Call",
     "Condition",
     "ConstantChanged",
+    "DictGuards",
     "Dispatch",
     "DrawsReplaced",
     "EagerMode",

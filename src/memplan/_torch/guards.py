@@ -8,11 +8,14 @@ Python 3.12 and newer torch watches the dict for it) and ``TensorGuards`` (types
 ``torch._C._autograd._top_saved_tensors_default_hooks``, the getters in ``torch._C`` of the flags below, and
 ``torch._subclasses.functional_tensor.FunctionalTensorMode``, by whose dispatch an op that AOTAutograd traces enters
 Python.
+
+Seen in torch 2.13: ``RootGuardManager.tuple_getitem_manager`` and ``.add_dict_version_guard``, by which `torch.compile`
+has guards as a tree that one call checks. Where these are others, Python asks for one version after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,6 +140,56 @@ class TensorGuards:
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether as many tensors are as those were."""
         return self._check is None or self._check(*tensors)
+
+
+_WORTH = 256
+"""Number of answers by Python before a tree of guards is built: that takes as long as the tree saves in as many (9 us
+for a dict, then 9 ns instead of 43 ns in each answer), so that dicts which change now and then cost less than twice."""
+
+
+class DictGuards:
+    """Sees whether dicts have changed since it was made, or since they were last accepted."""
+
+    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        self.dicts = tuple(dicts)
+        self.accept(self.now())
+
+    def now(self) -> list[int]:
+        """Return their present versions."""
+        return list(map(dict_version, self.dicts))
+
+    def accept(self, versions: list[int]) -> None:
+        """Take these versions as unchanged."""
+        self.versions, self._held = versions, 0
+        self._check: Callable[[tuple[Any, ...]], bool] | None = None
+
+    def hold(self) -> bool:
+        """Return whether all are as they were."""
+        check = self._check
+        if check is not None:
+            return check(self.dicts)
+        if self.now() != self.versions:
+            return False
+        self._held += 1
+        if self._held == _WORTH:
+            check = _tree(self.dicts)
+            self._check = check if self.now() == self.versions else None  # another thread may have changed them
+        return True
+
+
+def _tree(dicts: tuple[dict[Any, Any], ...]) -> Callable[[tuple[Any, ...]], bool] | None:
+    """Return what sees in one call whether dicts have the versions that they have now; None where this torch has other
+    guards."""
+    try:
+        from torch._dynamo.guards import GuardManagerType  # takes a second, where no model was planned yet
+
+        root: Any = _guards.RootGuardManager()
+        for at, own in enumerate(dicts):
+            item = root.tuple_getitem_manager(at, "", None, GuardManagerType.GUARD_MANAGER)
+            item.add_dict_version_guard(own, [""], None)
+    except (AttributeError, ImportError, TypeError):
+        return None
+    return root.check
 
 
 @contextmanager

@@ -8,7 +8,7 @@ plan by itself.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,8 +36,11 @@ class Key(NamedTuple):
     """The arguments in order, tensors left out."""
     state: State
     """Of the model and of torch."""
-    rest: Hashable
-    """Of the call's tensors."""
+    rest: tuple[Hashable, ...]
+    """Of the call's tensors: shapes and the like first."""
+
+    def __hash__(self) -> int:
+        return hash((self.leaves, self.state, self.rest[0]))  # pytree's spec, which is in the rest, hashes slowly
 
     def differing_leaves(self, other: Key) -> list[int] | None:
         """Return the positions of the arguments in which another key differs, if these are numbers and nothing else
@@ -87,9 +90,8 @@ class _Last:
     """State of the last call, and what shows that it still is the same."""
 
     state: State
-    dicts: list[dict[Any, Any]]
-    """Attributes, parameters, buffers, submodules and hooks of all modules, and their versions then."""
-    versions: list[int]
+    dicts: _torch.DictGuards
+    """Attributes, parameters, buffers, submodules and hooks of all modules."""
     empty: list[dict[Any, Any]]
     """Those that had nothing in them, tables of hooks aside."""
     tables: list[dict[Any, Any]]
@@ -98,7 +100,7 @@ class _Last:
     """Number of hooks that had been registered in the process."""
     kinds: list[type]
     training: list[bool]
-    tensors: list[torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
     hooked: list[bool] | None
     """Which have hooks that run once a gradient was added; None: none."""
     trained: list[torch.Tensor]
@@ -126,7 +128,10 @@ class Keys:
     def are_gradients_held(self) -> bool:
         """Return whether a parameter that is trained has a gradient. Call it after `key`."""
         trained = self._trained() if self._last is None else self._last.trained
-        return [tensor.grad for tensor in trained].count(None) != len(trained)
+        for tensor in trained:  # noqa: SIM110  # any() takes longer, and count(None) compares tensors, 10 us for each
+            if tensor.grad is not None:
+                return True
+        return False
 
     @property
     def moment(self) -> object:
@@ -156,7 +161,7 @@ class Keys:
 
     def _is_as(self, last: _Last, model: nn.Module) -> bool:
         return (
-            list(map(_torch.dict_version, last.dicts)) == last.versions
+            last.dicts.hold()
             and not any(last.empty)
             and [*map(type, self._structure.modules), type(model)] == last.kinds
             and (_torch.VERSIONS_SEE_ATTRIBUTES or self._training(model) == last.training)
@@ -185,21 +190,19 @@ class Keys:
         if len(self._states) >= _STATES:
             self._states.clear()
         state = self._states.setdefault(state, state)  # objects that are the same are compared quickly
-        present = list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
+        present = tuple({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
         modules = model, *structure.modules
         own = [table for module in modules for table in _torch.own_dicts(module)]
         hooks = [table for module in modules for table in _torch.hook_tables(module)]
-        dicts = [table for table in (*own, *hooks) if table]
+        dicts = _torch.DictGuards(table for table in (*own, *hooks) if table)
         empty, tables = [table for table in own if not table], [table for table in hooks if not table]
-        versions = list(map(_torch.dict_version, dicts))
         guards = {around: (_torch.TensorGuards(present), state)}
-        if last is not None and around not in last.guards and last.versions == versions:
-            guards |= last.guards
+        if last is not None and around not in last.guards and last.dicts.versions == dicts.versions:
+            dicts, guards = last.dicts, guards | last.guards
         hooked = _hooked(present)
         self._last = _Last(
             state,
             dicts,
-            versions,
             empty,
             tables,
             RemovableHandle.next_id,
@@ -284,7 +287,7 @@ def _tied(tensors: list[Any]) -> tuple[int, ...]:
     return tuple([first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)])
 
 
-def _hooked(tensors: list[torch.Tensor]) -> list[bool] | None:
+def _hooked(tensors: Iterable[torch.Tensor]) -> list[bool] | None:
     hooks = [*map(_torch.gradient_hooks, tensors)]
     return [*map(bool, hooks)] if any(hooks) else None
 

@@ -33,8 +33,9 @@ from memplan.errors import RecordingError, UsageError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.loss_module import with_loss
-from memplan.planning.capture.reads.kinds import told
+from memplan.planning.capture.reads.kinds import MISSING, told
 from memplan.planning.capture.reads.readable import Reads
+from memplan.planning.capture.reads.watched import Watched
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 WEIGHT = 1.0
@@ -251,8 +252,10 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b or bool(torch.equal(*pair)) for pair in zip(one, other, strict=True) for a, b in [pair])
 
 
+@pytest.mark.parametrize("worth", [1, 1 << 30], ids=["by a tree", "by Python"])
 @pytest.mark.parametrize("name", cases())
-def test_a_planned_call_is_eager_modes_after_any_change(name: str) -> None:
+def test_a_planned_call_is_eager_modes_after_any_change(name: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memplan._torch.guards._WORTH", worth)
     holder, read, change = cases()[name]
     model = Net(holder, read)
     plans = installed(model)
@@ -431,3 +434,18 @@ def test_the_model_is_not_kept_alive() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_cells_that_are_filled_or_emptied() -> None:
+    full, empty = types.CellType(1), types.CellType()
+    watched = Watched()
+    assert watched.cell(full) == 1
+    assert watched.cell(empty) is MISSING
+    watched.settle()
+    assert watched.unchanged()
+    empty.cell_contents = 1
+    assert not watched.unchanged()
+    del empty.cell_contents
+    assert watched.unchanged()
+    del full.cell_contents
+    assert not watched.unchanged()

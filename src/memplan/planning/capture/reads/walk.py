@@ -26,7 +26,6 @@ from memplan.planning.capture.reads.kinds import (
     MISSING,
     PLAIN,
     Itself,
-    cell_content,
     dict_of,
     imported,
     is_closed,
@@ -254,7 +253,7 @@ class Walk(Watched):
         self.function(value)
         parts = list[Any]()
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-            parts.append(self._visit(self.read(functools.partial(cell_content, cell)), f"{label}, {name}"))
+            parts.append(self._visit(self.cell(cell), f"{label}, {name}"))
         if value.__defaults__:
             parts.append(self._visit(value.__defaults__, f"{label}, its defaults"))
         if value.__kwdefaults__:
@@ -347,7 +346,7 @@ class Walk(Watched):
         """Return the key of an object of a class written in C, of which Python sees no content."""
         kind = type(value)
         if isinstance(value, types.CellType):
-            return self._visit(self.read(functools.partial(cell_content, value)), label)
+            return self._visit(self.cell(value), label)
         if isinstance(value, threading.local):
             return self._named(value.__dict__, label, Names(None))
         if isinstance(value, (operator.attrgetter, operator.methodcaller, operator.itemgetter)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 import types
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from memplan import _torch
+from memplan.planning.capture.reads.kinds import MISSING, cell_content
 
 
 class Names:
@@ -75,7 +77,7 @@ class Watched:
     def __init__(self) -> None:
         self._dicts: list[dict[Any, Any]] = []
         self._contents: list[tuple[Names | None, Any]] = []
-        self._versions: list[int] = []
+        self._guards = _torch.DictGuards(())
         self._by_place: dict[Any, dict[str, Any]] = {}
         self._modules, self._instances = Attributes(), Attributes()
         self._objects: list[Any] = []
@@ -83,38 +85,47 @@ class Watched:
         self._functions: list[types.FunctionType] = []
         self._about: list[Any] = []
         self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        self._cells: list[types.CellType] = []
+        self._in_cells: list[Any] = []
         self._reads: list[tuple[Callable[[], Any], Any]] = []
         self._bytes: list[tuple[Callable[[], Any], Any]] = []
 
     def settle(self) -> None:
         """Note the versions of everything that is watched."""
-        self._versions = list(map(_torch.dict_version, self._dicts))
+        self._guards = _torch.DictGuards(self._dicts)
         self._about = list(chain.from_iterable(map(_ABOUT, self._functions)))
 
     def unchanged(self, *, modules: bool = True) -> bool:
         """Return whether the same objects are in the same places. ``modules``: also attributes of the model's own."""
-        versions = list(map(_torch.dict_version, self._dicts))
         return (
             (not modules or self._modules.same())
             and self._instances.same()
-            and (versions == self._versions or self._still(versions))
+            and (self._guards.hold() or self._still())
             and all(map(operator.is_, map(type, self._objects), self._kinds))
             and all(map(operator.is_, chain.from_iterable(map(_ABOUT, self._functions)), self._about))
             and all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self._lists)
+            and self._same_cells()
             and all(read() is then for read, then in self._reads)
             and all(read() == then for read, then in self._bytes)
         )
 
-    def _still(self, versions: list[int]) -> bool:
+    def _same_cells(self) -> bool:
+        try:
+            return all(map(operator.is_, map(_CONTENT, self._cells), self._in_cells))
+        except ValueError:  # unbound since
+            return False
+
+    def _still(self) -> bool:
         """Return whether dicts that were changed have the same objects where it counts."""
-        for at, (now, then) in enumerate(zip(versions, self._versions, strict=True)):
+        versions = self._guards.now()
+        for at, (now, then) in enumerate(zip(versions, self._guards.versions, strict=True)):
             if now == then:
                 continue
             names, content = self._contents[at]
             own = self._dicts[at]
             if not (_same_content(own, content) if names is None else _same_names(own, names, content)):
                 return False
-        self._versions = versions
+        self._guards.accept(versions)
         return True
 
     def names(self, own: dict[str, Any], names: Names) -> dict[str, Any]:
@@ -167,6 +178,15 @@ class Watched:
         self._reads.append((read, found))
         return found
 
+    def cell(self, cell: types.CellType) -> Any:
+        """Watch the content of a function's cell, and return it; MISSING where it has none yet."""
+        found = cell_content(cell)
+        if found is MISSING:
+            return self.read(functools.partial(cell_content, cell))
+        self._cells.append(cell)
+        self._in_cells.append(found)
+        return found
+
     def bytes(self, read: Callable[[], Any]) -> Any:
         """Watch which value this returns."""
         found = read()
@@ -189,3 +209,4 @@ def _same_content(own: dict[Any, Any], content: tuple[tuple[Any, ...], tuple[Any
 
 
 _ABOUT = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_CONTENT = operator.attrgetter("cell_contents")
