@@ -10,9 +10,9 @@ import torch
 
 from memplan._bytes import format_bytes
 from memplan._torch import dispatch
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import peak_of
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, Op, View
 from memplan.trace.trace import Trace
 

@@ -11,8 +11,9 @@ from typing import Any
 from memplan._bytes import format_bytes
 from memplan.checks.borders.border_costs import Costs, costs
 from memplan.checks.fields.tensor_fields import Field, Loss
-from memplan.checks.fields.walk import Followed, Output, base_name, follow
+from memplan.checks.fields.walk import Followed, Output, follow
 from memplan.checks.finding import Finding, Subject, number
+from memplan.checks.op_names import base_name
 from memplan.trace.trace import Trace
 
 ID = "border-erosion"

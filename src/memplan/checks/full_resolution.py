@@ -12,10 +12,11 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.tensor_fields import resolved, size_of
-from memplan.checks.fields.walk import Followed, base_name, follow
+from memplan.checks.fields.walk import Followed, follow
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.mended.changed_step import Change, Unmendable, module_at
+from memplan.checks.mended.changed_step import Change, ChangeError, module_at
 from memplan.checks.mended.savings import peak_of
+from memplan.checks.op_names import base_name
 from memplan.explanation.layers import fullest
 from memplan.simulation.simulate import live_at
 from memplan.trace.trace import Trace
@@ -122,7 +123,7 @@ def strided(first: str, last: str) -> Change:
     def change(modules: dict[str, nn.Module]) -> None:
         begin, end = module_at(modules, first), module_at(modules, last)
         if not isinstance(begin, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or begin is end:
-            raise Unmendable(f"{first} is no convolution")
+            raise ChangeError(f"{first} is no convolution")
         begin.stride = tuple(2 * step for step in begin.stride)
         end.register_forward_pre_hook(_doubled)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import matters, saving
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Storage
 from memplan.trace.trace import Trace
 

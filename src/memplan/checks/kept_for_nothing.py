@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import forms_of_all_steps, matters, readers_of, rows_of, saving, without_saving
+from memplan.checks.op_names import base_name
 from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
 from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
 from memplan.trace.records import Form, Storage

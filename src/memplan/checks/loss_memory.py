@@ -12,9 +12,9 @@ import torch.nn.functional as F  # torch's own name for it
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import matters, saving
+from memplan.checks.op_names import base_name
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record
 from memplan.trace.records import Op, Storage

@@ -10,10 +10,10 @@ from memplan.checks.attention.fitted import HALF, heads_fitted
 from memplan.checks.attention.fused import Fusing
 from memplan.checks.attention.layers import weights_for_nothing
 from memplan.checks.attention.written import INSIDE_OF_TORCH, Attention, attentions
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Severity, Subject
-from memplan.checks.mended.changed_step import Unmended
+from memplan.checks.mended.changed_step import NotRecorded
 from memplan.checks.mended.savings import live_at_peak, matters, peak_of, rows_of
+from memplan.checks.op_names import base_name
 from memplan.trace.records import HOST, Storage
 from memplan.trace.trace import Trace
 
@@ -81,7 +81,7 @@ def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     elif subject.remaker is not None and subject.card is not None:
         with heads_fitted(half=subject.card.architecture < (8, 0)) as done:
             fitted = subject.remaker.record()
-        saved = 0 if isinstance(fitted, Unmended) else peak_of(trace) - peak_of(fitted)
+        saved = 0 if isinstance(fitted, NotRecorded) else peak_of(trace) - peak_of(fitted)
         if matters(trace, saved):
             size = saved
             how = ", and ".join(sorted(done))
@@ -102,8 +102,8 @@ def _fused(subject: Subject, found: Sequence[Attention], call: str) -> _Mended:
         return _Mended(None, why, f"Take {call}; check the model itself for the bytes", "warning")
     fusing = Fusing(trace, written, on_card=subject.card is not None, weights=len(written) < len(found))
     again = remaker.record(around=fusing.installed())
-    mended = again if isinstance(again, Unmended) else fusing.without_matrices(again)
-    if mended is None or isinstance(mended, Unmended):
+    mended = again if isinstance(again, NotRecorded) else fusing.without_matrices(again)
+    if mended is None or isinstance(mended, NotRecorded):
         why = mended.why if mended is not None else "something is done to them on the way that it does not do"
         return _Mended(
             why=f"a fused call does not fit here as it stands: {why}", advice=f"See whether {call} can be had"

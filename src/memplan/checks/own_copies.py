@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
-from memplan.checks.fields.walk import base_name
 from memplan.checks.mended.savings import readers_of, without_saving
+from memplan.checks.op_names import base_name
 from memplan.explanation.layers import keepers_of
 from memplan.trace.records import Form, Op, Storage, View
 from memplan.trace.trace import Trace

@@ -8,8 +8,9 @@ from fractions import Fraction
 
 from memplan.checks.fields.rules import kernel_of
 from memplan.checks.fields.tensor_fields import Field, resolved, size_of
-from memplan.checks.fields.walk import Followed, base_name, follow
+from memplan.checks.fields.walk import Followed, follow
 from memplan.checks.finding import Finding, Subject, number
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, Op
 from memplan.trace.trace import Trace
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.checks.mended.changed_step import Change, Remaker, Unmendable, Unmended
+from memplan.checks.mended.changed_step import Change, ChangeError, NotRecorded, Remaker
 from memplan.cudnn.cudnn_library import find_cudnn, title_of
 from memplan.cudnn.stored_answers import versions
 from memplan.simulation.simulate import simulate
@@ -41,12 +41,12 @@ def remedies(remaker: Remaker, dimensions: int) -> list[Remedy]:
     """
     found = list[Remedy]()
     for name, do, trace in _tried(remaker, dimensions):
-        if not isinstance(trace, Unmended) and not _is_interval(trace):
+        if not isinstance(trace, NotRecorded) and not _is_interval(trace):
             found.append(Remedy(name, do, simulate(trace).peak_allocated))
     return found
 
 
-def _tried(remaker: Remaker, dimensions: int) -> Iterator[tuple[str, str, Trace | Unmended]]:
+def _tried(remaker: Remaker, dimensions: int) -> Iterator[tuple[str, str, Trace | NotRecorded]]:
     if dimensions in _FORMATS:
         name, layout = _FORMATS[dimensions]
         do = f"Lay the model out as {name}, by model.to(memory_format=torch.{name})"
@@ -69,7 +69,7 @@ def _laid_out(dimensions: int, layout: torch.memory_format) -> Change:
         weights = {module: [one.dim() for one in module.parameters(recurse=False)] for module in modules.values()}
         convolving = [one for one, sizes in weights.items() if dimensions in sizes and {*sizes} <= {1, dimensions}]
         if not convolving:
-            raise Unmendable("no layer has weights of convolutions")
+            raise ChangeError("no layer has weights of convolutions")
         for module in convolving:
             module.to(memory_format=layout)  # pyright: ignore[reportCallIssue]  # torch's stub has no such overload
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
+from memplan.checks.op_names import base_name
 from memplan.checks.workspace_remedies import Remedy, remedies
 from memplan.cudnn.questions import Plans
 from memplan.simulation.simulate import simulate

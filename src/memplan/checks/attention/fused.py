@@ -21,7 +21,7 @@ from memplan._torch import dispatch
 from memplan.checks.attention.einsum import arranged
 from memplan.checks.attention.fused_call import Pending, call_of
 from memplan.checks.attention.written import EMPTY, KEPT_SHAPE, SOFTMAX, VIEWS, Attention, site
-from memplan.checks.fields.walk import base_name
+from memplan.checks.op_names import base_name
 from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.records import HOST, Storage
 from memplan.trace.trace import Trace

@@ -10,9 +10,9 @@ from torch import nn
 
 from memplan import _torch
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import matters, peak_of
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Op
 from memplan.trace.trace import Trace
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memplan.checks.fields.walk import base_name
 from memplan.checks.mended.savings import readers_of
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 

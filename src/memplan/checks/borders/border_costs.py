@@ -14,10 +14,11 @@ from memplan._text import format_seconds
 from memplan.checks.borders.border_fix import Padding, padded, same_padding
 from memplan.checks.borders.mirror import Mirror, Mirrored, mirrored
 from memplan.checks.fields.rules import kernel_of
-from memplan.checks.fields.walk import Followed, Output, base_name, follow
+from memplan.checks.fields.walk import Followed, Output, follow
 from memplan.checks.finding import Subject, number
-from memplan.checks.mended.changed_step import Remaker, Unmendable, Unmended
+from memplan.checks.mended.changed_step import ChangeError, NotRecorded, Remaker
 from memplan.checks.mended.savings import peak_of
+from memplan.checks.op_names import base_name
 from memplan.checks.rerun.aligned import changed
 from memplan.planning.plan.plan import Plan
 from memplan.trace.trace import Trace
@@ -46,7 +47,7 @@ def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence
     if remaker is None:
         return _worked_out(subject.trace, layers, None)
     found = _recorded(subject.trace, remaker, layers)
-    if isinstance(found, Unmended):
+    if isinstance(found, NotRecorded):
         found = _worked_out(subject.trace, layers, found)
     mirror = mirrored(subject.trace, output, followed)
     return found if mirror is None else _with_mirror(found, remaker, mirror)
@@ -61,10 +62,10 @@ def _with_mirror(found: Costs, remaker: Remaker, mirror: Mirror) -> Costs:
         return wrapped[0]
 
     trace = remaker.record(wrap=wrap)
-    peak = None if isinstance(trace, Unmended) else peak_of(trace)
-    if isinstance(trace, Unmended):  # a loss whose targets have the size of the smaller output: model alone, then
+    peak = None if isinstance(trace, NotRecorded) else peak_of(trace)
+    if isinstance(trace, NotRecorded):  # a loss whose targets have the size of the smaller output: model alone, then
         trace = remaker.record(wrap=wrap, options=replace(remaker.options, loss=None, targets=()))
-    if isinstance(trace, Unmended) or not wrapped:
+    if isinstance(trace, NotRecorded) or not wrapped:
         return found
     whole = [output for output in trace.returned if output.tensors][-1:]
     first = next((number for number, crop in enumerate(mirror.crops) if crop is not None), 0)
@@ -79,7 +80,7 @@ def _with_mirror(found: Costs, remaker: Remaker, mirror: Mirror) -> Costs:
     return replace(found, mirrored=peak, details=details)
 
 
-def _recorded(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | Unmended:
+def _recorded(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | NotRecorded:
     """Record the padded model, and return its cost."""
     padding = Padding()
     change = padded(layers, padding)
@@ -87,11 +88,11 @@ def _recorded(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | 
     before, alone_said = peak_of(trace), ""
     left = [layer for layer in layers if layer not in padding.changes and _has_kernel(trace, layer)]
     if left:
-        return Unmended(f"{left[0] or 'the step'} calls a function, and no module has the padding")
-    if isinstance(mended, Unmended):  # a loss whose targets have the size of the smaller output: model alone, then
+        return NotRecorded(f"{left[0] or 'the step'} calls a function, and no module has the padding")
+    if isinstance(mended, NotRecorded):  # a loss whose targets have the size of the smaller output: model alone, then
         bare = replace(remaker.options, loss=None, targets=())
         plain, alone = remaker.record(options=bare), remaker.record(change, options=bare)
-        if isinstance(plain, Unmended) or isinstance(alone, Unmended):
+        if isinstance(plain, NotRecorded) or isinstance(alone, NotRecorded):
             return mended
         before, mended, alone_said = peak_of(plain), alone, " (without the loss, whose targets have the smaller size)"
     after = peak_of(mended)
@@ -123,13 +124,13 @@ def _more(before: int, after: int) -> str:
     return f"{format_bytes(after - before)} more at the peak" if after > before else "no byte more at the peak"
 
 
-def _worked_out(trace: Trace, layers: Sequence[str], unmended: Unmended | None) -> Costs:
+def _worked_out(trace: Trace, layers: Sequence[str], unmended: NotRecorded | None) -> Costs:
     """Run the ops of the step again with padding, and return its cost."""
     try:
         found = changed(trace, _paddings(trace, layers))
-    except Unmendable as error:
-        found = Unmended.by(error)
-    if isinstance(found, Unmended):
+    except ChangeError as error:
+        found = NotRecorded.by(error)
+    if isinstance(found, NotRecorded):
         why = found.why if unmended is None else f"padded, {unmended.why}"
         return Costs(f"how much it takes is not known: {why}", details={"unknown": why})
     before, after = peak_of(trace), peak_of(found)
@@ -143,7 +144,7 @@ def _paddings(trace: Trace, layers: Sequence[str]) -> dict[int, dict[str, tuple[
     """Return the padding that the ops of layers would need, by the op.
 
     Raises:
-        Unmendable: there is none, or one side would need more than the other.
+        ChangeError: there is none, or one side would need more than the other.
     """
     wanted: dict[int, dict[str, tuple[int, ...]]] = {}
     for form in trace.forms:
@@ -153,10 +154,10 @@ def _paddings(trace: Trace, layers: Sequence[str]) -> dict[int, dict[str, tuple[
             continue
         kernel, stride, _, dilation = window
         if any((k - 1) * d % 2 and s == 1 for k, s, d in zip(kernel, stride, dilation, strict=True)):
-            raise Unmendable(f"{op.layer} has a kernel of even size, which needs more padding on one side")
+            raise ChangeError(f"{op.layer} has a kernel of even size, which needs more padding on one side")
         amounts = tuple(map(same_padding, kernel, stride, dilation))
         pool = form.read("weight") is None
         wanted[op.index] = {"padding": tuple(map(min, amounts, (k // 2 for k in kernel))) if pool else amounts}
     if not wanted:
-        raise Unmendable("no convolution and no pool among the layers")
+        raise ChangeError("no convolution and no pool among the layers")
     return wanted

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from memplan.checks.mended.changed_step import Change, Unmendable, module_at
+from memplan.checks.mended.changed_step import Change, ChangeError, module_at
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -41,7 +41,7 @@ def padded(layers: Sequence[str], done: Padding) -> Change:
             if isinstance(module, (*_CONVOLUTIONS, *_POOLS)):
                 done.changes[path] = _pad(module)
         if not done.changes:
-            raise Unmendable("no convolution and no pool among the layers")
+            raise ChangeError("no convolution and no pool among the layers")
 
     return change
 

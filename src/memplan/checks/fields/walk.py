@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from memplan.checks.fields.op_call import Call, shifted
 from memplan.checks.fields.rules import ends, fields_of
 from memplan.checks.fields.tensor_fields import Factor, Field, Fields, resolved, size_of, union, unknown
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, View
 from memplan.trace.trace import Trace
 
@@ -187,9 +188,3 @@ def shown(view: View) -> View:
     """Return a view that is equal for tensors of the same elements: a dimension of one element has the stride 0."""
     strides = tuple(0 if size == 1 else stride for size, stride in zip(view.shape, view.strides, strict=True))
     return replace(view, strides=strides)
-
-
-def base_name(name: str) -> str:
-    """Return an op without its namespace, its overload and the underscore of the form in place: ``convolution``."""
-    base = name.split(".")[1] if name.count(".") > 1 else name.split(".")[0]
-    return base.removesuffix("_") if base.endswith("_") and not base.endswith("__") else base

@@ -20,24 +20,24 @@ from memplan.trace.step import StepOptions, build_of, copy_module
 from memplan.trace.trace import Trace
 
 Change = Callable[[dict[str, nn.Module]], None]
-"""Changes modules, given by the paths that a trace's layers have. It may raise `Unmendable`."""
+"""Changes modules, given by the paths that a trace's layers have. It may raise `ChangeError`."""
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-class Unmendable(Exception):
+class ChangeError(Exception):
     """A change that does not apply to a model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unmended:
+class NotRecorded:
     """The changed step could not be recorded; ``why``, in words that end without a full stop."""
 
     why: str
 
     @classmethod
-    def by(cls, error: MemplanError | Unmendable) -> Unmended:
+    def by(cls, error: MemplanError | ChangeError) -> NotRecorded:
         """Make one of the error that was raised while it was recorded."""
-        cause = error.__cause__ if isinstance(error.__cause__, Unmendable) else error
+        cause = error.__cause__ if isinstance(error.__cause__, ChangeError) else error
         return cls(cause.found.rstrip(".") if isinstance(cause, MemplanError) else str(cause))
 
 
@@ -55,7 +55,7 @@ class Remaker:
         wrap: Wrap | None = None,
         options: StepOptions | None = None,
         around: AbstractContextManager[Any] | None = None,
-    ) -> Trace | Unmended:
+    ) -> Trace | NotRecorded:
         """Return the changed step, or why there is none: the change does not apply, or the step no longer runs.
 
         ``wrap`` puts the model into another one; ``options`` replace those of the step; ``around`` is entered while
@@ -66,8 +66,8 @@ class Remaker:
         try:
             with around or nullcontext():
                 return record_for(build, self.target)
-        except (MemplanError, Unmendable) as error:
-            return Unmended.by(error)
+        except (MemplanError, ChangeError) as error:
+            return NotRecorded.by(error)
 
     def planned(self, change: Change, budget: int) -> Plan | int | None:
         """Return the cheapest exact plan of the changed step in a budget; the smallest budget that there is a plan for,
@@ -137,8 +137,8 @@ def module_at(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
     """Return the module of a layer.
 
     Raises:
-        Unmendable: there is none of that name.
+        ChangeError: there is none of that name.
     """
     if path not in modules:
-        raise Unmendable(f"there is no module {path}")
+        raise ChangeError(f"there is no module {path}")
     return modules[path]

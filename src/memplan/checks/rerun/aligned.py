@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from memplan.checks.mended.changed_step import Unmendable, Unmended
+from memplan.checks.mended.changed_step import ChangeError, NotRecorded
 from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
 from memplan.trace.record import record_for
@@ -16,7 +16,7 @@ from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 
-def changed(trace: Trace, changes: Changes) -> Trace | Unmended:
+def changed(trace: Trace, changes: Changes) -> Trace | NotRecorded:
     """Return the trace with the bytes that each storage would have if ops were called with other arguments.
 
     The ops of the first step are called again on fake tensors, and their backward pass is run; what an op of the trace
@@ -26,10 +26,10 @@ def changed(trace: Trace, changes: Changes) -> Trace | Unmended:
     """
     try:
         if _apart(trace, *_matched(trace, {})):
-            return Unmended("run again from its ops alone, the step does not take what it took")
+            return NotRecorded("run again from its ops alone, the step does not take what it took")
         sizes, added = _matched(trace, changes)
-    except (MemplanError, Unmendable) as error:
-        return Unmended.by(error)
+    except (MemplanError, ChangeError) as error:
+        return NotRecorded.by(error)
     known = [replace(s, bytes=sizes[s.id][0], low=sizes[s.id][1]) if s.id in sizes else s for s in trace.storages]
     more = [replace(storage, id=len(known) + number) for number, storage in enumerate(added)]
     return replace(trace, storages=(*known, *more), engines=(), measured=())
@@ -51,7 +51,7 @@ def _matched(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage]]:
     before.
 
     Raises:
-        Unmendable: the runs have not the same ops.
+        ChangeError: the runs have not the same ops.
         MemplanError: the run failed.
     """
     program = Program(trace, changes)
@@ -87,11 +87,11 @@ def _pairs(ops: list[Op], model: list[Op], made: Mapping[int, list[Storage]] | N
             yield op, counterpart
             counterpart = next(waiting, None)
         elif made is None or any(storage.dtype for storage in made.get(op.index, ())):
-            raise Unmendable(
+            raise ChangeError(
                 "the step would run other ops" if made is None else "its steps do not make the same tensors"
             )
     if counterpart is not None:
-        raise Unmendable("the step would run other ops")
+        raise ChangeError("the step would run other ops")
 
 
 def _born_in(trace: Trace) -> dict[int, list[Storage]]:
@@ -115,7 +115,7 @@ def _pair(op: Op, own: list[Storage], other: list[Storage], sizes: Sizes) -> Ite
     # a library's workspace is taken once and held for good: whichever op comes first has it
     hidden = [[s for s in storages if _is_kernels(s)] for storages in (own, other)]
     if len(tensors[0]) != len(tensors[1]):
-        raise Unmendable(f"{op.name} would make other tensors")
+        raise ChangeError(f"{op.name} would make other tensors")
     for before, after in (*zip(*tensors, strict=True), *zip(*hidden, strict=False)):
         sizes[before.id] = (after.bytes, after.low)
     for gone in hidden[0][len(hidden[1]) :]:

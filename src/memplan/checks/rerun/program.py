@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.checks.fields.walk import base_name, shown
-from memplan.checks.mended.changed_step import Unmendable
+from memplan.checks.fields.walk import shown
+from memplan.checks.mended.changed_step import ChangeError
+from memplan.checks.op_names import base_name
 from memplan.checks.rerun.sizes import resized
 from memplan.trace.records import Form, Op, Option, View
 from memplan.trace.trace import Trace
@@ -50,7 +51,7 @@ class Program:
         """Return a `build` of the step: its leaves are made by it, its ops run in it.
 
         Raises:
-            Unmendable: an op cannot be called again from what is known of it.
+            ChangeError: an op cannot be called again from what is known of it.
         """
         for known in (self._made, self._last, self._leaves, self._overwritten):
             known.clear()
@@ -92,14 +93,14 @@ class Program:
     def _run(self, op: Op) -> None:
         form = self._forms.get(op.index)
         if form is None:
-            raise Unmendable(f"how {op.name} was called is not known")
+            raise ChangeError(f"how {op.name} was called is not known")
         views = {shown(view) for view in form.writes}
         if op.index in self._clones or (op.name in _VIEWS and views <= self._overwritten):
             self._overwritten -= views
             return  # autograd makes it again by itself
         func = _torch.op_named(op.name)
         if func is None:
-            raise Unmendable(f"there is no op {op.name} here")
+            raise ChangeError(f"there is no op {op.name} here")
         tensors = [self._read(op, name, view) for name, view in form.reads]
         given = dict(form.options) | dict(self._changes.get(op.index, {}))
         given |= resized(self._trace, form, tensors, given, self._made)
@@ -123,7 +124,7 @@ class Program:
     def _read(self, op: Op, name: str, view: View) -> torch.Tensor:
         found = self._made.get(shown(view))
         if found is None:
-            raise Unmendable(f"what {op.name} reads was made in a way that is not known")
+            raise ChangeError(f"what {op.name} reads was made in a way that is not known")
         return found.detach() if found.requires_grad and name not in op.needs_grad else found
 
     def _keep(self, view: View, tensor: torch.Tensor) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from memplan.checks.fields.walk import base_name, shown
-from memplan.checks.mended.changed_step import Unmendable
+from memplan.checks.fields.walk import shown
+from memplan.checks.mended.changed_step import ChangeError
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, Option, View
 from memplan.trace.trace import Trace
 
@@ -27,7 +28,7 @@ def resized(
     """Return the arguments that have to change since what an op reads has another size; none where it has not.
 
     Raises:
-        Unmendable: the new arguments of the op are unknown.
+        ChangeError: the new arguments of the op are unknown.
     """
     if not form.reads or not form.writes:
         return {}
@@ -66,11 +67,11 @@ def viewed_size(old: Sequence[int], wanted: Sequence[int], new: Sequence[int]) -
                 there += 1
         grown, inner = math.prod(new[first:here]), math.prod(wanted[second + 1 : there])
         if grown % inner:
-            raise Unmendable("a view splits a size that grows")
+            raise ChangeError("a view splits a size that grows")
         if second < there:
             found += [grown // inner, *wanted[second + 1 : there]]
         elif grown != 1:
-            raise Unmendable("a view leaves a size out that grows")
+            raise ChangeError("a view leaves a size out that grows")
     return tuple(found)
 
 
@@ -100,7 +101,7 @@ def _cropped(
         start = _start(given, old[place])
         size = wanted[place] + new[place] - old[place] if partner is None else partner[place]
         if step != 1 or size > new[place]:
-            raise Unmendable("a crop that would have nothing to crop")
+            raise ChangeError("a crop that would have nothing to crop")
         if partner is not None:  # in the middle, or at an end, as before
             spare = old[place] - wanted[place]
             start = start * (new[place] - size) // spare
@@ -134,7 +135,7 @@ def _upsampled(
     sizes: list[int] = []
     for before, after, now in zip(old[-count:], form.writes[0].shape[-count:], new[-count:], strict=True):
         if now * after % before:
-            raise Unmendable("an upsampling by no whole number, to an unknown size")
+            raise ChangeError("an upsampling by no whole number, to an unknown size")
         sizes.append(now * after // before)
     return tuple(sizes)
 
