@@ -42,8 +42,8 @@ def _zeroed_gradients(trace: Trace) -> list[Finding]:
         return []
     op = trace.ops[min(zeroing_op.values())]
     message = (
-        f"gradients are set to zero instead of freed: {format_bytes(gradient_bytes)} live through the whole forward pass, "
-        f"{format_bytes(size)} of it at the peak"
+        f"gradients are set to zero instead of freed: {format_bytes(gradient_bytes)} live through the whole forward "
+        f"pass, {format_bytes(size)} of it at the peak"
     )
     advice = ("Leave set_to_none=False out: zero_grad() frees them; in backward the first write makes them anew",)
     details = {"kind": "zeroed gradients", "held": gradient_bytes}
