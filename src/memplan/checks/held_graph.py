@@ -8,7 +8,7 @@ from typing import Any
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, in_graph, part_of
-from memplan.checks.mended.savings import after_last_read, matters, rows_of, saving, without_saving
+from memplan.checks.mended.savings import after_last_use, matters, rows_of, saving, without_saving
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
@@ -55,7 +55,7 @@ def _retained(trace: Trace) -> list[Finding]:
     # Variables of the step (output, loss) keep some tensors alive as well: a retained graph keeps most of them.
     if 2 * sum(s.bytes for s in retained) < sum(s.bytes for s in saved):
         return []
-    size = saving(trace, after_last_read(trace, retained))
+    size = saving(trace, after_last_use(trace, retained))
     rows = rows_of(trace, retained, {s.id: s.op or 0 for s in retained})
     if not rows:
         return []

@@ -14,7 +14,7 @@ TITLE = "Activation checkpoints do not lower the peak"
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return at most one finding, from recordings of the step without checkpoints and with a checkpoint for each block."""
+    """Return at most one finding, from recordings without checkpoints and with a checkpoint for each block."""
     trace, remaker = subject.trace, subject.remaker
     recomputed = [op for op in trace.ops if op.recomputed]
     if not recomputed or remaker is None:

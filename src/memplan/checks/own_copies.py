@@ -70,9 +70,8 @@ class _ActivationCopies:
         return Copies("in place", tuple(inputs), changed, tuple(added))
 
     def _view_gradients(self, op: Op, storage: Storage) -> list[Storage]:
-        """Return what the gradient of an in-place op allocates besides if its input is a view (an instance norm's
-        result is one): a gradient of the base, and a copy of the view's part of it (CopySlices, torch/csrc/autograd).
-        """
+        """Return what the gradient of an in-place op on a view (an instance norm's result is one) also allocates: a
+        gradient of the base, and a copy of the view's part of it (CopySlices, torch/csrc/autograd)."""
         if self._forms[op.index].op not in self._reads_view:
             return []
         gradient = next((other for other in self._trace.ops if other.gradient_of == op.index), None)

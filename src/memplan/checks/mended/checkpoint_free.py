@@ -55,7 +55,7 @@ class Blockwise:
 
 
 def _blocks(function: Callable[..., Any]) -> dict[str, nn.Module]:
-    """Return the modules of a function's `nn.Sequential` or `nn.ModuleList` with the most parameters, by their paths."""
+    """Return the modules of the function's module list or `nn.Sequential` with the most parameters, by their paths."""
     lists: list[dict[str, nn.Module]] = []
     for root in _modules_of(function):
         for path, module in root.named_modules():

@@ -45,17 +45,14 @@ def live_at_peak(trace: Trace) -> list[Storage]:
 def without_saving(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:
     """Return replacements of storages, by their id, that are not saved for backward: freed after their last forward
     op."""
-    return _freed_after_last_use(trace, storages, forward_only=True)
+    return after_last_use(trace, storages, forward_only=True)
 
 
-def after_last_read(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:
-    """Return replacements of storages, by their id, that are freed after the last op that reads or writes them."""
-    return _freed_after_last_use(trace, storages, forward_only=False)
-
-
-def _freed_after_last_use(
-    trace: Trace, storages: Iterable[Storage], *, forward_only: bool
+def after_last_use(
+    trace: Trace, storages: Iterable[Storage], *, forward_only: bool = False
 ) -> dict[int, Storage | None]:
+    """Return replacements of storages, by their id, that are freed after the last (forward) op that reads or writes
+    them."""
     by_id = {storage.id: storage for storage in storages}
     last_use: dict[int, int] = {}
     for op in trace.ops:

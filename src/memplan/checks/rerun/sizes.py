@@ -111,7 +111,8 @@ def _cropped(
         step = int(options.get("step") or 1)  # pyright: ignore[reportArgumentType]  # a number
         if (old[dim] == new[dim] and partner is None) or old[dim] == wanted[dim]:
             return {"start": 0, "end": new[dim]} if old[dim] == wanted[dim] else {}
-        start = _start(options, old[dim])
+        start = int(options.get("start") or 0)  # pyright: ignore[reportArgumentType]  # a number
+        start = max(0, start + old[dim]) if start < 0 else min(start, old[dim])
         size = wanted[dim] + new[dim] - old[dim] if partner is None else partner[dim]
         if step != 1 or size > new[dim]:
             raise ChangeError("a crop that would have nothing to crop")
@@ -126,11 +127,6 @@ def _cropped(
             missing = partner[dim] - new[dim]
             amounts[2 * number : 2 * number + 2] = [missing // 2, missing - missing // 2]
     return {"pad" if "pad" in options else "padding": tuple(amounts)}
-
-
-def _start(options: Mapping[str, Option], size: int) -> int:
-    start = int(options.get("start") or 0)  # pyright: ignore[reportArgumentType]  # a number
-    return max(0, start + size) if start < 0 else min(start, size)
 
 
 def _upsampled(
