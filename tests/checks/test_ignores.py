@@ -11,7 +11,7 @@ from torch import nn
 
 import memplan
 from memplan.checks.finding import Finding
-from memplan.checks.ignores import Ignore, kept, located, parse_ignore
+from memplan.checks.ignores import Ignore, located, not_ignored, parse_ignore
 from memplan.errors import InputError
 
 ID = "border-erosion"
@@ -81,9 +81,9 @@ def test_by_line(comments: dict[str, str], found: bool, tmp_path: Path, monkeypa
 def test_one_about_several_layers_goes_when_all_are_ignored() -> None:
     rows = [{"layer": "a.1", "where": None}, {"layer": "b", "where": None}]
     finding = Finding("x", "warning", "a.1", None, 0, "", (), {"layers": rows})
-    assert kept([finding], [Ignore("x", "a.*")], {}) == [finding]
-    assert kept([finding], [Ignore("x", "a.*"), Ignore("x", "b")], {}) == []
-    assert kept([finding], [Ignore("y")], {}) == [finding]
+    assert not_ignored([finding], [Ignore("x", "a.*")], {}) == [finding]
+    assert not_ignored([finding], [Ignore("x", "a.*"), Ignore("x", "b")], {}) == []
+    assert not_ignored([finding], [Ignore("y")], {}) == [finding]
 
 
 def test_lines_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""One file a trap: Trace -> Findings."""
+"""Checks of a recorded step for memory traps, a module each: Trace -> Findings."""

@@ -1,4 +1,4 @@
-"""Two tensors of one size that broadcast against each other, as predictions (N, 1) and targets (N) do."""
+"""Check: two tensors of one size that broadcast against each other, as predictions (N, 1) and targets (N) do."""
 
 from __future__ import annotations
 
@@ -10,107 +10,113 @@ import torch
 
 from memplan._bytes import format_bytes
 from memplan._torch import dispatch
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import peak_of
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, Op, View
 from memplan.trace.trace import Trace
 
 ID = "accidental-broadcast"
 TITLE = "Tensors of one size are broadcast against each other"
 
-_PAIRS = ("add", "sub", "mul", "div", "mse_loss", "smooth_l1_loss", "huber_loss")
-_DATA = ("weight", "buffer", "optimizer_state")
+_BINARY_OPS = ("add", "sub", "mul", "div", "mse_loss", "smooth_l1_loss", "huber_loss")
+_STATE = ("weight", "buffer", "optimizer_state")
 _ATEN = torch.ops.aten
 _Shape = tuple[int, ...]
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return one finding for all lines at which it happens."""
+    """Return at most one finding, about all lines of user code at which such a broadcast happens."""
     trace = subject.trace
-    found: dict[str | None, tuple[Op, _Shape, _Shape, _Shape]] = {}
+    by_line: dict[str | None, tuple[Op, _Shape, _Shape, _Shape]] = {}
     for form in trace.forms:
         op = trace.ops[form.op]
-        for one, other, result in _broadcast(trace, op, form):
-            found.setdefault(op.where, (op, one, other, result))
-    if not found:
+        for longer, shorter, result in _broadcasts(trace, op, form):
+            by_line.setdefault(op.where, (op, longer, shorter, result))
+    if not by_line:
         return []
     mended = subject.remaker.record(around=_squeezed()) if subject.remaker is not None else None
     size = max(0, peak_of(trace) - peak_of(mended)) if isinstance(mended, Trace) else 0
-    return [_finding(list(found.values()), size)]
+    return [_finding(list(by_line.values()), size)]
 
 
-def _broadcast(trace: Trace, op: Op, form: Form) -> Iterator[tuple[_Shape, _Shape, _Shape]]:
-    """Yield the shapes of two operands and of what they give, where one has a size 1 that the other lacks."""
-    if base_name(op.name) not in _PAIRS or len(form.reads) < 2 or not op.needs_grad:
+def _broadcasts(trace: Trace, op: Op, form: Form) -> Iterator[tuple[_Shape, _Shape, _Shape]]:
+    """Yield the shapes of the operand with an extra dimension of size 1, of the operand without it, and of the
+    result."""
+    if base_name(op.name) not in _BINARY_OPS or len(form.reads) < 2 or not op.needs_grad:
         return
     views = [view for _, view in form.reads[:2]]
     causes = {trace.storages[view.storage].cause for view in views}
-    if causes & set(_DATA) or views[0].storage == views[1].storage:
+    if causes & set(_STATE) or views[0].storage == views[1].storage:
         return
-    shapes = [_own_shape(view) for view in views]
-    for one, other, view in ((*shapes, views[0]), (*shapes[::-1], views[1])):
-        if lacks_one(one, other) and trace.storages[view.storage].shape == one:  # it was made so, not by unsqueeze
-            yield one, other, tuple(torch.broadcast_shapes(one, other))
+    first, second = (_shape_before_expand(view) for view in views)
+    for longer, shorter, view in ((first, second, views[0]), (second, first, views[1])):
+        # a dimension that unsqueeze added is on purpose: the storage has another shape then
+        if lacks_one(longer, shorter) and trace.storages[view.storage].shape == longer:
+            yield longer, shorter, tuple(torch.broadcast_shapes(longer, shorter))
 
 
-def _own_shape(view: View) -> _Shape:
-    """Return the shape before broadcasting, which makes strides of 0."""
+def _shape_before_expand(view: View) -> _Shape:
+    """Return the shape before broadcasting, which shows as strides of 0."""
     sizes = [1 if stride == 0 and size > 1 else size for size, stride in zip(view.shape, view.strides, strict=True)]
-    added = next((at for at, (size, whole) in enumerate(zip(sizes, view.shape, strict=True)) if size == whole), 0)
+    added = next((dim for dim, (size, whole) in enumerate(zip(sizes, view.shape, strict=True)) if size == whole), 0)
     return tuple(sizes[added:])
 
 
-def lacks_one(one: _Shape, other: _Shape) -> bool:
-    """Return whether a shape is another one without a size 1 in it, so that the two broadcast to a larger one."""
-    if len(one) != len(other) + 1 or math.prod(one) != math.prod(other) or math.prod(one) == 1:
+def lacks_one(longer: _Shape, shorter: _Shape) -> bool:
+    """Return whether ``shorter`` is ``longer`` without a dimension of size 1, and the two broadcast to a larger shape.
+
+    Example:
+        >>> lacks_one((8, 1), (8,)), lacks_one((1, 8), (8,))
+        (True, False)
+    """
+    if len(longer) != len(shorter) + 1 or math.prod(longer) != math.prod(shorter) or math.prod(longer) == 1:
         return False
-    if not any(size == 1 and (*one[:at], *one[at + 1 :]) == other for at, size in enumerate(one)):
+    if not any(size == 1 and (*longer[:dim], *longer[dim + 1 :]) == shorter for dim, size in enumerate(longer)):
         return False
     try:
-        result = torch.broadcast_shapes(one, other)
+        result = torch.broadcast_shapes(longer, shorter)
     except RuntimeError:
         return False
-    return math.prod(result) > math.prod(one)
+    return math.prod(result) > math.prod(longer)
 
 
 def _squeezed() -> Any:
-    """Return a context in which such pairs are brought to one shape first."""
+    """Return a context in which the operands of such a broadcast are reshaped to the same shape first."""
 
-    def matched(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        one, other = tensors
-        if lacks_one(tuple(one.shape), tuple(other.shape)):
-            return [one.reshape(other.shape), other]
-        return [one, other.reshape(one.shape)] if lacks_one(tuple(other.shape), tuple(one.shape)) else tensors
+    def same_shape(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        x, y = tensors
+        if lacks_one(tuple(x.shape), tuple(y.shape)):
+            return [x.reshape(y.shape), y]
+        return [x, y.reshape(x.shape)] if lacks_one(tuple(y.shape), tuple(x.shape)) else tensors
 
-    def of_two(op: Any) -> Any:
-        return lambda one, other, **more: dispatch.whole(
-            op, *(matched([one, other]) if isinstance(other, torch.Tensor) else (one, other)), **more
+    def binary_kernel(op: Any) -> Any:
+        return lambda x, y, **kwargs: dispatch.whole(
+            op, *(same_shape([x, y]) if isinstance(y, torch.Tensor) else (x, y)), **kwargs
         )
 
-    def broadcast(tensors: list[torch.Tensor]) -> Any:
-        together = matched(tensors) if len(tensors) == 2 else tensors
-        return dispatch.composite(_ATEN.broadcast_tensors.default, together)
+    def broadcast_tensors(tensors: list[torch.Tensor]) -> Any:
+        reshaped = same_shape(tensors) if len(tensors) == 2 else tensors
+        return dispatch.composite(_ATEN.broadcast_tensors.default, reshaped)
 
-    kernels = {f"{name}.Tensor": of_two(getattr(_ATEN, name).Tensor) for name in ("add", "sub", "mul", "div")}
-    return dispatch.overridden({**kernels, "broadcast_tensors": broadcast}, dispatch.AUTOGRAD_CPU)
+    kernels = {f"{name}.Tensor": binary_kernel(getattr(_ATEN, name).Tensor) for name in ("add", "sub", "mul", "div")}
+    return dispatch.overridden({**kernels, "broadcast_tensors": broadcast_tensors}, dispatch.AUTOGRAD_CPU)
 
 
-def _finding(found: list[tuple[Op, _Shape, _Shape, _Shape]], size: int) -> Finding:
-    op, one, other, result = found[0]
+def _finding(broadcasts: list[tuple[Op, _Shape, _Shape, _Shape]], size: int) -> Finding:
+    op, longer, shorter, result = broadcasts[0]
     rows = [
-        {"layer": op.layer, "where": op.where, "shapes": [list(shape) for shape in shapes]} for op, *shapes in found
+        {"layer": op.layer, "where": op.where, "shapes": [list(shape) for shape in shapes]}
+        for op, *shapes in broadcasts
     ]
-    name = base_name(op.name)
     costs = f", which takes {format_bytes(size)} more at the peak" if size else ""
     message = (
-        f"{name} broadcasts {_shown(one)} and {_shown(other)} to {_shown(result)}: each with each, where one with "
-        f"one is meant{costs}"
+        f"{base_name(op.name)} broadcasts {_shown(longer)} and {_shown(shorter)} to {_shown(result)}: each with each, "
+        f"where one with one is meant{costs}"
     )
-    advice = (f"Give both one shape: squeeze the {_shown(one)} one, or unsqueeze the other",)
-    return Finding(
-        ID, "warning", op.layer, op.where, size, message, advice, {"shapes": rows[0]["shapes"], "layers": rows}
-    )
+    advice = (f"Give both one shape: squeeze the {_shown(longer)} one, or unsqueeze the other",)
+    details = {"shapes": rows[0]["shapes"], "layers": rows}
+    return Finding(ID, "warning", op.layer, op.where, size, message, advice, details)
 
 
 def _shown(shape: _Shape) -> str:

@@ -1,4 +1,4 @@
-"""Unpadded kernels eat the border of the input: how many pixels on each side, by layer, and what padding would take."""
+"""Check: unpadded kernels lose the border of the input; how many pixels, in which layers, and what padding costs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from memplan._bytes import format_bytes
 from memplan.checks.borders.border_costs import Costs, costs
 from memplan.checks.fields.tensor_fields import Field, Loss
-from memplan.checks.fields.walk import Followed, Output, base_name, follow
+from memplan.checks.fields.walk import Followed, Output, follow
 from memplan.checks.finding import Finding, Subject, number
+from memplan.checks.op_names import base_name
 from memplan.trace.trace import Trace
 
 ID = "border-erosion"
@@ -23,7 +24,7 @@ Sides = tuple[Fraction, Fraction]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the calls of one layer lose, per dimension and side, in positions of the input; negative: give back."""
+    """Positions of the input that one layer loses, for each dimension and side; negative where it adds some (a pad)."""
 
     layer: str
     where: str | None
@@ -41,20 +42,23 @@ class Row:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return a finding for the model's output that loses the most; none where no output loses anything.
+    """Return at most one finding, for the model's output that loses the most.
 
-    Where the path to the outputs ends on the way, what is lost up to there.
+    If positions are lost before the outputs, it is about the tensor up to which they are known.
     """
     followed = follow(subject.trace)
     outputs = [output for output in followed.outputs if output.spatial]
-    eroding = _eroding(outputs) or _eroding(outputs := [one for one in followed.ended.values() if one.spatial])
+    eroding = _eroding(outputs)
+    if not eroding:
+        outputs = [output for output in followed.ended.values() if output.spatial]
+        eroding = _eroding(outputs)
     if not eroding:
         return []
-    worst = max(eroding, key=lambda output: (_net(output), -outputs.index(output)))
+    worst = max(eroding, key=lambda output: (_net_loss(output), -outputs.index(output)))
     if max(side for sides in lost(worst) for side in sides) <= subject.context:
         return []
     rows = layer_rows(subject.trace, worst)
-    if _net(worst) <= 0:
+    if _net_loss(worst) <= 0:
         return [_shifted(worst, rows)]
     return [_eroded(subject, worst, followed, rows)]
 
@@ -68,42 +72,43 @@ def lost(output: Output) -> list[Sides]:
     return [tuple(max(Fraction(0), side) for side in field.lost(size)) for size, field in output.spatial]  # pyright: ignore[reportReturnType]  # two sides
 
 
-def _net(output: Output) -> Fraction:
-    """Return what is lost at one side and not covered at the other, in the dimension where that is most."""
+def _net_loss(output: Output) -> Fraction:
+    """Return the sum of the losses on both sides, where a gain on one side offsets a loss on the other; the largest of
+    all dimensions."""
     return max(sum(field.lost(size), Fraction(0)) for size, field in output.spatial)
 
 
 def layer_rows(trace: Trace, output: Output) -> list[Row]:
-    """Return what each layer takes from the border, in the order of the path that decides the field."""
+    """Return what each layer loses of the border, in the order of the path that decides the field."""
     spatial = output.spatial
-    found: dict[tuple[str, str | None], list[list[Fraction]]] = {}
-    for place, (_, field) in enumerate(spatial):
+    losses: dict[tuple[str, str | None], list[list[Fraction]]] = {}
+    for dim, (_, field) in enumerate(spatial):
         for loss in chain(field):
             op = trace.ops[loss.op]
-            sides = found.setdefault((op.layer, op.where), [[Fraction(0), Fraction(0)] for _ in spatial])
-            sides[place][0] += loss.before
-            sides[place][1] += loss.after
-    rows = [Row(layer, where, tuple((a, b) for a, b in sides)) for (layer, where), sides in found.items()]
+            sides = losses.setdefault((op.layer, op.where), [[Fraction(0), Fraction(0)] for _ in spatial])
+            sides[dim][0] += loss.before
+            sides[dim][1] += loss.after
+    rows = [Row(layer, where, tuple((a, b) for a, b in sides)) for (layer, where), sides in losses.items()]
     return [row for row in rows if row.most]
 
 
 def chain(field: Field) -> list[Loss]:
-    """Return what each op took, in the order of the path."""
-    found: list[Loss] = []
+    """Return the losses of all ops, in the order of the path."""
+    losses: list[Loss] = []
     loss = field.losses
     while loss is not None:
-        found.append(loss)
+        losses.append(loss)
         loss = loss.parent
-    return found[::-1]
+    return losses[::-1]
 
 
 def touching(output: Output) -> Fraction:
-    """Return the share of the outputs whose field reaches beyond the input's border, where padding stands."""
+    """Return the share of the outputs whose field reaches beyond the input's border, into padding."""
     inside = Fraction(1)
     for size, field in output.spatial:
         clean = sum(
-            all(span.low(place) >= 0 and span.high(place) < field.extent for span in field.spans)
-            for place in range(size)
+            all(span.low(position) >= 0 and span.high(position) < field.extent for span in field.spans)
+            for position in range(size)
         )
         inside *= Fraction(clean, size)
     return 1 - inside
@@ -111,57 +116,50 @@ def touching(output: Output) -> Fraction:
 
 def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row]) -> Finding:
     sides, spatial = lost(output), output.spatial
-    left = [max(0.0, 1 - float(sum(pair)) / field.extent) for pair, (_, field) in zip(sides, spatial, strict=True)]
-    share = 1 - math.prod(left)
-    eaters = sorted((row for row in rows if row.total > 0), key=lambda row: -row.total)
-    found = costs(subject, output, followed, [row.layer for row in eaters])
+    covered = [max(0.0, 1 - float(sum(pair)) / field.extent) for pair, (_, field) in zip(sides, spatial, strict=True)]
+    share = 1 - math.prod(covered)
+    losing = sorted((row for row in rows if row.total > 0), key=lambda row: -row.total)
+    cost = costs(subject, output, followed, [row.layer for row in losing])
     context = f" (the input brings {subject.context} as context)" if subject.context else ""
-    ends = {"from": _place(subject, _beginning(output, followed)), "to": _place(subject, _end(output, followed))}
+    path = {
+        "from": _op_details(subject, followed.sources[spatial[0][1].source].op),
+        "to": _op_details(subject, next((op for op, end in followed.ended.items() if end is output), None)),
+    }
     message = (
-        f"{_extent(ends)} without its border: {_sides(sides)} are lost{context}, {_percent(share)} of the "
-        f"field of view, by {_layers(eaters)}"
+        f"{_covers(path)} without its border: {_sides(sides)} are lost{context}, {_percent(share)} of the "
+        f"field of view, by {_layers(losing)}"
     )
-    main = eaters[0] if eaters else Row("", None, ())
-    details = _details(output, rows) | {"share": share} | ends | dict(found.details)
+    main = losing[0] if losing else Row("", None, ())
+    details = _details(output, rows) | {"share": share} | path | dict(cost.details)
     return Finding(
-        ID, "warning", main.layer, main.where, found.saved or 0, message + _saved(found), tuple(_advice(sides, found)),
+        ID, "warning", main.layer, main.where, cost.saved or 0, message + _saved(cost), tuple(_advice(sides, cost)),
         details,
     )  # fmt: skip
 
 
-def _beginning(output: Output, followed: Followed) -> int | None:
-    """Return the op that made what the output is followed from; None where that is an input of the step."""
-    return followed.sources[output.spatial[0][1].source].op
-
-
-def _end(output: Output, followed: Followed) -> int | None:
-    """Return the op at which the path ends; None where it ends with an output of the model."""
-    return next((op for op, one in followed.ended.items() if one is output), None)
-
-
-def _place(subject: Subject, index: int | None) -> dict[str, Any] | None:
+def _op_details(subject: Subject, index: int | None) -> dict[str, Any] | None:
     if index is None:
         return None
     op = subject.trace.ops[index]
     return {"op": base_name(op.name), "layer": op.layer, "where": op.where}
 
 
-def _extent(ends: dict[str, dict[str, Any] | None]) -> str:
-    """Say what covers what: the output the input, as far as the path between them can be followed."""
-    begin, end = ends["from"], ends["to"]
-    seen = "the input" if begin is None else f"what {_named(begin)} makes"
-    by = "the output" if end is None else f"what goes into {_named(end)}"
+def _covers(path: dict[str, dict[str, Any] | None]) -> str:
+    """Return the beginning of the message: which tensor covers which, at the ends of the path that is known."""
+    begin, end = path["from"], path["to"]
+    source = "the input" if begin is None else f"what {_op_in_layer(begin)} makes"
+    target = "the output" if end is None else f"what goes into {_op_in_layer(end)}"
     reason = "" if begin is None and end is None else " (the path ends there: the positions it reads depend on values)"
-    return f"{by} covers {seen}{reason}"
+    return f"{target} covers {source}{reason}"
 
 
-def _named(place: dict[str, Any]) -> str:
-    return f"{place['op']} in {place['layer']}" if place["layer"] else place["op"]
+def _op_in_layer(op: dict[str, Any]) -> str:
+    return f"{op['op']} in {op['layer']}" if op["layer"] else op["op"]
 
 
 def _shifted(output: Output, rows: list[Row]) -> Finding:
-    """Report outputs whose fields lie to one side, with nothing lost in sum, as after a strided convolution of odd
-    kernel."""
+    """Return a finding for outputs whose fields lie to one side although nothing is lost in sum, as after a strided
+    convolution with an odd kernel."""
     sides = lost(output)
     main = max(rows, key=lambda row: row.most, default=Row("", None, ()))
     message = (
@@ -194,30 +192,30 @@ def _details(output: Output, rows: list[Row]) -> dict[str, Any]:
 
 
 def _effective(field: Field) -> float:
-    """Return the pixels within two deviations of the centre, where Luo et al. 2016 (arXiv:1701.04128) find 95 % of what
-    an output answers to; for equal weights."""
+    """Return the pixels within two standard deviations of the centre, for equal weights: 95 % of an output's gradient
+    lies there (Luo et al. 2016, arXiv:1701.04128)."""
     return round(min(float(field.width), 4 * math.sqrt(field.variance) + 1), 1)
 
 
-def _saved(found: Costs) -> str:
-    if found.saved is None:
+def _saved(cost: Costs) -> str:
+    if cost.saved is None:
         return ""
-    return f"; it saves {format_bytes(found.saved)}" if found.saved > 0 else "; it saves no memory"
+    return f"; it saves {format_bytes(cost.saved)}" if cost.saved > 0 else "; it saves no memory"
 
 
-def _advice(sides: list[Sides], found: Costs) -> list[str]:
-    inside = f"pad inside of the model (--fix prints the change, where it can): {found.sentence}"
-    pads = found.details.get("mirror_pad") or [[math.ceil(a), math.ceil(b)] for a, b in sides]
+def _advice(sides: list[Sides], cost: Costs) -> list[str]:
+    inside = f"pad inside of the model (--fix prints the change, where it can): {cost.sentence}"
+    pads = cost.details.get("mirror_pad") or [[math.ceil(a), math.ceil(b)] for a, b in sides]
     mirror = f"or mirror-pad the input once, by {_widths(pads)}: the interior does not change"
-    if found.mirrored is not None:
-        mirror += f"; the peak is {format_bytes(found.mirrored)} then"
+    if cost.mirrored is not None:
+        mirror += f"; the peak is {format_bytes(cost.mirrored)} then"
     most = math.ceil(max(side for pair in sides for side in pair))
     tile = f"or cut tiles that overlap by {most} pixels on each side, and say so: --context {most}"
     return [inside, mirror, tile]
 
 
 def _sides(sides: list[Sides]) -> str:
-    """Write ``50 pixels on each side``, or for each dimension."""
+    """Return ``50 pixels on each side, 100 per dimension``; the widths of each dimension where they differ."""
     if len({side for pair in sides for side in pair}) == 1:
         value = number(sides[0][0])
         return f"{value:g} pixel{'' if value == 1 else 's'} on each side, {2 * value:g} per dimension"
@@ -225,13 +223,13 @@ def _sides(sides: list[Sides]) -> str:
 
 
 def _widths(pairs: Sequence[Sequence[Fraction | int]]) -> str:
-    """Write the widths in front and behind, of all dimensions where they are alike, else of each."""
-    found = [(f"{number(a):g}", f"{number(b):g}") for a, b in pairs]
-    if all(a == b for a, b in found):
-        return f"{' x '.join(a for a, _ in found) if len(set(found)) > 1 else found[0][0]} pixels on each side"
-    if len(set(found)) == 1:
-        return f"{found[0][0]} pixels before and {found[0][1]} after in each dimension"
-    return f"{' x '.join(a if a == b else f'{a} before and {b} after' for a, b in found)} pixels"
+    """Return the widths before and after in words, once if they are the same in all dimensions."""
+    widths = [(f"{number(a):g}", f"{number(b):g}") for a, b in pairs]
+    if all(a == b for a, b in widths):
+        return f"{' x '.join(a for a, _ in widths) if len(set(widths)) > 1 else widths[0][0]} pixels on each side"
+    if len(set(widths)) == 1:
+        return f"{widths[0][0]} pixels before and {widths[0][1]} after in each dimension"
+    return f"{' x '.join(a if a == b else f'{a} before and {b} after' for a, b in widths)} pixels"
 
 
 def _percent(share: float) -> str:
@@ -242,10 +240,7 @@ def _percent(share: float) -> str:
 def _layers(rows: list[Row]) -> str:
     if not rows:
         return "layers that cannot be named"
-    first = f"{rows[0].layer or 'an op outside of layers'} ({_each(rows[0])})"
+    pairs = {tuple(number(side) for side in sides) for sides in rows[0].lost}
+    pixels = " x ".join(f"{a:g}" if a == b else f"{a:g}+{b:g}" for a, b in sorted(pairs, reverse=True))
+    first = f"{rows[0].layer or 'an op outside of layers'} ({pixels})"
     return first if len(rows) == 1 else f"{len(rows)} layers, most by {first}"
-
-
-def _each(row: Row) -> str:
-    pairs = {tuple(number(side) for side in sides) for sides in row.lost}
-    return " x ".join(f"{a:g}" if a == b else f"{a:g}+{b:g}" for a, b in sorted(pairs, reverse=True))

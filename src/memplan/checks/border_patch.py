@@ -1,4 +1,4 @@
-"""The change of source that pads the layers, or a wrapper where the source cannot be changed; both recorded."""
+"""The fix of a border-erosion finding: a patch of the source that pads the layers, else a wrapper of the model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from memplan.trace.trace import Trace
 class Fix:
     """A change that keeps the border.
 
-    ``text`` is a unified diff (``kind`` "patch") or Python that wraps the model ("wrapper"); ``why`` says why there is
-    no patch. ``proof`` says what the recording of the changed model gave; its weights are those of the model.
+    ``kind`` says what ``text`` is: "patch", a unified diff; "wrapper", Python that wraps the model; "none", "". ``why``
+    says why there is no patch. ``proof`` says what the recording of the changed model gave.
     """
 
     kind: str
@@ -30,12 +30,12 @@ class Fix:
 
 
 def fix_of(finding: Finding, trace: Trace) -> Fix:
-    """Return the change that keeps the border that a finding of border erosion names."""
+    """Return the change that keeps the border, for a finding of border erosion about this trace."""
     padding: Mapping[str, Any] = finding.details.get("padding", {})
-    made = {layer.name: layer.made for layer in trace.layers}
-    wanted = {layer: (made.get(layer), amount) for layer, amount in padding.items()}
-    patch, why = _patch(wanted)
-    if not wanted and "not_padded" in finding.details:
+    created_at = {layer.name: layer.made for layer in trace.layers}
+    paddings = {layer: (created_at.get(layer), amount) for layer, amount in padding.items()}
+    patch, why = _patch(paddings)
+    if not paddings and "not_padded" in finding.details:
         why = f"padded, the model cannot be recorded ({finding.details['not_padded']})"
     output, size = finding.details.get("padded_output"), finding.details["input"]
     if patch:
@@ -56,12 +56,15 @@ def _proof(output: Sequence[int] | None, size: Sequence[int], stride: Sequence[f
     )
 
 
-def _patch(wanted: Mapping[str, tuple[str | None, Any]]) -> tuple[str, str]:
-    """Return the diff, and why there is none."""
-    if not wanted:
+def _patch(paddings: Mapping[str, tuple[str | None, Any]]) -> tuple[str, str]:
+    """Return the diff and "", or "" and why there is no diff.
+
+    ``paddings`` maps a layer to the ``file:line`` that created it and its padding.
+    """
+    if not paddings:
         return "", "no convolution or pool of the model can be padded from here"
     edits: dict[str, dict[int, Any]] = {}
-    for layer, (where, amount) in wanted.items():
+    for layer, (where, amount) in paddings.items():
         path, line = located(where)
         if not path:
             return "", f"it is not known where {layer} was made: it existed before, or its source is no file"
@@ -83,26 +86,25 @@ def _patch(wanted: Mapping[str, tuple[str | None, Any]]) -> tuple[str, str]:
 
 
 def _edited(source: str, lines: Mapping[int, Any]) -> str | None:
-    """Return the source with a padding argument in the calls at these lines; None where one of them is no such call."""
+    """Return the source with the padding set in the calls at these lines; None if a line has no call to set it in."""
     text = source.splitlines(keepends=True)
     changes: list[tuple[int, int, int, str]] = []
     for line, amount in lines.items():
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and node.lineno == line]
-        calls = [call for call in calls if _names_a_layer(call)]
+        calls = [call for call in calls if _creates_layer(call)]
         if not calls:
             return None
         value = _literal(amount)
         for call in calls:
-            given = next((word for word in call.keywords if word.arg == "padding"), None)
-            if given is not None:
-                place = given.value
-                if place.lineno != place.end_lineno or place.end_col_offset is None:
+            padding = next((keyword.value for keyword in call.keywords if keyword.arg == "padding"), None)
+            if padding is not None:
+                if padding.lineno != padding.end_lineno or padding.end_col_offset is None:
                     return None
-                changes.append((place.lineno, place.col_offset, place.end_col_offset, value))
+                changes.append((padding.lineno, padding.col_offset, padding.end_col_offset, value))
             elif len(call.args) >= 5 or any(isinstance(arg, ast.Starred) for arg in call.args):
-                return None  # padding stands among the positional arguments
+                return None  # padding is, or may be, a positional argument
             else:
-                last = max((*call.args, *(word.value for word in call.keywords)), key=_end)
+                last = max((*call.args, *(keyword.value for keyword in call.keywords)), key=_end)
                 changes.append((*_end(last), _end(last)[1], f", padding={value}"))
     for line, begin, end, value in sorted(changes, reverse=True):
         row = text[line - 1].encode()
@@ -111,11 +113,11 @@ def _edited(source: str, lines: Mapping[int, Any]) -> str | None:
 
 
 def _end(node: ast.expr) -> tuple[int, int]:
-    """Return line and column behind an expression that was parsed from text."""
+    """Return line and column of the end of an expression."""
     return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 
-def _names_a_layer(call: ast.Call) -> bool:
+def _creates_layer(call: ast.Call) -> bool:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     return name.startswith(("Conv", "MaxPool", "AvgPool")) and "Transpose" not in name
 
@@ -140,24 +142,24 @@ def _wrapper(finding: Finding, why: str) -> Fix:
 
 
 def _class(details: Mapping[str, Any]) -> str:
-    """Return the source of a module that pads what the model is given, and crops what it returns."""
+    """Return the source of a module that pads the images among the model's arguments and crops its outputs."""
     mode = "reflect" if details["mirror_reflects"] else "replicate"
     amounts = ", ".join(f"{side}" for pair in reversed(details["mirror_pad"]) for side in pair)
     pad = f"torch.nn.functional.pad({{}}, ({amounts}), mode={mode!r})"
     crops = [_slices(crop) for crop in details["mirror_crops"]]
     lines = ["class Mirrored(torch.nn.Module):", "    def __init__(self, model):", "        super().__init__()",
              "        self.model = model", ""]  # fmt: skip
-    given = details["mirror_given"]
-    if given == ["0"]:
+    padded = details["mirror_given"]
+    if padded == ["0"]:
         lines += ["    def forward(self, image, *inputs, **named):",
                   f"        output = self.model({pad.format('image')}, *inputs, **named)"]  # fmt: skip
-    else:  # several images, or one that is given by name
-        inputs = [name for name in given if name.isdigit()]
+    else:  # several images, or a keyword argument
+        inputs = [name for name in padded if name.isdigit()]
         lines += ["    def forward(self, *inputs, **named):"]
         if inputs:
             lines += ["        inputs = list(inputs)", f"        for number in ({', '.join(inputs)},):",
                       f"            inputs[number] = {pad.format('inputs[number]')}"]  # fmt: skip
-        for name in given:
+        for name in padded:
             if not name.isdigit():
                 lines += [f"        named[{name!r}] = {pad.format(f'named[{name!r}]')}"]
         lines += ["        output = self.model(*inputs, **named)"]
@@ -169,8 +171,8 @@ def _cropping(details: Mapping[str, Any], crops: Sequence[str]) -> list[str]:
     if kind == "tensor":
         return [f"        return output{crops[0]}"]
     lines = [f"        output[{name}] = output[{name}]{crop}" for name, crop in zip(names, crops, strict=True) if crop]
-    copied, given = {"tuple": ("list", "tuple(output)"), "list": ("list", "output"), "dict": ("dict", "output")}[kind]
-    return [f"        output = {copied}(output)", *lines, f"        return {given}"]
+    copy, result = {"tuple": ("list", "tuple(output)"), "list": ("list", "output"), "dict": ("dict", "output")}[kind]
+    return [f"        output = {copy}(output)", *lines, f"        return {result}"]
 
 
 def _slices(crop: Sequence[Sequence[int]] | None) -> str:

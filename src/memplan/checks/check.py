@@ -1,4 +1,4 @@
-"""Find the traps of a step."""
+"""`memplan.check`: run all checks on a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan.checks.finding import SEVERITIES, Check, Finding, Subject
-from memplan.checks.ignores import Ignore, kept, parse_ignore
+from memplan.checks.ignores import Ignore, not_ignored, parse_ignore
 from memplan.checks.mended.changed_step import Remaker
 from memplan.checks.registry import CHECKS, COST_MORE_THAN_BYTES, IDS
 from memplan.devices import find
@@ -79,7 +79,7 @@ def check(
 
 
 def record_again(remaker: Remaker) -> Trace:
-    """Record the step as described, without a change."""
+    """Return the trace of the step as described, without a change."""
     on_card = remaker.target.card is not None
     return record_for(build_of(remaker.what, remaker.options, on_card=on_card), remaker.target)
 
@@ -87,13 +87,16 @@ def record_again(remaker: Remaker) -> Trace:
 def check_trace(
     trace: Trace, *, remaker: Remaker | None = None, context: int = 0, ignores: Sequence[Ignore] = ()
 ) -> list[Finding]:
-    """Look at a step that was recorded before.
+    """Return the findings about a recorded step, in the order of `check`.
 
     Args:
         trace: the step.
-        remaker: makes it again after a change; without one, costs are those that follow from the trace.
+        remaker: records it again after a change; without it, costs are only those that follow from the trace.
         context: as for `check`.
         ignores: findings to leave out.
+
+    Raises:
+        InputError: a context that is no number of pixels; a trace file whose ops have impossible arguments.
     """
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise InputError(f"context {context!r}", expected="a whole number of pixels, 0 or more", do="Give that")
@@ -106,18 +109,18 @@ def check_trace(
         except DeviceError:
             card = None
     subject = Subject(trace, card, remaker, context)
-    found = [finding for one in CHECKS for finding in _found(one, subject)]
-    made = {layer.name: layer.made for layer in trace.layers}
-    shown = _together([_graded(finding) for finding in kept(found, ignores, made)])
+    findings = [finding for check in CHECKS for finding in _run(check, subject)]
+    created_at = {layer.name: layer.made for layer in trace.layers}
+    shown = _merged(map(_with_severity, not_ignored(findings, ignores, created_at)))
     return sorted(shown, key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
 
 
-def _found(check: Check, subject: Subject) -> list[Finding]:
-    """Return what a check finds.
+def _run(check: Check, subject: Subject) -> list[Finding]:
+    """Return the findings of a check.
 
     Raises:
-        InputError: the trace came as a file, and what it says of an op cannot be: the shapes and arguments of ops are
-            read as these ops have them, which nobody checks before.
+        InputError: the trace came from a file, and an op in it has impossible shapes or arguments. Loading a trace does
+            not compare them with the ops' schemas.
     """
     try:
         return check.find(subject)
@@ -131,25 +134,26 @@ def _found(check: Check, subject: Subject) -> list[Finding]:
         ) from error
 
 
-def _graded(finding: Finding) -> Finding:
-    """Return a finding that costs no bytes, and nothing else, as a note."""
+def _with_severity(finding: Finding) -> Finding:
+    """Return a finding that costs no bytes as "info", unless its check is about other costs."""
     costs = finding.bytes > 0 or finding.id in COST_MORE_THAN_BYTES
     return finding if costs else replace(finding, severity="info")
 
 
-def _together(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings of one kind that cost no bytes as one finding about several layers."""
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings, with those of the same kind that cost no bytes merged into one about several layers."""
     groups: dict[Any, list[Finding]] = {}
     for number, finding in enumerate(findings):
-        alike = (finding.id, finding.severity, finding.details.get("kind")) if finding.bytes == 0 else number
-        groups.setdefault(alike, []).append(finding)
-    return [group[0] if len(group) == 1 else _joined(group) for group in groups.values()]
-
-
-def _joined(group: list[Finding]) -> Finding:
-    first = group[0]
-    rows = [
-        {"layer": one.layer, "where": one.where, "message": one.message, "details": dict(one.details)} for one in group
-    ]
-    message = f"{first.message} (and so in {len(group) - 1} more place{'' if len(group) == 2 else 's'})"
-    return replace(first, message=message, details={**first.details, "layers": rows})
+        key = (finding.id, finding.severity, finding.details.get("kind")) if finding.bytes == 0 else number
+        groups.setdefault(key, []).append(finding)
+    merged: list[Finding] = []
+    for first, *others in groups.values():
+        if others:
+            rows = [
+                {"layer": f.layer, "where": f.where, "message": f.message, "details": dict(f.details)}
+                for f in (first, *others)
+            ]
+            message = f"{first.message} (and so in {len(others)} more place{'' if len(others) == 1 else 's'})"
+            first = replace(first, message=message, details={**first.details, "layers": rows})
+        merged.append(first)
+    return merged

@@ -1,4 +1,4 @@
-"""Findings and checks: immutable values that know nothing of how they are printed."""
+"""Findings and checks, as immutable values; `memplan.reports` prints them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from memplan.trace.trace import Trace
 
 Severity = Literal["info", "warning"]
 SEVERITIES: tuple[Severity, ...] = ("info", "warning")
-"""From the least to the most: ``info`` is worth knowing, ``warning`` costs something that can be had back."""
+"""In ascending order: ``info`` is worth knowing, ``warning`` has a cost that can be avoided."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Finding(Displayed):
-    """One place where a trap is.
+    """A trap in a step, and where it is.
 
     ``bytes`` is what it costs at the peak, in bytes (of border erosion: what the missing padding saves); 0 where the
     cost is no memory. ``details`` are the numbers behind the message, by name; each check's page lists them.
@@ -35,7 +35,7 @@ class Finding(Displayed):
     id: str
     severity: Severity
     layer: str
-    """Path of the layer, "" where it is about the whole step."""
+    """Path of the layer; "" for the whole step."""
     where: str | None
     """``file:line``."""
     bytes: int
@@ -54,13 +54,13 @@ class Finding(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a check looks at.
+    """The step that a check examines.
 
     Args:
         trace: the recorded step.
-        card: the card that it was recorded for, None for the CPU.
-        remaker: records and plans the step of a changed model; None where there is only a trace.
-        context: pixels of context on each side that the input is declared to bring along.
+        card: the card that it was recorded for; None for the CPU.
+        remaker: records and plans the step of a changed model; None if there is only a trace.
+        context: pixels on each side of the input that are declared to be context only.
     """
 
     trace: Trace
@@ -71,23 +71,23 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One trap: a file of this room has the function."""
+    """A check for one trap; each is a module of `memplan.checks`."""
 
     id: str
-    """As findings have it, and users in ``--ignore``."""
+    """As in ``Finding.id`` and ``--ignore``."""
     title: str
     """What the trap is, in a line."""
     find: Callable[[Subject], list[Finding]]
-    """The places where the trap is; none where it is not."""
+    """Returns the findings about a step; [] if it does not have the trap."""
 
 
 def number(value: Fraction | float | int) -> int | float:
-    """Return an exact number as plain data: whole where it is whole."""
+    """Return a number for JSON: an int if it is whole, else a float."""
     return int(value) if value == int(value) else float(value)
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value for JSON: tuples become lists, fractions numbers, keys strings."""
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""Full resolution for too long: where most saved bytes sit, and what an explicit stride there would save."""
+"""Check: most saved bytes belong to a long run of layers at full resolution; what a stride there would save."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F  # torch's own name for it
@@ -12,10 +12,11 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.tensor_fields import resolved, size_of
-from memplan.checks.fields.walk import Followed, base_name, follow
+from memplan.checks.fields.walk import Followed, follow
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.mended.changed_step import Change, Unmendable, module_at
+from memplan.checks.mended.changed_step import Change, ChangeError, module_at
 from memplan.checks.mended.savings import peak_of
+from memplan.checks.op_names import base_name
 from memplan.explanation.layers import fullest
 from memplan.simulation.simulate import live_at
 from memplan.trace.trace import Trace
@@ -23,44 +24,46 @@ from memplan.trace.trace import Trace
 ID = "full-resolution"
 TITLE = "Most of what is saved is at full resolution"
 
-_SHARE = 0.75
-_RUN = 6
-"""Layers with a kernel that follow each other at full resolution before it is worth a word."""
+_MIN_SHARE = 0.75
+"""Smallest share of the saved bytes that the run of layers must have for a finding."""
+_MIN_RUN = 6
+"""Fewest convolutions in the run for a finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     name: str
     where: str | None
-    kernel: bool
+    is_convolution: bool
+    """Whether it has a kernel of more than one pixel."""
     shapes: frozenset[tuple[int, ...]]
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return a note where a long run of layers works at the input's own resolution, and most saved bytes are theirs."""
+    """Return at most one finding: a long run of layers works at the input's resolution and saves most bytes."""
     trace, followed = subject.trace, follow(subject.trace)
     run = _longest_run(trace, followed)
-    kernels = [layer for layer in run if layer.kernel]
-    if len(kernels) < _RUN:
+    convolutions = [layer for layer in run if layer.is_convolution]
+    if len(convolutions) < _MIN_RUN:
         return []
     begin, end = (*trace.steps, trace.end)[:2]
     saved = [s for s in live_at(trace, fullest(trace, begin, end)) if s.cause == "saved"]
     shapes = {shape for layer in run for shape in layer.shapes}
-    here = [s for s in saved if s.shape in shapes]
-    total, full = sum(s.bytes for s in saved), sum(s.bytes for s in here)
-    if not total or full < _SHARE * total:
+    full_size = [s for s in saved if s.shape in shapes]
+    total, full = sum(s.bytes for s in saved), sum(s.bytes for s in full_size)
+    if not total or full < _MIN_SHARE * total:
         return []
     names = {layer.name for layer in run}
-    rows: dict[tuple[str, str | None], int] = {}
-    for storage in here:
+    sizes: dict[tuple[str, str | None], int] = {}
+    for storage in full_size:
         op = trace.ops[storage.op or 0]
         if op.layer in names:
-            rows[op.layer, op.where] = rows.get((op.layer, op.where), 0) + storage.bytes
-    return [_finding(subject, kernels, sorted(rows.items(), key=lambda item: -item[1]), full, total)]
+            sizes[op.layer, op.where] = sizes.get((op.layer, op.where), 0) + storage.bytes
+    return [_finding(subject, convolutions, sorted(sizes.items(), key=lambda item: -item[1]), full, total)]
 
 
 def _longest_run(trace: Trace, followed: Followed) -> list[_Layer]:
-    """Return the longest stretch of forward ops whose results are at the input's resolution, as layers."""
+    """Return the run of consecutive forward ops at the input's resolution with the most convolutions."""
     best: list[_Layer] = []
     run: list[_Layer] = []
     for form in trace.forms:
@@ -69,25 +72,28 @@ def _longest_run(trace: Trace, followed: Followed) -> list[_Layer]:
             continue
         op = trace.ops[form.op]
         if any(stride != 1 for stride in strides):
-            best, run = max(best, run, key=_kernels), []
+            best, run = max(best, run, key=_convolutions), []
             continue
         weight = form.read("weight")
-        kernel = "convolution" in base_name(op.name) and weight is not None and max(weight.shape[2:]) > 1
-        run.append(_Layer(op.layer, op.where, kernel, frozenset(view.shape for view in form.writes)))
-    return max(best, run, key=_kernels)
+        is_convolution = "convolution" in base_name(op.name) and weight is not None and max(weight.shape[2:]) > 1
+        run.append(_Layer(op.layer, op.where, is_convolution, frozenset(view.shape for view in form.writes)))
+    return max(best, run, key=_convolutions)
 
 
-def _kernels(run: Sequence[_Layer]) -> int:
-    return sum(layer.kernel for layer in run)
+def _convolutions(run: Sequence[_Layer]) -> int:
+    return sum(layer.is_convolution for layer in run)
 
 
-def _strides(followed: Followed, op: int) -> list[Any]:
-    """Return the strides of the spatial dimensions of an op's first result; none where it has none."""
-    results = followed.results.get(op, ())
-    if not results:
-        return []
-    found = [(size_of(dim), field) for dim in results[0] for field in resolved(dim)[:1] if field.windowed]
-    return [field.stride(size) for size, field in found]
+def _strides(followed: Followed, op: int) -> list[Fraction]:
+    """Return the strides of the spatial dimensions of an op's first result; [] if it has none."""
+    first = followed.results.get(op, ((),))[:1]
+    return [
+        field.stride(size_of(dim))
+        for fields in first
+        for dim in fields
+        for field in resolved(dim)[:1]
+        if field.windowed
+    ]
 
 
 def _finding(
@@ -96,16 +102,16 @@ def _finding(
     trace, first, last = subject.trace, run[0], run[-1]
     mended = subject.remaker.record(strided(first.name, last.name)) if subject.remaker is not None else None
     size = max(0, peak_of(trace) - peak_of(mended)) if isinstance(mended, Trace) else 0
-    would = f"save {format_bytes(size)} at the peak"
+    effect = f"save {format_bytes(size)} at the peak"
     if not isinstance(mended, Trace):
         why = mended.why if mended is not None else "that takes the model, not a recording of it"
-        would = f"save a part of that (how much is not known: {why})"
+        effect = f"save a part of that (how much is not known: {why})"
     message = (
         f"{len(run)} convolutions in a row, {first.name} to {last.name}, work at the input's own resolution and save "
         f"{100 * full / total:.0f} % of all that is saved ({format_bytes(full)})"
     )
     advice = (
-        f"A stride of 2 in {first.name}, and upsampling before {last.name}, would {would}: it keeps the field of "
+        f"A stride of 2 in {first.name}, and upsampling before {last.name}, would {effect}: it keeps the field of "
         "view, which cropping or leaving out padding do not, but it is another model",
         "Or keep the model as it is and let memplan.fit recompute: the result stays the same",
     )
@@ -117,17 +123,17 @@ def _finding(
 
 
 def strided(first: str, last: str) -> Change:
-    """Return a change that halves the resolution from one convolution on, and doubles it again before another."""
+    """Return a change that doubles the stride of convolution ``first`` and upsamples by 2 before layer ``last``."""
 
     def change(modules: dict[str, nn.Module]) -> None:
         begin, end = module_at(modules, first), module_at(modules, last)
         if not isinstance(begin, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or begin is end:
-            raise Unmendable(f"{first} is no convolution")
+            raise ChangeError(f"{first} is no convolution")
         begin.stride = tuple(2 * step for step in begin.stride)
-        end.register_forward_pre_hook(_doubled)
+        end.register_forward_pre_hook(_upsampled)
 
     return change
 
 
-def _doubled(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _upsampled(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return (F.interpolate(inputs[0], scale_factor=2.0), *inputs[1:])

@@ -1,4 +1,4 @@
-"""Graphs that live on although no backward pass will read them: retain_graph, evaluation with grad, summed losses."""
+"""Check: graphs that stay alive although no backward pass reads them (retain_graph, no no_grad, summed losses)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, in_graph, part_of
-from memplan.checks.mended.savings import after_last_read, matters, rows_of, saving, without_saving
+from memplan.checks.mended.savings import after_last_use, matters, rows_of, saving, without_saving
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
@@ -17,67 +17,70 @@ TITLE = "A graph is held that no backward pass will read"
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Find what the graph, a step's end, or evaluation with grad holds past its last use."""
+    """Return findings for graphs that outlive their step, graphs retained after their last backward pass, and forward
+    passes with grad that no backward pass follows."""
     trace = subject.trace
     return [*_growing(trace), *_retained(trace), *_without_backward(trace)]
 
 
 def _growing(trace: Trace) -> list[Finding]:
-    """Find tensors of the forward pass whose graph each step leaves behind."""
-    found = growth(trace, graph=True)
-    size = found.bytes
+    """Return a finding for forward tensors that every step leaves in a live graph."""
+    leaked = growth(trace, graph=True)
+    size = leaked.bytes
     if not matters(trace, size):
         return []
-    rows = rows_of(trace, found.storages, {storage.id: storage.op or 0 for storage in found.storages})
+    rows = rows_of(trace, leaked.storages, {storage.id: storage.op or 0 for storage in leaked.storages})
     message = (
         f"every step leaves {format_bytes(size)} of its forward pass behind: its graph is held by something that "
         "outlives it, as a loss that is added up with its graph (total += loss)"
     )
     advice = ("Add numbers up instead: total += loss.item(), or loss.detach(); evaluate under torch.no_grad()",)
-    return [_finding(rows, size, message, advice, kind="growing", bytes_per_step=list(found.bytes_per_step))]
+    return [_finding(rows, size, message, advice, kind="growing", bytes_per_step=list(leaked.bytes_per_step))]
 
 
 def _retained(trace: Trace) -> list[Finding]:
-    """Find saved tensors that outlive the last backward pass of their step, which was told to keep its graph."""
-    found: list[Storage] = []
-    passed: list[Storage] = []
-    by_step = {one.step: one for one in trace.passes if not one.nested}
-    for step, last in by_step.items():
+    """Return a finding for saved tensors that outlive the last backward pass of their step, where that pass was called
+    with retain_graph or create_graph."""
+    saved: list[Storage] = []
+    retained: list[Storage] = []
+    last_pass = {backward.step: backward for backward in trace.passes if not backward.nested}
+    for step, last in last_pass.items():
         if not last.keeps:
             continue
         begin, _ = part_of(trace, step)
-        passed += [s for s in trace.counted if s.cause == "saved" and begin < s.born <= last.end]
-        found += [s for s in passed if begin < s.born <= last.end and (s.died is None or s.died > last.end)]
-    held = [s for s in found if s.op is not None and trace.ops[s.op].layer]
-    # what the step itself holds by name (output, loss) stays, too: a graph is more than that
-    if 2 * sum(s.bytes for s in held) < sum(s.bytes for s in passed):
+        of_step = [s for s in trace.counted if s.cause == "saved" and begin < s.born <= last.end]
+        saved += of_step
+        retained += [s for s in of_step if s.died is None or s.died > last.end]
+    retained = [s for s in retained if s.op is not None and trace.ops[s.op].layer]
+    # Variables of the step (output, loss) keep some tensors alive as well: a retained graph keeps most of them.
+    if 2 * sum(s.bytes for s in retained) < sum(s.bytes for s in saved):
         return []
-    size = saving(trace, after_last_read(trace, held))
-    rows = rows_of(trace, held, {s.id: s.op or 0 for s in held})
+    size = saving(trace, after_last_use(trace, retained))
+    rows = rows_of(trace, retained, {s.id: s.op or 0 for s in retained})
     if not rows:
         return []
-    last = next(one for one in by_step.values() if one.keeps)
-    kept = sum(row["bytes"] for row in rows)
+    last = next(backward for backward in last_pass.values() if backward.keeps)
+    retained_bytes = sum(row["bytes"] for row in rows)
     message = (
-        f"the graph lives on when its backward pass is over ({format_bytes(kept)} of saved tensors, "
+        f"the graph lives on when its backward pass is over ({format_bytes(retained_bytes)} of saved tensors, "
         f"{format_bytes(size)} at the peak), and nothing reads it again: {last.keeps}=True"
         + (f" at {last.where}" if last.where else "")
     )
     advice = (f"Leave {last.keeps} out of the last backward(); add losses that share a graph, and call backward once",)
-    return [_finding(rows, size, message, advice, kind="retained", kept=kept)]
+    return [_finding(rows, size, message, advice, kind="retained", kept=retained_bytes)]
 
 
 def _without_backward(trace: Trace) -> list[Finding]:
-    """Return a model that runs with grad, and no backward pass reads any of it."""
+    """Return a finding for a model that runs with grad although no backward pass reads its graph."""
     used = {op.gradient_of for op in trace.ops if op.gradient_of is not None}
+    recomputed_layers = {op.layer for op in trace.ops if op.recomputed}
     idle: list[Op] = []
     begin = 0
     for returned in trace.returned:
         ops = [op for op in trace.ops[begin : returned.after] if op.phase == "forward" and op.step == 0 and op.layer]
         begin = returned.after
-        graded = [op for op in ops if in_graph(trace, op)]
-        again = {op.layer for op in trace.ops if op.recomputed}
-        if graded and not any(op.index in used for op in ops) and not any(op.layer in again for op in ops):
+        has_graph = any(in_graph(trace, op) for op in ops)
+        if has_graph and not any(op.index in used or op.layer in recomputed_layers for op in ops):
             idle += ops
     if not idle:
         return []

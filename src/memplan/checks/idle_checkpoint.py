@@ -1,4 +1,4 @@
-"""Activation checkpoints that do not lower the peak: the backward pass recomputes everything at once."""
+"""Check: activation checkpoints that do not lower the peak, since backward recomputes everything at once."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ TITLE = "Activation checkpoints do not lower the peak"
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Compare a step that recomputes with the same step without checkpoints, and with one for each block."""
+    """Return at most one finding, from recordings without checkpoints and with a checkpoint for each block."""
     trace, remaker = subject.trace, subject.remaker
-    again = [op for op in trace.ops if op.recomputed]
-    if not again or remaker is None:
+    recomputed = [op for op in trace.ops if op.recomputed]
+    if not recomputed or remaker is None:
         return []
-    free = CheckpointFree()
-    plain = remaker.record(around=free.installed())
-    if not isinstance(plain, Trace) or not free.all:
+    checkpoints = CheckpointFree()
+    plain = remaker.record(around=checkpoints.installed())
+    if not isinstance(plain, Trace) or not checkpoints.all:
         return []
-    spared = peak_of(plain) - peak_of(trace)
-    if matters(plain, spared):
+    if matters(plain, peak_of(plain) - peak_of(trace)):
         return []
     saved, blocks = _blockwise(remaker, trace)
     steps = len(trace.steps)
-    one = free.all <= steps
+    single = checkpoints.all <= steps
     message = (
-        f"{'the checkpoint of a step runs' if one else f'the {free.all // steps} checkpoints of a step run'} "
-        f"{len(again) // steps} ops a second time and {'does' if one else 'do'} not lower its peak: "
+        f"{'the checkpoint of a step runs' if single else f'the {checkpoints.all // steps} checkpoints of a step run'} "
+        f"{len(recomputed) // steps} ops a second time and {'does' if single else 'do'} not lower its peak: "
         f"{format_bytes(peak_of(trace))} with, {format_bytes(peak_of(plain))} without"
     )
     severity: Severity = "warning" if saved else "info"
@@ -40,14 +39,14 @@ def find(subject: Subject) -> list[Finding]:
         if saved
         else "Leave it out: the step is faster without"
     )
-    first = again[0]
+    first = recomputed[0]
     details = {"with": peak_of(trace), "without": peak_of(plain), "blocks": blocks}
     return [Finding(ID, severity, first.layer, first.where, saved, message, (advice,), details)]
 
 
 def _blockwise(remaker: Remaker, trace: Trace) -> tuple[int, int]:
-    """Return how much lower the peak is with a checkpoint for each block, and how many blocks there are; 0 where that
-    is no matter."""
+    """Return the bytes that a checkpoint for each block saves at the peak (0 if they do not matter), and the number of
+    blocks."""
     blockwise = Blockwise()
     mended = remaker.record(around=blockwise.installed())
     if not isinstance(mended, Trace) or not blockwise.blocks:

@@ -1,82 +1,87 @@
-"""Gradients that are kept as zeros, and states of an optimizer that nothing updates."""
+"""Check: gradients set to zero instead of freed, and optimizer states that no step updates."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import matters, saving
-from memplan.trace.records import Storage
+from memplan.checks.op_names import base_name
+from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 ID = "idle-state"
 TITLE = "Gradients are zeroed instead of freed, or states are held that nothing updates"
 
-_ZEROING = ("zero", "_foreach_zero", "zeros_like", "fill")
+_ZEROING = ("zero", "_foreach_zero")
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Find gradients that are zeroed in place between steps, and optimizer states that no step touches."""
-    return [*_zeroed(subject.trace), *_untouched(subject.trace)]
+    """Return a finding for gradients that are zeroed in place, and one for optimizer states that no step uses."""
+    return [*_zeroed_gradients(subject.trace), *_unused_states(subject.trace)]
 
 
-def _zeroed(trace: Trace) -> list[Finding]:
-    zeroed: dict[int, int] = {}
+def _zeroed_gradients(trace: Trace) -> list[Finding]:
+    zeroing_op: dict[int, int] = {}
     for op in trace.ops:
-        if op.phase != "backward" and base_name(op.name) in _ZEROING[:2]:
+        if _is_zeroing(op):
             for number in op.writes:
                 if trace.storages[number].cause == "parameter_gradient":
-                    zeroed.setdefault(number, op.index)
-    if not zeroed:
+                    zeroing_op.setdefault(number, op.index)
+    if not zeroing_op:
         return []
     changed: dict[int, Storage | None] = {}
     added: list[Storage] = []
-    for number in zeroed:
-        parts = _freed_between(trace, trace.storages[number])
-        changed[number], added = parts[0], [*added, *parts[1:]]
+    for number in zeroing_op:
+        changed[number], *others = _freed_instead_of_zeroed(trace, trace.storages[number])
+        added += others
     size = saving(trace, changed, added)
-    held = sum(trace.storages[number].bytes for number in zeroed)
+    gradient_bytes = sum(trace.storages[number].bytes for number in zeroing_op)
     if not matters(trace, size):
         return []
-    op = trace.ops[min(zeroed.values())]
+    op = trace.ops[min(zeroing_op.values())]
     message = (
-        f"gradients are set to zero instead of freed: {format_bytes(held)} live through the whole forward pass, "
-        f"{format_bytes(size)} of it at the peak"
+        f"gradients are set to zero instead of freed: {format_bytes(gradient_bytes)} live through the whole forward "
+        f"pass, {format_bytes(size)} of it at the peak"
     )
     advice = ("Leave set_to_none=False out: zero_grad() frees them; in backward the first write makes them anew",)
-    return [Finding(ID, "warning", "", op.where, size, message, advice, {"kind": "zeroed gradients", "held": held})]
+    details = {"kind": "zeroed gradients", "held": gradient_bytes}
+    return [Finding(ID, "warning", "", op.where, size, message, advice, details)]
 
 
-def _freed_between(trace: Trace, storage: Storage) -> list[Storage]:
-    """Return the lives of a gradient that is freed where it was zeroed, and born again where backward writes it."""
-    lives: list[Storage] = []
-    born: int | None = storage.born
-    last = storage.born
+def _is_zeroing(op: Op) -> bool:
+    return op.phase != "backward" and base_name(op.name) in _ZEROING
+
+
+def _freed_instead_of_zeroed(trace: Trace, gradient: Storage) -> list[Storage]:
+    """Return a storage for each time between the first use of a gradient and the op that zeroes it."""
+    allocations: list[Storage] = []
+    born: int | None = gradient.born
+    last_use = gradient.born
     for op in trace.ops:
-        if storage.id not in op.writes and all(operand.storage != storage.id for operand in op.reads):
+        if gradient.id not in op.writes and all(operand.storage != gradient.id for operand in op.reads):
             continue
-        if op.phase != "backward" and base_name(op.name) in _ZEROING[:2]:
+        if _is_zeroing(op):
             if born is not None:
-                lives.append(replace(storage, born=born, died=max(last, born + 1)))
+                allocations.append(replace(gradient, born=born, died=max(last_use, born + 1)))
             born = None
             continue
         if born is None:
             born = op.start + 1
-        last = op.end
+        last_use = op.end
     if born is not None:
-        lives.append(replace(storage, born=born))
-    return lives or [replace(storage, died=storage.born + 1)]
+        allocations.append(replace(gradient, born=born))
+    return allocations or [replace(gradient, died=gradient.born + 1)]
 
 
-def _untouched(trace: Trace) -> list[Finding]:
-    """Find states that no op of any step reads or writes: of parameters that get no gradient any more."""
-    touched: set[int] = set()
+def _unused_states(trace: Trace) -> list[Finding]:
+    """Return a finding for optimizer states that no step reads or writes: their parameters no longer get gradients."""
+    used: set[int] = set()
     for op in trace.ops:
         if op.step >= 0:
-            touched.update((*(operand.storage for operand in op.reads), *op.writes))
-    idle = [s for s in trace.counted if s.cause == "optimizer_state" and s.id not in touched and s.died is None]
+            used.update((*(operand.storage for operand in op.reads), *op.writes))
+    idle = [s for s in trace.counted if s.cause == "optimizer_state" and s.id not in used and s.died is None]
     size = saving(trace, {storage.id: None for storage in idle})
     if not matters(trace, size):
         return []

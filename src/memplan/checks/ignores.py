@@ -26,7 +26,7 @@ class Ignore:
 
 
 def parse_ignore(text: str, ids: Sequence[str]) -> Ignore:
-    """Return an ignore from ``ID`` or ``ID:layer-pattern``.
+    """Parse ``ID`` or ``ID:layer-pattern``.
 
     Raises:
         InputError: no such check.
@@ -45,43 +45,41 @@ def parse_ignore(text: str, ids: Sequence[str]) -> Ignore:
     return Ignore(name, layer or "*")
 
 
-def kept(findings: Iterable[Finding], ignores: Sequence[Ignore], made: Mapping[str, str | None]) -> list[Finding]:
-    """Leave out the findings to be ignored.
+def not_ignored(
+    findings: Iterable[Finding], ignores: Sequence[Ignore], created_at: Mapping[str, str | None]
+) -> list[Finding]:
+    """Return the findings that are not ignored.
 
-    A finding that is about several layers (``details["layers"]``) is ignored once each of them is.
+    A finding about several layers (``details["layers"]``) is ignored if each of them is.
 
     Args:
-        findings: all of them.
-        ignores: by layer.
-        made: ``file:line`` at which a layer was made: a comment counts there, too.
+        findings: of a step.
+        ignores: checks and patterns of layers.
+        created_at: layer -> ``file:line`` that created it, where a comment counts as well as at the call.
     """
-    return [finding for finding in findings if not _is_ignored(finding, ignores, made)]
+    return [finding for finding in findings if not _is_ignored(finding, ignores, created_at)]
 
 
-def _is_ignored(finding: Finding, ignores: Sequence[Ignore], made: Mapping[str, str | None]) -> bool:
+def _is_ignored(finding: Finding, ignores: Sequence[Ignore], created_at: Mapping[str, str | None]) -> bool:
     rows = finding.details.get("layers") or [{"layer": finding.layer, "where": finding.where}]
 
     def ignored(layer: str, where: str | None) -> bool:
-        by_layer = any(one.id == finding.id and fnmatchcase(layer, one.layer) for one in ignores)
-        return by_layer or any(_says_so(line, finding.id) for line in (where, made.get(layer)))
+        by_pattern = any(ignore.id == finding.id and fnmatchcase(layer, ignore.layer) for ignore in ignores)
+        return by_pattern or any(_has_comment(line, finding.id) for line in (where, created_at.get(layer)))
 
     return all(ignored(row["layer"], row["where"]) for row in rows)
 
 
-def _says_so(where: str | None, check: str) -> bool:
-    """Return whether a line carries a comment that ignores a check (or all of them)."""
-    match = _COMMENT.search(source_line(where))
+def _has_comment(where: str | None, check: str) -> bool:
+    """Return whether a line has a comment that ignores this check or all checks."""
+    path, number = located(where)
+    match = _COMMENT.search(linecache.getline(path, number)) if path else None
     return match is not None and (match[1] is None or check in {name.strip() for name in match[1].split(",")})
 
 
-def source_line(where: str | None) -> str:
-    """Return the text of a ``file:line``; "" where there is none."""
-    path, number = located(where)
-    return linecache.getline(path, number) if path else ""
-
-
 def located(where: str | None) -> tuple[str, int]:
-    """Return the file and the line of a ``file:line``, whose file may be relative to anything on ``sys.path``."""
+    """Return absolute path and line number of a ``file:line`` relative to the working directory or ``sys.path``; ("",
+    0) if there is no such file."""
     path, _, line = (where or "").rpartition(":")
     number = whole_number(line)
     if not path or number is None:

@@ -1,4 +1,4 @@
-"""Activations in place that clone their input first, so that in place saves nothing."""
+"""Check: in-place activations whose input autograd clones first, so that they save nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ID = "in-place-clone"
 TITLE = "An activation in place clones its input first"
 
 _CLONING = ("silu_", "hardswish_", "hardtanh_", "relu6_", "mish_", "gelu_", "softplus_", "log_sigmoid_")
-"""Their formulas read the input, which the op itself overwrites (derivatives.yaml)."""
+"""In-place ops whose gradient formulas read the input, which the op overwrites (derivatives.yaml)."""
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return one note for all such activations of a step."""
+    """Return at most one finding, about all such activations of a step."""
     trace = subject.trace
     clones = [storage for storage in trace.counted if storage.op is not None and _is_clone(trace, storage.op)]
     if not clones:
@@ -33,11 +33,11 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _is_clone(trace: Trace, index: int) -> bool:
-    """Return whether an op is the clone that autograd makes before an op in place that follows at once in the same
-    layer."""
+    """Return whether an op is autograd's clone for the in-place op that follows it in the same layer."""
     op = trace.ops[index]
     if op.phase != "forward" or not op.name.startswith("aten.clone") or index + 1 >= len(trace.ops):
         return False
-    after = trace.ops[index + 1]
-    same = {operand.storage for operand in op.reads} & {operand.storage for operand in after.reads}
-    return after.name.split(".")[1] in _CLONING and after.layer == op.layer and bool(same) and bool(after.needs_grad)
+    following = trace.ops[index + 1]
+    if following.name.split(".")[1] not in _CLONING or following.layer != op.layer or not following.needs_grad:
+        return False
+    return bool({operand.storage for operand in op.reads} & {operand.storage for operand in following.reads})

@@ -1,4 +1,4 @@
-"""Tensors kept from forward to backward that no gradient reads, or of which it reads the shape alone, or a sign."""
+"""Check: tensors saved for backward that no gradient reads, or of which it reads only the shape or the sign."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import forms_of_all_steps, matters, readers_of, rows_of, saving, without_saving
+from memplan.checks.op_names import base_name
 from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
 from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
 from memplan.trace.records import Form, Storage
@@ -21,7 +21,7 @@ _SHAPE_ALONE = frozenset({
     "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "reflection_pad1d", "reflection_pad2d",
     "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
 })  # fmt: skip
-"""Ops whose formula takes a tensor and reads only its shape (aten/src/ATen/native/AveragePool2d.cpp and others)."""
+"""Ops whose gradient saves a tensor and reads only its shape (aten/src/ATen/native/AveragePool2d.cpp and others)."""
 _NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
                     "batch_norm_with_update", "_batch_norm_with_update", "_native_batch_norm_legit"})  # fmt: skip
 _TEXTS = {
@@ -57,56 +57,53 @@ _TEXTS = {
     ),
 }
 _NOTES = ("relu",)
-"""Kinds for which no layer is at fault, and no argument of one mends it."""
+"""Kinds that no argument of a layer can change: reported as "info"."""
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return a finding for each way of keeping for nothing that costs bytes at the peak."""
+    """Return a finding for each kind of needless saving that costs bytes at the peak."""
     trace = subject.trace
     forms = forms_of_all_steps(trace)
     readers = _first_readers(trace)
-    dropouts = _dropouts(trace)
-    found: dict[str, list[Storage]] = {}
+    forward = [op for op in trace.ops if op.phase == "forward"]
+    forward_readers = readers_of(forward)
+    dropouts = {op.index for op in forward if is_dropout(op, forward_readers)}
+    by_kind: dict[str, list[Storage]] = {}
     for storage in trace.counted:
         if storage.cause == "saved":
             kind = _kind(trace, storage, forms, readers, dropouts)
             if kind is not None:
-                found.setdefault(kind, []).append(storage)
-    ways = [_copies_of(trace, kind, found[kind]) for kind in _TEXTS if kind in found]
-    return [finding for way in (*ways, *copies(trace, forms)) for finding in _finding(trace, way)]
+                by_kind.setdefault(kind, []).append(storage)
+    groups = [_not_saved(trace, kind, by_kind[kind], readers) for kind in _TEXTS if kind in by_kind]
+    return [finding for group in (*groups, *copies(trace, forms)) for finding in _finding(trace, group)]
 
 
-def _copies_of(trace: Trace, kind: str, storages: Sequence[Storage]) -> Copies:
+def _not_saved(trace: Trace, kind: str, storages: Sequence[Storage], readers: Mapping[int, int]) -> Copies:
     changed = without_saving(trace, storages)
     if kind == "relu before dropout":
-        changed |= _read_by_relu(trace, storages)
+        changed |= _dropout_before_relu(trace, storages, readers)
     return Copies(kind, tuple(storages), changed)
 
 
-def _dropouts(trace: Trace) -> set[int]:
-    forward = [op for op in trace.ops if op.phase == "forward"]
-    readers = readers_of(forward)
-    return {op.index for op in forward if is_dropout(op, readers)}
-
-
-def _finding(trace: Trace, way: Copies) -> list[Finding]:
-    kind, storages = way.kind, way.storages
-    size = saving(trace, way.changed, way.added)
+def _finding(trace: Trace, group: Copies) -> list[Finding]:
+    kind, storages = group.kind, group.storages
+    size = saving(trace, group.changed, group.added)
     rows = rows_of(trace, storages, {storage.id: storage.sharers[0].op for storage in storages})
     if not rows or not matters(trace, size):
         return []
     what, advice = _TEXTS[kind]
-    kept = sum(row["bytes"] for row in rows)
-    message = f"{what}: {format_bytes(kept)} in all, {format_bytes(size)} of it at the peak"
-    details = {"kind": kind, "kept": kept, "layers": rows}
+    saved = sum(row["bytes"] for row in rows)
+    message = f"{what}: {format_bytes(saved)} in all, {format_bytes(size)} of it at the peak"
+    details = {"kind": kind, "kept": saved, "layers": rows}
     severity = "info" if kind in _NOTES else "warning"
     return [Finding(ID, severity, rows[0]["layer"], rows[0]["where"], size, message, (advice,), details)]
 
 
-def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storage | None]:
-    """Return the results of dropout as they would live if the ReLU came last: until its gradient is done, which takes
-    the place of dropout's."""
-    readers = _first_readers(trace)
+def _dropout_before_relu(
+    trace: Trace, storages: Sequence[Storage], readers: Mapping[int, int]
+) -> dict[int, Storage | None]:
+    """Return the results of dropout with their lifetimes if ReLU came last: until the gradient of ReLU is computed,
+    which runs where dropout's does now."""
     dropouts = {readers[storage.id]: trace.ops[readers[storage.id]] for storage in storages}
     ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of in dropouts}
     results = {index: trace.storages[op.writes[0]] for index, op in dropouts.items() if op.writes and index in ends}
@@ -120,23 +117,24 @@ def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storag
 def _kind(
     trace: Trace, storage: Storage, forms: Mapping[int, Form], readers: Mapping[int, int], dropouts: Set[int]
 ) -> str | None:
-    """Return in which of the ways a storage is kept for nothing; None where a gradient needs it."""
+    """Return the kind (a key of ``_TEXTS``) of a storage that is saved needlessly; None if a gradient needs it."""
     keepers = keepers_of(storage)
     if not keepers:
         return None
     names = [base_name(trace.ops[keeper[0].op].name) for keeper in keepers]
-    idle = [_reads_nothing(trace, keeper, forms) for keeper in keepers]
-    if all(idle):
+    unread = [_never_reads(trace, keeper, forms) for keeper in keepers]
+    if all(unread):
         return "frozen"
-    shape = [name in _SHAPE_ALONE and all(s.role in ("self", "input") for s in keeper)
-             for name, keeper in zip(names, keepers, strict=True)]  # fmt: skip
-    if all(a or b for a, b in zip(idle, shape, strict=True)):
+    shape_only = [name in _SHAPE_ALONE and all(s.role in ("self", "input") for s in keeper)
+                  for name, keeper in zip(names, keepers, strict=True)]  # fmt: skip
+    if all(a or b for a, b in zip(unread, shape_only, strict=True)):
         return "shape"
-    relus = len(keepers) == 1 and names[0] in RELU and keepers[0][0].role == "result"
-    return "relu before dropout" if relus and readers.get(storage.id) in dropouts else None
+    is_relu = len(keepers) == 1 and names[0] in RELU and keepers[0][0].role == "result"
+    return "relu before dropout" if is_relu and readers.get(storage.id) in dropouts else None
 
 
-def _reads_nothing(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> bool:
+def _never_reads(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> bool:
+    """Return whether the gradient of the op that saves a tensor never reads it."""
     op = trace.ops[keeper[0].op]
     if not gradients_needing(trace, keeper)[1]:
         return True
@@ -149,14 +147,14 @@ def _reads_nothing(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> b
 
 
 def _first_readers(trace: Trace) -> dict[int, int]:
-    """Map a storage to the first op of the graph behind its maker that reads it and is no view."""
-    graded = {op.gradient_of for op in trace.ops}
-    found: dict[int, int] = {}
+    """Map a storage to the index of the first op in the graph that reads it; views and in-place ops do not count."""
+    in_graph = {op.gradient_of for op in trace.ops}
+    readers: dict[int, int] = {}
     for op in trace.ops:
         if op.phase != "forward":
             continue
         for operand in op.reads:
             maker = trace.storages[operand.storage].op
-            if maker is not None and op.index > maker and op.index in graded and operand.storage not in op.writes:
-                found.setdefault(operand.storage, op.index)
-    return found
+            if maker is not None and op.index > maker and op.index in in_graph and operand.storage not in op.writes:
+                readers.setdefault(operand.storage, op.index)
+    return readers

@@ -1,4 +1,4 @@
-"""Tensors that each step leaves behind and that no graph holds: lists of outputs, features of hooks, cycles."""
+"""Check: tensors outside of any graph that each step leaves allocated, as lists of outputs or reference cycles do."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TITLE = "Each step leaves tensors behind that no graph holds"
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Find tensors that a step keeps for good, and those that wait in reference cycles for Python's collector."""
-    return [*_kept(subject.trace), *_cycles(subject.trace)]
+    """Return a finding for tensors that a step never frees, and one for tensors in reference cycles."""
+    return [*_never_freed(subject.trace), *_cycles(subject.trace)]
 
 
-def _kept(trace: Trace) -> list[Finding]:
-    found = growth(trace, graph=False)
-    size = found.bytes
+def _never_freed(trace: Trace) -> list[Finding]:
+    leaked = growth(trace, graph=False)
+    size = leaked.bytes
     if not matters(trace, size):
         return []
     advice = (
@@ -32,7 +32,8 @@ def _kept(trace: Trace) -> list[Finding]:
         f"every step leaves {format_bytes(size)} of tensors behind, as a list of outputs or the features of a hook "
         "does; no graph holds them, so detach() would free nothing"
     )
-    return [_finding(trace, found.storages, size, message, (advice,), kind="kept", bytes_per_step=found.bytes_per_step)]
+    sizes = leaked.bytes_per_step
+    return [_finding(trace, leaked.storages, size, message, (advice,), kind="kept", bytes_per_step=sizes)]
 
 
 def _cycles(trace: Trace) -> list[Finding]:
@@ -49,7 +50,7 @@ def _cycles(trace: Trace) -> list[Finding]:
     size = min(sizes, default=0)
     if not matters(trace, size):
         return []
-    reentrant = any(one.nested for one in trace.passes)
+    reentrant = any(backward.nested for backward in trace.passes)
     message = (
         f"every step leaves {format_bytes(size)} in reference cycles, which live on until Python's collector runs: "
         "each step before that adds as much, above the predicted peak"

@@ -1,4 +1,4 @@
-"""Logits of vocabulary size, several times: what a loss in chunks would take instead."""
+"""Check: a loss that keeps several copies of vocabulary-sized logits, which a chunked loss would not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.nn.functional as F  # torch's own name for it
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import matters, saving
+from memplan.checks.op_names import base_name
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record
 from memplan.trace.records import Op, Storage
@@ -24,39 +24,38 @@ ID = "loss-memory"
 TITLE = "The loss holds logits of vocabulary size several times"
 
 _CLASSES = 4096
-"""Classes from which on they are a vocabulary."""
+"""Smallest number of classes that counts as a vocabulary."""
 _PRODUCTS = ("mm", "addmm", "linear")
+_STATE = ("weight", "buffer", "parameter_gradient", "optimizer_state")
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return one finding for the largest softmax over a vocabulary."""
+    """Return at most one finding, for the largest softmax over a vocabulary."""
     trace = subject.trace
     softmaxes = [op for op in trace.ops if op.phase == "forward" and base_name(op.name) == "_log_softmax" and op.writes]
     wide = [op for op in softmaxes if trace.storages[op.writes[0]].shape[-1:] >= (_CLASSES,)]
     if not wide:
         return []
-    op = max(wide, key=lambda one: (trace.storages[one.writes[0]].bytes, -one.index))
-    return _finding(trace, op)
+    return _finding(trace, max(wide, key=lambda op: (trace.storages[op.writes[0]].bytes, -op.index)))
 
 
 def _finding(trace: Trace, op: Op) -> list[Finding]:
     logits = trace.storages[op.writes[0]]
     rows, classes = logits.bytes // max(1, _itemsize(logits.dtype) * logits.shape[-1]), logits.shape[-1]
     copies = [s for s in trace.counted if s.op is not None and _is_copy(s, rows, classes)]
-    width = _width(trace, rows, classes)
+    width = _hidden_size(trace, classes)
     chunk = chunked_peak(rows, classes, width, logits.dtype) if width is not None else None
-    window = [s for s in copies if s.died is not None]
-    added = [] if chunk is None or not window else _chunks(trace, window, chunk)
+    added = [] if chunk is None else _chunks(trace, [s for s in copies if s.died is not None], chunk)
     size = saving(trace, {storage.id: None for storage in copies}, added)
     if not matters(trace, size, 0.05):
         return []
-    at_once = _most_at_once(trace, copies)
+    at_once = _most_live_at_once(trace, copies)
     dtypes = sorted({storage.dtype for storage in copies})
-    guessed = _guessed(chunk, dtypes)
+    doubt = _doubt(chunk, dtypes)
     message = (
         f"logits of {rows} x {classes} are held {at_once} times at once ({', '.join(dtypes)}, "
-        f"{format_bytes(logits.bytes)} each): the loss costs {'about ' if guessed else ''}{format_bytes(size)} at the "
-        f"peak{f' (an estimate: {guessed})' if guessed else ''}"
+        f"{format_bytes(logits.bytes)} each): the loss costs {'about ' if doubt else ''}{format_bytes(size)} at the "
+        f"peak{f' (an estimate: {doubt})' if doubt else ''}"
     )
     how = f" (its chunks take {format_bytes(chunk)})" if chunk is not None else ""
     advice = (
@@ -66,12 +65,12 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
         else "Liger's fused linear cross-entropy never makes them whole; or call head and loss on chunks of the rows",
     )
     details = {"rows": rows, "classes": classes, "copies": at_once, "each": logits.bytes, "chunked": chunk,
-               "estimate": bool(guessed)}  # fmt: skip
+               "estimate": bool(doubt)}  # fmt: skip
     return [Finding(ID, "warning", op.layer, op.where, size, message, advice, details)]
 
 
-def _guessed(chunk: int | None, dtypes: list[str]) -> str:
-    """Say why the bytes are an estimate; "" where they are those of the recorded step with torch's chunked loss."""
+def _doubt(chunk: int | None, dtypes: list[str]) -> str:
+    """Return why the bytes are an estimate; "" if they include the recorded peak of torch's chunked loss."""
     if chunk is None:
         return "no linear layer makes them, or this torch has no loss in chunks: its chunks are not counted"
     return "in mixed precision the chunks' own copies are not counted" if len(dtypes) > 1 else ""
@@ -82,19 +81,14 @@ def _itemsize(dtype: str) -> int:
 
 
 def _is_copy(storage: Storage, rows: int, classes: int) -> bool:
-    """Return whether a storage made in the step holds one number for each row and class."""
-    if storage.shape[-1:] != (classes,) or storage.cause in (
-        "weight",
-        "buffer",
-        "parameter_gradient",
-        "optimizer_state",
-    ):
+    """Return whether a storage is an activation with an element for each row and class."""
+    if storage.shape[-1:] != (classes,) or storage.cause in _STATE:
         return False
     return storage.bytes // max(1, _itemsize(storage.dtype)) >= rows * classes * 0.9
 
 
-def _width(trace: Trace, rows: int, classes: int) -> int | None:
-    """Return the size of the hidden states that a linear layer makes the logits of; None where none does."""
+def _hidden_size(trace: Trace, classes: int) -> int | None:
+    """Return the input size of the linear layer that computes the logits; None if there is no such layer."""
     for op in trace.ops:
         if op.phase == "forward" and base_name(op.name) in _PRODUCTS and op.writes:
             shape = trace.storages[op.writes[0]].shape
@@ -107,14 +101,23 @@ def _width(trace: Trace, rows: int, classes: int) -> int | None:
 
 
 def chunked_peak(rows: int, classes: int, width: int, dtype: str) -> int | None:
-    """Return bytes that torch's chunked loss takes beyond its inputs and their gradients; None where torch has none."""
+    """Return bytes that torch's chunked loss allocates beyond its inputs and their gradients.
+
+    None if this version of torch has no such loss.
+
+    Args:
+        rows, classes: of the logits.
+        width: of the hidden states.
+        dtype: of both, such as "float32".
+    """
     if not hasattr(F, "linear_cross_entropy"):
         return None
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
 
     def build() -> Callable[[], Any]:
-        weight = nn.Parameter(torch.zeros(classes, width, dtype=kind))
-        hidden, target = torch.zeros(rows, width, dtype=kind, requires_grad=True), torch.zeros(rows, dtype=torch.long)
+        weight = nn.Parameter(torch.zeros(classes, width, dtype=torch_dtype))
+        hidden = torch.zeros(rows, width, dtype=torch_dtype, requires_grad=True)
+        target = torch.zeros(rows, dtype=torch.long)
 
         def step() -> None:
             weight.grad = hidden.grad = None
@@ -122,22 +125,21 @@ def chunked_peak(rows: int, classes: int, width: int, dtype: str) -> int | None:
 
         return step
 
-    found = simulate(record(build, device="cpu", steps=1)).peak_allocated
-    item = _itemsize(dtype)
-    return max(0, found - 2 * item * width * (rows + classes) - 8 * rows)
+    peak = simulate(record(build, device="cpu", steps=1)).peak_allocated
+    inputs_and_gradients = 2 * _itemsize(dtype) * width * (rows + classes) + 8 * rows
+    return max(0, peak - inputs_and_gradients)
 
 
-def _chunks(trace: Trace, window: list[Storage], size: int) -> list[Storage]:
-    """Return a storage for the chunks in each step, alive from the first to the last of the logits there."""
-    found: list[Storage] = []
-    bounds = [*trace.steps, trace.end + 1]
-    for begin, end in itertools.pairwise(bounds):
-        own = [storage for storage in window if begin < storage.born <= end]
-        if own:
-            last = max(storage.died or end for storage in own)
-            found.append(replace(own[0], bytes=size, low=None, born=min(s.born for s in own), died=last))
-    return found
+def _chunks(trace: Trace, copies: list[Storage], size: int) -> list[Storage]:
+    """Return a storage of ``size`` bytes for each step with copies of the logits, live as long as any of them."""
+    chunks: list[Storage] = []
+    for begin, end in itertools.pairwise([*trace.steps, trace.end + 1]):
+        in_step = [storage for storage in copies if begin < storage.born <= end]
+        if in_step:
+            died = max(storage.died or end for storage in in_step)
+            chunks.append(replace(in_step[0], bytes=size, low=None, born=min(s.born for s in in_step), died=died))
+    return chunks
 
 
-def _most_at_once(trace: Trace, copies: list[Storage]) -> int:
+def _most_live_at_once(trace: Trace, copies: list[Storage]) -> int:
     return max(sum(c in live for c in copies) for live in (live_at(trace, copy.born) for copy in copies))

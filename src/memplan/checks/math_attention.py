@@ -1,4 +1,4 @@
-"""Attention that holds its L x L probabilities, where a fused kernel would not."""
+"""Check: attention that stores its L x L score matrices, where a fused kernel would not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from memplan.checks.attention.fitted import HALF, heads_fitted
 from memplan.checks.attention.fused import Fusing
 from memplan.checks.attention.layers import weights_for_nothing
 from memplan.checks.attention.written import INSIDE_OF_TORCH, Attention, attentions
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Severity, Subject
-from memplan.checks.mended.changed_step import Unmended
+from memplan.checks.mended.changed_step import NotRecorded
 from memplan.checks.mended.savings import live_at_peak, matters, peak_of, rows_of
-from memplan.trace.records import HOST, Storage
+from memplan.checks.op_names import base_name
+from memplan.trace.records import HOST, Op, Storage
 from memplan.trace.trace import Trace
 
 ID = "math-attention"
@@ -24,12 +24,13 @@ _CHOICE = "scaled_dot_product_attention: math: "
 _CALL = "torch.nn.functional.scaled_dot_product_attention(q, k, v)"
 _FOR_A_CARD = "Nothing for the CPU; to look at the step on a card, name it: --device h100"
 _FLEXIBLE = "torch.nn.attention.flex_attention takes biases that get a gradient, without the matrices"
-_OWN = ("weight", "buffer", "input", "parameter_gradient", "optimizer_state")
+_NOT_ACTIVATIONS = ("weight", "buffer", "input", "parameter_gradient", "optimizer_state")
 
 
 @dataclass(frozen=True, slots=True)
-class _Mended:
-    """Bytes at the peak that the fused call saves; or why it saves none, or how much is unknown."""
+class _FusedSaving:
+    """Bytes at the peak that the fused call saves. ``saved`` is None where it saves none or an unknown amount: ``why``
+    is the reason then."""
 
     saved: int | None = None
     why: str = ""
@@ -38,151 +39,163 @@ class _Mended:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return a finding for all attention of a step that is written out, and one for what falls back to the math
-    path."""
-    found = attentions(subject.trace)
+    """Return at most three findings: for attention that user code writes out as products and a softmax, for
+    `scaled_dot_product_attention` on its math path, and for layers whose attention weights nothing reads."""
+    attention = attentions(subject.trace)
     return [
-        *_written_out(subject, [one for one in found if not one.inside_of_sdpa]),
-        *_math_path(subject, [one for one in found if one.inside_of_sdpa]),
+        *_written_out(subject, [block for block in attention if not block.inside_of_sdpa]),
+        *_math_path(subject, [block for block in attention if block.inside_of_sdpa]),
         *weights_for_nothing(subject, ID),
     ]
 
 
-def _written_out(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
+def _written_out(subject: Subject, attention: Sequence[Attention]) -> list[Finding]:
     trace = subject.trace
-    held = _held(trace, found)
-    if not matters(trace, held):
+    matrix_bytes = _matrix_bytes_at_peak(trace, attention)
+    if not matters(trace, matrix_bytes):
         return []
-    inside = any(_in_torch(trace, one) for one in found)
-    mended = _fused(subject, found, "need_weights=False" if inside else _CALL)
-    what = f"attention holds its matrices of {_shown(found)}, since it is written out"
+    inside = any(_in_torch_layer(trace, block) for block in attention)
+    fused = _fused(subject, attention, "need_weights=False" if inside else _CALL)
+    what = f"attention holds its matrices of {_shown(attention)}, since it is written out"
     what += " where its weights are asked for" if inside else ""
-    if mended.saved is None:
-        message = f"{what}: {format_bytes(held)} at the peak; {mended.why}"
-        return [_finding(trace, found, mended.severity, 0, message, mended.advice, "written out", held)]
-    if not matters(trace, mended.saved):
+    if fused.saved is None:
+        message = f"{what}: {format_bytes(matrix_bytes)} at the peak; {fused.why}"
+        return [_finding(trace, attention, fused.severity, 0, message, fused.advice, "written out", matrix_bytes)]
+    if not matters(trace, fused.saved):
         return []
-    message = f"{what}: {format_bytes(mended.saved)} more at the peak than with the fused call"
-    return [_finding(trace, found, "warning", mended.saved, message, mended.advice, "written out", held)]
+    message = f"{what}: {format_bytes(fused.saved)} more at the peak than with the fused call"
+    return [_finding(trace, attention, "warning", fused.saved, message, fused.advice, "written out", matrix_bytes)]
 
 
-def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
+def _math_path(subject: Subject, attention: Sequence[Attention]) -> list[Finding]:
     trace = subject.trace
-    held = _held(trace, found)
-    if not matters(trace, held):
+    matrix_bytes = _matrix_bytes_at_peak(trace, attention)
+    if not matters(trace, matrix_bytes):
         return []
-    because = _reasons(trace, found)
-    message = f"attention holds its matrices of {_shown(found)}, because of {because}: {format_bytes(held)} at the peak"
+    reasons = _math_path_reasons(trace, attention)
+    message = (
+        f"attention holds its matrices of {_shown(attention)}, because of {reasons}: "
+        f"{format_bytes(matrix_bytes)} at the peak"
+    )
     advice = "Mend what the reason names (half precision, a head size it takes, no mask with a gradient)"
     size: int = 0
     severity: Severity = "warning"
-    if trace.device == HOST and "dropout" in because:
+    if trace.device == HOST and "dropout" in reasons:
         severity, advice = "info", _FOR_A_CARD
     elif subject.remaker is not None and subject.card is not None:
-        with heads_fitted(half=subject.card.architecture < (8, 0)) as done:
+        with heads_fitted(half=subject.card.architecture < (8, 0)) as applied:
             fitted = subject.remaker.record()
-        saved = 0 if isinstance(fitted, Unmended) else peak_of(trace) - peak_of(fitted)
+        saved = 0 if isinstance(fitted, NotRecorded) else peak_of(trace) - peak_of(fitted)
         if matters(trace, saved):
             size = saved
-            how = ", and ".join(sorted(done))
+            how = ", and ".join(sorted(applied))
             advice = f"{how[:1].upper()}{how[1:]}: {format_bytes(saved)} less at the peak"
-            advice += "" if HALF in done else ", and the result is the same"
-    return [_finding(trace, found, severity, size, message, advice, "math kernel", held)]
+            advice += "" if HALF in applied else ", and the result is the same"
+    return [_finding(trace, attention, severity, size, message, advice, "math kernel", matrix_bytes)]
 
 
-def _fused(subject: Subject, found: Sequence[Attention], call: str) -> _Mended:
-    """Return the step with the fused call, recorded."""
+def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _FusedSaving:
+    """Record the step with the fused call in place of the attention, and return the difference of the peaks."""
     trace, remaker = subject.trace, subject.remaker
-    written = [one for one in found if not _in_torch(trace, one)]
-    wanted = _wanted(written) or _wanted_of_layers(trace, [one for one in found if one not in written])
-    if wanted:
-        return _Mended(why=f"{wanted}, and a fused call never makes them", advice=f"Where nothing needs them, {call}")
+    in_layers = [block for block in attention if _in_torch_layer(trace, block)]
+    written = [block for block in attention if block not in in_layers]
+    user = _matrix_user(written) or _weights_user(trace, in_layers)
+    if user:
+        return _FusedSaving(
+            why=f"{user}, and a fused call never makes them", advice=f"Where nothing needs them, {call}"
+        )
     if remaker is None:
         why = "what a fused call takes instead is known of a model only, and this is the recording of one"
-        return _Mended(None, why, f"Take {call}; check the model itself for the bytes", "warning")
-    fusing = Fusing(trace, written, on_card=subject.card is not None, weights=len(written) < len(found))
-    again = remaker.record(around=fusing.installed())
-    mended = again if isinstance(again, Unmended) else fusing.without_matrices(again)
-    if mended is None or isinstance(mended, Unmended):
+        return _FusedSaving(None, why, f"Take {call}; check the model itself for the bytes", "warning")
+    fusing = Fusing(trace, written, on_card=subject.card is not None, weights=bool(in_layers))
+    recorded = remaker.record(around=fusing.installed())
+    mended = recorded if isinstance(recorded, NotRecorded) else fusing.without_matrices(recorded)
+    if mended is None or isinstance(mended, NotRecorded):
         why = mended.why if mended is not None else "something is done to them on the way that it does not do"
-        return _Mended(
+        return _FusedSaving(
             why=f"a fused call does not fit here as it stands: {why}", advice=f"See whether {call} can be had"
         )
-    left = attentions(mended)
-    if not left:
+    remaining = attentions(mended)
+    if not remaining:
         advice = f"Take {call} (memplan explain --device says which kernel a card takes, and why)"
-        return _Mended(peak_of(trace) - peak_of(mended), advice=advice)
-    reason = "; ".join(dict.fromkeys(fusing.reasons)) or _reasons(mended, left)
+        return _FusedSaving(peak_of(trace) - peak_of(mended), advice=advice)
+    reason = "; ".join(dict.fromkeys(fusing.reasons)) or _math_path_reasons(mended, remaining)
     advice = _FOR_A_CARD if "dropout" in reason and trace.device == HOST else _FLEXIBLE
-    return _Mended(why=f"a fused call would take no less here, because of {reason}", advice=advice)
+    return _FusedSaving(why=f"a fused call would take no less here, because of {reason}", advice=advice)
 
 
-def _wanted(found: Sequence[Attention]) -> str:
-    """Name the op that needs the matrices themselves; "" if none does."""
-    used = next((one.otherwise for one in found if one.otherwise is not None), None)
-    if used is not None:
-        return f"{base_name(used.name)}{f' at {used.where}' if used.where else ''} reads them, too"
-    return "the model returns them" if any(one.returned for one in found) else ""
+def _matrix_user(attention: Sequence[Attention]) -> str:
+    """Return the message about the first op that needs the matrices themselves; "" if nothing does."""
+    op = next((block.otherwise for block in attention if block.otherwise is not None), None)
+    if op is not None:
+        return f"{_op_and_line(op)} reads them, too"
+    return "the model returns them" if any(block.returned for block in attention) else ""
 
 
-def _wanted_of_layers(trace: Trace, found: Sequence[Attention]) -> str:
-    """Name the op that reads the weights that torch's own layers return: these, or their mean over the heads."""
-    for one in found:
-        given = {*one.matrices, *(one.otherwise.writes if one.otherwise is not None else ())}
-        if any(view.storage in given for returned in trace.returned for view in returned.tensors):
+def _weights_user(trace: Trace, attention: Sequence[Attention]) -> str:
+    """Return the message about what reads the weights that torch's own layers return, which are the matrices or their
+    mean over the heads; "" if nothing does."""
+    for block in attention:
+        weights = {*block.matrices, *(block.otherwise.writes if block.otherwise is not None else ())}
+        if any(view.storage in weights for returned in trace.returned for view in returned.tensors):
             return "the model returns its weights"
         for op in trace.ops:
-            if op.layer != one.softmax.layer and op.phase == "forward" and given & {r.storage for r in op.reads}:
-                return f"{base_name(op.name)}{f' at {op.where}' if op.where else ''} reads its weights"
+            if op.layer != block.softmax.layer and op.phase == "forward" and weights & {r.storage for r in op.reads}:
+                return f"{_op_and_line(op)} reads its weights"
     return ""
 
 
-def _in_torch(trace: Trace, one: Attention) -> bool:
+def _op_and_line(op: Op) -> str:
+    return f"{base_name(op.name)}{f' at {op.where}' if op.where else ''}"
+
+
+def _in_torch_layer(trace: Trace, attention: Attention) -> bool:
     kinds = {layer.name: layer.kind for layer in trace.layers}
-    return kinds.get(one.softmax.layer) == INSIDE_OF_TORCH
+    return kinds.get(attention.softmax.layer) == INSIDE_OF_TORCH
 
 
-def _held(trace: Trace, found: Sequence[Attention]) -> int:
-    """Return bytes of the matrices and their gradients at the step's peak."""
-    return sum(storage.bytes for storage in live_at_peak(trace) if _is_matrix(trace, storage, found))
+def _matrix_bytes_at_peak(trace: Trace, attention: Sequence[Attention]) -> int:
+    """Return bytes of the matrices and their gradients that are live at the step's peak."""
+    return sum(storage.bytes for storage in live_at_peak(trace) if _is_matrix(trace, storage, attention))
 
 
-def _is_matrix(trace: Trace, storage: Storage, found: Sequence[Attention]) -> bool:
-    """Return whether a storage has the shape of the matrices, and is made by an op that makes or derives them."""
-    if storage.op is None or storage.cause in _OWN or storage.shape[-2:] not in {one.sizes for one in found}:
+def _is_matrix(trace: Trace, storage: Storage, attention: Sequence[Attention]) -> bool:
+    """Return whether a storage has the shape of the matrices and comes from an op of an attention layer."""
+    sizes = {block.sizes for block in attention}
+    if storage.op is None or storage.cause in _NOT_ACTIVATIONS or storage.shape[-2:] not in sizes:
         return False
     op = trace.ops[storage.op]
-    return len(storage.shape) >= 3 and op.layer in {one.softmax.layer for one in found}
+    return len(storage.shape) >= 3 and op.layer in {block.softmax.layer for block in attention}
 
 
-def _reasons(trace: Trace, found: Sequence[Attention]) -> str:
-    """Say why the math path was taken: on a card as the recording has it, else what the CPU's fused kernel refuses."""
+def _math_path_reasons(trace: Trace, attention: Sequence[Attention]) -> str:
+    """Return why torch chose the math path: as recorded for a card, else what the CPU's fused kernel refuses."""
     recorded = [a.text.split(_CHOICE, 1)[1] for a in trace.assumptions if a.kind == "kernel" and _CHOICE in a.text]
     if recorded:
         return "; ".join(dict.fromkeys(recorded))
-    if any(one.dropped for one in found):
+    if any(block.dropped for block in attention):
         return "dropout, which the CPU's fused kernel does not take (those of CUDA do)"
     return "a shape or a mask that the CPU's fused kernel does not take"
 
 
-def _shown(found: Sequence[Attention]) -> str:
-    return ", ".join(f"{a} x {b}" for a, b in sorted({one.sizes for one in found}))
+def _shown(attention: Sequence[Attention]) -> str:
+    return ", ".join(f"{a} x {b}" for a, b in sorted({block.sizes for block in attention}))
 
 
 def _finding(
     trace: Trace,
-    found: Sequence[Attention],
+    attention: Sequence[Attention],
     severity: Severity,
     size: int,
     message: str,
     advice: str,
     kind: str,
-    held: int,
+    matrix_bytes: int,
 ) -> Finding:
-    matrices = {storage for one in found for storage in one.matrices}
+    matrices = {storage for block in attention for storage in block.matrices}
     saved = [s for s in trace.counted if s.id in matrices and s.cause == "saved" and s.op is not None]
     rows = rows_of(trace, saved, {s.id: s.op or 0 for s in saved})
-    first = found[0].softmax
-    sizes = [list(pair) for pair in sorted({one.sizes for one in found})]
-    details = {"kind": kind, "sizes": sizes, "held": held, "layers": rows}
-    return Finding(ID, severity, first.layer, first.where, size, message, (advice,), details)
+    softmax = attention[0].softmax
+    sizes = [list(pair) for pair in sorted({block.sizes for block in attention})]
+    details = {"kind": kind, "sizes": sizes, "held": matrix_bytes, "layers": rows}
+    return Finding(ID, severity, softmax.layer, softmax.where, size, message, (advice,), details)

@@ -1,4 +1,4 @@
-"""Activations that keep a tensor of their own, where another one or a smaller one would do."""
+"""Activations that keep a tensor of their own for backward, where a neighbour's tensor or a smaller one would do."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
-from memplan.checks.fields.walk import base_name
 from memplan.checks.mended.savings import readers_of, without_saving
+from memplan.checks.op_names import base_name
 from memplan.explanation.layers import keepers_of
 from memplan.trace.records import Form, Op, Storage, View
 from memplan.trace.trace import Trace
@@ -16,13 +16,16 @@ RELU = frozenset({"relu", "threshold"})
 _VIEWS = frozenset({"view", "reshape", "_reshape_alias", "permute", "transpose", "t", "expand",
                     "squeeze", "unsqueeze"})  # fmt: skip
 _FITS_IN_PLACE = {"leaky_relu": ("negative_slope",), "elu": ("alpha", "scale", "input_scale"), "celu": ("alpha",)}
-"""Activations whose formula reads the result where they overwrite their input, and what must not be negative then
+"""Activations whose in-place gradient formula reads the result, and the arguments that must not be negative for it
 (derivatives.yaml; aten/src/ATen/native/Activation.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Storages that need not be kept, by the way in which they are, and the step's storages without that."""
+    """Storages that need not be saved, and the storages of a step that does not save them.
+
+    ``changed`` maps a storage to its replacement, or to None where it is not allocated; ``added`` are new ones.
+    """
 
     kind: str
     storages: tuple[Storage, ...]
@@ -31,120 +34,120 @@ class Copies:
 
 
 def copies(trace: Trace, forms: Mapping[int, Form]) -> list[Copies]:
-    """Return the ways in which activations of a step keep a tensor of their own."""
-    seen = _Seen(trace, forms)
-    return [found for found in (seen.overwritable(), *seen.results_of_relu()) if found.storages]
+    """Return the saved tensors of a step that activations could do without, by kind; ``forms`` by the op's index."""
+    search = _ActivationCopies(trace, forms)
+    return [group for group in (search.overwritable(), *search.results_of_relu()) if group.storages]
 
 
-class _Seen:
+class _ActivationCopies:
     def __init__(self, trace: Trace, forms: Mapping[int, Form]) -> None:
         self._trace, self._forms = trace, forms
-        self._of_views = _reading_views(trace)
+        self._reads_view = _reading_views(trace)
         kernels = (op for op in trace.ops if base_name(op.name) not in (*_VIEWS, "_unsafe_view"))
         self._readers = readers_of(op for op in kernels if op.phase == "forward")
-        self._returned = {view.storage for one in trace.returned for view in one.tensors}
-        self._ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of is not None}
+        self._returned = {view.storage for returned in trace.returned for view in returned.tensors}
+        self._gradient_ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of is not None}
 
     def _saved(self) -> Iterator[tuple[Storage, Op, str]]:
-        """Yield what a single op keeps: the storage, the op, and in which role."""
+        """Yield each tensor that a single op saves, with the op and the tensor's role in its formula."""
         for storage in self._trace.counted:
             keepers = keepers_of(storage) if storage.cause == "saved" else []
             if len(keepers) == 1 and len(keepers[0]) == 1:
                 yield storage, self._trace.ops[keepers[0][0].op], keepers[0][0].role
 
     def overwritable(self) -> Copies:
-        """Find inputs that an activation keeps alone, and whose result is kept, too: in place it keeps the result
-        alone."""
+        """Inputs that only an activation saves, while another op saves its result: in place, the result is enough."""
         changed: dict[int, Storage | None] = {}
-        found: list[Storage] = []
+        inputs: list[Storage] = []
         added: list[Storage] = []
         for storage, op, role in self._saved():
             result = self._trace.storages[op.writes[0]] if op.writes else storage
             if role == "self" and result is not storage and self._can_overwrite(storage, op, result):
-                changed[storage.id] = self._kept_by(op, storage, result.died)
+                changed[storage.id] = self._alive_until(op, storage, result.died)
                 changed[result.id] = None
-                found.append(storage)
-                added += self._through_a_view(op, storage)
-        return Copies("in place", tuple(found), changed, tuple(added))
+                inputs.append(storage)
+                added += self._view_gradients(op, storage)
+        return Copies("in place", tuple(inputs), changed, tuple(added))
 
-    def _through_a_view(self, op: Op, storage: Storage) -> list[Storage]:
-        """Return what the gradient of an op in place takes besides, where its input is a view (as an instance norm's
-        result is): a gradient of the whole, and a copy of the view's part of it (CopySlices, torch/csrc/autograd)."""
-        if self._forms[op.index].op not in self._of_views:
+    def _view_gradients(self, op: Op, storage: Storage) -> list[Storage]:
+        """Return what the gradient of an in-place op on a view (an instance norm's result is one) also allocates: a
+        gradient of the base, and a copy of the view's part of it (CopySlices, torch/csrc/autograd)."""
+        if self._forms[op.index].op not in self._reads_view:
             return []
-        ends = [(one.start, one.end) for one in self._trace.ops if one.gradient_of == op.index][:1]
-        return [replace(storage, born=start + 1, died=end + 1) for start, end in ends for _ in range(2)]
+        gradient = next((other for other in self._trace.ops if other.gradient_of == op.index), None)
+        return [] if gradient is None else [replace(storage, born=gradient.start + 1, died=gradient.end + 1)] * 2
 
-    def _kept_by(self, op: Op, storage: Storage, died: int | None) -> Storage:
-        """Return a storage that dies at a time, but not before the gradient of an op is done."""
-        return replace(storage, died=None if died is None else max(died, self._ends.get(op.index, 0) + 1))
+    def _alive_until(self, op: Op, storage: Storage, died: int | None) -> Storage:
+        """Return a storage freed at ``died``, but not before the gradient of ``op`` is computed."""
+        return replace(storage, died=None if died is None else max(died, self._gradient_ends.get(op.index, 0) + 1))
 
     def _can_overwrite(self, storage: Storage, op: Op, result: Storage) -> bool:
         form = self._forms.get(op.index)
-        limits = _FITS_IN_PLACE.get(base_name(op.name))
-        if form is None or limits is None or storage.op is None or storage.id in self._returned or not result.sharers:
+        nonnegative = _FITS_IN_PLACE.get(base_name(op.name))
+        if form is None or nonnegative is None or storage.op is None or storage.id in self._returned:
             return False
-        if any(float(form.option(name, 1.0)) < 0 for name in limits) or result.died is None:
+        if not result.sharers or result.died is None or any(float(form.option(name, 1.0)) < 0 for name in nonnegative):
             return False
-        # a part of a tensor may share it with others
-        whole = math.prod(form.reads[0][1].shape) == _elements(storage)
-        made = self._trace.ops[storage.op].phase == "forward"
-        later = any(reader.index > op.index for reader in self._readers.get(storage.id, ()))
-        return whole and made and not later and storage.bytes == result.bytes
+        whole = math.prod(form.reads[0][1].shape) == _elements(storage)  # no slice: another tensor may use the rest
+        from_forward = self._trace.ops[storage.op].phase == "forward"
+        read_later = any(reader.index > op.index for reader in self._readers.get(storage.id, ()))
+        return whole and from_forward and not read_later and storage.bytes == result.bytes
 
     def results_of_relu(self) -> Iterator[Copies]:
-        """Find results that ReLU keeps alone: a cat of them would be kept anyway, and of others the sign is enough."""
-        joined: dict[Op, list[Storage]] = {}
-        alone: list[Storage] = []
+        """Results that only ReLU saves: those that are concatenated (the result of cat is saved as well), and others,
+        of which the sign is enough."""
+        by_cat: dict[Op, list[Storage]] = {}
+        results: list[Storage] = []
         masks: list[Storage] = []
         for storage, op, role in self._saved():
             if base_name(op.name) not in RELU or role != "result" or storage.id in self._returned:
                 continue
             cat = self._cat_of(storage)
             if cat is not None:
-                joined.setdefault(cat, []).append(storage)
+                by_cat.setdefault(cat, []).append(storage)
             elif not self._into_dropout(storage):
-                alone.append(storage)
+                results.append(storage)
                 masks.append(replace(storage, bytes=_elements(storage), dtype="bool", born=op.end, low=None))
-        parts = [storage for storages in joined.values() for storage in storages]
+        parts = [storage for storages in by_cat.values() for storage in storages]
         changed, added = without_saving(self._trace, parts), list[Storage]()
-        for cat, storages in joined.items():
-            self._with_relu_last(cat, {storage.sharers[0].op for storage in storages}, changed, added)
+        for cat, storages in by_cat.items():
+            self._swap_relu_and_cat(cat, {storage.sharers[0].op for storage in storages}, changed, added)
         yield Copies("relu before cat", tuple(parts), changed, tuple(added))
-        yield Copies("relu", tuple(alone), without_saving(self._trace, alone), tuple(masks))
+        yield Copies("relu", tuple(results), without_saving(self._trace, results), tuple(masks))
 
     def _cat_of(self, storage: Storage) -> Op | None:
-        """Return the cat of such results that is all that reads a ReLU's result, where somebody keeps the cat
-        anyway."""
+        """Return the cat that is the only reader of a ReLU's result. None unless all that it joins are results of ReLUs
+        and its own result is saved anyway."""
         readers = [op for op in self._readers.get(storage.id, ()) if storage.id not in op.writes]
         if len(readers) != 1 or base_name(readers[0].name) != "cat" or not readers[0].writes:
             return None
-        given = [self._trace.storages[operand.storage] for operand in readers[0].reads]
-        kept = self._trace.storages[readers[0].writes[0]].sharers
-        return readers[0] if kept and all(map(self._is_relus, given)) else None
+        cat = readers[0]
+        parts = [self._trace.storages[operand.storage] for operand in cat.reads]
+        is_saved = self._trace.storages[cat.writes[0]].sharers
+        return cat if is_saved and all(map(self._is_saved_by_relu, parts)) else None
 
-    def _with_relu_last(
+    def _swap_relu_and_cat(
         self, cat: Op, relus: Set[int], changed: dict[int, Storage | None], added: list[Storage]
     ) -> None:
-        """Change the backward pass: ReLU reads the cat, and makes one gradient, of the cat."""
+        """Enter the backward pass with ReLU behind cat: one gradient of the whole instead of one of each part."""
         gradients = [op for op in self._trace.ops if op.gradient_of in relus and op.writes]
         if not gradients:
             return
         first, whole = gradients[0], self._trace.storages[cat.writes[0]]
-        changed[whole.id] = self._kept_by(self._trace.ops[first.gradient_of or 0], whole, whole.died)
-        made = [self._trace.storages[op.writes[0]] for op in gradients]
-        changed.update((storage.id, None) for storage in made)
-        ends = [storage.died for storage in made if storage.died is not None]
-        added.append(replace(made[0], bytes=whole.bytes, died=max(ends, default=None)))
+        changed[whole.id] = self._alive_until(self._trace.ops[first.gradient_of or 0], whole, whole.died)
+        parts = [self._trace.storages[op.writes[0]] for op in gradients]
+        changed.update((part.id, None) for part in parts)
+        ends = [part.died for part in parts if part.died is not None]
+        added.append(replace(parts[0], bytes=whole.bytes, died=max(ends, default=None)))
         for outer in (self._trace.storages[operand.storage] for operand in first.reads):
             if outer.bytes == whole.bytes and outer.id != whole.id:
                 changed[outer.id] = replace(outer, died=first.end + 1)
 
-    def _is_relus(self, storage: Storage) -> bool:
+    def _is_saved_by_relu(self, storage: Storage) -> bool:
         keepers = keepers_of(storage)
-        return len(keepers) == 1 and keepers[0][0].role == "result" and (
-            base_name(self._trace.ops[keepers[0][0].op].name) in RELU
-        )  # fmt: skip
+        if len(keepers) != 1 or keepers[0][0].role != "result":
+            return False
+        return base_name(self._trace.ops[keepers[0][0].op].name) in RELU
 
     def _into_dropout(self, storage: Storage) -> bool:
         readers = self._readers.get(storage.id, ())
@@ -152,30 +155,32 @@ class _Seen:
 
 
 def _reading_views(trace: Trace) -> set[int]:
-    """Return the ops of the first step whose first operand is a view, as autograd sees it: by their index."""
-    makers: dict[View, str] = {}
-    found: set[int] = set()
+    """Return the indices of the first step's ops whose first operand is a view to autograd."""
+    maker: dict[View, str] = {}
+    reading: set[int] = set()
     for form in trace.forms:
-        given = [view for _, view in form.reads]
-        if given and makers.get(given[0]) in _VIEWS:
-            found.add(form.op)
+        operands = [view for _, view in form.reads]
+        if operands and maker.get(operands[0]) in _VIEWS:
+            reading.add(form.op)
         name = base_name(trace.ops[form.op].name)
         for view in form.writes:
-            if view not in given or name in _VIEWS:  # what is changed in place stays a view
-                makers[view] = name
-    return found
+            if view not in operands or name in _VIEWS:  # a view that is changed in place stays a view
+                maker[view] = name
+    return reading
 
 
 def is_dropout(op: Op, readers: Mapping[int, Iterable[Op]]) -> bool:
-    """Return whether an op scales elements by 0 or a constant at random: dropout, of single elements or whole
-    channels."""
+    """Return whether an op is a dropout of elements or channels: it multiplies by 0 or a constant, at random.
+
+    ``readers`` maps a storage to the ops that read it.
+    """
     name = base_name(op.name)
     if name == "native_dropout":
         return True
     if name != "mul" or len(op.reads) < 2:
         return False
-    uses = [base_name(reader.name) for reader in readers.get(op.reads[1].storage, ())]
-    return "bernoulli" in uses and set(uses) <= {"bernoulli", "div", "mul"}
+    mask_ops = [base_name(reader.name) for reader in readers.get(op.reads[1].storage, ())]
+    return "bernoulli" in mask_ops and set(mask_ops) <= {"bernoulli", "div", "mul"}
 
 
 def _elements(storage: Storage) -> int:

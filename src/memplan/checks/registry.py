@@ -1,4 +1,4 @@
-"""All checks, one file a trap, in the order of their findings."""
+"""All checks, in the order of their findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memplan.checks import (
 )
 from memplan.checks.finding import Check
 
-_FILES = (
+_MODULES = (
     border_erosion,
     uneven_arithmetic,
     untrained_parameters,
@@ -40,9 +40,9 @@ _FILES = (
     workspace_surprise,
     full_resolution,
 )
-CHECKS: tuple[Check, ...] = tuple(Check(file.ID, file.TITLE, file.find) for file in _FILES)
+CHECKS: tuple[Check, ...] = tuple(Check(module.ID, module.TITLE, module.find) for module in _MODULES)
 COST_MORE_THAN_BYTES = frozenset(
-    file.ID for file in (border_erosion, uneven_arithmetic, untrained_parameters, accidental_broadcast)
+    module.ID for module in (border_erosion, uneven_arithmetic, untrained_parameters, accidental_broadcast)
 )
-"""Traps that cost pixels, training or the right loss: a warning also where they cost no memory."""
+"""Checks whose findings stay warnings at 0 bytes: they are about pixels, training or a wrong loss."""
 IDS: tuple[str, ...] = tuple(check.id for check in CHECKS)

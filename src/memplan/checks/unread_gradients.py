@@ -1,8 +1,8 @@
-"""Gradients that no update reads: of parameters that no optimizer has, or of a module whose update is over."""
+"""Check: gradients that no update reads, of parameters without an optimizer, or kept alive after their update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.changed_step import Change, module_at
-from memplan.checks.mended.savings import matters, peak_of, saving
+from memplan.checks.mended.savings import matters, peak_of, readers_of, saving
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
@@ -20,35 +20,28 @@ TITLE = "Gradients are held that no update reads"
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Find gradients of parameters that nothing updates, and those that live on after the update that read them."""
+    """Return a finding for gradients of parameters that no optimizer updates, and one for gradients that stay allocated
+    after the update that read them."""
     trace = subject.trace
     gradients = [s for s in trace.counted if s.cause == "parameter_gradient"]
     if not trace.optimized or not gradients:
         return []
-    readers = _updates_of(trace, gradients)
+    readers = readers_of(op for op in trace.ops if op.phase == "optimizer")
     optimized = {trace.storages[number].name for number in trace.optimized}
-    written = {number for op in trace.ops if op.phase == "optimizer" for number in op.writes}
-    named = {s.name: s for s in trace.storages if s.cause == "weight"}
-    left_out = [
+    updated = {number for op in trace.ops if op.phase == "optimizer" for number in op.writes}
+    weights = {s.name: s.id for s in trace.storages if s.cause == "weight"}
+    not_optimized = [
         s for s in gradients
-        if s.name in named and s.name not in optimized and named[s.name].id not in written and not readers.get(s.id)
+        if s.name in weights and s.name not in optimized and weights[s.name] not in updated and s.id not in readers
     ]  # fmt: skip
-    return [*_left_out(subject, left_out), *_held(trace, [s for s in gradients if s.name in optimized], readers)]
+    return [
+        *_not_optimized(subject, not_optimized),
+        *_alive_after_update(trace, [s for s in gradients if s.name in optimized], readers),
+    ]
 
 
-def _updates_of(trace: Trace, gradients: Iterable[Storage]) -> Mapping[int, list[Op]]:
-    """Map each gradient to the ops of optimizers that read it."""
-    ours = {storage.id for storage in gradients}
-    found: dict[int, list[Op]] = {}
-    for op in trace.ops:
-        if op.phase == "optimizer":
-            for number in {operand.storage for operand in op.reads} & ours:
-                found.setdefault(number, []).append(op)
-    return found
-
-
-def _left_out(subject: Subject, gradients: list[Storage]) -> list[Finding]:
-    """Report parameters that require a gradient and that no optimizer has."""
+def _not_optimized(subject: Subject, gradients: list[Storage]) -> list[Finding]:
+    """Return a finding for parameters that require a gradient and belong to no optimizer."""
     trace = subject.trace
     names = sorted({storage.name for storage in gradients})
     if not names:
@@ -59,72 +52,71 @@ def _left_out(subject: Subject, gradients: list[Storage]) -> list[Finding]:
         size = peak_of(trace) - peak_of(mended) if isinstance(mended, Trace) else size
     if not matters(trace, size):
         return []
-    held = sum(named.bytes for named in {storage.name: storage for storage in gradients}.values())
+    gradient_bytes = sum({storage.name: storage.bytes for storage in gradients}.values())
     message = (
-        f"{len(names)} parameters require a gradient and no optimizer has them: their gradients ({format_bytes(held)}) "
-        f"and what is kept for these take {format_bytes(size)} at the peak, and nothing reads them"
+        f"{len(names)} parameters require a gradient and no optimizer has them: their gradients "
+        f"({format_bytes(gradient_bytes)}) and what is kept for these take {format_bytes(size)} at the peak, and "
+        "nothing reads them"
     )
     advice = ("Call requires_grad_(False) on what is not trained, or give it to the optimizer",)
-    return [_finding(names, size, message, advice, "not in an optimizer", held)]
+    return [_finding(names, size, message, advice, "not in an optimizer", gradient_bytes)]
 
 
 def _frozen(names: Iterable[str]) -> Change:
-    """Return a change after which parameters need no gradient."""
+    """Return a change that sets ``requires_grad`` of these parameters to False."""
 
     def change(modules: dict[str, nn.Module]) -> None:
         for name in names:
-            path, _, own = name.rpartition(".")
-            getattr(module_at(modules, path), own).requires_grad_(False)
+            path, _, attribute = name.rpartition(".")
+            getattr(module_at(modules, path), attribute).requires_grad_(False)
 
     return change
 
 
-def _held(trace: Trace, gradients: Iterable[Storage], readers: Mapping[int, list[Op]]) -> list[Finding]:
-    """Report gradients that an update has read, and that are there while others are made."""
-    updated = {trace.storages[number].name for number in readers}
-    over = _ends_of_updates(trace)
+def _alive_after_update(trace: Trace, gradients: Sequence[Storage], readers: Mapping[int, list[Op]]) -> list[Finding]:
+    """Return a finding for gradients that an update has read and that stay allocated after it."""
+    names_read = {storage.name for storage in gradients if storage.id in readers}
+    update_end = _update_ends(trace)
     changed: dict[int, Storage | None] = {}
     for storage in gradients:
-        ends = [over[op.index] for op in readers.get(storage.id, ())]
+        ends = [update_end[op.index] for op in readers.get(storage.id, ())]
         if ends and (storage.died is None or storage.died > max(ends) + 1):
             changed[storage.id] = replace(storage, died=max(ends) + 1)
-        elif not ends and storage.name in updated and storage.died is not None:
-            changed[storage.id] = None  # made by the backward pass of another loss, and freed unread
+        elif not ends and storage.name in names_read and storage.died is not None:
+            changed[storage.id] = None  # computed by the backward pass of another loss, and freed unread
     size = saving(trace, changed)
     if not matters(trace, size):
         return []
-    held = sum(trace.storages[number].bytes for number in changed) // max(1, len(trace.steps))
-    again = _written_later(trace, changed, readers)
+    gradient_bytes = sum(trace.storages[number].bytes for number in changed) // max(1, len(trace.steps))
+    last_read = {number: max((op.index for op in readers.get(number, ())), default=-1) for number in changed}
+    accumulated = any(
+        op.phase == "backward" and any(number in last_read and op.index > last_read[number] for number in op.writes)
+        for op in trace.ops
+    )
     message = f"gradients live on when the update that read them is over: {format_bytes(size)} of them at the peak" + (
-        ", and a later backward pass adds to them what no update reads" if again else ""
+        ", and a later backward pass adds to them what no update reads" if accumulated else ""
     )
     advice = (
         "Call zero_grad() right after step(), before the next forward pass",
-        *(["Call requires_grad_(False) on the modules of the other loss while this one is computed"] * again),
+        *(["Call requires_grad_(False) on the modules of the other loss while this one is computed"] * accumulated),
     )
     names = sorted({trace.storages[number].name for number in changed})
-    return [_finding(names, size, message, advice, "after the update", held)]
+    return [_finding(names, size, message, advice, "after the update", gradient_bytes)]
 
 
-def _ends_of_updates(trace: Trace) -> dict[int, int]:
-    """Map each op of an optimizer to the tick at which its update is over: what the user frees, goes after that."""
-    found: dict[int, int] = {}
+def _update_ends(trace: Trace) -> dict[int, int]:
+    """Map each op of an optimizer to the tick at which its update ends: the earliest at which the user can free."""
+    ends: dict[int, int] = {}
     end: int | None = None
     for op in reversed(trace.ops):
         end = None if op.phase != "optimizer" else op.end if end is None else end
         if end is not None:
-            found[op.index] = end
-    return found
+            ends[op.index] = end
+    return ends
 
 
-def _written_later(trace: Trace, changed: Mapping[int, Storage | None], readers: Mapping[int, list[Op]]) -> bool:
-    last = {number: max((op.index for op in readers.get(number, ())), default=-1) for number in changed}
-    return any(
-        op.phase == "backward" and any(number in last and op.index > last[number] for number in op.writes)
-        for op in trace.ops
-    )
-
-
-def _finding(names: list[str], size: int, message: str, advice: tuple[str, ...], kind: str, held: int) -> Finding:
-    details: dict[str, Any] = {"kind": kind, "held": held, "names": names}
+def _finding(
+    names: list[str], size: int, message: str, advice: tuple[str, ...], kind: str, gradient_bytes: int
+) -> Finding:
+    details: dict[str, Any] = {"kind": kind, "held": gradient_bytes, "names": names}
     return Finding(ID, "warning", names[0].rpartition(".")[0], None, size, message, advice, details)

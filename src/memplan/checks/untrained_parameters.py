@@ -1,4 +1,4 @@
-"""Parameters that an optimizer has, that the step uses, and that never get a gradient."""
+"""Check: parameters of an optimizer that the step uses and that never get a gradient."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TITLE = "Parameters of an optimizer never get a gradient"
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Find parameters that the forward pass reads and no backward pass gives a gradient."""
+    """Return at most one finding: parameters that the forward pass reads and no backward pass gives a gradient."""
     trace = subject.trace
-    idle = set(trace.ungraded)
+    ungraded = set(trace.ungraded)
     readers: dict[int, Op] = {}
     for op in trace.ops:
         if op.phase == "forward":
             for operand in op.reads:
-                if operand.storage in idle and operand.name in op.needs_grad:
+                if operand.storage in ungraded and operand.name in op.needs_grad:
                     readers.setdefault(operand.storage, op)
     if not readers or not trace.passes:
         return []
@@ -31,24 +31,24 @@ def find(subject: Subject) -> list[Finding]:
         f"of the optimizer's {len(trace.optimized)} parameters, {len(readers)} ({format_bytes(size)}) get no gradient "
         "though the step uses them: they are not trained"
     )
-    cause, advice = _cause(subject, set(readers))
+    cause, advice = _cause(subject)
     names = sorted(name for number in readers if (name := trace.storages[number].name))
     details = {"parameters": len(readers), "size": size, "names": names, "of": len(trace.optimized)}
     return [Finding(ID, "warning", first.layer, first.where, 0, message + cause, advice, details)]
 
 
-def _cause(subject: Subject, idle: set[int]) -> tuple[str, tuple[str, ...]]:
-    """Say what cuts the gradient off, where it is a reentrant checkpoint, and what to do."""
+def _cause(subject: Subject) -> tuple[str, tuple[str, ...]]:
+    """Return the end of the message, about a reentrant checkpoint if it cuts the gradient off, and the advice."""
     unknown = ("Look for no_grad, detach or item between them and the loss; or take them out of the optimizer",)
     if subject.remaker is None:
         return "", unknown
-    free = CheckpointFree()
-    plain = subject.remaker.record(around=free.installed())
-    if not isinstance(plain, Trace) or not free.reentrant or len(plain.ungraded) >= len(subject.trace.ungraded):
+    checkpoints = CheckpointFree()
+    plain = subject.remaker.record(around=checkpoints.installed())
+    if not isinstance(plain, Trace) or not checkpoints.reentrant or len(plain.ungraded) >= len(subject.trace.ungraded):
         return "", unknown
-    less = peak_of(plain) - peak_of(subject.trace)
-    win = f", and the {format_bytes(less)} less at the peak are no win" if less > 0 else ""
+    saved = peak_of(plain) - peak_of(subject.trace)
+    remark = f", and the {format_bytes(saved)} less at the peak are no win" if saved > 0 else ""
     return (
-        f"; a reentrant checkpoint whose inputs need no gradient cuts it off{win}",
+        f"; a reentrant checkpoint whose inputs need no gradient cuts it off{remark}",
         ("Call checkpoint(..., use_reentrant=False), or give it an input that requires a gradient",),
     )

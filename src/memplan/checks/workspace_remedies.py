@@ -1,4 +1,4 @@
-"""Ways out of large workspaces, each computed: the step is recorded again with the change, and cuDNN asked anew."""
+"""Changes that can shrink a convolution's workspace, each recorded, with cuDNN's plan for the changed step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.checks.mended.changed_step import Change, Remaker, Unmendable, Unmended
+from memplan.checks.mended.changed_step import Change, ChangeError, NotRecorded, Remaker
 from memplan.cudnn.cudnn_library import find_cudnn, title_of
 from memplan.cudnn.stored_answers import versions
 from memplan.simulation.simulate import simulate
@@ -33,56 +33,60 @@ class Remedy:
 
 
 def remedies(remaker: Remaker, dimensions: int) -> list[Remedy]:
-    """Return the changes that could be computed, whether they help or not.
+    """Return the changes whose peak can be computed, whether they lower it or not.
 
     Args:
         remaker: records the step again.
-        dimensions: of the images of the layer with the largest workspace, 4 or 5 with batch and channels.
+        dimensions: of the input of the layer with the largest workspace, 4 or 5 with batch and channels.
     """
-    found = list[Remedy]()
-    for name, do, trace in _tried(remaker, dimensions):
-        if not isinstance(trace, Unmended) and not _is_interval(trace):
-            found.append(Remedy(name, do, simulate(trace).peak_allocated))
-    return found
+    return [
+        Remedy(name, do, simulate(trace).peak_allocated)
+        for name, do, trace in _changed_steps(remaker, dimensions)
+        if not isinstance(trace, NotRecorded) and not _has_workspace_interval(trace)
+    ]
 
 
-def _tried(remaker: Remaker, dimensions: int) -> Iterator[tuple[str, str, Trace | Unmended]]:
+def _changed_steps(remaker: Remaker, dimensions: int) -> Iterator[tuple[str, str, Trace | NotRecorded]]:
+    """Yield name, advice and recording of each change: channels last, padded inputs, other versions of cuDNN."""
     if dimensions in _FORMATS:
         name, layout = _FORMATS[dimensions]
         do = f"Lay the model out as {name}, by model.to(memory_format=torch.{name})"
-        yield name, do, remaker.record(_laid_out(dimensions, layout))
-    padded = tuple(_padded(one) for one in remaker.options.inputs)
-    if any(one is not None for one in padded):
+        yield name, do, remaker.record(_in_format(dimensions, layout))
+    padded = tuple(_padded(value) for value in remaker.options.inputs)
+    if any(spec is not None for spec in padded):
         inputs = tuple(new or old for new, old in zip(padded, remaker.options.inputs, strict=True))
-        sizes = ", ".join("x".join(map(str, one.shape)) for one in padded if one is not None)
+        sizes = ", ".join("x".join(map(str, spec.shape)) for spec in padded if spec is not None)
         yield "padded", f"Pad the input to {sizes}", remaker.record(options=replace(remaker.options, inputs=inputs))
-    asked = remaker.target.cudnn
+    current = remaker.target.cudnn
     for version in versions():
-        if asked is not None and version != asked.version:
+        if current is not None and version != current.version:
             title = title_of(version)
             other = replace(remaker, target=replace(remaker.target, cudnn=find_cudnn(title)))
             yield f"cuDNN {title}", f"Run with cuDNN {title}", other.record()
 
 
-def _laid_out(dimensions: int, layout: torch.memory_format) -> Change:
+def _in_format(dimensions: int, layout: torch.memory_format) -> Change:
+    """Return a change that converts the convolution layers to a memory format."""
+
     def change(modules: dict[str, nn.Module]) -> None:
-        weights = {module: [one.dim() for one in module.parameters(recurse=False)] for module in modules.values()}
-        convolving = [one for one, sizes in weights.items() if dimensions in sizes and {*sizes} <= {1, dimensions}]
-        if not convolving:
-            raise Unmendable("no layer has weights of convolutions")
-        for module in convolving:
+        ranks = {module: {weight.dim() for weight in module.parameters(recurse=False)} for module in modules.values()}
+        convolutions = [module for module, dims in ranks.items() if dimensions in dims and dims <= {1, dimensions}]
+        if not convolutions:
+            raise ChangeError("no layer has weights of convolutions")
+        for module in convolutions:
             module.to(memory_format=layout)  # pyright: ignore[reportCallIssue]  # torch's stub has no such overload
 
     return change
 
 
-def _padded(given: Any) -> Spec | None:
-    """Return images with sizes that are multiples; None of what is no image, or has such sizes."""
-    if not isinstance(given, (torch.Tensor, Spec)) or len(given.shape) not in _FORMATS:
+def _padded(value: Any) -> Spec | None:
+    """Return the spec of an image with sizes rounded up to `MULTIPLE`. None if they are multiples already, or if the
+    input is no image."""
+    if not isinstance(value, (torch.Tensor, Spec)) or len(value.shape) not in _FORMATS:
         return None
-    shape = (*given.shape[:2], *(-(-size // MULTIPLE) * MULTIPLE for size in given.shape[2:]))
-    return None if shape == tuple(given.shape) else Spec(shape, given.dtype)
+    shape = (*value.shape[:2], *(-(-size // MULTIPLE) * MULTIPLE for size in value.shape[2:]))
+    return None if shape == tuple(value.shape) else Spec(shape, value.dtype)
 
 
-def _is_interval(trace: Trace) -> bool:
-    return any(one.cause == "workspace" and one.low is not None for one in trace.counted)
+def _has_workspace_interval(trace: Trace) -> bool:
+    return any(storage.cause == "workspace" and storage.low is not None for storage in trace.counted)

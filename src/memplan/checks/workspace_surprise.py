@@ -1,4 +1,4 @@
-"""Convolutions whose cuDNN workspace can exceed their own tensors, and shapes that change under cudnn.benchmark."""
+"""Check: convolutions whose cuDNN workspace can exceed their tensors, and shapes that change under cudnn.benchmark."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
+from memplan.checks.op_names import base_name
 from memplan.checks.workspace_remedies import Remedy, remedies
 from memplan.cudnn.questions import Plans
 from memplan.simulation.simulate import simulate
@@ -17,71 +17,72 @@ from memplan.trace.trace import Trace
 ID = "workspace-surprise"
 TITLE = "A convolution's workspace can exceed its tensors"
 
-_LEAST = {4: 0.5, 5: 0.1}
-"""Share of the peak that workspaces can add before it is worth a word, by the dimensions of the tensors: most steps on
-a card have some, and those of 3D convolutions are the ones that surprise."""
+_MIN_SHARE = {4: 0.5, 5: 0.1}
+"""Smallest share of the peak, by the dimensions of the tensors, that workspaces have to be able to add for a finding.
+Most steps on a card have workspaces; those of 3D convolutions are the ones that surprise."""
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Report the interval of workspaces that cuDNN may take on a card."""
+    """Return findings about large workspaces and about changing shapes under cudnn.benchmark; none on the CPU."""
     if subject.card is None:
         return []
-    return [*_larger(subject), *_changing(subject.trace)]
+    return [*_large_workspaces(subject), *_changing_shapes(subject.trace)]
 
 
-def _larger(subject: Subject) -> list[Finding]:
+def _large_workspaces(subject: Subject) -> list[Finding]:
     trace = subject.trace
-    engines = {one.storage: one.plans for one in trace.engines}
-    most = _larger_than_tensors(trace, engines)
-    if not most:
+    plans_of = {answer.storage: answer.plans for answer in trace.engines}
+    by_layer = _larger_than_tensors(trace, plans_of)
+    if not by_layer:
         return []
-    low = simulate(_without_engines(trace, engines), workspace="low").peak_allocated
+    low = simulate(_without_planned_workspaces(trace, plans_of), workspace="low").peak_allocated
     high = simulate(trace).peak_allocated
-    ordered = sorted(most.items(), key=lambda item: -item[1][0].bytes)
-    layer, (storage, tensors, op) = ordered[0]
-    three = any(len(trace.storages[r.storage].shape) == 5 for r in op.reads)
-    if high - low < _LEAST[5 if three else 4] * low:
+    ordered = sorted(by_layer.items(), key=lambda item: -item[1][0].bytes)
+    layer, (workspace, tensor_bytes, op) = ordered[0]
+    is_3d = any(len(trace.storages[r.storage].shape) == 5 for r in op.reads)
+    dimensions = 5 if is_3d else 4
+    if high - low < _MIN_SHARE[dimensions] * low:
         return []
-    plans = engines.get(storage.id, ())
-    message, advice = _words(storage, plans, layer, tensors, (low, high), three=three)
-    tried = remedies(subject.remaker, 5 if three else 4) if plans and subject.remaker is not None else []
-    advice = (*advice, *_told(tried, high))
+    plans = plans_of.get(workspace.id, ())
+    message, advice = _message_and_advice(workspace, plans, layer, tensor_bytes, (low, high), is_3d=is_3d)
+    tried = remedies(subject.remaker, dimensions) if plans and subject.remaker is not None else []
     rows = [
-        {"layer": name, "where": one.where, "bytes": found.bytes}
-        | ({"engine": engines[found.id][0].engine} if found.id in engines else {})
-        for name, (found, _, one) in ordered
+        {"layer": name, "where": op.where, "bytes": workspace.bytes}
+        | ({"engine": plans_of[workspace.id][0].engine} if workspace.id in plans_of else {})
+        for name, (workspace, _, op) in ordered
     ]
     details = {"kind": "larger than tensors", "low": low, "high": high, "layers": rows}
-    details["remedies"] = {one.name: one.peak for one in tried}
-    return [Finding(ID, "info", layer, op.where, high - low, message, advice, details)]
+    details["remedies"] = {remedy.name: remedy.peak for remedy in tried}
+    return [Finding(ID, "info", layer, op.where, high - low, message, (*advice, *_remedy_advice(tried, high)), details)]
 
 
-def _larger_than_tensors(trace: Trace, engines: Mapping[int, Plans]) -> dict[str, tuple[Storage, int, Op]]:
-    """Return the largest workspace of each layer that takes more than its op's tensors, with their bytes."""
-    most: dict[str, tuple[Storage, int, Op]] = {}
+def _larger_than_tensors(trace: Trace, plans_of: Mapping[int, Plans]) -> dict[str, tuple[Storage, int, Op]]:
+    """Return, by layer, the largest workspace that exceeds the tensors of its convolution, the bytes of these tensors,
+    and the op."""
+    by_layer: dict[str, tuple[Storage, int, Op]] = {}
     for storage in trace.counted:
-        known = storage.id in engines
-        if storage.cause != "workspace" or storage.op is None or (storage.low is None and not known):
+        planned = storage.id in plans_of
+        if storage.cause != "workspace" or storage.op is None or (storage.low is None and not planned):
             continue
         op = trace.ops[storage.op]
         if "convolution" not in op.name:
             continue
         tensors = sum(trace.storages[n].bytes for n in {*(r.storage for r in op.reads), *op.writes})
-        if storage.bytes > tensors and (op.layer not in most or storage.bytes > most[op.layer][0].bytes):
-            most[op.layer] = (storage, tensors, op)
-    return most
+        if storage.bytes > tensors and (op.layer not in by_layer or storage.bytes > by_layer[op.layer][0].bytes):
+            by_layer[op.layer] = (storage, tensors, op)
+    return by_layer
 
 
-def _without_engines(trace: Trace, engines: Mapping[int, Plans]) -> Trace:
-    storages = tuple(replace(one, bytes=0) if one.id in engines else one for one in trace.storages)
+def _without_planned_workspaces(trace: Trace, plans_of: Mapping[int, Plans]) -> Trace:
+    storages = tuple(replace(storage, bytes=0) if storage.id in plans_of else storage for storage in trace.storages)
     return replace(trace, storages=storages)
 
 
-def _words(
-    storage: Storage, plans: Plans, layer: str, tensors: int, peaks: tuple[int, int], *, three: bool
+def _message_and_advice(
+    workspace: Storage, plans: Plans, layer: str, tensor_bytes: int, peaks: tuple[int, int], *, is_3d: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the message and the advice on a workspace that cuDNN named, or that is known as an interval."""
-    size, own = format_bytes(storage.bytes), format_bytes(tensors)
+    """Return the texts about a workspace that cuDNN planned, or, without plans, one known as an interval of bytes."""
+    size, own = format_bytes(workspace.bytes), format_bytes(tensor_bytes)
     low, high = map(format_bytes, peaks)
     if plans:
         message = (
@@ -105,54 +106,59 @@ def _words(
     advice = (
         "Leave room up to the high figure; torch.backends.cudnn.benchmark = False keeps the trials of the first step "
         "away, and channels_last often leads to algorithms without workspace",
-        *(known if three else ()),
+        *(known if is_3d else ()),
     )
     return message, advice
 
 
-def _told(tried: Sequence[Remedy], peak: int) -> tuple[str, ...]:
-    """Return the ways out that were computed, the one that takes least first; in a line those that do not help."""
-    less = sorted((one for one in tried if one.peak < peak), key=lambda one: one.peak)
-    other = [one.name for one in tried if one.peak >= peak]
-    vain = (f"No less with: {', '.join(other)}",) if other else ()
-    return (*(f"{one.do}: the peak is {format_bytes(one.peak)}" for one in less), *vain)
+def _remedy_advice(tried: Sequence[Remedy], peak: int) -> tuple[str, ...]:
+    """Return a line for each remedy that lowers the peak, the best first, and a line that lists the others."""
+    helpful = sorted((remedy for remedy in tried if remedy.peak < peak), key=lambda remedy: remedy.peak)
+    useless = [remedy.name for remedy in tried if remedy.peak >= peak]
+    last = (f"No less with: {', '.join(useless)}",) if useless else ()
+    return (*(f"{remedy.do}: the peak is {format_bytes(remedy.peak)}" for remedy in helpful), *last)
 
 
-def _changing(trace: Trace) -> list[Finding]:
-    """Report shapes that change under cudnn.benchmark: every new one tries all algorithms anew, each with its
-    workspace."""
+def _changing_shapes(trace: Trace) -> list[Finding]:
+    """Return a finding if convolutions get several input shapes under cudnn.benchmark: for every new shape cuDNN tries
+    all algorithms, each with its workspace."""
     if not any("cudnn.benchmark = True" in note for note in trace.notes):
         return []
     shapes: dict[int, set[tuple[tuple[int, ...], str]]] = {}
-    where: dict[int, Op] = {}
+    first_op: dict[int, Op] = {}
     weight_of: dict[int, int] = {}
     for op in trace.ops:
-        given = {r.name: trace.storages[r.storage] for r in op.reads}
-        if op.phase == "forward" and "convolution" in base_name(op.name) and {"input", "weight"} <= set(given):
-            weight = weight_of[op.index] = given["weight"].id
-            shapes.setdefault(weight, set()).add((trace.storages[op.writes[0]].shape, given["input"].dtype))
-            where.setdefault(weight, op)
-    many = [weight for weight, seen in shapes.items() if len(seen) > 1]
-    if not many:
+        operands = {r.name: trace.storages[r.storage] for r in op.reads}
+        if op.phase == "forward" and "convolution" in base_name(op.name) and {"input", "weight"} <= set(operands):
+            weight = weight_of[op.index] = operands["weight"].id
+            shapes.setdefault(weight, set()).add((trace.storages[op.writes[0]].shape, operands["input"].dtype))
+            first_op.setdefault(weight, op)
+    changing = [weight for weight, of_weight in shapes.items() if len(of_weight) > 1]
+    if not changing:
         return []
-    op = where[many[0]]
-    most = _most_workspace(trace, {index for index, weight in weight_of.items() if weight in many})
-    sizes = max(len(shapes[weight]) for weight in many)
+    op = first_op[changing[0]]
+    workspace = _largest_workspace(trace, {index for index, weight in weight_of.items() if weight in changing})
+    sizes = max(len(shapes[weight]) for weight in changing)
+    count = len(changing)
     message = (
-        f"torch.backends.cudnn.benchmark is on, and {len(many)} convolution{'' if len(many) == 1 else 's'} met inputs "
+        f"torch.backends.cudnn.benchmark is on, and {count} convolution{'' if count == 1 else 's'} met inputs "
         f"of {sizes} sizes in {len(trace.steps)} step{'' if len(trace.steps) == 1 else 's'}: for each new one cuDNN "
-        f"tries all algorithms, the largest of whose workspaces may take up to {format_bytes(most)}"
+        f"tries all algorithms, the largest of whose workspaces may take up to {format_bytes(workspace)}"
     )
     advice = ("Set torch.backends.cudnn.benchmark = False, or pad inputs to a few fixed sizes",)
-    rows = [{"layer": where[w].layer, "where": where[w].where, "sizes": len(shapes[w])} for w in many]
-    details = {"kind": "benchmark", "workspace": most, "layers": rows}
+    rows = [{"layer": first_op[w].layer, "where": first_op[w].where, "sizes": len(shapes[w])} for w in changing]
+    details = {"kind": "benchmark", "workspace": workspace, "layers": rows}
     return [Finding(ID, "warning", op.layer, op.where, 0, message, advice, details)]
 
 
-def _most_workspace(trace: Trace, convolutions: set[int]) -> int:
-    """Return bytes that the largest workspace of these or their gradients can take."""
-    asked = {one.storage for one in trace.engines}
-    ours = [s for s in trace.counted if s.cause == "workspace" and s.op is not None]
-    ours = [s for s in ours if s.low is not None or s.id in asked]
-    ops = {s.id: trace.ops[s.op or 0] for s in ours}
-    return max((s.bytes for s in ours if {ops[s.id].index, ops[s.id].gradient_of} & convolutions), default=0)
+def _largest_workspace(trace: Trace, convolutions: set[int]) -> int:
+    """Return the bytes of the largest workspace of these convolutions and their gradients."""
+    planned = {answer.storage for answer in trace.engines}
+    sizes = [0]
+    for storage in trace.counted:
+        known = storage.low is not None or storage.id in planned
+        if storage.cause == "workspace" and storage.op is not None and known:
+            op = trace.ops[storage.op]
+            if {op.index, op.gradient_of} & convolutions:
+                sizes.append(storage.bytes)
+    return max(sizes)

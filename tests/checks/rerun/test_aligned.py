@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.checks.mended.changed_step import Unmended
+from memplan.checks.mended.changed_step import NotRecorded
 from memplan.checks.rerun.aligned import changed
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
@@ -133,5 +133,5 @@ def test_where_other_ops_would_run_it_says_so() -> None:
         return step
 
     again = changed(memplan.record(build, device="cpu"), {})
-    assert isinstance(again, Unmended)
+    assert isinstance(again, NotRecorded)
     assert "other ops" in again.why

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.checks.mended.changed_step import Unmendable
+from memplan.checks.mended.changed_step import ChangeError
 from memplan.checks.rerun.sizes import viewed_size
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
@@ -44,10 +44,10 @@ def test_a_tensor_that_has_not_grown_is_viewed_as_it_was(old: list[int], data: s
 
 
 def test_a_size_of_one_that_grows_is_nobodys() -> None:
-    with pytest.raises(Unmendable, match="leaves a size out"):
+    with pytest.raises(ChangeError, match="leaves a size out"):
         viewed_size((2, 1), (2,), (2, 3))
 
 
 def test_a_split_that_no_longer_comes_out_even() -> None:
-    with pytest.raises(Unmendable, match="splits a size"):
+    with pytest.raises(ChangeError, match="splits a size"):
         viewed_size((6,), (2, 3), (7,))

@@ -1,1 +1,1 @@
-"""Attention that is written out: where a step has it, and the same step with the fused call instead."""
+"""Attention that a step writes out: find it, and record the step with a fused call instead."""

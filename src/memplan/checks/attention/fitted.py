@@ -1,4 +1,4 @@
-"""Heads that fused kernels take, for those that they do not: padded, repeated, or in float16."""
+"""Attention heads changed to what fused kernels take: padded, repeated, or in float16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F  # torch's own name for it
 from memplan import _torch
 
 _MULTIPLE = 8
-"""Sizes that every fused kernel takes are multiples of it."""
+"""Every fused kernel takes head sizes that are multiples of this."""
 PADDING = "pad the heads to a multiple of 8, with scale= of the size that they have"
 REPEATING = "repeat each key and value head for its query heads (repeat_interleave) in place of enable_gqa=True"
 HALF = "take float16 in place of bfloat16, which this card has no fused kernel for; beyond 65504 it overflows"
@@ -21,35 +21,39 @@ HALF = "take float16 in place of bfloat16, which this card has no fused kernel f
 
 @contextmanager
 def heads_fitted(*, half: bool = False) -> Iterator[set[str]]:
-    """Make `scaled_dot_product_attention` pad its heads to a multiple of 8 and repeat those of grouped queries. The
-    result is the same; yields what was done, in words. ``half``: bfloat16 becomes float16, too."""
+    """Within this context `scaled_dot_product_attention` pads heads to a multiple of 8 and repeats key and value heads
+    for grouped queries, with the same result.
+
+    Yields the set of changes applied so far, in words. With ``half``, bfloat16 becomes float16 as well.
+    """
     call: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
-    done: set[str] = set()
+    applied: set[str] = set()
 
     def fitting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
-            done.add(REPEATING)
-            key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+            applied.add(REPEATING)
+            key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
             kwargs = {**kwargs, "enable_gqa": False}
-        head, wide = query.shape[-1], value.shape[-1]
-        if head % _MULTIPLE == 0 and wide % _MULTIPLE == 0:
+        head_size, value_size = query.shape[-1], value.shape[-1]
+        if head_size % _MULTIPLE == 0 and value_size % _MULTIPLE == 0:
             return call(query, key, value, *args, **kwargs)
-        done.add(PADDING)
-        given = kwargs.get("scale")
-        scale = 1 / math.sqrt(head) if given is None else given
-        heads = (F.pad(tensor, (0, -tensor.shape[-1] % _MULTIPLE)) for tensor in (query, key, value))
-        return call(*heads, *args, **{**kwargs, "scale": scale})[..., :wide]
+        applied.add(PADDING)
+        scale = kwargs.get("scale")
+        if scale is None:
+            scale = 1 / math.sqrt(head_size)
+        padded = (F.pad(tensor, (0, -tensor.shape[-1] % _MULTIPLE)) for tensor in (query, key, value))
+        return call(*padded, *args, **{**kwargs, "scale": scale})[..., :value_size]
 
     def in_half(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if query.dtype is not torch.bfloat16:
             return fitting(query, key, value, *args, **kwargs)
-        done.add(HALF)
+        applied.add(HALF)
         args, kwargs = _torch.tree_map(_halved, (args, kwargs))  # a mask of the same type
         with torch.autocast(query.device.type, enabled=False):
             return fitting(query.half(), key.half(), value.half(), *args, **kwargs).to(torch.bfloat16)
 
     with _torch.patched(F, scaled_dot_product_attention=in_half if half else fitting):
-        yield done
+        yield applied
 
 
 def _halved(value: Any) -> Any:

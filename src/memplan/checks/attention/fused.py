@@ -1,8 +1,8 @@
-"""The same step with the fused call in place of attention that is written out: recorded, so that its bytes are exact.
+"""Record a step with `scaled_dot_product_attention` in place of attention that is written out, for its exact bytes.
 
-While the step is recorded again, kernels of ours stand above the products, in the dispatcher. The product of queries
-and keys that is to go gives a stand-in for the scores instead; what scales, masks and drops of them is
-remembered; the product with the values becomes the call. What the stand-in led to is left out of the recording.
+During the recording, Python kernels override the ops of attention in the dispatcher. The product of queries and keys
+returns a placeholder for the scores instead; scaling, masks and dropout on it are noted; the product with the values
+becomes the fused call. Placeholders and what is computed from them are removed from the recording.
 """
 
 from __future__ import annotations
@@ -21,44 +21,45 @@ from memplan._torch import dispatch
 from memplan.checks.attention.einsum import arranged
 from memplan.checks.attention.fused_call import Pending, call_of
 from memplan.checks.attention.written import EMPTY, KEPT_SHAPE, SOFTMAX, VIEWS, Attention, site
-from memplan.checks.fields.walk import base_name
+from memplan.checks.op_names import base_name
 from memplan.trace.recording.place import format_frame, user_frame
-from memplan.trace.records import HOST, Storage
+from memplan.trace.records import HOST
 from memplan.trace.trace import Trace
 
 _ATEN = torch.ops.aten
-_STAND_IN = "aten.empty_permuted.default"
-"""Nothing else makes tensors so: a stand-in is known by it, wherever it is made."""
+_PLACEHOLDER = "aten.empty_permuted.default"
+"""Nothing else in a step calls this op: placeholders are recognized by it."""
 
 Kernel = Callable[..., Any]
 
 
 class Fusing:
-    """Puts the fused call where attention is written out, for a recording.
+    """Replaces attention that is written out by the fused call, during a recording.
 
     Args:
         trace: the recorded step.
-        found: the attention to replace.
+        attention: what to replace.
         on_card: whether the step is recorded for a card.
-        weights: whether torch's own layers are to be asked for no probabilities.
+        weights: whether to call torch's own layers with ``need_weights=False``.
     """
 
-    def __init__(self, trace: Trace, found: Sequence[Attention], *, on_card: bool, weights: bool = False) -> None:
-        self._sites = {site(trace, one.scores) for one in found}
-        self._scalings = {site(trace, op) for one in found for op in one.scalings}
-        self._summands = {site(trace, one.summand) for one in found if one.summand is not None}
-        self._sizes = {size for _, size in self._sites | self._scalings}
+    def __init__(self, trace: Trace, attention: Sequence[Attention], *, on_card: bool, weights: bool = False) -> None:
+        self._score_sites = {site(trace, block.scores) for block in attention}
+        self._scaling_sites = {site(trace, op) for block in attention for op in block.scalings}
+        self._summand_sites = {site(trace, block.summand) for block in attention if block.summand is not None}
+        self._sizes = {size for _, size in self._score_sites | self._scaling_sites}
         self._on_card, self._weights = on_card, weights
-        self._known: dict[int, tuple[torch.Tensor, Pending]] = {}
+        self._placeholders: dict[int, tuple[torch.Tensor, Pending]] = {}
+        """Storage of a placeholder, or of a tensor computed from it -> that tensor, and the scores it stands for."""
         self._calling = False
-        self._begun = self._ended = 0
-        self._spoiled = False
+        self._started = self._fused = 0
+        self._unsupported = False
         self.reasons: list[str] = []
-        """Why the CPU's fused kernel does not take a call, for those that it does not take."""
+        """Why the CPU's fused kernel refuses a call, for calls that it refuses."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Enter it around the recording."""
+        """Replace attention within this context: the recording's."""
         with ExitStack() as stack:
             stack.enter_context(dispatch.overridden(self._kernels(), dispatch.AUTOGRAD_CPU))
             if self._weights:
@@ -68,25 +69,29 @@ class Fusing:
             try:
                 yield
             finally:
-                self._known.clear()
+                self._placeholders.clear()
 
     def without_matrices(self, trace: Trace) -> Trace | None:
-        """Return the recording without the stand-ins and all that was made of them.
+        """Return the recording with placeholders, and what is computed from them, at 0 bytes.
 
-        None where something else was made of them, or no fused call could be put in their place.
+        None if an op used them that a fused call cannot replace, or if no call was replaced.
         """
-        if self._begun != self._ended or self._spoiled or (self._sites and not self._begun):
+        if self._started != self._fused or self._unsupported or (self._score_sites and not self._started):
             return None
-        gone, ops = set[int](), set[int]()
+        storages, ops = set[int](), set[int]()
         for op in trace.ops:
-            stand_in = op.name == _STAND_IN or (op.name.startswith(EMPTY) and site(trace, op) in self._summands)
-            if stand_in or any(operand.storage in gone for operand in op.reads):
+            summand = op.name.startswith(EMPTY) and site(trace, op) in self._summand_sites
+            placeholder = op.name == _PLACEHOLDER or summand
+            if placeholder or any(operand.storage in storages for operand in op.reads):
                 name = base_name(op.name)
-                if not (stand_in or name in VIEWS or name in KEPT_SHAPE or name in SOFTMAX):
+                if not (placeholder or name in VIEWS or name in KEPT_SHAPE or name in SOFTMAX):
                     return None
                 ops.add(op.index)
-                gone.update(op.writes)
-        return replace(trace, storages=tuple(_nothing(s) if s.op in ops else s for s in trace.storages))
+                storages.update(op.writes)
+        return replace(
+            trace,
+            storages=tuple(replace(s, bytes=0, low=None, device=HOST) if s.op in ops else s for s in trace.storages),
+        )
 
     # -- the kernels
 
@@ -94,83 +99,85 @@ class Fusing:
         kernels: dict[str, Kernel] = {
             "matmul": lambda a, b: self._product(_ATEN.matmul.default, a, b),
             "bmm": lambda a, b: self._product(_ATEN.bmm.default, a, b),
-            "baddbmm": self._product_and_sum,
+            "baddbmm": self._baddbmm,
             "einsum": self._einsum,
         }
         on_scores: dict[str, Callable[..., Any]] = {
-            **dict.fromkeys(("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"), self._added),
-            **{f"masked_fill{end}": self._filled for end in (".Scalar", "_.Scalar", ".Tensor", "_.Tensor")},
-            **dict.fromkeys(("_softmax", "_to_copy", "clone"), self._same),
-            "mul.Tensor": self._scaled, "div.Tensor": self._scaled,
+            **dict.fromkeys(("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"), self._add),
+            **{f"masked_fill{end}": self._masked_fill for end in (".Scalar", "_.Scalar", ".Tensor", "_.Tensor")},
+            **dict.fromkeys(("_softmax", "_to_copy", "clone"), self._pass_through),
+            "mul.Tensor": self._scale, "div.Tensor": self._scale,
             "where.self": self._where,
             "native_dropout": self._native_dropout,
         }  # fmt: skip
-        kernels |= {name: self._on_scores(_overload(name), handle) for name, handle in on_scores.items()}
-        if not self._on_card:  # there the recording itself stands above it
+        kernels |= {name: self._for_scores(_overload(name), method) for name, method in on_scores.items()}
+        if not self._on_card:  # a recording for a card overrides dropout itself
             kernels["dropout"] = self._dropout
         return kernels
 
-    def _on_scores(self, op: Any, handle: Callable[..., Any]) -> Kernel:
-        """Return a kernel that hands an op on stand-ins to a method, and runs any other op unchanged."""
+    def _for_scores(self, op: Any, method: Callable[..., Any]) -> Kernel:
+        """Return a kernel that calls a method if an operand is a placeholder, and runs the op unchanged otherwise."""
 
-        def interposed(*args: Any, **kwargs: Any) -> Any:
-            pending = self._of(*args)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            pending = self._pending(*args)
             if pending is not None:
-                return handle(pending, op, *args, **kwargs)
-            if handle == self._scaled and self._is_at(self._scalings, _size(args[0])) and _size(args[1]) == 1:
-                return _ATEN.alias.default(args[0])  # the call scales by itself
+                return method(pending, op, *args, **kwargs)
+            if method == self._scale and self._is_at(self._scaling_sites, _size(args[0])) and _size(args[1]) == 1:
+                return _ATEN.alias.default(args[0])  # the fused call scales by itself
             return dispatch.whole(op, *args, **kwargs)
 
-        return interposed
+        return kernel
 
-    def _of(self, *tensors: Any) -> Pending | None:
-        """Return the scores that one of these goes back to."""
-        if not self._known:
+    def _pending(self, *operands: Any) -> Pending | None:
+        """Return the scores that the first placeholder among operands stands for."""
+        if not self._placeholders:
             return None
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                found = self._known.get(_torch.storage_key(tensor.untyped_storage()))
-                if found is not None:
-                    return found[1]
+        for operand in operands:
+            if isinstance(operand, torch.Tensor):
+                entry = self._placeholders.get(_torch.storage_key(operand.untyped_storage()))
+                if entry is not None:
+                    return entry[1]
         return None
 
-    def _keep(self, pending: Pending, result: torch.Tensor) -> torch.Tensor:
-        self._known[_torch.storage_key(result.untyped_storage())] = (result, pending)
-        return result
+    def _register(self, pending: Pending, placeholder: torch.Tensor) -> torch.Tensor:
+        self._placeholders[_torch.storage_key(placeholder.untyped_storage())] = (placeholder, pending)
+        return placeholder
 
-    def _stood_in(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return an op on a stand-in, without a graph: nothing is to be kept for it."""
+    def _run(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an op on a placeholder, without a graph: nothing of it may be saved for backward."""
         with torch.no_grad():
-            return self._keep(pending, dispatch.whole(op, *args, **kwargs))
+            return self._register(pending, dispatch.whole(op, *args, **kwargs))
 
     def _is_at(self, sites: set[tuple[str | None, int]], size: int) -> bool:
+        """Return whether the running line of user code, with a result of ``size`` elements, is one of the sites."""
         if size not in self._sizes or self._calling or (_torch.in_backward() and not torch.is_grad_enabled()):
             return False
         return (format_frame(user_frame()), size) in sites
 
-    def _begin(self, left: torch.Tensor, right: torch.Tensor) -> tuple[Pending, torch.Tensor] | None:
-        """Return a stand-in for a product of queries and keys, if it is one of those to go."""
+    def _start(self, left: torch.Tensor, right: torch.Tensor) -> tuple[Pending, torch.Tensor] | None:
+        """Return the scores and their placeholder, if this is a product of queries and keys to replace."""
         if left.dim() < 3 or right.dim() < 3:
             return None
         lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         shape = (*lead, left.shape[-2], right.shape[-1])
-        if not self._is_at(self._sites, math.prod(shape)):
+        if not self._is_at(self._score_sites, math.prod(shape)):
             return None
         pending = Pending([left, right.transpose(-2, -1)], shape)
-        self._begun += 1
+        self._started += 1
         with torch.no_grad():
-            made = _ATEN.empty_permuted.default(shape, range(len(shape)), dtype=left.dtype)
-        return pending, self._keep(pending, made)
+            placeholder = _ATEN.empty_permuted.default(shape, range(len(shape)), dtype=left.dtype)
+        return pending, self._register(pending, placeholder)
 
-    def _end(self, pending: Pending, values: torch.Tensor) -> torch.Tensor:
-        self._ended += 1
-        self._spoiled |= pending.spoiled
+    def _fuse(self, pending: Pending, values: torch.Tensor) -> torch.Tensor:
+        """Run the fused call in place of the product with the values."""
+        self._fused += 1
+        self._unsupported |= pending.unsupported
         self._calling = True
         try:
             call = call_of(pending, values)
-            # the step itself would hold none of these for longer
-            self._known = {key: known for key, known in self._known.items() if known[1] is not pending}
-            pending.let_go()
+            # drop the references first: a step with the fused call does not keep these tensors alive
+            self._placeholders = {key: entry for key, entry in self._placeholders.items() if entry[1] is not pending}
+            pending.release()
             if not self._on_card:
                 self.reasons += call.against_cpu()
             return call.run()
@@ -178,76 +185,71 @@ class Fusing:
             self._calling = False
 
     def _product(self, op: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        pending = self._of(left)
+        pending = self._pending(left)
         if pending is not None and pending.normalized and not self._calling:
-            return self._end(pending, right)
-        begun = self._begin(left, right)
-        if begun is not None:
-            return begun[1]
+            return self._fuse(pending, right)
+        started = self._start(left, right)
+        if started is not None:
+            return started[1]
         return dispatch.composite(op, left, right) if _torch.is_composite(op) else dispatch.whole(op, left, right)
 
-    def _product_and_sum(self, added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **more: Any) -> Any:
-        begun = self._begin(left, right)
-        if begun is None:
-            return dispatch.whole(_ATEN.baddbmm.default, added, left, right, **more)
-        pending, scores = begun
-        if more.get("beta", 1) != 0:
-            pending.masked("add", added, scores.shape)
+    def _baddbmm(self, summand: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> Any:
+        started = self._start(left, right)
+        if started is None:
+            return dispatch.whole(_ATEN.baddbmm.default, summand, left, right, **kwargs)
+        pending, scores = started
+        if kwargs.get("beta", 1) != 0:
+            pending.add_mask("add", summand, scores.shape)
         return scores
 
-    def _einsum(self, equation: str, tensors: list[torch.Tensor], **more: Any) -> torch.Tensor:
-        pair = arranged(equation, tensors)
-        if pair is not None:
-            for one in (pair, pair.flipped):
-                pending = self._of(one.left)
+    def _einsum(self, equation: str, tensors: list[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+        product = arranged(equation, tensors)
+        if product is not None:
+            for pair in (product, product.flipped):
+                pending = self._pending(pair.left)
                 if pending is not None and pending.normalized:
-                    return one.result(self._end(pending, one.right))
-            begun = self._begin(pair.left, pair.right)
-            if begun is not None:
-                return pair.result(begun[1])
-        return dispatch.composite(_ATEN.einsum.default, equation, tensors, **more)
+                    return pair.result(self._fuse(pending, pair.right))
+            started = self._start(product.left, product.right)
+            if started is not None:
+                return product.result(started[1])
+        return dispatch.composite(_ATEN.einsum.default, equation, tensors, **kwargs)
 
-    def _scaled(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        pending.spoiled |= _size(x) > 1 and _size(other) > 1
-        return self._stood_in(pending, op, x, other)
+    def _scale(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        pending.unsupported |= _size(x) > 1 and _size(other) > 1
+        return self._run(pending, op, x, other)
 
-    def _added(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor, **more: Any) -> torch.Tensor:
-        mask = other if self._of(x) is pending else x
-        result = self._stood_in(pending, op, x, other, **more)
+    def _add(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        mask = other if self._pending(x) is pending else x
+        result = self._run(pending, op, x, other, **kwargs)
         if _size(mask) > 1:
-            pending.masked("add", mask, result.shape)
+            pending.add_mask("add", mask, result.shape)
         return result
 
-    def _filled(self, pending: Pending, op: Any, x: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
-        pending.masked("drop", mask, x.shape)
-        return self._stood_in(pending, op, x, mask, value)
+    def _masked_fill(self, pending: Pending, op: Any, x: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+        pending.add_mask("drop", mask, x.shape)
+        return self._run(pending, op, x, mask, value)
 
     def _where(self, pending: Pending, op: Any, keep: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> Any:
-        result = self._stood_in(pending, op, keep, x, other)
-        pending.masked("keep" if self._of(x) is pending else "drop", keep, result.shape)
+        result = self._run(pending, op, keep, x, other)
+        pending.add_mask("keep" if self._pending(x) is pending else "drop", keep, result.shape)
         return result
 
-    def _same(self, pending: Pending, op: Any, *args: Any, **more: Any) -> torch.Tensor:
+    def _pass_through(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         pending.normalized |= op is _ATEN._softmax.default
-        return self._stood_in(pending, op, *args, **more)
+        return self._run(pending, op, *args, **kwargs)
 
     def _native_dropout(self, pending: Pending, op: Any, x: torch.Tensor, p: float, train: bool | None) -> Any:
         pending.dropout = max(pending.dropout, p)
         with torch.no_grad():
             result, mask = dispatch.whole(op, x, p, train)
-        return self._keep(pending, result), mask
+        return self._register(pending, result), mask
 
     def _dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        pending = self._of(x)
+        pending = self._pending(x)
         if pending is None:
             return dispatch.composite(_ATEN.dropout.default, x, p, train)
         pending.dropout = max(pending.dropout, p if train else 0.0)
         return x
-
-
-def _nothing(storage: Storage) -> Storage:
-    """Return a storage that takes nothing, neither on the CPU nor on a card."""
-    return replace(storage, bytes=0, low=None, device=HOST)
 
 
 def _size(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""The fused call that stands for attention that was written out."""
+"""The `scaled_dot_product_attention` call that replaces attention that is written out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F  # torch's own name for it
 
 @dataclass(slots=True)
 class Pending:
-    """Scores that were not computed: of what, and what was done to them since.
+    """Scores that are not computed: their operands, and the ops on them so far.
 
     ``heads`` are queries (..., queries, head) and keys (..., keys, head), ``shape`` is that of the scores.
     """
@@ -23,24 +23,24 @@ class Pending:
     masks: list[tuple[Literal["add", "keep", "drop"], torch.Tensor, tuple[int, ...]]] = field(default_factory=list)
     dropout: float = 0.0
     normalized: bool = False
-    """Whether the softmax was taken."""
-    spoiled: bool = False
-    """Whether something was done to them that no fused call does."""
+    """Whether the softmax has run."""
+    unsupported: bool = False
+    """Whether an op was applied that no fused call does."""
 
-    def masked(self, kind: Literal["add", "keep", "drop"], mask: torch.Tensor, shape: Sequence[int]) -> None:
-        """Note a mask and the shape of the scores that it met: added, or bools of those to keep or to drop."""
-        self.spoiled |= self.normalized
+    def add_mask(self, kind: Literal["add", "keep", "drop"], mask: torch.Tensor, shape: Sequence[int]) -> None:
+        """Note a mask: a summand, or bools of the scores to keep or to drop. ``shape`` is what the scores had then."""
+        self.unsupported |= self.normalized
         self.masks.append((kind, mask, tuple(shape)))
 
-    def let_go(self) -> None:
-        """Hold no tensor any longer."""
+    def release(self) -> None:
+        """Drop the references to all tensors."""
         self.heads.clear()
         self.masks.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``scaled_dot_product_attention`` of tensors (batch, heads, rows, size) each, and the shape of what is wanted."""
+    """``scaled_dot_product_attention`` of tensors (batch, heads, rows, size); ``shape`` is that of its result."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -50,12 +50,12 @@ class Call:
     shape: tuple[int, ...]
 
     def run(self) -> torch.Tensor:
-        """Call it."""
+        """Return the result of the call."""
         heads = self.query, self.key, self.value
         return F.scaled_dot_product_attention(*heads, self.mask, self.dropout).reshape(self.shape)
 
     def against_cpu(self) -> Iterator[str]:
-        """Yield why the CPU's fused kernel does not take it: aten/src/ATen/native/transformers/sdp_utils_cpp.cpp."""
+        """Yield why the CPU's fused kernel refuses it (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp)."""
         if self.dropout > 0:
             yield "dropout, which the CPU's fused kernel does not take (those of CUDA do)"
         if self.mask is not None and self.mask.requires_grad:
@@ -68,46 +68,47 @@ class Call:
 
 
 def call_of(pending: Pending, values: torch.Tensor) -> Call:
-    """Return the call for scores that were put off; ``values`` are (..., keys, size)."""
+    """Return the call that computes these scores, masks, dropout and the product with values (..., keys, size)."""
     lead, rows = pending.shape[:-2], pending.shape[-2]
-    query, key, value = (_of_four(tensor, lead) for tensor in (*pending.heads, values))
-    masks = [_additive_or_bool(kind, _of_scores(mask, shape, pending.shape)) for kind, mask, shape in pending.masks]
+    query, key, value = (_as_4d(tensor, lead) for tensor in (*pending.heads, values))
+    masks: list[torch.Tensor] = []
+    for kind, mask, shape in pending.masks:
+        mask = _mask_as_4d(mask, shape, pending.shape)
+        masks.append(mask.logical_not() if kind == "drop" else mask)
     return Call(query, key, value, _combined(masks), pending.dropout, (*lead, rows, values.shape[-1]))
 
 
-def _of_four(tensor: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
-    """Return a tensor as (batch, heads, rows, size): a view, wherever the leading dimensions can be one."""
-    whole = tensor.expand(*lead, *tensor.shape[-2:])
+def _as_4d(tensor: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
+    """Return a tensor as (batch, heads, rows, size), as a view if the leading dimensions allow it."""
+    expanded = tensor.expand(*lead, *tensor.shape[-2:])
     if len(lead) == 1:
-        return whole.unsqueeze(0)
-    return whole if len(lead) == 2 else whole.reshape(-1, lead[-1], *tensor.shape[-2:])
+        return expanded.unsqueeze(0)
+    return expanded if len(lead) == 2 else expanded.reshape(-1, lead[-1], *tensor.shape[-2:])
 
 
-def _of_scores(mask: torch.Tensor, met: tuple[int, ...], scores: tuple[int, ...]) -> torch.Tensor:
-    """Return a mask for scores of (batch, heads, queries, keys), that it met in some other shape."""
+def _mask_as_4d(mask: torch.Tensor, shape: tuple[int, ...], scores: tuple[int, ...]) -> torch.Tensor:
+    """Return a mask that broadcasts against (batch, heads, queries, keys).
+
+    ``shape`` is what the scores had when the mask was applied, ``scores`` what they had when computed.
+    """
     lead = (1, *scores[:1]) if len(scores) == 3 else (math.prod(scores[:-3]), scores[-3])
-    if met != scores or len(scores) > 4:
-        return mask.expand(met).reshape(*lead, *scores[-2:])
+    if shape != scores or len(scores) > 4:
+        return mask.expand(shape).reshape(*lead, *scores[-2:])
     return mask if mask.dim() == 2 else mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
 
 
-def _additive_or_bool(kind: str, mask: torch.Tensor) -> torch.Tensor:
-    if kind == "add":
-        return mask
-    return mask.logical_not() if kind == "drop" else mask
-
-
 def _combined(masks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    found: torch.Tensor | None = None
+    """Return a single mask for masks that are summands or bools of what to keep; None for none."""
+    combined: torch.Tensor | None = None
     for mask in masks:
-        if found is None:
-            found = mask
-        elif found.dtype is torch.bool and mask.dtype is torch.bool:
-            found = found & mask
+        if combined is None:
+            combined = mask
+        elif combined.dtype is torch.bool and mask.dtype is torch.bool:
+            combined = combined & mask
         elif mask.dtype is torch.bool:
-            found = found.masked_fill(mask.logical_not(), -math.inf)
-        elif found.dtype is torch.bool:
-            found = mask.masked_fill(found.logical_not(), -math.inf)
+            combined = combined.masked_fill(mask.logical_not(), -math.inf)
+        elif combined.dtype is torch.bool:
+            combined = mask.masked_fill(combined.logical_not(), -math.inf)
         else:
-            found = found + mask
-    return found
+            combined = combined + mask
+    return combined

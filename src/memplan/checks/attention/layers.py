@@ -1,4 +1,4 @@
-"""torch's own attention layer without grad: one op, which makes weights where they are asked for, as by default."""
+"""`nn.MultiheadAttention` without grad: a single op, which also returns attention weights (the default)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 from memplan import _torch
 from memplan._bytes import format_bytes
-from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import matters, peak_of
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Op
 from memplan.trace.trace import Trace
 
@@ -20,27 +20,27 @@ _OP = "_native_multi_head_attention"
 
 
 def weights_for_nothing(subject: Subject, check: str) -> list[Finding]:
-    """Return a finding of a check's ID for layers whose attention weights nothing reads."""
+    """Return at most one finding, with the ID of a check, for layers whose attention weights nothing reads."""
     trace, remaker = subject.trace, subject.remaker
-    found = list(_unread(trace))
-    if not found or remaker is None:
+    ops = list(_ops_with_unread_weights(trace))
+    if not ops or remaker is None:
         return []
     mended = remaker.record(around=_without_weights())
     size = peak_of(trace) - peak_of(mended) if isinstance(mended, Trace) else 0
     if not matters(trace, size):
         return []
-    shapes = sorted({trace.storages[op.writes[1]].shape[-2:] for op in found})
+    shapes = sorted({trace.storages[op.writes[1]].shape[-2:] for op in ops})
     shown = ", ".join(f"{a} x {b}" for a, b in shapes)
     message = (
         f"attention makes weights of {shown}, which nothing reads: {format_bytes(size)} more at the peak than without"
     )
-    rows = [{"layer": op.layer, "where": op.where, "bytes": trace.storages[op.writes[1]].bytes} for op in found]
+    rows = [{"layer": op.layer, "where": op.where, "bytes": trace.storages[op.writes[1]].bytes} for op in ops]
     advice = "Call the layer with need_weights=False"
     details = {"kind": "unread weights", "sizes": [list(shape) for shape in shapes], "layers": rows}
-    return [Finding(check, "warning", found[0].layer, found[0].where, size, message, (advice,), details)]
+    return [Finding(check, "warning", ops[0].layer, ops[0].where, size, message, (advice,), details)]
 
 
-def _unread(trace: Trace) -> Iterator[Op]:
+def _ops_with_unread_weights(trace: Trace) -> Iterator[Op]:
     read = {operand.storage for op in trace.ops for operand in op.reads}
     read |= {view.storage for returned in trace.returned for view in returned.tensors}
     for op in trace.ops:
@@ -51,7 +51,7 @@ def _unread(trace: Trace) -> Iterator[Op]:
 
 
 def _without_weights() -> AbstractContextManager[None]:
-    """Return a context in which the layers are asked for no weights."""
+    """Return a context in which the layers are called with ``need_weights=False``."""
     forward = nn.MultiheadAttention.forward
 
     def without(

@@ -1,4 +1,4 @@
-"""Where a step computes attention by a product, a softmax and a product, and what else reads its matrices."""
+"""Find attention that a step computes as a product, a softmax and a product, and what else reads its matrices."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memplan.checks.fields.walk import base_name
 from memplan.checks.mended.savings import readers_of
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 SHORTEST = 16
-"""Lengths below which the matrices are no matter."""
+"""Shorter sequences are ignored: their matrices are small."""
 SOFTMAX = ("_softmax", "_safe_softmax")
 PRODUCTS = ("bmm", "baddbmm")
 INSIDE_OF_TORCH = "MultiheadAttention"
-"""The layer of torch's own that writes attention out where its probabilities are asked for."""
+"""Class of torch's own layer, which writes attention out if called with ``need_weights=True``."""
 
 VIEWS = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze",
@@ -25,12 +25,12 @@ KEPT_SHAPE = frozenset({
     "mul", "div", "add", "sub", "masked_fill", "where", "_to_copy", "clone", "copy", "native_dropout", "empty_like",
     "bernoulli",
 })  # fmt: skip
-"""What may stand between the products beside the softmax: scales, masks, casts and dropout."""
+"""Ops allowed between the two products besides the softmax: scales, masks, casts and dropout."""
 _SCALING = ("mul", "div")
 EMPTY = "aten.empty"
 
 Site = tuple[str | None, int]
-"""``file:line`` of a product, and how many elements it makes."""
+"""``file:line`` of an op, and the number of elements of its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +42,27 @@ class Attention:
     sizes: tuple[int, int]
     """Queries and keys."""
     matrices: tuple[int, ...]
-    """Storages of scores, probabilities and what lies between, forward."""
+    """Storages of the forward pass, from the scores to the probabilities."""
     scalings: tuple[Op, ...]
-    """What scaled the queries or the keys before, for this product alone."""
+    """Ops that scaled the queries or the keys, if nothing but this product reads their results."""
     summand: Op | None
-    """What made an empty tensor that the product adds nothing of."""
+    """Op that allocated an uninitialized tensor for baddbmm with ``beta=0``."""
     dropped: bool
-    """Whether a dropout lies between softmax and values."""
+    """Whether there is a dropout between softmax and values."""
     otherwise: Op | None = None
-    """An op that uses the matrices for something else; a fused call has none to give."""
+    """First op that uses the matrices for something else; a fused call never has them."""
     returned: bool = False
     """Whether the model returns them."""
 
     @property
     def inside_of_sdpa(self) -> bool:
-        """Return whether it is torch's own math path, for which `scaled_dot_product_attention` was called."""
+        """Whether it is the math path of a call of `scaled_dot_product_attention`."""
         return base_name(self.softmax.name) == "_safe_softmax"
 
 
 def attentions(trace: Trace) -> list[Attention]:
-    """Return the attention of the first step's forward pass that is computed by products and a softmax, in its
-    order."""
-    return list(_Search(trace).found())
+    """Return the attention in the first step's forward pass that is computed by products and a softmax, in order."""
+    return list(_Search(trace).attentions())
 
 
 class _Search:
@@ -72,7 +71,7 @@ class _Search:
         self._forward = [op for op in trace.ops if op.phase == "forward" and op.step == 0]
         self._readers = readers_of(self._forward)
 
-    def found(self) -> Iterator[Attention]:
+    def attentions(self) -> Iterator[Attention]:
         for op in self._forward:
             if base_name(op.name) not in SOFTMAX or not op.writes:
                 continue
@@ -80,50 +79,50 @@ class _Search:
             if len(shape) < 3 or min(shape[-2:]) < SHORTEST:
                 continue
             scores = self._scores_of(op, elements(self._trace.storages[op.writes[0]]))
-            attention = self._followed(scores, op) if scores is not None else None
+            attention = self._attention(scores, op) if scores is not None else None
             if attention is not None:
                 yield attention
 
     def _scores_of(self, softmax: Op, size: int) -> Op | None:
-        """Return the product that a softmax reads, scales and masks apart."""
+        """Return the product whose result a softmax reads, directly or after scales and masks."""
         op = softmax
         for _ in range(12):
-            whole = [self._trace.storages[operand.storage] for operand in op.reads]
-            makers = [s.op for s in whole if s.op is not None and s.op < op.index and elements(s) == size]
-            if not makers:
+            inputs = [self._trace.storages[operand.storage] for operand in op.reads]
+            indices = [s.op for s in inputs if s.op is not None and s.op < op.index and elements(s) == size]
+            if not indices:
                 return None
-            made_by = [self._trace.ops[maker] for maker in dict.fromkeys(makers)]
-            product = next((one for one in made_by if base_name(one.name) in PRODUCTS), None)
+            makers = [self._trace.ops[index] for index in dict.fromkeys(indices)]
+            product = next((maker for maker in makers if base_name(maker.name) in PRODUCTS), None)
             if product is not None:
                 return product
-            op = made_by[0]
+            op = makers[0]
             if base_name(op.name) not in KEPT_SHAPE:
                 return None
         return None
 
-    def _followed(self, scores: Op, softmax: Op) -> Attention | None:
-        """Follow everything that reads the matrices, up to the product with the values; None where there is none."""
-        matrices, waiting = dict.fromkeys(scores.writes), [*scores.writes]
+    def _attention(self, scores: Op, softmax: Op) -> Attention | None:
+        """Return the attention from these scores to the product with the values; None if there is no such product."""
+        matrices, queue = dict.fromkeys(scores.writes), [*scores.writes]
         seen: set[int] = set()
-        otherwise, ended, dropped = list[Op](), False, False
-        while waiting:
-            for op in self._readers.get(waiting.pop(0), ()):
+        otherwise, has_values, dropped = list[Op](), False, False
+        while queue:
+            for op in self._readers.get(queue.pop(0), ()):
                 if op.index in seen or op.index <= scores.index:
                     continue
                 seen.add(op.index)
                 name = base_name(op.name)
                 if name in PRODUCTS and op.index > softmax.index and op.reads[-2].storage in matrices:
-                    ended = True
+                    has_values = True
                 elif name in VIEWS or name in KEPT_SHAPE or name in SOFTMAX:
                     dropped = dropped or (name in ("native_dropout", "bernoulli") and op.index > softmax.index)
                     new = [storage for storage in op.writes if storage not in matrices]
                     matrices |= dict.fromkeys(new)
-                    waiting += new
+                    queue += new
                 else:
                     otherwise.append(op)
-        if not ended:
+        if not has_values:
             return None
-        returned = any(view.storage in matrices for one in self._trace.returned for view in one.tensors)
+        returned = any(view.storage in matrices for call in self._trace.returned for view in call.tensors)
         sizes = self._trace.storages[softmax.writes[0]].shape[-2:]
         first = min(otherwise, key=lambda op: op.index, default=None)
         return Attention(
@@ -132,31 +131,31 @@ class _Search:
         )  # fmt: skip
 
     def _summand(self, scores: Op) -> Op | None:
-        given = self._trace.storages[scores.reads[0].storage]
-        maker = self._trace.ops[given.op] if len(scores.reads) > 2 and given.op is not None else None
-        alone = len(self._readers.get(given.id, ())) == 1
-        return maker if maker is not None and alone and maker.name.startswith(EMPTY) else None
+        summand = self._trace.storages[scores.reads[0].storage]
+        maker = self._trace.ops[summand.op] if len(scores.reads) > 2 and summand.op is not None else None
+        read_once = len(self._readers.get(summand.id, ())) == 1
+        return maker if maker is not None and read_once and maker.name.startswith(EMPTY) else None
 
     def _scalings(self, scores: Op) -> Iterator[Op]:
         for operand in scores.reads[-2:]:
             storage = self._trace.storages[operand.storage]
             while storage.op is not None:
                 maker = self._trace.ops[storage.op]
-                alone = {op.index for op in self._readers.get(storage.id, ()) if base_name(op.name) not in VIEWS}
-                large = [self._trace.storages[one.storage] for one in maker.reads]
-                large = [one for one in large if elements(one) > 1]
-                if len(alone) > 1 or len(large) != 1 or maker.phase != "forward":
+                readers = {op.index for op in self._readers.get(storage.id, ()) if base_name(op.name) not in VIEWS}
+                tensors = [self._trace.storages[read.storage] for read in maker.reads]
+                tensors = [tensor for tensor in tensors if elements(tensor) > 1]  # a scale has a single element
+                if len(readers) > 1 or len(tensors) != 1 or maker.phase != "forward":
                     break
                 if base_name(maker.name) in _SCALING and maker.writes[0] == storage.id:
                     yield maker
                     break
                 if base_name(maker.name) != "clone":
                     break
-                storage = large[0]
+                storage = tensors[0]
 
 
 def site(trace: Trace, op: Op) -> Site:
-    """Return what identifies an op in another recording of the step: its line, and how much it makes."""
+    """Return what identifies an op in another recording of the step: its line, and the elements of its result."""
     return op.where, elements(trace.storages[op.writes[0]])
 
 

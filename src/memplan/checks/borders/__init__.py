@@ -1,1 +1,1 @@
-"""What a lost border costs, and padding that does not lose it."""
+"""The memory that padding costs where a model loses the border of its input, and how to add it."""

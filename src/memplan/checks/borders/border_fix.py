@@ -1,4 +1,4 @@
-"""Padding for the layers that lose the border: how much, and set on the modules of a copy. Weights never change."""
+"""Compute the padding that keeps the border, and set it on the modules of a copy; weights never change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from memplan.checks.mended.changed_step import Change, Unmendable, module_at
+from memplan.checks.mended.changed_step import Change, ChangeError, module_at
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -16,23 +16,23 @@ _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, 
 
 @dataclass(slots=True)
 class Padding:
-    """What was set, by layer: the padding of each dimension, or ``"same"``."""
+    """The paddings that were set."""
 
     changes: dict[str, list[int] | str] = field(default_factory=dict)
+    """Layer -> padding of each dimension, or "same"."""
 
 
 def same_padding(kernel: int, stride: int, dilation: int) -> int:
-    """Return the padding on each side that keeps the border: as many outputs as the stride fits into the input.
+    """Return the padding on each side with which the output has the input's size divided by the stride.
 
-    A kernel of ``(kernel - 1) * dilation + 1`` pixels reaches over its own stride by their difference, half of it on
-    each side; rounded up where the two sides differ.
+    A kernel covers ``(kernel - 1) * dilation + 1`` pixels: half of what exceeds its stride is the padding on each side,
+    rounded up.
     """
     return math.ceil(max(0, (kernel - 1) * dilation - (stride - 1)) / 2)
 
 
 def padded(layers: Sequence[str], done: Padding) -> Change:
-    """Return a change that pads the convolutions and pools among these layers, and writes down in ``done`` what it
-    set."""
+    """Return a change that pads the convolutions and pools among these layers, and enters their padding in ``done``."""
 
     def change(modules: dict[str, nn.Module]) -> None:
         done.changes.clear()
@@ -41,7 +41,7 @@ def padded(layers: Sequence[str], done: Padding) -> Change:
             if isinstance(module, (*_CONVOLUTIONS, *_POOLS)):
                 done.changes[path] = _pad(module)
         if not done.changes:
-            raise Unmendable("no convolution and no pool among the layers")
+            raise ChangeError("no convolution and no pool among the layers")
 
     return change
 
@@ -58,15 +58,15 @@ def _pad(module: nn.Module) -> list[int] | str:
             total = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
             sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
         else:
-            found = tuple(map(same_padding, kernel, stride, dilation))
-            module.padding = found
-            sides = [side for amount in reversed(found) for side in (amount, amount)]
+            padding = tuple(map(same_padding, kernel, stride, dilation))
+            module.padding = padding
+            sides = [side for amount in reversed(padding) for side in (amount, amount)]
         if module.padding_mode != "zeros":
-            module._reversed_padding_repeated_twice = sides  # what the layer itself derives of its padding
+            module._reversed_padding_repeated_twice = sides  # the layer derives it from its padding when created
         return module.padding if isinstance(module.padding, str) else list(module.padding)
-    found = tuple(min(same_padding(k, s, d), k // 2) for k, s, d in zip(kernel, stride, dilation, strict=True))
-    setattr(module, "padding", found)  # noqa: B010  # the classes of pools do not declare it alike
-    return list(found)
+    padding = tuple(min(same_padding(k, s, d), k // 2) for k, s, d in zip(kernel, stride, dilation, strict=True))
+    setattr(module, "padding", padding)  # noqa: B010  # the classes of pools declare it with different types
+    return list(padding)
 
 
 def _each(value: object, count: int) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Mirror-pad the input once by the border that a model loses: the interior of its output does not change."""
+"""Mirror-pad the input by the border that a model loses, which leaves the interior of its output unchanged."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # torch's own name for it
 
-from memplan.checks.fields.walk import Followed, Output, shown
+from memplan.checks.fields.walk import Followed, Output, canonical
 from memplan.trace.records import View
 from memplan.trace.trace import Trace
 
@@ -22,12 +22,12 @@ Crop = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """How to pad the image, and which part of the outputs stands on it then.
+    """How to pad the image, and which part of the outputs covers the image itself then.
 
     Args:
-        pads: pixels in front and behind for each spatial dimension.
-        size: of the image in these dimensions: what has it is padded.
-        crops: for each tensor that the model returns, in their order; None for one that has no positions.
+        pads: pixels before and after, for each spatial dimension.
+        size: of the image in these dimensions. Every input of this size is padded.
+        crops: for each tensor that the model returns, in order; None for tensors without spatial dimensions.
         reflects: whether the image is large enough to be mirrored; else its border is repeated.
     """
 
@@ -38,37 +38,37 @@ class Mirror:
 
 
 def mirrored(trace: Trace, output: Output, followed: Followed) -> Mirror | None:
-    """Return how to pad for an output of a model; None where the outputs cannot stand on the input's pixels (a stride
-    that is no whole number, a path that ends on the way).
+    """Return how to pad the input for an output of a model.
 
-    The padding is a whole number of the largest stride inside, so that every pixel falls on the same place of every
-    stride as before.
+    The padding is a multiple of the largest stride inside, so that every pixel keeps its place in the grid of each
+    stride. None if outputs have no place on the input's pixels: a flip, or a path on which positions are lost.
     """
     spatial = output.spatial
     if followed.sources[spatial[0][1].source].op is not None or output in followed.ended.values():
         return None
     grids = [_largest_stride(followed, field.source) for _, field in spatial]
-    beside = _returned_with(trace, output, followed)
-    alike = [one for one in beside if one is not None and _sources(one) == _sources(output)]
-    if any(field.stride(size) <= 0 for one in alike for size, field in one.spatial):
+    returned = _returned_with(trace, output, followed)
+    of_image = [other for other in returned if other is not None and _sources(other) == _sources(output)]
+    if any(field.stride(size) <= 0 for other in of_image for size, field in other.spatial):
         return None
     pads: list[tuple[int, int]] = []
-    for place, grid in enumerate(grids):
-        sides = [field.lost(size) for size, field in (one.spatial[place] for one in alike)]
-        front, back = (max(0, max(math.ceil(side[end] / grid) for side in sides)) * grid for end in (0, 1))
-        pads.append((front, back))
-    crops = tuple(_crop(one, pads) if one in alike else None for one in beside)
+    for dim, grid in enumerate(grids):
+        lost = [field.lost(size) for size, field in (other.spatial[dim] for other in of_image)]
+        before, after = (max(0, max(math.ceil(sides[end] / grid) for sides in lost)) * grid for end in (0, 1))
+        pads.append((before, after))
+    crops = tuple(_crop(other, pads) if other in of_image else None for other in returned)
     reflects = all(max(pair) < field.extent for pair, (_, field) in zip(pads, spatial, strict=True))
     return Mirror(tuple(pads), tuple(field.extent for _, field in spatial), crops, reflects)
 
 
 def _returned_with(trace: Trace, output: Output, followed: Followed) -> list[Output | None]:
-    """Return the outputs that the model returned together with one, in order; None for what was not followed."""
-    known: dict[View, Output] = {shown(one.view): one for one in followed.outputs if one.spatial}
+    """Return all outputs of the model call that returned this output, in order; None for those without spatial
+    dimensions."""
+    spatial_outputs: dict[View, Output] = {canonical(other.view): other for other in followed.outputs if other.spatial}
     for returned in trace.returned:
-        views = [shown(view) for view in returned.tensors]
-        if returned.layer == output.layer and shown(output.view) in views:
-            return [known.get(view) for view in views]
+        views = [canonical(view) for view in returned.tensors]
+        if returned.layer == output.layer and canonical(output.view) in views:
+            return [spatial_outputs.get(view) for view in views]
     return [output]
 
 
@@ -77,12 +77,12 @@ def _sources(output: Output) -> list[int]:
 
 
 def _crop(output: Output, pads: list[tuple[int, int]]) -> Crop:
-    """Return the positions that stand on the image itself."""
-    found: list[tuple[int, int]] = []
-    for (front, _), (size, field) in zip(pads, output.spatial, strict=True):
+    """Return the positions of an output that cover the image itself, without the padding."""
+    crop: list[tuple[int, int]] = []
+    for (before, _), (size, field) in zip(pads, output.spatial, strict=True):
         stride = field.stride(size)
-        found.append((max(0, math.floor((front - field.lost(size)[0]) / stride)), math.ceil(field.extent / stride)))
-    return tuple(found)
+        crop.append((max(0, math.floor((before - field.lost(size)[0]) / stride)), math.ceil(field.extent / stride)))
+    return tuple(crop)
 
 
 def _largest_stride(followed: Followed, source: int) -> int:
@@ -103,10 +103,10 @@ Kind = Literal["tensor", "tuple", "list", "dict", "other"]
 
 
 class Mirrored(nn.Module):
-    """A model whose images are mirror-padded, and whose outputs are cut to what stands on the images themselves.
+    """A model that mirror-pads its images and crops its outputs to the images themselves.
 
-    The weights are the model's own. Every floating-point argument that has the image's size is padded, whether given by
-    position, by name, or in a list or dictionary; every tensor of the output is cropped, wherever it stands.
+    The weights are the model's own. Every floating-point argument of the image's size is padded, whether positional, by
+    name, or in a list or dictionary; every tensor of the output is cropped.
 
     Example:
         >>> model = Mirrored(model, mirror)
@@ -116,21 +116,21 @@ class Mirrored(nn.Module):
         super().__init__()
         self.model, self.mirror = model, mirror
         self.kind: Kind = "tensor"
-        """What the model returned last."""
+        """Type of the last output."""
         self.names: tuple[str, ...] = ()
-        """Where its tensors stood, as Python writes it: positions of a tuple, names of a dictionary."""
+        """Keys of the tensors in the last output, as Python source: positions of a tuple, names of a dictionary."""
         self.padded: tuple[str, ...] = ()
-        """Which arguments were padded last: positions, or names."""
+        """Arguments that were padded in the last call: positions, or names."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model with padded images, and crop its outputs."""
-        given = {**{str(number): value for number, value in enumerate(inputs)}, **named}
-        self.padded = tuple(name for name, value in given.items() if any(map(self._is_image, _tensors(value))))
-        inputs = tuple(_mapped(value, self._pad) for value in inputs)
-        output = self.model(*inputs, **{name: _mapped(value, self._pad) for name, value in named.items()})
-        self.kind, self.names = _kind(output)
+        arguments = {**{str(number): value for number, value in enumerate(inputs)}, **named}
+        self.padded = tuple(name for name, value in arguments.items() if any(map(self._is_image, _tensors(value))))
+        inputs = tuple(_map_tensors(value, self._pad) for value in inputs)
+        output = self.model(*inputs, **{name: _map_tensors(value, self._pad) for name, value in named.items()})
+        self.kind, self.names = _kind_and_keys(output)
         crops = iter(self.mirror.crops)
-        return _mapped(output, lambda tensor: _cropped(tensor, next(crops, None)))
+        return _map_tensors(output, lambda tensor: _cropped(tensor, next(crops, None)))
 
     def _is_image(self, tensor: torch.Tensor) -> bool:
         count = len(self.mirror.size)
@@ -143,43 +143,45 @@ class Mirrored(nn.Module):
         return F.pad(tensor, amounts, "reflect" if self.mirror.reflects else "replicate")
 
 
-def _kind(output: Any) -> tuple[Kind, tuple[str, ...]]:
-    """Return the kind of an output, and where its tensors stand in it: positions, or names."""
+def _kind_and_keys(output: Any) -> tuple[Kind, tuple[str, ...]]:
+    """Return the type of an output and the keys of its tensors as Python source; "other" if tensors are nested
+    deeper."""
     kinds: dict[type, Kind] = {tuple: "tuple", list: "list", dict: "dict"}
     if isinstance(output, torch.Tensor) or type(output) not in kinds:
         return ("tensor" if isinstance(output, torch.Tensor) else "other"), ()
     items = output.items() if isinstance(output, dict) else enumerate(output)
     tensors = [name for name, value in items if isinstance(value, torch.Tensor)]
-    plain = len(tensors) == len([*_tensors(output)]) and all(isinstance(name, (str, int)) for name in tensors)
-    return (kinds[type(output)] if plain else "other"), tuple(map(repr, tensors))
+    flat = len(tensors) == len(_tensors(output)) and all(isinstance(name, (str, int)) for name in tensors)
+    return (kinds[type(output)] if flat else "other"), tuple(map(repr, tensors))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _mapped(value, lambda tensor: found.append(tensor) or tensor)
-    yield from found
+def _tensors(value: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    _map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)
+    return tensors
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with its tensors changed, in lists, tuples, mappings and dataclasses, in order."""
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of a value with ``change`` applied to its tensors, in order, within lists, tuples, mappings and
+    dataclasses."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        changed = {name: _mapped(item, change) for name, item in value.items()}
+        changed = {name: _map_tensors(item, change) for name, item in value.items()}
         return changed if type(value) is dict else type(value)(**changed)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[_mapped(item, change) for item in value])
+        return type(value)(*[_map_tensors(item, change) for item in value])
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, change) for item in value)
+        return type(value)(_map_tensors(item, change) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **{name: _mapped(item, change) for name, item in fields.items()})
+        return dataclasses.replace(value, **{name: _map_tensors(item, change) for name, item in fields.items()})
     return value
 
 
 def _cropped(tensor: torch.Tensor, crop: Crop | None) -> torch.Tensor:
     if crop is None or tensor.dim() < len(crop):
         return tensor
-    for place, (first, count) in enumerate(crop, start=tensor.dim() - len(crop)):
-        tensor = tensor.narrow(place, first, min(count, tensor.shape[place] - first))
+    for dim, (first, count) in enumerate(crop, start=tensor.dim() - len(crop)):
+        tensor = tensor.narrow(dim, first, min(count, tensor.shape[dim] - first))
     return tensor

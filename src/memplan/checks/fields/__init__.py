@@ -1,1 +1,1 @@
-"""Receptive fields: which positions of the input each position of a tensor can see, followed through a step's ops."""
+"""Receptive fields: which positions of the input each position of a tensor can see, computed along a step's ops."""

@@ -1,4 +1,4 @@
-"""What each op does to the positions of a tensor: one entry an op, by its name without the overload."""
+"""What each op does to the receptive fields of its operands: one rule an op, by its name without the overload."""
 
 from __future__ import annotations
 
@@ -25,50 +25,52 @@ from memplan.trace.records import Form
 
 
 def fields_of(call: Call) -> list[Fields]:
-    """Return the fields of every result of an op; of one that no rule knows, those of an elementwise op if it can be
-    one."""
+    """Return the fields of every result of an op. Without a rule it counts as elementwise, if the shapes allow it."""
+    shapes = [view.shape for view in call.form.writes]
     rule = RULES.get(call.name, _elementwise)
     try:
-        found = rule(call)
-    except (ArithmeticError, LookupError, TypeError, ValueError):  # the form in a file need not be one of that op
-        return [unknown(view.shape) for view in call.form.writes]
-    results = found if isinstance(found, list) else [found]
-    shapes = [view.shape for view in call.form.writes]
-    if not isinstance(found, list):  # further results: indices and masks as the first, statistics unknown
-        results += [found if shape == shapes[0] else unknown(shape) for shape in shapes[1:]]
-    agree = [tuple(map(size_of, fields)) == shape for fields, shape in zip(results, shapes, strict=False)]
-    return [fields if same else unknown(shape) for fields, shape, same in zip(results, shapes, agree, strict=False)]
+        results = rule(call)
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # a trace file may have a form that does not fit
+        return [unknown(shape) for shape in shapes]
+    if not isinstance(results, list):  # of the other results, indices and masks have the first one's fields
+        first = results
+        results = [first, *(first if shape == shapes[0] else unknown(shape) for shape in shapes[1:])]
+    return [
+        fields if tuple(map(size_of, fields)) == shape else unknown(shape)
+        for fields, shape in zip(results, shapes, strict=False)
+    ]
 
 
 def _elementwise(call: Call) -> Fields:
-    fits = [fields for _, fields in call.reads if _broadcasts(fields, call.shape)]
-    return union(fits, call.shape, call.form.op)
+    operands = [fields for _, fields in call.reads if _broadcasts(fields, call.shape)]
+    return union(operands, call.shape, call.form.op)
 
 
 def _broadcasts(fields: Fields, shape: Sequence[int]) -> bool:
-    own = [size_of(dim) for dim in fields]
-    return len(own) <= len(shape) and all(
-        size in (1, other) for size, other in zip(reversed(own), reversed(shape), strict=False)
+    sizes = [size_of(dim) for dim in fields]
+    return len(sizes) <= len(shape) and all(
+        size in (1, target) for size, target in zip(reversed(sizes), reversed(shape), strict=False)
     )
 
 
 def _mixes(call: Call) -> Fields:
-    """Follow an op each of whose positions sees all others."""
+    """Positions of the result see all positions, none, or unknown ones."""
     return unknown(call.shape)
 
 
 def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
-    """Return kernel, stride, padding and dilation of a convolution or pool by dimension; None of any other op."""
-    known = RULES.get(name) in (_convolution, _pool) and not form.option("transposed", False)
-    return _windows(form) if known else None
+    """Return kernel, stride, padding and dilation of a convolution or pool, each by dimension; None for other ops."""
+    is_window = RULES.get(name) in (_convolution, _pool) and not form.option("transposed", False)
+    return _windows(form) if is_window else None
 
 
 def _windows(form: Form) -> tuple[tuple[int, ...], ...]:
     weight = form.read("weight")
     kernel = form.option("kernel_size") if weight is None else weight.shape[2:]
     count = len(kernel) if weight is None else len(form.writes[0].shape) - 2
-    given = (kernel, form.option("stride") or kernel, form.option("padding", 0), form.option("dilation", 1))
-    return tuple(tuple(at(values, n, 0 if k == 2 else 1) for n in range(count)) for k, values in enumerate(given))
+    options = ((kernel, 1), (form.option("stride") or kernel, 1), (form.option("padding", 0), 0),
+               (form.option("dilation", 1), 1))  # fmt: skip
+    return tuple(tuple(at(values, n, default) for n in range(count)) for values, default in options)
 
 
 def _convolution(call: Call) -> Fields:
@@ -86,18 +88,22 @@ def _convolution(call: Call) -> Fields:
 
 
 def _pool(call: Call) -> Fields:
-    found = _convolution(call)
-    channels = len(found) - len(call.form.option("kernel_size")) - 1  # they stay apart
-    return tuple(call.main[place] if place == channels else dim for place, dim in enumerate(found))
+    dims = _convolution(call)
+    channels = len(dims) - len(call.form.option("kernel_size")) - 1  # a pool does not mix them
+    return tuple(call.main[n] if n == channels else dim for n, dim in enumerate(dims))
 
 
-def _resized(call: Call, seen: Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[int]]]]) -> Fields:
-    """Follow interpolation and adaptive pools: ``seen(size, new, ratio)`` is a period, an advance and the taps."""
+_Sampling = Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[int]]]]
+"""From the old size, the new size and their ratio to the period, the advance and the taps of `Span.through`."""
+
+
+def _resized(call: Call, sampling: _Sampling) -> Fields:
+    """Return the fields of an interpolation or an adaptive pool."""
     shape, dims = call.shape, call.main
     count = len(call.form.option("output_size", ())) or len(shape) - 2
     scales = _scales(call, count)
     first = len(dims) - count
-    found = list(dims[:first])
+    result = list(dims[:first])
     for number in range(count):
         dim = dims[first + number]
         old, new = size_of(dim), shape[first + number]
@@ -107,56 +113,57 @@ def _resized(call: Call, seen: Callable[[int, int, Fraction], tuple[int, int, Ca
         if new == 1 and old > 1:
             moved: Axis = ()
         else:
-            period, advance, taps = seen(old, new, ratio)
+            period, advance, taps = sampling(old, new, ratio)
             moved = mapped(axis, lambda span, p=period, a=advance, t=taps: span.through(p, a, t), windowed=True)
-        found.append((Factor(new, charged(axis, old, moved, new, call.form.op)),))
-    return tuple(found)
+        result.append((Factor(new, charged(axis, old, moved, new, call.form.op)),))
+    return tuple(result)
 
 
 def _scales(call: Call, count: int) -> list[Fraction | None]:
-    given = call.form.option("scale_factors")
-    if not given:
+    """Return the scale factors of an interpolation by dimension; None where only the output size is set."""
+    factors = call.form.option("scale_factors")
+    if not factors:
         names = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}.get(count, ())
-        given = [call.form.option(name) for name in names]
-    values = [Fraction(float(value)).limit_denominator(1000) if value else None for value in given or ()]
-    return values if len(values) == count else [None] * count
+        factors = [call.form.option(name) for name in names]
+    scales = [Fraction(float(factor)).limit_denominator(1000) if factor else None for factor in factors]
+    return scales if len(scales) == count else [None] * count
 
 
 def _nearest(shift: Fraction) -> Rule:
-    def seen(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
+    def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         return ratio.denominator, ratio.numerator, lambda o: [math.floor((o + shift) * ratio)]
 
-    return lambda call: _resized(call, seen)
+    return lambda call: _resized(call, sampling)
 
 
 def _linear(before: int, after: int) -> Rule:
-    """Return the rule of linear interpolation; ``before`` and ``after``: taps beside the two neighbours (bicubic has
-    one on each side)."""
+    """Return the rule of an interpolation between the two neighbours and further taps before and after them (bicubic: 1
+    each)."""
 
     def rule(call: Call) -> Fields:
         corners = bool(call.form.option("align_corners", False))
 
-        def seen(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
+        def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
             if corners:
                 ratio = Fraction(old - 1, new - 1) if old > 1 else Fraction(old, new)
 
             def taps(o: int) -> list[int]:
-                place = o * ratio if corners else (o + Fraction(1, 2)) * ratio - Fraction(1, 2)
-                left = math.floor(place)
-                return [left] if place == left else [*range(left - before, left + 2 + after)]
+                position = o * ratio if corners else (o + Fraction(1, 2)) * ratio - Fraction(1, 2)
+                left = math.floor(position)
+                return [left] if position == left else [*range(left - before, left + 2 + after)]
 
             return ratio.denominator, ratio.numerator, taps
 
-        return _resized(call, seen)
+        return _resized(call, sampling)
 
     return rule
 
 
 def _antialiased(reach: int) -> Rule:
-    """Return the rule of interpolation whose filter widens with the step down; ``reach``: of the filter, in steps
-    (UpSampleKernel.cpp)."""
+    """Return the rule of an interpolation whose filter widens with the downsampling ratio; ``reach`` is the half width
+    of the filter at ratio 1 (UpSampleKernel.cpp)."""
 
-    def seen(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
+    def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         support = reach * max(ratio, Fraction(1))
 
         def taps(o: int) -> list[int]:
@@ -166,26 +173,27 @@ def _antialiased(reach: int) -> Rule:
 
         return ratio.denominator, ratio.numerator, taps
 
-    return lambda call: _resized(call, seen)
+    return lambda call: _resized(call, sampling)
 
 
 def _adaptive(call: Call) -> Fields:
-    def seen(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
+    def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         exact = Fraction(old, new)
         return exact.denominator, exact.numerator, lambda o: [math.floor(o * exact), math.ceil((o + 1) * exact) - 1]
 
-    return _resized(call, seen)
+    return _resized(call, sampling)
 
 
 def _pad(name: str) -> Rule:
-    """Return the rule of a pad, ``(before, after)`` of the last dimension, then of the one before it, and so on."""
+    """Return the rule of a pad; option ``name`` is (before, after) of the last dimension, then of the last but one, and
+    so on."""
 
     def rule(call: Call) -> Fields:
         amounts, dims, shape = call.form.option(name, ()), list(call.main), call.shape
         for number in range(len(amounts) // 2):
-            place = len(dims) - 1 - number
+            axis = len(dims) - 1 - number
             if amounts[2 * number] or amounts[2 * number + 1]:
-                dims[place] = shifted(dims[place], shape[place], -int(amounts[2 * number]), 1, call.form.op)
+                dims[axis] = shifted(dims[axis], shape[axis], -int(amounts[2 * number]), 1, call.form.op)
         return tuple(dims)
 
     return rule
@@ -193,73 +201,72 @@ def _pad(name: str) -> Rule:
 
 def _slice(call: Call) -> Fields:
     dims = list(call.main)
-    place = int(call.form.option("dim", 0)) % len(dims)
-    size, start, step = size_of(dims[place]), call.form.option("start"), int(call.form.option("step", 1))
-    begin = min(max(int(start or 0) + (size if int(start or 0) < 0 else 0), 0), size)
-    if call.shape[place] != size or begin or step != 1:
-        dims[place] = shifted(dims[place], call.shape[place], begin, step, call.form.op)
+    axis = int(call.form.option("dim", 0)) % len(dims)
+    size, start, step = size_of(dims[axis]), int(call.form.option("start") or 0), int(call.form.option("step", 1))
+    begin = min(max(start + (size if start < 0 else 0), 0), size)
+    if call.shape[axis] != size or begin or step != 1:
+        dims[axis] = shifted(dims[axis], call.shape[axis], begin, step, call.form.op)
     return tuple(dims)
 
 
-def _pieces(call: Call) -> list[Fields]:
+def _split(call: Call) -> list[Fields]:
     dims = list(call.main)
-    place = int(call.form.option("dim", 0)) % len(dims)
-    found: list[Fields] = []
+    axis = int(call.form.option("dim", 0)) % len(dims)
+    results: list[Fields] = []
     begin = 0
     for view in call.form.writes:
         piece = list(dims)
-        piece[place] = shifted(dims[place], view.shape[place], begin, 1, call.form.op)
-        begin += view.shape[place]
-        found.append(tuple(piece))
-    return found
+        piece[axis] = shifted(dims[axis], view.shape[axis], begin, 1, call.form.op)
+        begin += view.shape[axis]
+        results.append(tuple(piece))
+    return results
 
 
 def _flip(call: Call) -> Fields:
     dims = list(call.main)
-    for place in call.dims("dims", len(dims)):
-        dims[place] = shifted(dims[place], size_of(dims[place]), size_of(dims[place]) - 1, -1, call.form.op)
+    for axis in call.dims("dims", len(dims)):
+        dims[axis] = shifted(dims[axis], size_of(dims[axis]), size_of(dims[axis]) - 1, -1, call.form.op)
     return tuple(dims)
 
 
-def _without(call: Call) -> Fields:
-    """Follow select: one dimension less."""
-    place = int(call.form.option("dim", 0)) % len(call.main)
-    return tuple(dim for number, dim in enumerate(call.main) if number != place)
+def _select(call: Call) -> Fields:
+    axis = int(call.form.option("dim", 0)) % len(call.main)
+    return tuple(dim for n, dim in enumerate(call.main) if n != axis)
 
 
 def _unbind(call: Call) -> list[Fields]:
-    return [_without(call)] * len(call.form.writes)
+    return [_select(call)] * len(call.form.writes)
 
 
-def _reduced(call: Call) -> Fields:
+def _reduce(call: Call) -> Fields:
     rank = len(call.main)
-    gone = call.dims("dim", rank) or list(range(rank))
+    reduced = call.dims("dim", rank) or list(range(rank))
     if len(call.shape) == rank:
-        return tuple((Factor(1),) if place in gone else dim for place, dim in enumerate(call.main))
-    return tuple(dim for place, dim in enumerate(call.main) if place not in gone)
+        return tuple((Factor(1),) if n in reduced else dim for n, dim in enumerate(call.main))
+    return tuple(dim for n, dim in enumerate(call.main) if n not in reduced)
 
 
-def _concatenated(call: Call) -> Fields:
-    parts = [fields for _, fields in call.reads if len(fields) == len(call.shape)]
-    place = int(call.form.option("dim", 0)) % len(call.shape)
-    blanked = [
-        tuple((Factor(call.shape[place]),) if number == place else dim for number, dim in enumerate(fields))
-        for fields in parts
+def _cat(call: Call) -> Fields:
+    axis = int(call.form.option("dim", 0)) % len(call.shape)
+    operands = [
+        (*fields[:axis], (Factor(call.shape[axis]),), *fields[axis + 1 :])
+        for _, fields in call.reads
+        if len(fields) == len(call.shape)
     ]
-    return union(blanked, call.shape, call.form.op)
+    return union(operands, call.shape, call.form.op)
 
 
-def _stacked(call: Call) -> Fields:
-    place = int(call.form.option("dim", 0)) % len(call.shape)
-    parts = [(*fields[:place], (Factor(call.shape[place]),), *fields[place:]) for _, fields in call.reads]
-    return union(parts, call.shape, call.form.op)
+def _stack(call: Call) -> Fields:
+    axis = int(call.form.option("dim", 0)) % len(call.shape)
+    operands = [(*fields[:axis], (Factor(call.shape[axis]),), *fields[axis:]) for _, fields in call.reads]
+    return union(operands, call.shape, call.form.op)
 
 
-def _permuted(call: Call) -> Fields:
-    return tuple(call.main[place] for place in call.dims("dims", len(call.main)))
+def _permute(call: Call) -> Fields:
+    return tuple(call.main[axis] for axis in call.dims("dims", len(call.main)))
 
 
-def _transposed(call: Call) -> Fields:
+def _transpose(call: Call) -> Fields:
     dims = list(call.main)
     if len(dims) < 2:
         return tuple(dims)
@@ -268,47 +275,46 @@ def _transposed(call: Call) -> Fields:
     return tuple(dims)
 
 
-def _expanded(call: Call) -> Fields:
+def _expand(call: Call) -> Fields:
     fields, shape = call.main, call.shape
-    extra = len(shape) - len(fields)
-    kept = [dim if size_of(dim) == size else (Factor(size),) for dim, size in zip(fields, shape[extra:], strict=True)]
-    return (*unknown(shape[:extra]), *kept)
+    added = len(shape) - len(fields)
+    dims = [dim if size_of(dim) == size else (Factor(size),) for dim, size in zip(fields, shape[added:], strict=True)]
+    return (*unknown(shape[:added]), *dims)
 
 
-def _product(call: Call) -> Fields:
-    """Return a matrix product: rows of the first matrix and columns of the second stay, what lies between is mixed."""
-    added = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
-    given = [fields for _, fields in call.reads][1 if added else 0 :]
-    left = given[0]
-    columns = given[1][-1] if len(given) > 1 and call.name != "linear" else (Factor(call.shape[-1]),)
-    return (*left[:-1], columns)
+def _matrix_product(call: Call) -> Fields:
+    """Rows of the first matrix and columns of the second keep their fields; the inner dimension is summed."""
+    has_summand = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
+    matrices = [fields for _, fields in call.reads][1 if has_summand else 0 :]
+    columns = matrices[1][-1] if len(matrices) > 1 and call.name != "linear" else (Factor(call.shape[-1]),)
+    return (*matrices[0][:-1], columns)
 
 
-def _viewed(call: Call) -> Fields:
+def _view(call: Call) -> Fields:
     return viewed(call.main, call.shape)
 
 
 _BY_VALUES = ("grid_sampler_2d", "grid_sampler_3d", "fractional_max_pool2d", "fractional_max_pool3d", "index",
               "index_select", "gather", "deform_conv2d", "roi_align", "roi_pool")  # fmt: skip
-"""Which positions they read depends on values."""
+"""Ops whose operands' values decide which positions they read."""
 
 
-_MADE_LIKE = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "empty_strided")),
+_FACTORIES = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "empty_strided")),
               *(f"{kind}_like" for kind in ("zeros", "ones", "empty", "full", "rand", "randn")))  # fmt: skip
-"""Of the tensor that they read they take no position."""
+"""Ops that take shape and dtype from a tensor, and no position."""
 
 
 def ends(call: Call, results: Sequence[Fields]) -> bool:
-    """Return whether positions are lost on the way through an op although its results have some: they depend on values,
-    or no rule says what the op does. Where every position sees all others, none are left to lose."""
+    """Return whether the receptive fields known before an op are lost in it: positions depend on values, or the op has
+    no rule. Ops in which every position sees all others (an FFT, attention) do not count."""
     if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
         return False
-    return _slid(fields for _, fields in call.reads) and not _slid(results) and any(map(len, results))
+    return _any_windowed(fields for _, fields in call.reads) and not _any_windowed(results) and any(map(len, results))
 
 
-def _slid(many: Iterable[Fields]) -> bool:
-    """Return whether any of the dimensions is one that a kernel slid along."""
-    return any(f.windowed for fields in many for dim in fields for factor in dim for f in factor.axis)
+def _any_windowed(tensors: Iterable[Fields]) -> bool:
+    """Return whether a kernel slid along any dimension of the tensors."""
+    return any(field.windowed for fields in tensors for dim in fields for factor in dim for field in factor.axis)
 
 
 RULES: dict[str, Rule] = {
@@ -333,23 +339,23 @@ RULES: dict[str, Rule] = {
     "constant_pad_nd": _pad("pad"),
     **dict.fromkeys((f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)), _pad("padding")),
     "slice": _slice,
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"), _pieces),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"), _split),
     "flip": _flip,
-    "select": _without,
+    "select": _select,
     "unbind": _unbind,
     **dict.fromkeys(
         ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "logsumexp", "any",
-         "all", "prod", "linalg_vector_norm", "norm"), _reduced,
+         "all", "prod", "linalg_vector_norm", "norm"), _reduce,
     ),
-    "cat": _concatenated,
-    "stack": _stacked,
-    "permute": _permuted,
-    **dict.fromkeys(("transpose", "t"), _transposed),
-    "expand": _expanded,
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear"), _product),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze"), _viewed),
+    "cat": _cat,
+    "stack": _stack,
+    "permute": _permute,
+    **dict.fromkeys(("transpose", "t"), _transpose),
+    "expand": _expand,
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear"), _matrix_product),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze"), _view),
     **REARRANGING,
-    **dict.fromkeys(_MADE_LIKE, _mixes),
+    **dict.fromkeys(_FACTORIES, _mixes),
     **dict.fromkeys((*_BY_VALUES, "as_strided"), _mixes),
     **dict.fromkeys(
         ("scatter", "scatter_add", "embedding", "sort", "topk", "cumsum", "_fft_r2c", "_fft_c2c", "_fft_c2r",
@@ -358,4 +364,4 @@ RULES: dict[str, Rule] = {
          "_cudnn_rnn"), _mixes,
     ),
 }  # fmt: skip
-"""What an op that is not listed does: as an elementwise one, wherever the shapes allow it."""
+"""Ops that are not listed count as elementwise, if the shapes allow it."""

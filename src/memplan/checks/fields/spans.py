@@ -1,9 +1,9 @@
-"""The field of every position along one dimension: exact, and not clipped at the border.
+"""Receptive fields along one dimension: exact, and not clipped at the border.
 
 A position ``o`` of a tensor sees the positions ``low(o) ... high(o)`` of a dimension of the input. Both are whole
 numbers that repeat: ``low(o + period) = low(o) + advance``. A convolution, a pool or a crop has the period 1; a
 transposed convolution or an interpolation by s multiplies it by s. So every composition is exact, in whole numbers,
-and stays so outside of the tensor, where padding lets a field reach.
+also beyond the border of the input, where fields reach into padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _LONGEST = 4096
-"""Periods beyond which a field is no longer followed (interpolations between sizes without a common factor)."""
+"""Fields with a longer period are given up (interpolations between sizes without a common factor)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,46 +43,46 @@ class Span:
 
     def low(self, position: int) -> int:
         """Return the first position of the input that a position sees."""
-        turn, place = divmod(position, self.period)
-        return self.lows[place] + turn * self.advance
+        periods, phase = divmod(position, self.period)
+        return self.lows[phase] + periods * self.advance
 
     def high(self, position: int) -> int:
-        """Return the last one."""
-        turn, place = divmod(position, self.period)
-        return self.highs[place] + turn * self.advance
+        """Return the last position of the input that a position sees."""
+        periods, phase = divmod(position, self.period)
+        return self.highs[phase] + periods * self.advance
 
     @property
     def first_low(self) -> Fraction:
-        """Return where the line through the lows is at position 0."""
+        """Value at position 0 of the line fitted through the lows."""
         return self._line(self.lows)
 
     @property
     def first_high(self) -> Fraction:
-        """Return where the line through the highs is at position 0."""
+        """Value at position 0 of the line fitted through the highs."""
         return self._line(self.highs)
 
     def _line(self, values: tuple[int, ...]) -> Fraction:
-        offsets = [value - self.stride * place for place, value in enumerate(values)]
+        offsets = [value - self.stride * position for position, value in enumerate(values)]
         return sum(offsets, Fraction(0)) / len(offsets)
 
     @property
     def size(self) -> int:
-        """Return how many positions of the input the widest field covers."""
+        """Positions of the input in the widest field."""
         return max(high - low + 1 for low, high in zip(self.lows, self.highs, strict=True))
 
     def through(self, period: int, advance: int, seen: Callable[[int], Sequence[int]]) -> Span | None:
-        """Return the fields of another tensor, each of whose positions sees the positions ``seen(o)`` of this one.
+        """Return the fields of a result whose position ``o`` sees the positions ``seen(o)`` of this tensor.
 
         ``seen(o + period)`` must be ``seen(o)`` moved by ``advance``. A position that sees nothing (between the taps of
-        a transposed convolution) takes the field of the one before it. None where the period would grow too long.
+        a transposed convolution) gets the field of its predecessor. None if the period becomes too long.
         """
         repeat = self.period // math.gcd(advance, self.period) if advance else 1
         if period * repeat > _LONGEST or advance == 0:
             return None
         lows, highs = list[int](), list[int]()
         for position in range(period * repeat):
-            turn, place = divmod(position, period)
-            taps = [tap + turn * advance for tap in seen(place)]
+            periods, phase = divmod(position, period)
+            taps = [tap + periods * advance for tap in seen(phase)]
             if taps:
                 lows.append(min(map(self.low, taps)))
                 highs.append(max(map(self.high, taps)))
@@ -91,7 +91,7 @@ class Span:
                 highs.append(highs[-1])
         if not lows:
             return None
-        missing = period * repeat - len(lows)  # the first positions see nothing: as the first that does
+        missing = period * repeat - len(lows)  # the first positions see nothing: they get the first field
         return _simplest(
             advance * repeat * self.advance // self.period,
             (*lows[:1] * missing, *lows),
@@ -99,14 +99,15 @@ class Span:
         )
 
     def window(self, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> Span | None:
-        """Follow a convolution or a pool. The inner taps of a long kernel cannot be the outermost."""
-        taps = (
+        """Return the fields after a convolution or a pool."""
+        taps = (  # the inner taps of a long kernel never decide a low or a high
             range(kernel) if kernel <= 2 * self.period else (*range(self.period), *range(kernel - self.period, kernel))
         )
         return self.through(1, stride, lambda _: [tap * dilation - padding for tap in taps])
 
     def transposed(self, kernel: int, stride: int, padding: int, dilation: int = 1) -> Span | None:
-        """Follow a transposed convolution: o sees those i with ``i * stride - padding + k * dilation = o``."""
+        """Return the fields after a transposed convolution: o sees each i with ``i * stride - padding + k * dilation =
+        o``."""
 
         def seen(position: int) -> list[int]:
             targets = (position + padding - tap * dilation for tap in range(kernel))
@@ -115,20 +116,20 @@ class Span:
         return self.through(stride, 1, seen)
 
     def moved(self, offset: int, step: int = 1) -> Span | None:
-        """Follow a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
+        """Return the fields after a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
         return self.through(1, step, lambda _: [offset])
 
     def joined(self, other: Span) -> Span | None:
-        """Return the fields of a position that sees what both see; both have the same stride."""
+        """Return the fields of positions that see what both see, as after a sum. Both must have the same stride."""
         assert self.stride == other.stride, "spans of different strides stand apart"
         period = math.lcm(self.period, other.period)
         if period > _LONGEST:
             return None
-        places = range(period)
+        positions = range(period)
         return _simplest(
             self.advance * period // self.period,
-            tuple(min(self.low(place), other.low(place)) for place in places),
-            tuple(max(self.high(place), other.high(place)) for place in places),
+            tuple(min(self.low(position), other.low(position)) for position in positions),
+            tuple(max(self.high(position), other.high(position)) for position in positions),
         )
 
 
@@ -139,11 +140,11 @@ def _simplest(advance: int, lows: tuple[int, ...], highs: tuple[int, ...]) -> Sp
         if length % period or advance * period % length:
             continue
         step = advance * period // length
-        places = range(length - period)
-        if all(lows[i + period] == lows[i] + step and highs[i + period] == highs[i] + step for i in places):
+        positions = range(length - period)
+        if all(lows[i + period] == lows[i] + step and highs[i + period] == highs[i] + step for i in positions):
             return Span(step, lows[:period], highs[:period])
     return Span(advance, lows, highs)
 
 
 IDENTITY = Span(1, (0,), (0,))
-"""Every position sees itself alone."""
+"""Every position sees itself only."""

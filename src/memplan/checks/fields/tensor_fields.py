@@ -1,4 +1,4 @@
-"""The fields of a tensor, dimension by dimension, and how views and sums combine them."""
+"""The receptive fields of a tensor, dimension by dimension, and how views and sums combine them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from memplan.checks.fields.spans import IDENTITY, Span
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an op took from the border on the way: positions of the input before the first and after the last output.
+    """Positions of the input that an op lost before the first and after the last output; negative after a pad.
 
-    Negative where it gives some back (a pad). The chain through ``parent`` adds up to what the whole way lost.
+    The sum over the chain of ``parent`` is the loss of the whole path.
     """
 
     op: int
@@ -25,10 +25,10 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What the positions of one dimension see of one dimension of an input.
+    """What the positions of a tensor's dimension see of a dimension of an input.
 
-    ``spans`` are the paths that lead there: one for each stride, since those of equal stride are joined. ``variance``
-    is that of the positions seen, were all weights equal. ``extent`` is the size of the input's dimension.
+    ``spans`` are those of the paths between the two, one for each stride: paths of equal stride are joined.
+    ``variance`` is that of the positions seen, for equal weights. ``extent`` is the size of the input's dimension.
     """
 
     source: int
@@ -40,52 +40,53 @@ class Field:
     losses: Loss | None = None
 
     def centre(self, position: int) -> Fraction:
-        """Return the centre of the field of a position, by the lines through lows and highs."""
+        """Return the centre of a position's field, by the lines fitted through lows and highs."""
         low = min(span.first_low + span.stride * position for span in self.spans)
         high = max(span.first_high + span.stride * position for span in self.spans)
         return (low + high) / 2
 
     def stride(self, size: int) -> Fraction:
-        """Return the positions of the input from one output to the next."""
+        """Return the distance of the fields of neighbouring outputs, for a dimension of ``size`` outputs."""
         if len(self.spans) == 1 or size < 2:
             return self.spans[0].stride
         return (self.centre(size - 1) - self.centre(0)) / (size - 1)
 
     @property
     def width(self) -> int:
-        """Return the size of the receptive field."""
+        """Size of the receptive field."""
         return max(span.size for span in self.spans)
 
     def lost(self, size: int) -> tuple[Fraction, Fraction]:
-        """Return the positions of the input before the first of ``size`` outputs, and after the last: negative where
-        there are outputs beyond the input's border."""
+        """Return the positions of the input before the first of ``size`` outputs, and after the last; negative if
+        outputs lie beyond the input's border."""
         stride = self.stride(size)
-        first, last = (0, size - 1) if stride >= 0 else (size - 1, 0)  # the other way round after a flip
+        first, last = (0, size - 1) if stride >= 0 else (size - 1, 0)  # swapped after a flip
         margin = (abs(stride) - 1) / 2
         return self.centre(first) - margin, self.extent - 1 - self.centre(last) - margin
 
 
 Axis = tuple[Field, ...]
-"""A field for each input that a dimension can be traced to, in their order; empty where there is none."""
+"""A field for each dimension of an input that a dimension can be traced to, in order of the sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A dimension, or a part of one that a view has put together of several."""
+    """A dimension, or one of several dimensions that a view has merged."""
 
     size: int
     axis: Axis = ()
     half: tuple[Factor, bool] | None = None
-    """Where a view has split a dimension: what it was, and whether this is the outer part."""
+    """If a view has split a dimension: that dimension, and whether this is its outer part."""
 
 
 Dim = tuple[Factor, ...]
+"""A dimension of a tensor: the factors of its size, outermost first."""
 Fields = tuple[Dim, ...]
 """The dimensions of a tensor."""
 
 
 def unknown(shape: Sequence[int]) -> Fields:
-    """Return the fields of a tensor that nothing is known about."""
+    """Return the fields of a tensor whose positions cannot be traced to an input."""
     return tuple((Factor(size),) for size in shape)
 
 
@@ -95,123 +96,122 @@ def size_of(dim: Dim) -> int:
 
 
 def resolved(dim: Dim) -> Axis:
-    """Return the axis of a dimension as a whole.
+    """Return the fields of a dimension as a whole.
 
-    Of one put together from a traced part and smaller steps inside of it (a pixel shuffle), each step sees what the
-    traced position saw.
+    In a dimension merged from a traced factor and untraced factors inside of it (a pixel shuffle), all positions inside
+    see what the traced position saw.
     """
-    parts = [factor for factor in dim if factor.size > 1]
-    if len(parts) == 1:
-        return parts[0].axis
-    if not parts or not parts[0].axis or any(factor.axis for factor in parts[1:]):
+    factors = [factor for factor in dim if factor.size > 1]
+    if len(factors) == 1:
+        return factors[0].axis
+    if not factors or not factors[0].axis or any(factor.axis for factor in factors[1:]):
         return dim[0].axis if len(dim) == 1 else ()
-    repeat = math.prod(factor.size for factor in parts[1:])
-    return mapped(parts[0].axis, lambda span: span.through(repeat, 1, lambda _: [0]))
+    repeat = math.prod(factor.size for factor in factors[1:])
+    return mapped(factors[0].axis, lambda span: span.through(repeat, 1, lambda _: [0]))
 
 
 def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0) -> Axis:
-    """Return the axis after an op that changes each span alike; a field whose span is no longer followed is left out.
+    """Return the fields after an op that applies ``change`` to each span; fields are dropped where it returns None.
 
-    ``spread`` is the variance of the op's own taps, in positions of the tensor that it reads.
+    ``spread`` is the variance of the op's own taps, in positions of its operand.
     """
-    found: list[Field] = []
+    fields: list[Field] = []
     for field in axis:
-        spans = [change(span) for span in field.spans]
-        known = tuple(span for span in spans if span is not None)
-        if len(known) == len(spans):
+        changed = [change(span) for span in field.spans]
+        spans = tuple(span for span in changed if span is not None)
+        if len(spans) == len(changed):
             variance = field.variance + spread * float(field.spans[0].stride) ** 2
-            found.append(replace(field, spans=known, windowed=field.windowed or windowed, variance=variance))
-    return tuple(found)
+            fields.append(replace(field, spans=spans, windowed=field.windowed or windowed, variance=variance))
+    return tuple(fields)
 
 
 def charged(before: Axis, size_before: int, after: Axis, size_after: int, op: int) -> Axis:
-    """Return the axis after an op, with what the op lost of the border written down."""
-    earlier = {field.source: field for field in before}
-    found: list[Field] = []
+    """Return the fields ``after`` an op with the positions that the op lost at the border added to their losses."""
+    by_source = {field.source: field for field in before}
+    fields: list[Field] = []
     for field in after:
-        old = earlier[field.source].lost(size_before)
+        old = by_source[field.source].lost(size_before)
         new = field.lost(size_after)
-        found.append(_charge(field, op, new[0] - old[0], new[1] - old[1]))
-    return tuple(found)
+        fields.append(_with_loss(field, op, new[0] - old[0], new[1] - old[1]))
+    return tuple(fields)
 
 
-def _charge(field: Field, op: int, before: Fraction, after: Fraction) -> Field:
+def _with_loss(field: Field, op: int, before: Fraction, after: Fraction) -> Field:
     return replace(field, losses=Loss(op, before, after, field.losses)) if before or after else field
 
 
-def union(parts: Iterable[Fields], shape: Sequence[int], op: int) -> Fields:
-    """Return the fields of a result whose positions see what the operands' positions see; smaller operands are
-    broadcast."""
-    operands = list(parts)
-    return tuple(_united(_aligned(operands, place, len(shape), size), size, op) for place, size in enumerate(shape))
+def union(operands: Iterable[Fields], shape: Sequence[int], op: int) -> Fields:
+    """Return the fields of an elementwise op's result of this shape: what the operands, broadcast, see together."""
+    fields = list(operands)
+    return tuple(_joined_dim(_aligned(fields, dim, len(shape), size), size, op) for dim, size in enumerate(shape))
 
 
-def _aligned(operands: list[Fields], place: int, rank: int, size: int) -> list[Dim]:
-    """Return the operands' dimensions that meet at a place of the result, without those that are broadcast there."""
-    found = [fields[place - rank + len(fields)] for fields in operands if place - rank + len(fields) >= 0]
-    return [dim for dim in found if size_of(dim) == size]
+def _aligned(operands: list[Fields], dim: int, rank: int, size: int) -> list[Dim]:
+    """Return the operands' dimensions that are aligned with dimension ``dim`` of the result and not broadcast."""
+    dims = [fields[dim - rank + len(fields)] for fields in operands if dim - rank + len(fields) >= 0]
+    return [dim for dim in dims if size_of(dim) == size]
 
 
-def _united(dims: list[Dim], size: int, op: int) -> Dim:
-    known = [dim for dim in dims if any(factor.axis for factor in dim)]
-    if not known:
+def _joined_dim(dims: list[Dim], size: int, op: int) -> Dim:
+    traced = [dim for dim in dims if any(factor.axis for factor in dim)]
+    if not traced:
         return dims[0] if dims else (Factor(size),)
-    if len(known) == 1 or all(dim == known[0] for dim in known[1:]):
-        return known[0]
-    sizes = {tuple(factor.size for factor in dim if factor.size > 1) for dim in known}
-    if len(sizes) > 1:  # put together from other parts: as a whole, then
-        return (Factor(size, _joined([resolved(dim) for dim in known], size, op)),)
-    columns = zip(*([factor for factor in dim if factor.size > 1] or list(dim[:1]) for dim in known), strict=True)
-    return tuple(Factor(c[0].size, _joined([factor.axis for factor in c], c[0].size, op)) for c in columns)
+    if len(traced) == 1 or all(dim == traced[0] for dim in traced[1:]):
+        return traced[0]
+    sizes = {tuple(factor.size for factor in dim if factor.size > 1) for dim in traced}
+    if len(sizes) > 1:  # merged from different factors: join the dimensions as a whole
+        return (Factor(size, _joined_axis([resolved(dim) for dim in traced], size, op)),)
+    columns = zip(*([factor for factor in dim if factor.size > 1] or list(dim[:1]) for dim in traced), strict=True)
+    return tuple(Factor(c[0].size, _joined_axis([factor.axis for factor in c], c[0].size, op)) for c in columns)
 
 
-def _joined(axes: list[Axis], size: int, op: int) -> Axis:
+def _joined_axis(axes: list[Axis], size: int, op: int) -> Axis:
     sources = sorted({field.source for axis in axes for field in axis})
-    return tuple(_meet([f for axis in axes for f in axis if f.source == source], size, op) for source in sources)
+    return tuple(_joined_field([f for axis in axes for f in axis if f.source == s], size, op) for s in sources)
 
 
-def _meet(fields: list[Field], size: int, op: int) -> Field:
-    """Join the fields of several paths: a position sees what any of them sees; losses are those of the widest."""
-    main = max(fields, key=lambda field: field.width)
+def _joined_field(fields: list[Field], size: int, op: int) -> Field:
+    """Return the field of positions that see what any of the paths sees; losses are those of the widest path."""
+    widest = max(fields, key=lambda field: field.width)
     spans: dict[Fraction, Span] = {}
     for span in (span for field in fields for span in field.spans):
-        known = spans.get(span.stride)
-        joined = span if known is None else known.joined(span)
+        same_stride = spans.get(span.stride)
+        joined = span if same_stride is None else same_stride.joined(span)
         spans[span.stride] = joined if joined is not None else span
     centres = [float(field.centre(0)) for field in fields]
     mean = sum(centres) / len(centres)
     variance = sum(f.variance + (c - mean) ** 2 for f, c in zip(fields, centres, strict=True)) / len(fields)
-    met = replace(
-        main,
+    field = replace(
+        widest,
         spans=tuple(spans[stride] for stride in sorted(spans)),
         windowed=any(field.windowed for field in fields),
         variance=variance,
     )
-    old, new = main.lost(size), met.lost(size)
-    return _charge(met, op, new[0] - old[0], new[1] - old[1])
+    old, new = widest.lost(size), field.lost(size)
+    return _with_loss(field, op, new[0] - old[0], new[1] - old[1])
 
 
 def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
-    """Return the fields of the same positions in another shape."""
-    left = [factor for dim in fields for factor in dim if factor.size != 1]
-    found: list[Dim] = []
+    """Return the fields of the same positions viewed in another shape; unknown if the sizes have no common split."""
+    remaining = [factor for dim in fields for factor in dim if factor.size != 1]
+    dims: list[Dim] = []
     for size in shape:
-        taken: list[Factor] = []
+        factors: list[Factor] = []
         missing = size
-        while missing > 1 and left:
-            factor = left.pop(0)
+        while missing > 1 and remaining:
+            factor = remaining.pop(0)
             if missing % factor.size == 0:
-                taken.append(factor)
+                factors.append(factor)
                 missing //= factor.size
             elif factor.size % missing == 0:
                 outer, inner = _split(factor, missing)
-                taken.append(outer)
-                left.insert(0, inner)
+                factors.append(outer)
+                remaining.insert(0, inner)
                 missing = 1
-            else:  # sizes without a common division: nothing is known from here on
+            else:
                 return unknown(shape)
-        found.append(tuple(_merged(taken)) or (Factor(1),))
-    return tuple(found)
+        dims.append(tuple(_merged(factors)) or (Factor(1),))
+    return tuple(dims)
 
 
 def _split(factor: Factor, outer: int) -> tuple[Factor, Factor]:
@@ -221,18 +221,18 @@ def _split(factor: Factor, outer: int) -> tuple[Factor, Factor]:
 
 
 def _merged(factors: list[Factor]) -> Iterator[Factor]:
-    """Join halves of one dimension that meet again."""
-    waiting: Factor | None = None
+    """Yield the factors, with the two halves of a split dimension merged where they are neighbours again."""
+    outer: Factor | None = None
     for factor in factors:
-        if waiting is not None and waiting.half and factor.half and factor.half == (waiting.half[0], False):
-            yield waiting.half[0]
-            waiting = None
+        if outer is not None and outer.half and factor.half and factor.half == (outer.half[0], False):
+            yield outer.half[0]
+            outer = None
             continue
-        if waiting is not None:
-            yield waiting
-        waiting = factor
+        if outer is not None:
+            yield outer
+        outer = factor
         if not (factor.half and factor.half[1]):
             yield factor
-            waiting = None
-    if waiting is not None:
-        yield waiting
+            outer = None
+    if outer is not None:
+        yield outer

@@ -1,4 +1,4 @@
-"""Follow the fields of every tensor through the first forward pass of a step."""
+"""Compute the receptive field of every tensor in the first forward pass of a step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import dataclass, field, replace
 from memplan.checks.fields.op_call import Call, shifted
 from memplan.checks.fields.rules import ends, fields_of
 from memplan.checks.fields.tensor_fields import Factor, Field, Fields, resolved, size_of, union, unknown
+from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, View
 from memplan.trace.trace import Trace
 
-_LEAST = 3
-"""Dimensions of the smallest tensor that can have a spatial one: (batch, channels, length)."""
+_MIN_RANK = 3
+"""Tensors with a spatial dimension have at least (batch, channels, length)."""
+_REAL = ("float", "bfloat", "complex", "uint8", "double", "half")
+"""Dtypes of data; those of indices are others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A dimension of an input, or of what an op made at which the path to the inputs ended."""
+    """A dimension that fields refer to: of an input of the step, or of the result of an op that lost the positions."""
 
     view: View
     dim: int
@@ -26,7 +29,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that a model gives back, with the fields of its dimensions."""
+    """A tensor that a model returns, with the fields of its dimensions."""
 
     layer: str
     view: View
@@ -34,88 +37,97 @@ class Output:
 
     @property
     def spatial(self) -> tuple[tuple[int, Field], ...]:
-        """Size and field of each dimension that a kernel slid along, in the order of the input's dimensions."""
-        axes = [(size_of(dim), resolved(dim)) for dim in self.fields]
-        found = [(size, field) for size, axis in axes for field in axis if field.windowed]
-        first = min((field.source for _, field in found), default=0)  # of several inputs the first one's
-        by_source = {field.source: (size, field) for size, field in found}
-        return tuple(by_source[source] for source in sorted(by_source) if source < first + len(self.fields))
+        """Size and field of each dimension that a kernel slid along, in the order of the input's dimensions.
+
+        Of several inputs only the first is returned.
+        """
+        by_source = {
+            field.source: (size_of(dim), field) for dim in self.fields for field in resolved(dim) if field.windowed
+        }
+        end = min(by_source, default=0) + len(self.fields)
+        return tuple(by_source[source] for source in sorted(by_source) if source < end)
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """The dimensions of the inputs, the models' outputs, and the fields of each op's results, by the op's index."""
+    """Fields of a step's tensors: its sources, the models' outputs, and the results of each op, by the op's index."""
 
     sources: tuple[Source, ...]
+    """Numbered as `Field.source` has them."""
     outputs: tuple[Output, ...]
     results: dict[int, tuple[Fields, ...]]
     ended: dict[int, Output] = field(default_factory=dict)
-    """Inputs of the ops behind which positions are unknown, by the op's index."""
+    """Inputs of ops behind which positions are unknown, by the op's index."""
 
 
 def follow(trace: Trace) -> Followed:
-    """Follow the fields of every tensor through the forward ops of the first step.
+    """Return the fields of every tensor of the first step's forward ops.
 
-    A trace without forms (one that is hand-made, or older) has no outputs.
+    A trace without forms (hand-made, or of an older version) has no outputs.
     """
-    return _Walk(trace).run()
+    return _FieldPropagation(trace).run()
 
 
-class _Walk:
+class _FieldPropagation:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
+        self._models = _models(trace)
         self._sources: list[Source] = []
-        self._known: dict[View, Fields] = {}
+        self._fields_by_view: dict[View, Fields] = {}
         self._results: dict[int, tuple[Fields, ...]] = {}
         self._makers: dict[int, Call] = {}
-        self._whole: dict[int, View] = {}
+        self._first_view: dict[int, View] = {}
+        """Storage -> the view of it that was written first: the whole tensor."""
         self._ended: dict[int, Output] = {}
 
     def run(self) -> Followed:
-        waiting = list(self._trace.returned)
+        calls = list(self._trace.returned)
         outputs: list[tuple[int, Output]] = []
         for form in self._trace.forms:
-            while waiting and waiting[0].after <= form.op:
-                one = waiting.pop(0)
-                outputs += [(one.after, self._output(one.layer, view)) for view in one.tensors]
-            self._op(form)
-        for one in waiting:
-            outputs += [(one.after, self._output(one.layer, view)) for view in one.tensors]
-        models = _models(self._trace)
-        final = [output for after, output in outputs if output.layer in models and not self._is_read(output, after)]
-        return Followed(tuple(self._sources), tuple(final) or self._last(), self._results, self._ended)
+            while calls and calls[0].after <= form.op:
+                call = calls.pop(0)
+                outputs += [(call.after, self._output(call.layer, view)) for view in call.tensors]
+            self._add_op(form)
+        for call in calls:
+            outputs += [(call.after, self._output(call.layer, view)) for view in call.tensors]
+        final = [
+            output
+            for after, output in outputs
+            if output.layer in self._models and not self._is_read_by_model(output, after)
+        ]
+        return Followed(tuple(self._sources), tuple(final) or self._last_result(), self._results, self._ended)
 
     def _output(self, layer: str, view: View) -> Output:
-        return Output(layer, view, self._known.get(shown(view), unknown(view.shape)))
+        return Output(layer, view, self._fields_by_view.get(canonical(view), unknown(view.shape)))
 
-    def _op(self, form: Form) -> None:
+    def _add_op(self, form: Form) -> None:
         op = self._trace.ops[form.op]
         reads = tuple((name, self._fields(view)) for name, view in form.reads)
         if not form.writes:
             return
         for view in form.writes:
-            self._whole.setdefault(view.storage, view)
+            self._first_view.setdefault(view.storage, view)
         if not reads:
-            return  # made from nothing: an input, if it is read
+            return  # a constant or random numbers: an input, if something reads it
         call = Call(base_name(op.name), form, reads, self._makers)
         results = fields_of(call)
         if ends(call, results):
             self._ended[form.op] = Output(op.layer, form.reads[0][1], reads[0][1])
-            results = [self._input(view, form.op) for view in form.writes]
+            results = [self._new_source(view, form.op) for view in form.writes]
         self._results[form.op] = tuple(results)
         for view, fields in zip(form.writes, results, strict=True):
-            self._known[shown(view)] = fields
+            self._fields_by_view[canonical(view)] = fields
             self._makers[view.storage] = call
         if call.name == "copy":
-            self._put_into(form, reads)
+            self._copy_into_part(form, reads)
 
-    def _put_into(self, form: Form, reads: tuple[tuple[str, Fields], ...]) -> None:
-        """Give an empty tensor, part of which is written, the positions of what is written there (a pad by hand)."""
-        part, whole = form.writes[0], self._whole.get(form.writes[0].storage)
+    def _copy_into_part(self, form: Form, reads: tuple[tuple[str, Fields], ...]) -> None:
+        """Give an empty tensor the positions of the tensor that is copied into a part of it (a pad written by hand)."""
+        part, whole = form.writes[0], self._first_view.get(form.writes[0].storage)
         if whole is None or part.shape == whole.shape or part.strides != whole.strides or len(reads) < 2:
             return
-        known = self._known.get(shown(whole))
-        if known is None or any(factor.axis for dim in known for factor in dim):
+        whole_fields = self._fields_by_view.get(canonical(whole))
+        if whole_fields is None or any(factor.axis for dim in whole_fields for factor in dim):
             return
         offset, fields = part.offset - whole.offset, list[tuple[Factor, ...]]()
         for dim, size, stride in zip(
@@ -123,44 +135,44 @@ class _Walk:
         ):
             start, offset = divmod(offset, stride) if stride else (0, offset)
             fields.append(shifted(dim, size, -start, 1, form.op) if size_of(dim) != size else dim)
-        self._known[shown(whole)] = tuple(fields)
+        self._fields_by_view[canonical(whole)] = tuple(fields)
 
     def _fields(self, view: View) -> Fields:
-        known = self._known.get(shown(view))
-        if known is None:
-            known = self._known[shown(view)] = self._input(view) if self._is_input(view) else unknown(view.shape)
-        return known
+        key = canonical(view)
+        if key not in self._fields_by_view:
+            self._fields_by_view[key] = self._new_source(view) if self._is_input(view) else unknown(view.shape)
+        return self._fields_by_view[key]
 
     def _is_input(self, view: View) -> bool:
-        """Return whether a view shows data of the step: made while building, or from nothing outside of every layer."""
-        if view.storage < 0 or len(view.shape) < _LEAST:
+        """Return whether a view shows data of the step: from before it, or created in it outside of every layer."""
+        if view.storage < 0 or len(view.shape) < _MIN_RANK:
             return False
         storage = self._trace.storages[view.storage]
         maker = self._trace.ops[storage.op] if storage.op is not None else None
-        made_here = maker is not None and maker.phase == "forward" and bool(maker.reads or maker.layer)
-        return storage.cause not in ("weight", "buffer") and not made_here and storage.dtype.startswith(_REAL)
+        computed = maker is not None and maker.phase == "forward" and bool(maker.reads or maker.layer)
+        return storage.cause not in ("weight", "buffer") and not computed and storage.dtype.startswith(_REAL)
 
-    def _input(self, view: View, op: int | None = None) -> Fields:
+    def _new_source(self, view: View, op: int | None = None) -> Fields:
         fields: list[tuple[Factor, ...]] = []
         for dim, size in enumerate(view.shape):
             fields.append((Factor(size, (Field(len(self._sources), size),)),))
             self._sources.append(Source(view, dim, op))
         return tuple(fields)
 
-    def _is_read(self, output: Output, after: int) -> bool:
-        """Return whether a model that runs later reads an output."""
-        key, models = shown(output.view), _models(self._trace)
-        losses = {one.layer for one in self._trace.returned} - models
+    def _is_read_by_model(self, output: Output, after: int) -> bool:
+        """Return whether a layer reads an output once ``after`` ops have run; losses do not count."""
+        key = canonical(output.view)
+        losses = {returned.layer for returned in self._trace.returned} - self._models
         for form in self._trace.forms:
             layer = self._trace.ops[form.op].layer
-            if form.op < after or not layer or any(layer == one or layer.startswith(one + ".") for one in losses):
+            if form.op < after or not layer or any(_is_within(layer, loss) for loss in losses):
                 continue
-            if any(shown(view) == key for _, view in form.reads):
+            if any(canonical(view) == key for _, view in form.reads):
                 return True
         return False
 
-    def _last(self) -> tuple[Output, ...]:
-        """Return the last result with a spatial dimension, where no module returned anything."""
+    def _last_result(self) -> tuple[Output, ...]:
+        """Return the last result with a spatial dimension, for a step in which no module returned a tensor."""
         for form in reversed(self._trace.forms):
             for view, fields in zip(form.writes, self._results.get(form.op, ()), strict=False):
                 output = Output(self._trace.ops[form.op].layer, view, fields)
@@ -169,27 +181,24 @@ class _Walk:
         return ()
 
 
-_REAL = ("float", "bfloat", "complex", "uint8", "double", "half")
-
-
 def _models(trace: Trace) -> set[str]:
-    """Return the layers called from outside that own weights; where the only model's layers do not carry its name, the
-    first."""
-    called = list(dict.fromkeys(one.layer for one in trace.returned))
+    """Return the modules called from outside that own weights. If there are weights of layers without the name of such
+    a module, or none at all, the first other module called is a model as well."""
+    called = list(dict.fromkeys(returned.layer for returned in trace.returned))
     owners = [layer.name for layer in trace.layers if layer.weights]
-    found = {name for name in called if any(own == name or own.startswith(name + ".") for own in owners)}
-    apart = [own for own in owners if not any(own == name or own.startswith(name + ".") for name in called)]
-    rest = [name for name in called if name not in found]
-    return found | set(rest[:1]) if apart or not found else found
+    models = {name for name in called if any(_is_within(owner, name) for owner in owners)}
+    unnamed = any(not any(_is_within(owner, name) for name in called) for owner in owners)
+    if unnamed or not models:
+        models.update([name for name in called if name not in models][:1])
+    return models
 
 
-def shown(view: View) -> View:
-    """Return a view that is equal for tensors of the same elements: a dimension of one element has the stride 0."""
+def _is_within(layer: str, module: str) -> bool:
+    return layer == module or layer.startswith(module + ".")
+
+
+def canonical(view: View) -> View:
+    """Return the view with stride 0 in dimensions of size 1, whose stride means nothing: so tensors of the same
+    elements are equal."""
     strides = tuple(0 if size == 1 else stride for size, stride in zip(view.shape, view.strides, strict=True))
     return replace(view, strides=strides)
-
-
-def base_name(name: str) -> str:
-    """Return an op without its namespace, its overload and the underscore of the form in place: ``convolution``."""
-    base = name.split(".")[1] if name.count(".") > 1 else name.split(".")[0]
-    return base.removesuffix("_") if base.endswith("_") and not base.endswith("__") else base

@@ -1,1 +1,1 @@
-"""What a mended step takes: recorded anew, or simulated with other lives of its storages."""
+"""The memory of a step without its trap: recorded again, or simulated with other lifetimes of its storages."""

@@ -1,4 +1,4 @@
-"""The same step recorded again, with its modules changed."""
+"""Record a step again with its modules changed."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from memplan.trace.step import StepOptions, build_of, copy_module
 from memplan.trace.trace import Trace
 
 Change = Callable[[dict[str, nn.Module]], None]
-"""Changes modules, given by the paths that a trace's layers have. It may raise `Unmendable`."""
+"""Changes modules in place; they come by the paths of a trace's layers. May raise `ChangeError`."""
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-class Unmendable(Exception):
+class ChangeError(Exception):
     """A change that does not apply to a model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unmended:
-    """The changed step could not be recorded; ``why``, in words that end without a full stop."""
+class NotRecorded:
+    """The answer instead of a trace where the changed step could not be recorded."""
 
     why: str
+    """The reason as part of a sentence, without a full stop."""
 
     @classmethod
-    def by(cls, error: MemplanError | Unmendable) -> Unmended:
-        """Make one of the error that was raised while it was recorded."""
-        cause = error.__cause__ if isinstance(error.__cause__, Unmendable) else error
+    def by(cls, error: MemplanError | ChangeError) -> NotRecorded:
+        """Return the answer for an error that was raised during the recording."""
+        cause = error.__cause__ if isinstance(error.__cause__, ChangeError) else error
         return cls(cause.found.rstrip(".") if isinstance(cause, MemplanError) else str(cause))
 
 
 @dataclass(frozen=True)
 class Remaker:
-    """A step as it was described to `memplan.check`, which can be recorded and planned again after a change."""
+    """The arguments of `memplan.check`, to record and plan their step again with a change."""
 
     what: Any
     options: StepOptions
@@ -55,31 +56,37 @@ class Remaker:
         wrap: Wrap | None = None,
         options: StepOptions | None = None,
         around: AbstractContextManager[Any] | None = None,
-    ) -> Trace | Unmended:
-        """Return the changed step, or why there is none: the change does not apply, or the step no longer runs.
+    ) -> Trace | NotRecorded:
+        """Return the trace of the changed step, or why there is none: the change does not apply, or the step fails.
 
-        ``wrap`` puts the model into another one; ``options`` replace those of the step; ``around`` is entered while
-        it is recorded.
+        Args:
+            change: changes the modules.
+            wrap: returns another module around the model.
+            options: replace those of the step.
+            around: a context for the recording.
         """
-        used = self.options if options is None else options
-        build = build_of(self._changed(change, wrap), used, on_card=self.target.card is not None)
+        step_options = self.options if options is None else options
+        build = build_of(self._changed(change, wrap), step_options, on_card=self.target.card is not None)
         try:
             with around or nullcontext():
                 return record_for(build, self.target)
-        except (MemplanError, Unmendable) as error:
-            return Unmended.by(error)
+        except (MemplanError, ChangeError) as error:
+            return NotRecorded.by(error)
 
     def planned(self, change: Change, budget: int) -> Plan | int | None:
-        """Return the cheapest exact plan of the changed step in a budget; the smallest budget that there is a plan for,
-        where it does not fit; None where the step cannot be planned (a build brings its own step)."""
-        used = self.options
-        if not used.train:
+        """Return the cheapest exact plan of the changed step within a budget in bytes.
+
+        If there is none, return the smallest feasible budget; None if the step cannot be planned (inference, or a build
+        that brings its own step).
+        """
+        options = self.options
+        if not options.train:
             return None
         try:
             return plan(
-                self._changed(change, None), *used.inputs, kwargs=used.kwargs, targets=used.targets, loss=used.loss,
-                budget=budget, optimizer=used.optimizer, autocast=used.autocast, costs="roofline",
-                device=None if self.target.name == HOST else self.target.name,
+                self._changed(change, None), *options.inputs, kwargs=options.kwargs, targets=options.targets,
+                loss=options.loss, budget=budget, optimizer=options.optimizer, autocast=options.autocast,
+                costs="roofline", device=None if self.target.name == HOST else self.target.name,
             )  # fmt: skip
         except BudgetError as error:
             return error.smallest_budget
@@ -87,58 +94,58 @@ class Remaker:
             return None
 
     def _changed(self, change: Change | None, wrap: Wrap | None) -> Callable[[], Any]:
-        def make() -> Any:
-            with _made_modules() as modules:
-                made = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what()
+        def build() -> Any:
+            with _new_modules() as modules:
+                result = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what()
             if change is not None:
-                change(by_path([made] if isinstance(made, nn.Module) else modules))
-            return wrap(made) if wrap is not None and isinstance(made, nn.Module) else made
+                change(by_path([result] if isinstance(result, nn.Module) else modules))
+            return wrap(result) if wrap is not None and isinstance(result, nn.Module) else result
 
-        make.__qualname__ = "the changed step"
-        return make
+        build.__qualname__ = "the changed step"
+        return build
 
 
 def by_path(modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Return modules by every path that a trace may give them: from their root, with and without its class's name."""
+    """Map every path that a trace may have for a module to it: from its root, with and without the root's class."""
     modules = list(modules)
     children = {id(child) for module in modules for child in module.children()}
-    found: dict[str, nn.Module] = {}
+    paths: dict[str, nn.Module] = {}
     for root in (module for module in modules if id(module) not in children):
         kind = type(root).__name__
         for path, module in root.named_modules():
-            found.setdefault(f"{kind}.{path}" if path else kind, module)
+            paths.setdefault(f"{kind}.{path}" if path else kind, module)
             if path:
-                found.setdefault(path, module)
-    return found
+                paths.setdefault(path, module)
+    return paths
 
 
 @contextmanager
-def _made_modules() -> Iterator[list[nn.Module]]:
-    """Return the modules that get a child or a parameter while the context lasts, in order."""
-    found: dict[int, nn.Module] = {}
+def _new_modules() -> Iterator[list[nn.Module]]:
+    """Yield a list that has, after the context, the modules that got a child or a parameter within it, in order."""
+    by_id: dict[int, nn.Module] = {}
 
     def note(module: nn.Module, name: str, value: Any) -> None:
-        found.setdefault(id(module), module)
+        by_id.setdefault(id(module), module)
 
     handles = [
         module_hooks.register_module_parameter_registration_hook(note),
         module_hooks.register_module_module_registration_hook(note),
     ]
-    made: list[nn.Module] = []
+    modules: list[nn.Module] = []
     try:
-        yield made
+        yield modules
     finally:
-        made += found.values()
+        modules += by_id.values()
         for handle in handles:
             handle.remove()
 
 
 def module_at(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
-    """Return the module of a layer.
+    """Return the module with a layer's path.
 
     Raises:
-        Unmendable: there is none of that name.
+        ChangeError: no module has it.
     """
     if path not in modules:
-        raise Unmendable(f"there is no module {path}")
+        raise ChangeError(f"there is no module {path}")
     return modules[path]

@@ -1,4 +1,4 @@
-"""The same step without activation checkpoints, or with one for each block instead of one around all of them."""
+"""Record a step without its activation checkpoints, or with a checkpoint for each block of the model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from memplan import _torch
 
 
 class CheckpointFree:
-    """What a recording without checkpoints met: how many there were, and how many of them are reentrant."""
+    """Disables checkpoints during a recording, and counts them: all, and those that are reentrant."""
 
     def __init__(self) -> None:
         self.all = self.reentrant = 0
 
     def installed(self) -> AbstractContextManager[None]:
-        """Enter it around the recording."""
+        """Return the context for the recording."""
         return _torch.without_checkpoints(self._around)
 
     @contextmanager
@@ -31,16 +31,16 @@ class CheckpointFree:
 
 
 class Blockwise:
-    """Moves the checkpoint around a model to each block of its longest list of modules."""
+    """Replaces the checkpoint of a model by a checkpoint of each block in its largest list of modules."""
 
     def __init__(self) -> None:
         self.blocks: set[str] = set()
-        """Paths of the blocks within what was checkpointed."""
-        self._kept: set[Callable[..., Any]] = set()
+        """Paths of the blocks within the function that was checkpointed."""
+        self._block_forwards: set[Callable[..., Any]] = set()
 
     def installed(self) -> AbstractContextManager[None]:
-        """Enter it around the recording."""
-        return _torch.without_checkpoints(self._around, lambda function: function in self._kept)
+        """Return the context for the recording."""
+        return _torch.without_checkpoints(self._around, lambda function: function in self._block_forwards)
 
     @contextmanager
     def _around(self, function: Callable[..., Any], reentrant: bool) -> Iterator[None]:
@@ -48,30 +48,30 @@ class Blockwise:
             for path, block in _blocks(function).items():
                 self.blocks.add(path)
                 forward = block.forward
-                self._kept.add(forward)
+                self._block_forwards.add(forward)
                 call = partial(checkpoint, forward, use_reentrant=False)
                 stack.enter_context(_torch.patched(block, forward=call))
             yield
 
 
 def _blocks(function: Callable[..., Any]) -> dict[str, nn.Module]:
-    """Return the modules of the list with the most parameters, by their paths below what a function calls."""
+    """Return the modules of the function's module list or `nn.Sequential` with the most parameters, by their paths."""
     lists: list[dict[str, nn.Module]] = []
     for root in _modules_of(function):
         for path, module in root.named_modules():
             if isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 1:
                 lists.append({f"{path}.{name}" if path else name: child for name, child in module.named_children()})
-    sized = [{path: block for path, block in blocks.items() if _size(block)} for blocks in lists]
-    most = max(sized, key=lambda blocks: sum(map(_size, blocks.values())), default={})
-    return most if len(most) > 1 else {}
+    trainable = [{path: block for path, block in blocks.items() if _parameters(block)} for blocks in lists]
+    largest = max(trainable, key=lambda blocks: sum(map(_parameters, blocks.values())), default={})
+    return largest if len(largest) > 1 else {}
 
 
-def _size(module: nn.Module) -> int:
+def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
-    """Return the modules that a checkpointed function is, is a method of, or refers to as a closure."""
+    """Return the module that a checkpointed function is or is a method of, or the modules in its closure."""
     if isinstance(function, nn.Module):
         return [function]
     if isinstance(function, partial):

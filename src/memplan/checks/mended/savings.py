@@ -1,4 +1,4 @@
-"""What a step would take if some of its storages lived shorter: the same simulation, of a changed trace."""
+"""The peak of a step with some of its storages freed earlier, by simulation of a changed trace."""
 
 from __future__ import annotations
 
@@ -12,90 +12,100 @@ from memplan.trace.trace import Trace, at_least
 
 
 def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[Storage] = ()) -> int:
-    """Return bytes less at the peak with storages changed, left out (None) and added; 0 where the peak is elsewhere."""
+    """Return the bytes by which the peak falls.
+
+    Args:
+        trace: the recorded step.
+        changed: storage -> its replacement, or None to leave it out.
+        added: further storages.
+    """
     storages = [changed.get(storage.id, storage) for storage in trace.storages]
-    kept = [*(storage for storage in storages if storage is not None), *added]
-    numbered = tuple(replace(storage, id=number) for number, storage in enumerate(kept))
+    remaining = [*(storage for storage in storages if storage is not None), *added]
+    numbered = tuple(replace(storage, id=number) for number, storage in enumerate(remaining))
     return max(0, peak_of(trace) - peak_of(replace(trace, storages=numbered)))
 
 
 def peak_of(trace: Trace) -> int:
-    """Return the allocated peak as `memplan.explain` has it: on a card in the allocator's blocks, with the least
-    workspace."""
+    """Return the peak of allocated bytes as `memplan.explain` does: on a card in the allocator's blocks, with the
+    smallest workspaces."""
     return simulate(trace, workspace="low").peak_allocated
 
 
 def matters(trace: Trace, size: int, share: float = 0.02) -> bool:
-    """Return whether bytes are a share of the peak that is worth a finding."""
+    """Return whether bytes are at least this share of the peak, so that they are worth a finding."""
     return size > 0 and size >= share * peak_of(trace)
 
 
 def live_at_peak(trace: Trace) -> list[Storage]:
-    """Return the storages that are allocated at the peak."""
+    """Return the storages that are live at the peak."""
     low = at_least(trace)
     return live_at(low, simulate(low).peak_tick)
 
 
 def without_saving(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:
-    """Return the storages as they would be if nothing kept them for the backward pass: each dies after its last forward
+    """Return replacements of storages, by their id, that are not saved for backward: freed after their last forward
     op."""
-    return _dying_after(trace, storages, forward_only=True)
+    return after_last_use(trace, storages, forward_only=True)
 
 
-def after_last_read(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:
-    """Return the storages as they would be if each died after the last op that reads or writes it."""
-    return _dying_after(trace, storages, forward_only=False)
-
-
-def _dying_after(trace: Trace, storages: Iterable[Storage], *, forward_only: bool) -> dict[int, Storage | None]:
-    wanted = {storage.id: storage for storage in storages}
-    last: dict[int, int] = {}
+def after_last_use(
+    trace: Trace, storages: Iterable[Storage], *, forward_only: bool = False
+) -> dict[int, Storage | None]:
+    """Return replacements of storages, by their id, that are freed after the last (forward) op that reads or writes
+    them."""
+    by_id = {storage.id: storage for storage in storages}
+    last_use: dict[int, int] = {}
     for op in trace.ops:
         if op.phase == "forward" or not forward_only:
             for number in (*(operand.storage for operand in op.reads), *op.writes):
-                if number in wanted:
-                    last[number] = op.end
-    # the tick after the op's: what it makes is there before what it read is gone
-    ends = {number: max(last.get(number, 0), storage.born) + 1 for number, storage in wanted.items()}
+                if number in by_id:
+                    last_use[number] = op.end
+    # one tick later: an op's results are allocated before its inputs can be freed
+    ends = {number: max(last_use.get(number, 0), storage.born) + 1 for number, storage in by_id.items()}
     return {
         number: replace(storage, died=ends[number])
-        for number, storage in wanted.items()
+        for number, storage in by_id.items()
         if storage.died is None or storage.died > ends[number]
     }
 
 
 def readers_of(ops: Iterable[Op]) -> dict[int, list[Op]]:
-    """Map each storage to the ops among these that read it, in order."""
-    found: dict[int, list[Op]] = {}
+    """Map each storage to those of the ops that read it, in order."""
+    readers: dict[int, list[Op]] = {}
     for op in ops:
         for storage in {operand.storage for operand in op.reads}:
-            found.setdefault(storage, []).append(op)
-    return found
+            readers.setdefault(storage, []).append(op)
+    return readers
 
 
 def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
-    """Return the form of every forward op; of later steps that of the same op in the first, where they run the same
-    ops."""
-    first = {form.op: form for form in trace.forms}
-    found = dict(first)
+    """Return the form of every forward op, by its index.
+
+    Only the first step has forms: a later step with the same ops gets those of their counterparts.
+    """
+    recorded = {form.op: form for form in trace.forms}
+    forms = dict(recorded)
     by_step: dict[int, list[Op]] = {}
     for op in trace.ops:
         if op.phase == "forward":
             by_step.setdefault(op.step, []).append(op)
-    model = by_step.get(0, [])
+    first_step = by_step.get(0, [])
     for step, ops in by_step.items():
-        if step > 0 and [op.name for op in ops] == [op.name for op in model]:
-            found |= {op.index: first[one.index] for op, one in zip(ops, model, strict=True) if one.index in first}
-    return found
+        if step > 0 and [op.name for op in ops] == [op.name for op in first_step]:
+            pairs = zip(ops, first_step, strict=True)
+            forms |= {op.index: recorded[first.index] for op, first in pairs if first.index in recorded}
+    return forms
 
 
 def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Return bytes by layer and line of the first step's storages, the most first; ``op_of`` is the op to blame for
-    each."""
-    found: dict[tuple[str, str | None], int] = {}
+    """Return the bytes of the first step's storages by layer and line, the largest first.
+
+    ``op_of`` maps a storage to the op whose layer and line it counts for.
+    """
+    sizes: dict[tuple[str, str | None], int] = {}
     for storage in storages:
         op = trace.ops[op_of[storage.id]]
         if op.step == 0:
-            found[op.layer, op.where] = found.get((op.layer, op.where), 0) + storage.bytes
-    ordered = sorted(found.items(), key=lambda item: -item[1])
+            sizes[op.layer, op.where] = sizes.get((op.layer, op.where), 0) + storage.bytes
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return [{"layer": layer, "where": where, "bytes": size} for (layer, where), size in ordered]

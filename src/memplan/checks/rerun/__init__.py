@@ -1,1 +1,1 @@
-"""A recorded step run again from its ops alone, with other arguments: what each storage would take then."""
+"""Replay a recorded step from its ops alone, with other arguments, for the bytes of its storages."""

@@ -1,4 +1,4 @@
-"""The forward ops of a recorded step, called again one after the other on fake tensors of whatever size comes."""
+"""Replay the forward ops of a recorded step on fake tensors, whose sizes may differ from the recorded ones."""
 
 from __future__ import annotations
 
@@ -8,77 +8,77 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.checks.fields.walk import base_name, shown
-from memplan.checks.mended.changed_step import Unmendable
+from memplan.checks.fields.walk import canonical
+from memplan.checks.mended.changed_step import ChangeError
+from memplan.checks.op_names import base_name
 from memplan.checks.rerun.sizes import resized
 from memplan.trace.records import Form, Op, Option, View
 from memplan.trace.trace import Trace
 
 Changes = Mapping[int, Mapping[str, Option]]
-"""By the index of an op: arguments that it is to get instead of its own."""
+"""Index of an op -> the arguments that replace its recorded ones."""
 
 _FIXED = ("weight", "buffer")
 _VIEWS = frozenset({
     "aten.view.default", "aten.expand.default", "aten.permute.default", "aten.transpose.int", "aten.slice.Tensor",
     "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.t.default",
 })  # fmt: skip
-"""Where a view was written to, autograd makes it anew of what it looks into."""
+"""View ops. If their base is written to in place, autograd recreates the views by itself."""
 
 
 class Program:
-    """The first step of a trace, to be run anew.
+    """The first step of a trace, to be replayed.
 
     Args:
         trace: a recorded step; its forms say how each forward op was called.
-        changes: what to call differently.
+        changes: arguments to replace.
 
-    ``grown`` are the new shapes of data that was there before the step (a target) and has to grow with another tensor,
-    by the view that shows it. What they are is known after a run; a run after that has them from the start.
+    ``grown`` maps the view of data from before the step (a target) to its new shape, if it has to grow to match another
+    tensor. It is known after a replay; the next replay creates such data with that shape.
     """
 
     def __init__(self, trace: Trace, changes: Changes) -> None:
         self._trace, self._changes = trace, changes
         self._forms = {form.op: form for form in trace.forms}
-        self._made: dict[View, torch.Tensor] = {}
-        self._last: dict[int, View] = {}
+        self._tensors: dict[View, torch.Tensor] = {}
+        self._last_view: dict[int, View] = {}
+        """Storage -> the view that was written last."""
         self._overwritten: set[View] = set()
-        self._clones = {form.op for form in trace.forms if self._is_autograds(form)}
+        self._clones = {form.op for form in trace.forms if self._is_autograd_clone(form)}
         self._leaves: set[View] = set()
         self.grown: dict[View, tuple[int, ...]] = {}
 
     def build(self) -> Callable[[], None]:
-        """Return a `build` of the step: its leaves are made by it, its ops run in it.
+        """Create the tensors that exist before the step, and return the function that replays its ops.
 
         Raises:
-            Unmendable: an op cannot be called again from what is known of it.
+            ChangeError: an op cannot be called again from what its form says.
         """
-        for known in (self._made, self._last, self._leaves, self._overwritten):
-            known.clear()
-        made_by: dict[int, int] = {}
+        for state in (self._tensors, self._last_view, self._leaves, self._overwritten):
+            state.clear()
+        computed: set[int] = set()
         for form in self._forms.values():
             for name, view in form.reads:
-                maker = made_by.get(view.storage)
-                if maker is None and shown(view) not in self._leaves:
-                    self._leaf(view, self._gets_gradient(form, name, view))
-            for view in form.writes:
-                made_by.setdefault(view.storage, form.op)
+                if view.storage not in computed and canonical(view) not in self._leaves:
+                    self._add_leaf(view, self._needs_gradient(form, name, view))
+            computed.update(view.storage for view in form.writes)
         return self._step
 
-    def _gets_gradient(self, form: Form, name: str, view: View) -> bool:
-        several = sum(known == name for known, _ in form.reads) > 1
-        wanted = name in self._trace.ops[form.op].needs_grad
-        return wanted and (not several or self._trace.storages[view.storage].cause == "weight")
+    def _needs_gradient(self, form: Form, name: str, view: View) -> bool:
+        several = sum(argument == name for argument, _ in form.reads) > 1  # of a list some may need none
+        needed = name in self._trace.ops[form.op].needs_grad
+        return needed and (not several or self._trace.storages[view.storage].cause == "weight")
 
-    def _leaf(self, view: View, gradient: bool) -> None:
+    def _add_leaf(self, view: View, requires_grad: bool) -> None:
         dtype = getattr(torch, self._trace.storages[view.storage].dtype)
-        grown = self.grown.get(shown(view))
-        made = (
+        shape = self.grown.get(canonical(view))
+        leaf = (
             torch.empty_strided(view.shape, view.strides, dtype=dtype)
-            if grown is None
-            else torch.empty(grown, dtype=dtype)
+            if shape is None
+            else torch.empty(shape, dtype=dtype)
         )
-        self._keep(view, made.requires_grad_() if gradient else made)
-        self._leaves.add(shown(view))
+        self._store(view, leaf.requires_grad_() if requires_grad else leaf)
+        self._leaves.add(canonical(view))
 
     def _step(self) -> None:
         for op in self._trace.ops:
@@ -87,126 +87,130 @@ class Program:
             if op.phase == "forward":
                 self._run(op)
             elif op.name == "aten.ones_like.default" and op.gradient_of is None and op.reads:
-                self._made[self._last[op.reads[0].storage]].backward(retain_graph=True)  # a second one may follow
+                loss = self._tensors[self._last_view[op.reads[0].storage]]
+                loss.backward(retain_graph=True)  # a second backward pass may follow
 
     def _run(self, op: Op) -> None:
         form = self._forms.get(op.index)
         if form is None:
-            raise Unmendable(f"how {op.name} was called is not known")
-        views = {shown(view) for view in form.writes}
+            raise ChangeError(f"how {op.name} was called is not known")
+        views = {canonical(view) for view in form.writes}
         if op.index in self._clones or (op.name in _VIEWS and views <= self._overwritten):
             self._overwritten -= views
-            return  # autograd makes it again by itself
+            return  # autograd runs this op by itself
         func = _torch.op_named(op.name)
         if func is None:
-            raise Unmendable(f"there is no op {op.name} here")
+            raise ChangeError(f"there is no op {op.name} here")
         tensors = [self._read(op, name, view) for name, view in form.reads]
-        given = dict(form.options) | dict(self._changes.get(op.index, {}))
-        given |= resized(self._trace, form, tensors, given, self._made)
-        tensors = self._fitting(form, tensors)
-        result = func(**self._arguments(func, form, tensors, given))
+        options = dict(form.options) | dict(self._changes.get(op.index, {}))
+        options |= resized(self._trace, form, tensors, options, self._tensors)
+        tensors = self._grow_data(form, tensors)
+        result = func(**self._arguments(func, form, tensors, options))
         results = [result] if isinstance(result, torch.Tensor) else [t for t in result if isinstance(t, torch.Tensor)]
         for view, tensor in zip(form.writes, results, strict=True):
-            self._keep(view, tensor)
+            self._store(view, tensor)
         if _torch.is_mutable(func):
             self._overwritten |= views
 
-    def _is_autograds(self, form: Form) -> bool:
-        """Return whether an op is the clone that autograd makes before an op in place whose formula reads its input."""
+    def _is_autograd_clone(self, form: Form) -> bool:
+        """Return whether an op is the clone that autograd makes before an in-place op whose formula reads its input."""
         if not self._trace.ops[form.op].name.startswith("aten.clone") or form.op + 1 not in self._forms:
             return False
-        after = self._forms[form.op + 1]
-        reads = {view for one in self._trace.forms for _, view in one.reads}
-        in_place = after.reads[:1] and after.writes[:1] == (after.reads[0][1],)
-        return bool(in_place and form.reads[0][1] == after.reads[0][1] and form.writes[0] not in reads)
+        following = self._forms[form.op + 1]
+        all_reads = {view for other in self._trace.forms for _, view in other.reads}
+        in_place = following.reads[:1] and following.writes[:1] == (following.reads[0][1],)
+        return bool(in_place and form.reads[0][1] == following.reads[0][1] and form.writes[0] not in all_reads)
 
     def _read(self, op: Op, name: str, view: View) -> torch.Tensor:
-        found = self._made.get(shown(view))
-        if found is None:
-            raise Unmendable(f"what {op.name} reads was made in a way that is not known")
-        return found.detach() if found.requires_grad and name not in op.needs_grad else found
+        tensor = self._tensors.get(canonical(view))
+        if tensor is None:
+            raise ChangeError(f"what {op.name} reads was made in a way that is not known")
+        return tensor.detach() if tensor.requires_grad and name not in op.needs_grad else tensor
 
-    def _keep(self, view: View, tensor: torch.Tensor) -> None:
-        self._made[shown(view)] = tensor
-        self._last[view.storage] = shown(view)
+    def _store(self, view: View, tensor: torch.Tensor) -> None:
+        self._tensors[canonical(view)] = tensor
+        self._last_view[view.storage] = canonical(view)
 
-    def _fitting(self, form: Form, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Grow data of the step (a target) that had another operand's size to the new size."""
-        grown = [
+    def _grow_data(self, form: Form, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the operands, with data from before the step (a target) grown to the new size of another operand."""
+        resized_views = [
             view for (_, view), tensor in zip(form.reads, tensors, strict=True) if tuple(tensor.shape) != view.shape
         ]
-        if not grown:
+        if not resized_views:
             return tensors
-        new = {size: now for view in grown for size, now in zip(view.shape, self._made[shown(view)].shape, strict=True)}
-        found = list[torch.Tensor]()
+        new_size = {
+            old: new
+            for view in resized_views
+            for old, new in zip(view.shape, self._tensors[canonical(view)].shape, strict=True)
+        }
+        operands = list[torch.Tensor]()
         for (_, view), tensor in zip(form.reads, tensors, strict=True):
-            data = shown(view) in self._leaves and self._trace.storages[view.storage].cause not in _FIXED
-            if data and len(view.shape) > 2 and tuple(tensor.shape) == view.shape:
-                shape = (*view.shape[:1], *(new.get(size, size) for size in view.shape[1:]))
-                self.grown[shown(view)] = shape
+            is_data = canonical(view) in self._leaves and self._trace.storages[view.storage].cause not in _FIXED
+            if is_data and len(view.shape) > 2 and tuple(tensor.shape) == view.shape:
+                shape = (*view.shape[:1], *(new_size.get(size, size) for size in view.shape[1:]))
+                self.grown[canonical(view)] = shape
                 tensor = tensor.new_empty(shape)
-                self._keep(view, tensor)
-            found.append(tensor)
-        return found
+                self._store(view, tensor)
+            operands.append(tensor)
+        return operands
 
     def _arguments(
-        self, func: Any, form: Form, tensors: list[torch.Tensor], given: Mapping[str, Option]
+        self, func: Any, form: Form, tensors: list[torch.Tensor], options: Mapping[str, Option]
     ) -> dict[str, Any]:
-        by_name: dict[str, list[torch.Tensor]] = {}
+        """Return the keyword arguments of a call, as the op's schema wants them."""
+        operands: dict[str, list[torch.Tensor]] = {}
         for (name, _), tensor in zip(form.reads, tensors, strict=True):
-            by_name.setdefault(name, []).append(tensor)
-        found: dict[str, Any] = {}
+            operands.setdefault(name, []).append(tensor)
+        arguments: dict[str, Any] = {}
         for argument in _torch.arguments(func):
-            kind = str(argument.type)
+            name, kind = argument.name, str(argument.type)
             if "Tensor" in kind:
-                if argument.name in by_name:
-                    several = kind.startswith(("List", "Optional[List"))
-                    found[argument.name] = by_name[argument.name] if several else by_name[argument.name][0]
-                elif argument.name in given:  # a number
-                    found[argument.name] = _number(given[argument.name])
+                if name in operands:
+                    is_list = kind.startswith(("List", "Optional[List"))
+                    arguments[name] = operands[name] if is_list else operands[name][0]
+                elif name in options:  # a number
+                    arguments[name] = _number(options[name])
                 elif kind.startswith("Optional"):
-                    found[argument.name] = None
-            elif argument.name in given:
-                value = given[argument.name]
-                plain = _number(value) if kind in ("number", "float") else value
-                found[argument.name] = list(value) if isinstance(value, tuple) else plain
-            elif argument.name == "memory_format":
-                found["memory_format"] = _layout(form.writes[0])
-            elif argument.name == "dtype" and _names_its_dtype(form, base_name(self._trace.ops[form.op].name)):
-                found["dtype"] = getattr(torch, self._trace.storages[form.writes[0].storage].dtype)
+                    arguments[name] = None
+            elif name in options:
+                value = options[name]
+                scalar = _number(value) if kind in ("number", "float") else value
+                arguments[name] = list(value) if isinstance(value, tuple) else scalar
+            elif name == "memory_format":
+                arguments[name] = _memory_format(form.writes[0])
+            elif name == "dtype" and _has_own_dtype(form, base_name(self._trace.ops[form.op].name)):
+                arguments[name] = getattr(torch, self._trace.storages[form.writes[0].storage].dtype)
             elif kind.startswith("Optional") and not argument.has_default_value():
-                found[argument.name] = None
-        return found
+                arguments[name] = None
+        return arguments
 
 
-def _names_its_dtype(form: Form, name: str) -> bool:
-    """Return whether an op makes another dtype than it reads: a form leaves dtypes out, which are those of the
-    results."""
+def _has_own_dtype(form: Form, name: str) -> bool:
+    """Return whether an op takes its result's dtype as an argument. A form leaves dtypes out: the result has it."""
     return not form.reads or name == "_to_copy" or name.startswith("new_") or name.endswith("_like")
 
 
 def _number(value: Option) -> Any:
-    """Return a number of a form, which writes those that are not finite as text."""
+    """Return a number of a form, where infinities and NaN are strings."""
     return float(value) if isinstance(value, str) else value
 
 
-def _layout(view: View) -> torch.memory_format:
-    """Return the memory format that makes a tensor lie as this one does; that of the tensor it is made of, if none says
-    so."""
+def _memory_format(view: View) -> torch.memory_format:
+    """Return the memory format that gives a tensor these strides; `torch.preserve_format` if no format does."""
     rank = len(view.shape)
-    if shown(view).strides == _strides(view.shape, range(rank)):
+    if canonical(view).strides == _strides(view.shape, range(rank)):
         return torch.contiguous_format
     wide = {4: torch.channels_last, 5: torch.channels_last_3d}.get(rank)
-    if wide is not None and shown(view).strides == _strides(view.shape, (0, *range(2, rank), 1)):
+    if wide is not None and canonical(view).strides == _strides(view.shape, (0, *range(2, rank), 1)):
         return wide
     return torch.preserve_format
 
 
 def _strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose dimensions lie in this order; 0 for those of one element, as `shown`
-    has it."""
-    found, step = [0] * len(shape), 1
-    for place in reversed([*order]):
-        found[place] = 0 if shape[place] == 1 else step
-        step *= shape[place]
-    return tuple(found)
+    """Return the strides of a dense tensor with its dimensions in this order, outermost first; 0 for dimensions of size
+    1, as in `canonical`."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed([*order]):
+        strides[dim] = 0 if shape[dim] == 1 else step
+        step *= shape[dim]
+    return tuple(strides)
