@@ -123,10 +123,10 @@ def compare(
     """Compare a candidate with the step without a plan, step by step. Random streams advance: the caller restores them.
 
     Where bits may differ, errors are measured from the step in float64, or from the step without a plan where float64
-    does not run or draws other random numbers. The yardstick's errors are allowed. Where it does not run, or is too
-    inaccurate (`rounding.is_yardstick`), those of the step without a plan are, and where errors are measured from that,
-    the tolerance's few eps alone. A candidate as accurate as the step without a plan needs no yardstick, unless it is
-    lossy.
+    does not run or draws other random numbers. The errors of the yardstick are allowed. Where it does not run or is not
+    accurate enough (`rounding.is_yardstick`), the errors of the step without a plan are allowed; where errors are
+    measured from that step, only the tolerance's few eps are. A candidate as accurate as the step without a plan needs
+    no yardstick, unless it is lossy.
 
     Args:
         baselines, candidate: trials that have not run yet.
