@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from memplan.cli import main
-from memplan.cli.guard import _name, typed
+from memplan.cli.guard import _portable, options_text
 from memplan.cli.options import StepArguments
 from memplan.errors import DeviceError
 
@@ -105,7 +105,7 @@ def test_a_target_is_the_same_however_its_path_is_written(models: Path) -> None:
     ],
 )
 def test_a_name_is_the_same_on_each_system(typed_as: str, name: str) -> None:
-    assert _name(typed_as) == name
+    assert _portable(typed_as) == name
 
 
 def test_a_trace_is_a_target(models: Path) -> None:
@@ -227,5 +227,5 @@ def test_options_are_typed_in_one_order() -> None:
         "a.py:b", inputs=("8x3", "8"), optimizer="adamw", precision="bf16", infer=True, batch=4, device="h100",
         cudnn="off",
     )  # fmt: skip
-    assert typed(given) == "--input 8x3 --input 8 --optimizer adamw --precision bf16 --infer --batch 4"
-    assert typed(StepArguments("a.py:b")) == ""
+    assert options_text(given) == "--input 8x3 --input 8 --optimizer adamw --precision bf16 --infer --batch 4"
+    assert options_text(StepArguments("a.py:b")) == ""

@@ -21,7 +21,17 @@ MIB = 1 << 20
 
 def trace_of(*storages: Storage, calls: tuple[Call, ...] = (), end: int | None = None) -> Trace:
     ticks = [t for s in storages for t in (s.born, s.died or 0)] + [c.tick for c in calls]
-    return Trace("recorded", "h100", "2.13", (), storages, (), (0,), end or max(ticks), calls=calls)
+    return Trace(
+        origin="recorded",
+        device="h100",
+        torch="2.13",
+        ops=(),
+        storages=storages,
+        layers=(),
+        steps=(0,),
+        end=end or max(ticks),
+        calls=calls,
+    )
 
 
 def storage(number: int, size: int, born: int, died: int | None = None, **more: object) -> Storage:

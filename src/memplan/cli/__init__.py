@@ -1,6 +1,6 @@
-"""The command line: `memplan COMMAND`. A command is one file here and one line in `COMMANDS`.
+"""The command line: `memplan COMMAND`. A command is a file here and a line in `COMMANDS`.
 
-Nothing heavy is imported until a command runs: help has to answer within 0.3 s.
+Nothing heavy is imported until a command runs, so that help answers within 0.3 s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 
 from memplan._text import printable
 from memplan._version import __version__
-from memplan.cli.files import GIVEN
+from memplan.cli.files import TYPED
 from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {
@@ -36,7 +36,7 @@ COMMANDS: dict[str, str] = {
     "devices": "List the cards that memplan knows, and where each figure is from.",
     "cache": "Show what memplan keeps on disk, or remove it.",
 }
-"""Name of each command and what it does. ``memplan.cli.NAME`` holds it as ``command``, a click command."""
+"""Name of each command and what it does. The module ``memplan.cli.NAME`` defines it as ``command``."""
 
 HELP = """Where the memory of a PyTorch step goes, before it runs.
 
@@ -51,14 +51,14 @@ Exit code: 0 done; 1 found something, or does not fit; 2 bad usage, or a step th
 
 
 class Commands(click.Group):
-    """A group that imports a command when it is asked for, and answers every error with one line."""
+    """A group that imports a command when it runs, and prints every error as a line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a name, imported now; None where there is none."""
+        """Import and return the command of a name; None for unknown names."""
         if cmd_name not in COMMANDS:
             return None
         return importlib.import_module(f"memplan.cli.{cmd_name}").command
@@ -66,12 +66,12 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command as click does; offer the nearest names where it is unknown."""
+        """Resolve a command as click does; for an unknown name raise UsageError with the nearest names."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from memplan.trace.naming.parsing import offer
 
             raise click.UsageError(f"There is no command {args[0]!r}. {offer(args[0], COMMANDS)}", ctx)
-        ctx.meta[GIVEN] = list(args)
+        ctx.meta[TYPED] = list(args)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -80,90 +80,88 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command as click does; end without a message where the reader of a pipe has gone."""
+        """Run a command as click does; end without a message if stdout is a closed pipe."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            _silence()
+            _discard_stdout()
             return 0
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
+    def main(self, args: Sequence[str] | None = None, *positional: Any, **keywords: Any) -> NoReturn:
         """Run the command line and exit."""
-        given = list(sys.argv[1:] if args is None else args)
-        extra["standalone_mode"] = False
-        extra.setdefault("obj", "--" in given)  # whether arguments of a target may follow
-        own = sys.argv
+        arguments = list(sys.argv[1:] if args is None else args)
+        keywords["standalone_mode"] = False
+        keywords.setdefault("obj", "--" in arguments)  # whether a target may have arguments
+        argv = sys.argv
         sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by `>&-`
         sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         try:
-            code = super().main(given, *rest, **extra)
-        except BaseException as error:  # whatever it is, it ends as one line and an exit code
-            code = _answer(error, debug="--debug" in given)
+            code = super().main(arguments, *positional, **keywords)
+        except BaseException as error:  # any error ends as a line and an exit code
+            code = _report_error(error, debug="--debug" in arguments)
         finally:
-            sys.argv = own  # a target has had its own
+            sys.argv = argv  # a target may have set it
         if isinstance(code, int):
             sys.exit(_flushed(code))
         sys.exit(_flushed(0))
 
 
-def _answer(error: BaseException, *, debug: bool) -> int:
-    """Say what went wrong in one line on stderr and return the exit code."""
+def _report_error(error: BaseException, *, debug: bool) -> int:
+    """Print an error as a line on stderr and return the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 2
     if debug and not isinstance(error, click.ClickException):
         traceback.print_exception(error)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        _say("interrupted")
+        _print("interrupted")
         return 130
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         click.echo(error.message, err=True)
     elif isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "memplan"
-        _say(f"{error.format_message().rstrip('.')}. See {command} --help.")
+        _print(f"{error.format_message().rstrip('.')}. See {command} --help.")
     elif isinstance(error, click.ClickException):
-        _say(error.format_message())
+        _print(error.format_message())
     elif isinstance(error, MemplanError):
-        _say_last(error)
-        _say(str(error))
-    elif isinstance(error, OSError) and error.strerror:  # a step's own are a StepError
+        # output of the user's code that was captured before it failed
+        for note in getattr(error, "__notes__", getattr(error.__cause__, "__notes__", ())):
+            click.echo("\n".join(printable(line) for line in note.split("\n")), err=True)
+        _print(str(error))
+    elif isinstance(error, OSError) and error.strerror:  # an OSError of the step itself is a StepError
         place = f"{error.filename}: " if error.filename else ""
-        _say(f"{place}{error.strerror}. Expected a file or device that can be used. Check the path, and the room left.")
+        _print(
+            f"{place}{error.strerror}. Expected a file or device that can be used. Check the path, and the room left."
+        )
     else:
-        _say(
-            f"{type(error).__name__}: {error} ({_innermost(error)}). "
+        _print(
+            f"{type(error).__name__}: {error} ({_innermost_frame(error)}). "
             "Expected no error inside of memplan. Run it again with --debug for the traceback, and report it."
         )
     return 2
 
 
-def _say_last(error: BaseException) -> None:
-    """Say what the user's code printed before it failed, where that was held back."""
-    for note in getattr(error, "__notes__", getattr(error.__cause__, "__notes__", ())):
-        click.echo("\n".join(printable(line) for line in note.split("\n")), err=True)
-
-
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     click.echo("memplan: " + printable(" ".join(text.split())).replace("?.", "?"), err=True)
 
 
-def _innermost(error: BaseException) -> str:
+def _innermost_frame(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "nowhere"
 
 
 def _flushed(code: int) -> int:
-    """Return the exit code, after flushing: a pipe that broke late must not make the interpreter complain."""
+    """Flush stdout and return the exit code. A closed pipe must not make the interpreter print an error at exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _silence()
+        _discard_stdout()
     except ValueError:  # closed by the user's code
         pass
     return code
 
 
-def _silence() -> None:
-    """Send the rest of stdout nowhere, else the interpreter complains of it at its end."""
+def _discard_stdout() -> None:
+    """Redirect stdout to the null device, as the interpreter flushes it at exit and prints an error if that fails."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -34,8 +34,8 @@ def command(cleared: bool, results: ResultFiles) -> int:
 
     if cleared:
         clear()
-    found = kept()
-    results.write(lambda: dumps(found))
+    files = kept()
+    results.write(lambda: dumps(files))
     if not results.takes_stdout:
-        print_cache(found)
+        print_cache(files)
     return 0

@@ -78,7 +78,7 @@ def command(
     sarif: str | None,
     github: bool,
     junit: str | None,
-    **given: Any,
+    **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.checks.finding import SEVERITIES
@@ -87,8 +87,8 @@ def command(
     from memplan.reports.check import dumps, print_findings
     from memplan.reports.ci.annotations import of_findings
 
-    request = target_or_script(given)
-    arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
+    request = target_or_script(values)
+    arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
     outputs.check(results)
     ignores = [parse_ignore(text, IDS) for text in ignored]
     if fix and (results.takes_stdout or outputs.to_stdout or is_trace(arguments.target)):
@@ -111,29 +111,29 @@ def command(
 
 
 def _findings(
-    given: StepArguments, request: Request | None, context: int, ignores: list[Ignore]
+    arguments: StepArguments, request: Request | None, context: int, ignores: list[Ignore]
 ) -> tuple[Trace, list[Finding]]:
     from memplan.checks.check import check_trace, record_again
     from memplan.checks.mended.changed_step import Remaker
     from memplan.trace.recording.session import choose_target
 
-    if given.settings:
+    if arguments.settings:
         raise InputError(
             "--settings for check", expected="no such option: check does not use allocator settings", do="Leave it out"
         )
-    if request is not None or is_trace(given.target):
-        trace = recorded(given) if request is None else run(request).trace
+    if request is not None or is_trace(arguments.target):
+        trace = recorded(arguments) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
-    with progress(f"recording {given.target}"), contained(given.target):
-        described = describe(given)
+    with progress(f"recording {arguments.target}"), contained(arguments.target):
+        described = describe(arguments)
         remaker = Remaker(
-            described.what, described.options, choose_target(given.device, given.assumed, given.environment)
+            described.what, described.options, choose_target(arguments.device, arguments.assumed, arguments.environment)
         )
         try:
             trace = record_again(remaker)
             return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
         except StepError as error:
-            raise advised(error, given) from error.__cause__
+            raise advised(error, arguments) from error.__cause__
 
 
 script_option(command)

@@ -1,4 +1,4 @@
-"""Outputs for systems that run commands on every change: SARIF, annotations of GitHub Actions, JUnit."""
+"""Output options for continuous integration: SARIF, annotations of GitHub Actions, JUnit."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class CiOutputs:
-    """The values of these options as they were typed."""
+    """The values of the CI options as typed."""
 
     sarif: str | None
     github: bool
     junit: str | None
 
     def check(self, results: ResultFiles) -> None:
-        """See that each output has a place of its own, before the work for it is done.
+        """Check, before anything runs, that no two outputs have the same destination.
 
         Raises:
-            InputError: a file that cannot be written, or two outputs that would mix.
+            InputError: two outputs go to one file or to stdout.
         """
         named = {"--json": results.json, "--html": results.html, "--sarif": self.sarif, "--junit": self.junit}
         files = [path for path in named.values() if path is not None]
@@ -47,20 +47,20 @@ class CiOutputs:
 
     @property
     def to_stdout(self) -> bool:
-        """Return whether one of the files is stdout, where nothing else may be printed."""
+        """Return whether a file goes to stdout, so that nothing else may be printed."""
         return "-" in (self.sarif, self.junit)
 
     def write(self, target: str, rules: Sequence[str], annotations: Sequence[Annotation]) -> None:
-        """Write what was asked for.
+        """Write the outputs.
 
         Args:
-            target: what was looked at.
-            rules: the rules that were looked at, each a case of JUnit.
-            annotations: what was found.
+            target: the target that was checked.
+            rules: the rules that were checked, each a test case of JUnit.
+            annotations: the findings.
         """
         from memplan.reports.ci import github, junit, sarif
 
-        annotations = [_in_reach(one) for one in annotations]
+        annotations = [_in_project(annotation) for annotation in annotations]
         if self.sarif is not None:
             write(self.sarif, sarif.dumps(annotations))
         if self.junit is not None:
@@ -69,16 +69,16 @@ class CiOutputs:
             click.echo(github.dumps(annotations), nl=False)
 
 
-def _in_reach(one: Annotation) -> Annotation:
-    """Return an annotation of a line in a file that is here: one in an installed package is at the target's file, since
-    a pull request does not show it."""
-    if one.where is None or os.path.isfile(one.where.rpartition(":")[0]):
-        return one
-    return replace(one, where=None, also=(*one.also, f"the line is {one.where}"))
+def _in_project(annotation: Annotation) -> Annotation:
+    """Move the annotation of a line outside of the working folder, such as in an installed package, to the target's
+    file, since a pull request shows no other."""
+    if annotation.where is None or os.path.isfile(annotation.where.rpartition(":")[0]):
+        return annotation
+    return replace(annotation, where=None, also=(*annotation.also, f"the line is {annotation.where}"))
 
 
 def ci_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the three options."""
+    """Add the CI options to a command."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function

@@ -9,7 +9,7 @@ import click
 
 from memplan.cli.files import ResultFiles, is_trace
 from memplan.cli.options import StepArguments, describe, result_options, top_option
-from memplan.cli.pair_options import for_one, pair_options
+from memplan.cli.pair_options import pair_options, side_arguments
 from memplan.cli.progress import progress
 from memplan.errors import InputError, TargetError
 from memplan.trace.naming.targets import contained
@@ -51,9 +51,9 @@ Exit code: 0 done; 2 bad usage, or a step that cannot be recorded.
 @click.option("--measure", "really", is_flag=True, help="Really run both here, instead of predicting them.")
 @top_option(12, "Layers")
 @result_options("the comparison")
-def command(a: str, b: str | None, really: bool, top: int, results: ResultFiles, **given: Any) -> int:
+def command(a: str, b: str | None, really: bool, top: int, results: ResultFiles, **values: Any) -> int:
     """Run the command and return its exit code."""
-    sides = [for_one(a, given, "a"), for_one(b or a, given, "b")]
+    sides = [side_arguments(a, values, "a"), side_arguments(b or a, values, "b")]
     if sides[0] == sides[1]:
         raise InputError(
             f"{a} twice, with the same options",
@@ -64,36 +64,32 @@ def command(a: str, b: str | None, really: bool, top: int, results: ResultFiles,
     from memplan.studies.comparisons.compare import compare_given
 
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
-        titles = _titles(sides)
-        comparison = compare_given(*(_given(*pair) for pair in zip(sides, titles, strict=True)), measure=really)
+        comparison = compare_given(
+            _input(sides[0], _title(*sides)), _input(sides[1], _title(*reversed(sides))), measure=really
+        )
     results.write(lambda: dumps(comparison))
     if not results.takes_stdout:
         print_comparison(comparison, top=top)
     return 0
 
 
-def _titles(sides: list[StepArguments]) -> list[str]:
-    """Return each target, with its options where the other's differ."""
-    one, other = sides
-    return [_title(one, other), _title(other, one)]
-
-
 def _title(side: StepArguments, other: StepArguments) -> str:
-    found = [side.target]
+    """Return a side's target with the options that differ from the other side's."""
+    words = [side.target]
     for name, value in vars(side).items():
         if name == "target" or value == getattr(other, name):
             continue
         option = f"--{name.rstrip('s') if isinstance(value, tuple) else name}"
         if isinstance(value, tuple):
-            found += [f"{option} {text}" for text in value if text not in getattr(other, name)]
+            words += [f"{option} {text}" for text in value if text not in getattr(other, name)]
         elif value is True:
-            found.append(option)
+            words.append(option)
         elif value not in (None, False):
-            found.append(f"{option} {value}")
-    return " ".join(found)
+            words.append(f"{option} {value}")
+    return " ".join(words)
 
 
-def _given(side: StepArguments, title: str) -> Given:
+def _input(side: StepArguments, title: str) -> Given:
     from memplan.studies.comparisons.compare import Given
 
     if not _is_file(side.target):
@@ -101,7 +97,7 @@ def _given(side: StepArguments, title: str) -> Given:
             described = describe(side)
         return Given(title, described.what, described.options, side.device, side.settings, side.environment)
     _check_file(side.target)
-    surplus = [option for option in side.given() if option != "--settings"]
+    surplus = [option for option in side.changed_options() if option != "--settings"]
     if surplus:
         raise InputError(
             f"{side.target} is a file, and {', '.join(surplus)} was given for it, too",
@@ -112,7 +108,7 @@ def _given(side: StepArguments, title: str) -> Given:
 
 
 def _check_file(path: str) -> None:
-    """Check that there is such a file. Raises TargetError."""
+    """Raise TargetError if there is no such file."""
     from memplan.studies.comparisons.sides import split_point
 
     path = split_point(path)[0]
@@ -124,7 +120,7 @@ def _check_file(path: str) -> None:
 
 
 def _is_file(target: str) -> bool:
-    """Return whether a target is what memplan wrote, or a point in it, rather than code."""
+    """Return whether a target is a saved result, or a point in it, rather than code."""
     from memplan.studies.comparisons.sides import split_point
 
     target = split_point(target)[0]

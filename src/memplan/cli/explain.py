@@ -77,10 +77,10 @@ def command(
     trace_file: str | None,
     snapshot_file: str | None,
     viewers: ViewerFiles,
-    **given: Any,
+    **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
-    arguments = StepArguments(**given)
+    arguments = StepArguments(**values)
     if weights is not None or activations is not None:
         from memplan.cli.quantize import quantize
 
@@ -88,7 +88,7 @@ def command(
             arguments, weights, activations, results, top, others=(trace_file, snapshot_file, *astuple(viewers))
         )
     outputs = Outputs(results, trace_file, snapshot_file, viewers).checked()
-    if (saved := _saved(arguments, really, outputs)) is not None:
+    if (saved := _read_saved(arguments, really, outputs)) is not None:
         return _show(saved, outputs, top)
     trace, explanation = _explain(arguments, really)
     from memplan.reports.explain import dumps, print_explanation
@@ -100,35 +100,35 @@ def command(
 
 
 def does_not_fit(explanation: Explanation) -> bool:
-    """Return whether a step does not fit on its card."""
+    """Return whether the verdict is that the step does not fit on its card."""
     return explanation.card is not None and explanation.card.verdict.answer == "does not fit"
 
 
-def _saved(given: StepArguments, really: bool, outputs: Outputs) -> Explanation | None:
-    """Read the explanation that --json wrote into the file that a target names; None where it names something else.
+def _read_saved(arguments: StepArguments, really: bool, outputs: Outputs) -> Explanation | None:
+    """Read a target that is a file with an explanation, as --json writes it. Return None for other targets.
 
     Raises:
-        InputError: options were given, too, or the explanation is damaged.
+        InputError: options that describe a step were used, or the explanation is damaged.
     """
     from memplan.explanation.explanation_json import explanation_of, is_explanation
 
-    if not is_trace(given.target) or begins_as_trace(given.target):
+    if not is_trace(arguments.target) or begins_as_trace(arguments.target):
         return None
     try:
-        data = parse(read_text(given.target))
+        data = parse(read_text(arguments.target))
         if not is_explanation(data):
             return None
         explanation = explanation_of(data)
     except OSError:
         return None
     except Unreadable as error:
-        raise InputError(f"{given.target}: {error}", expected=_FILES, do="Explain the step again") from None
-    asked = {"--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot}
-    asked |= {f"--{name}": path for name, path in asdict(outputs.viewers).items()}
-    surplus = [*given.given(), *(option for option, value in asked.items() if value)]
+        raise InputError(f"{arguments.target}: {error}", expected=_FILES, do="Explain the step again") from None
+    other_options = {"--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot}
+    other_options |= {f"--{name}": path for name, path in asdict(outputs.viewers).items()}
+    surplus = [*arguments.changed_options(), *(option for option, value in other_options.items() if value)]
     if surplus:
         raise InputError(
-            f"{given.target} is an explanation, and {', '.join(surplus)} was given, too",
+            f"{arguments.target} is an explanation, and {', '.join(surplus)} was given, too",
             expected="an explanation alone: its step is no longer there",
             do="Leave the options out, or name a callable",
         )
@@ -139,7 +139,7 @@ _FILES = "what memplan explain --trace or --json wrote"
 
 
 def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
-    """Write and print an explanation that was read from a file."""
+    """Write and print an explanation from a file. Return the exit code."""
     from memplan.reports.explain import dumps, print_explanation
 
     outputs.results.write(lambda: dumps(explanation))
@@ -148,22 +148,22 @@ def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
-def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    if is_trace(given.target):
-        return _explain_file(given, really)
-    with progress(f"{'running' if really else 'recording'} {given.target}"), contained(given.target):
+def _explain(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+    if is_trace(arguments.target):
+        return _explain_file(arguments, really)
+    with progress(f"{'running' if really else 'recording'} {arguments.target}"), contained(arguments.target):
         try:
-            return _explain_target(describe(given), given, really)
+            return _explain_target(describe(arguments), arguments, really)
         except DataDependentError as error:
             raise DataDependentError(error.found, expected=error.expected, do=_MEASURE) from error
         except StepError as error:
-            raise advised(error, given) from error.__cause__
+            raise advised(error, arguments) from error.__cause__
 
 
 _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
 
 
-def _explain_target(described: Described, given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+def _explain_target(described: Described, arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
     from memplan.explanation.explain import explain_trace
     from memplan.explanation.grad import with_training_note
     from memplan.explanation.scaling import scaled
@@ -171,31 +171,34 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
     from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
-    trains = False if given.infer else None  # a step of the user's own may run no backward pass
+    trains = False if arguments.infer else None  # None: unknown, a step may run no backward pass
     if really:
-        trace = measure(described.build(), device=given.device)
-        return trace, explain_trace(trace, title=given.target, train=trains)
-    target = choose_target(given.device, given.assumed, given.environment)
+        trace = measure(described.build(), device=arguments.device)
+        return trace, explain_trace(trace, title=arguments.target, train=trains)
+    target = choose_target(arguments.device, arguments.assumed, arguments.environment)
     on_card = target.card is not None
     trace = record_for(described.build(on_card=on_card), target)
-    explanation = explain_trace(trace, title=given.target, train=trains, card=target.card, settings=given.settings)
-    if given.infer:
+    explanation = explain_trace(
+        trace, title=arguments.target, train=trains, card=target.card, settings=arguments.settings
+    )
+    if arguments.infer:
         explanation = with_training_note(explanation, described.training().build(on_card=on_card), target)
-    at = lambda batch: described.with_batch(batch).build(on_card=on_card)  # noqa: E731
-    return trace, scaled(explanation, described.batch, at, target)
+    return trace, scaled(
+        explanation, described.batch, lambda batch: described.with_batch(batch).build(on_card=on_card), target
+    )
 
 
-def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    """Explain a step that was recorded before."""
+def _explain_file(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+    """Explain a saved trace."""
     from memplan.explanation.explain import explain_trace
 
-    trace = recorded(given, *(["--measure"] if really else []))
+    trace = recorded(arguments, *(["--measure"] if really else []))
     trains = any(op.phase == "backward" for op in trace.ops)
-    return trace, explain_trace(trace, title=given.target, train=trains, settings=given.settings)
+    return trace, explain_trace(trace, title=arguments.target, train=trains, settings=arguments.settings)
 
 
 def warn_of_branches(explanation: Explanation) -> int:
-    """Warn where a value that no recording has decided which way the step went, and return 2; else 0."""
+    """Print a warning and return 2 if the recording assumed a branch that depends on a value, else return 0."""
     branches = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]
     if not branches:
         return 0

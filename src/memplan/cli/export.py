@@ -72,26 +72,26 @@ def command(
     core: str | None,
     force: bool,
     json_file: str | None,
-    **given: Any,
+    **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.exporting.export import export
     from memplan.reports.exports.export import dumps, print_export, print_shortfall
 
-    out = os.path.abspath(out)  # what makes the model may change the directory
-    arguments = StepArguments(**given)
+    out = os.path.abspath(out)  # the target may change the directory
+    arguments = StepArguments(**values)
     for option in ("--kwarg", "--precision"):
-        if option in arguments.given():
+        if option in arguments.changed_options():
             raise InputError(option, expected="positional inputs in float32", do="Leave it out")
     with progress(f"exporting {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
         step = described.options
         loss, optimizer = step.callables
         try:
-            made = described.target.what(**described.arguments)
+            model = described.target.what(**described.arguments)
             data = None if batches is None else _batches(batches)
-            done = export(
-                made, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
+            exported = export(
+                model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
                 folder=out, name=name, search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
@@ -104,9 +104,9 @@ def command(
             click.echo(f"memplan: {error}", err=True)
             return 1
     if json_file is not None:
-        write(json_file, dumps(done))
+        write(json_file, dumps(exported))
     if json_file != "-":
-        print_export(done)
+        print_export(exported)
     return 0
 
 

@@ -12,17 +12,17 @@ import click
 
 from memplan.errors import InputError
 
-GIVEN = "memplan.arguments"
-"""Key of the context's ``meta`` under which the arguments of the command stand as typed."""
+TYPED = "memplan.arguments"
+"""Key in ``click.Context.meta`` of the command's arguments as typed."""
 
 
 def is_trace(target: str) -> bool:
-    """Return whether a target is a file that --trace wrote, by its name or by how it begins."""
+    """Return whether a target is a file that --trace wrote, by its name or its first bytes."""
     return target.endswith(".json") or begins_as_trace(target)
 
 
 def begins_as_trace(target: str) -> bool:
-    """Return whether a file begins as those that --trace wrote."""
+    """Return whether a file has the first bytes of those that --trace writes."""
     try:
         with open(target, encoding="utf-8") as file:
             return file.read(24).startswith('{"format":"memplan.trace')
@@ -31,33 +31,29 @@ def begins_as_trace(target: str) -> bool:
 
 
 class OutputFile(click.ParamType):
-    """A file that the command writes: checked before the work for it is done, and then an absolute path.
+    """A file that the command writes, checked before anything runs; ``-`` is stdout.
 
-    A build that changes the directory does not change where the file goes. ``-`` is stdout.
+    Its value is an absolute path, as the user's code may change the directory.
     """
 
     name = "file"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the path without links in it.
-
-        Raises:
-            InputError: as `writable` says.
-        """
+        """Return the real path. Raises InputError: see `writable`."""
         option = param.opts[0] if param is not None else "the output"
-        return writable(value, option, () if ctx is None else ctx.meta.get(GIVEN, ()))
+        return writable(value, option, () if ctx is None else ctx.meta.get(TYPED, ()))
 
 
 OUTPUT = OutputFile()
 
 
-def writable(path: str, option: str, given: Sequence[str] = ()) -> str:
-    """See that a file can be written, and return its path without links in it; ``-`` as it is.
+def writable(path: str, option: str, typed: Sequence[str] = ()) -> str:
+    """Check that a file can be written, and return its real path; ``-`` is returned unchanged.
 
     Args:
         path: as typed.
-        option: what it was given for.
-        given: all arguments of the command; none of the others may name the same file.
+        option: the option whose value it is.
+        typed: all arguments of the command; none of the others may name the same file.
 
     Raises:
         InputError: its folder does not exist or takes no new file, it is a folder itself, source code, or a file that
@@ -67,34 +63,34 @@ def writable(path: str, option: str, given: Sequence[str] = ()) -> str:
         return path
     real = os.path.realpath(path)
     folder = os.path.dirname(real)
-    others = list(given)
-    for own in (path, f"{option}={path}"):
-        if own in others:
-            others.remove(own)
+    others = list(typed)
+    for text in (path, f"{option}={path}"):
+        if text in others:
+            others.remove(text)
             break
-    if (reason := _unreachable(path)) is not None:
-        found = f"{option} {path}: {reason}"
+    if (reason := _path_error(path)) is not None:
+        problem = f"{option} {path}: {reason}"
     elif os.path.isdir(real):
-        found = f"{option} {path} is a folder"
+        problem = f"{option} {path} is a folder"
     elif not os.path.isdir(folder):
-        found = f"{option} {path}: there is no folder {folder}"
+        problem = f"{option} {path}: there is no folder {folder}"
     elif not os.access(folder, os.W_OK):
-        found = f"{option} {path}: the folder {folder} cannot be written to"
-    elif (other := next((one for one in others if _names(one, real)), None)) is not None:
+        problem = f"{option} {path}: the folder {folder} cannot be written to"
+    elif (other := next((argument for argument in others if _names_file(argument, real)), None)) is not None:
         raise InputError(
             f"{option} {path}: another argument, {other}, names the same file",
             expected="a file of its own for each output",
             do="Name another",
         )
     elif option != "--python" and real.lower().endswith(".py") and os.path.exists(real):
-        found = f"{option} {path} is source code"
+        problem = f"{option} {path} is source code"
     else:
         return real
-    raise InputError(found, expected="a file in a folder that can be written to", do="Choose another path")
+    raise InputError(problem, expected="a file in a folder that can be written to", do="Choose another path")
 
 
-def _unreachable(path: str) -> str | None:
-    """Return why a path leads nowhere: a loop of links, a name that is too long; None where it does not."""
+def _path_error(path: str) -> str | None:
+    """Return why a path cannot exist, such as a loop of links or a name that is too long; None if it can."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -104,8 +100,8 @@ def _unreachable(path: str) -> str | None:
     return None
 
 
-def _names(argument: str, real: str) -> bool:
-    """Return whether an argument names a file: alone, behind an option's ``=``, or with ``:callable`` or ``#point``."""
+def _names_file(argument: str, real: str) -> bool:
+    """Return whether an argument names a file: by itself, as ``--option=FILE``, ``FILE:callable`` or ``FILE#point``."""
     texts = {argument, argument.partition("=")[2]}
     texts |= {text.rpartition(mark)[0] for text in tuple(texts) for mark in ":#"}
     try:
@@ -115,7 +111,7 @@ def _names(argument: str, real: str) -> bool:
 
 
 def write(path: str, text: str) -> None:
-    """Write a file in one move; ``-`` is stdout."""
+    """Write a file atomically; ``-`` is stdout."""
     from memplan._text import write_whole
 
     if path == "-":
@@ -126,17 +122,17 @@ def write(path: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """Files of a command's result, ``--json`` and ``--html``; None for those not asked for."""
+    """Paths of ``--json`` and ``--html``; None for options that were not used."""
 
     json: str | None = None
     html: str | None = None
 
     def checked(self) -> ResultFiles:
-        """Return the same.
+        """Check and return the paths.
 
         Raises:
-            InputError: a page for stdout.
-            UsageError: what makes pages is not installed.
+            InputError: ``--html -``.
+            UsageError: the libraries for pages are not installed.
         """
         if self.html == "-":
             raise InputError("--html -", expected="a file: a page of some megabytes is for a browser", do="Name one")
@@ -148,11 +144,11 @@ class ResultFiles:
 
     @property
     def takes_stdout(self) -> bool:
-        """Return whether the JSON is on stdout, which then holds nothing else."""
+        """Return whether the JSON goes to stdout, so that nothing else may be printed."""
         return self.json == "-"
 
     def write(self, dumps: Callable[[], str]) -> None:
-        """Write a result to the files that were asked for; ``dumps`` returns its JSON text."""
+        """Write a result to the files. ``dumps`` returns its JSON text."""
         if self.json is None and self.html is None:
             return
         content = dumps()

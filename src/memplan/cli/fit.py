@@ -70,12 +70,12 @@ for another model, or a step that cannot be planned.
 """
 _POINTS = 9
 _UPDATES = 4
-"""Of a script that is planned: its first steps hold less of what it keeps over several."""
+"""Number of updates of a script to run before it is planned: state that lasts over steps grows in the first ones."""
 
 
 @dataclass(frozen=True)
 class _Files:
-    """Where results go, as typed."""
+    """Output paths as typed."""
 
     plan: str | None
     python: str | None
@@ -83,13 +83,13 @@ class _Files:
     results: ResultFiles
 
     def checked(self) -> _Files:
-        """Check and return the files. Raises InputError, UsageError: one cannot be written, or drawn."""
+        """Check and return the paths. Raises InputError, UsageError: two are the same, or no picture can be drawn."""
         options = {"--plan": self.plan, "--python": self.python, "--frontier": self.frontier}
         options |= {"--json": self.results.json, "--html": self.results.html}
-        given = {option: path for option, path in options.items() if path is not None}
+        paths = {option: path for option, path in options.items() if path is not None}
         if self.frontier == "-":
             raise InputError("--frontier -", expected="a file: a picture is no text", do="Name one")
-        if len(set(given.values())) < len(given):
+        if len(set(paths.values())) < len(paths):
             raise InputError("one file for several outputs", expected="a file for each", do="Name another")
         if self.frontier is not None:
             from memplan.reports.chart import check_drawable
@@ -99,7 +99,7 @@ class _Files:
 
     @property
     def takes_stdout(self) -> bool:
-        """Return whether one of them is stdout, which then holds nothing else."""
+        """Return whether a file goes to stdout, so that nothing else may be printed."""
         return "-" in (self.plan, self.python, self.results.json)
 
 
@@ -144,11 +144,11 @@ def command(
     budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str,
     use_plan: str | None, top: int,
     plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, results: ResultFiles,
-    **given: Any,
+    **values: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
-    request = target_or_script(given)
-    arguments = StepArguments(**given)
+    request = target_or_script(values)
+    arguments = StepArguments(**values)
     _check_options(arguments, budget, use_plan)
     _check_costs(costs, predict or request is not None)
     _check_peers(peers, frontier_file, predict)
@@ -166,9 +166,10 @@ def command(
     with progress(f"{'planning' if predict else 'fitting'} {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
         try:
-            made = _maker(described) if predict else _maker(described)()
-            frontier = None if frontier_file is None else _frontier(made, described, arguments, options, peers)
-            outcome = _outcome(made, described, arguments, options | ({} if plan is None else {"plan": plan}))
+            make = _model_maker(described)
+            model = make if predict else make()
+            frontier = None if frontier_file is None else _frontier(model, described, arguments, options, peers)
+            outcome = _outcome(model, described, arguments, options | ({} if plan is None else {"plan": plan}))
         except StepError as error:
             raise advised(error, arguments) from error.__cause__
     outcome = replace(outcome, frontier=frontier)
@@ -185,7 +186,7 @@ script_option(command)
 
 
 def _check_script(*files: str | None) -> None:
-    """Raise InputError for outputs that only a target has."""
+    """Raise InputError for options that do not go with a script."""
     options = ("--use-plan", "--frontier", "--python")
     wrong = [option for option, file in zip(options, files, strict=True) if file is not None]
     if wrong:
@@ -202,21 +203,21 @@ def _script(request: Request, budget: str | None, options: dict[str, Any], files
     from memplan.studies.capacity.limit import room_of
 
     room = room_of(request.device, budget, assume=dict(request.assume))
-    asked = replace(request, device=request.device or room.device, room=room, plan=tuple(options.items()))
-    found = run(replace(asked, steps=_UPDATES)).fitting
-    assert found is not None, "it was asked for"
-    files.results.write(lambda: dumps_script(found))
-    if found.plan is not None and files.plan is not None:
-        write(files.plan, found.plan.to_json())
+    request = replace(request, device=request.device or room.device, room=room, plan=tuple(options.items()))
+    fitting = run(replace(request, steps=_UPDATES)).fitting
+    assert fitting is not None, "the request has a plan"
+    files.results.write(lambda: dumps_script(fitting))
+    if fitting.plan is not None and files.plan is not None:
+        write(files.plan, fitting.plan.to_json())
     if not files.takes_stdout:
-        print_script(found, top=top)
-    return 0 if found.fits else 1
+        print_script(fitting, top=top)
+    return 0 if fitting.fits else 1
 
 
-def _check_options(given: StepArguments, budget: str | None, use_plan: str | None) -> None:
-    """See that the options suit each other, before anything is loaded."""
+def _check_options(arguments: StepArguments, budget: str | None, use_plan: str | None) -> None:
+    """Raise InputError for options that contradict each other, before anything is imported."""
     for option in ("--infer", "--settings"):
-        if option in given.given():
+        if option in arguments.changed_options():
             raise InputError(f"{option}", expected="a training step on this machine", do="Leave it out")
     if budget is None and use_plan is None:
         raise InputError("no budget", expected="one: --budget 400MiB, or a plan's own with --use-plan", do="Give it")
@@ -256,7 +257,7 @@ def _read_plan(path: str, budget: str | None) -> Plan:
             do="Check the path",
         ) from error
     size = None if budget is None else read_any_budget(budget)
-    if isinstance(size, int) and plan.peak > size:  # of a card, `fit` says what it has
+    if isinstance(size, int) and plan.peak > size:  # the budget of a card's name is not known here
         raise InputError(
             f"the plan of {path} has a peak of {format_bytes(plan.peak)}, and the budget is {format_bytes(size)}",
             expected="a plan within the budget",
@@ -266,31 +267,31 @@ def _read_plan(path: str, budget: str | None) -> Plan:
 
 
 def _outcome(
-    made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any]
+    model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any]
 ) -> Outcome:
-    """Fit a model; of one that is still to be made, only predict."""
+    """Fit a model; if it is a callable that builds one, only plan it."""
     from torch import nn
 
     import memplan
     from memplan.reports.fit import Outcome
 
-    call = _call_options(described, given) | options
+    call_options = _call_options(described, arguments) | options
     try:
-        if not isinstance(made, nn.Module):
-            plan = memplan.plan(made, *described.options.inputs, **call)
-            return Outcome(given.target, plan, changed=not plan.changes_nothing)
-        fitted = memplan.fit(made, *described.options.inputs, **call)
+        if not isinstance(model, nn.Module):
+            plan = memplan.plan(model, *described.options.inputs, **call_options)
+            return Outcome(arguments.target, plan, changed=not plan.changes_nothing)
+        fitted = memplan.fit(model, *described.options.inputs, **call_options)
     except BudgetError as error:
-        return Outcome(given.target, None, changed=False, shortfall=error)
+        return Outcome(arguments.target, None, changed=False, shortfall=error)
     except VerificationError as error:
-        return Outcome(given.target, None, error.proof, changed=False, notes=(f"{error.do}.",))
-    outcome = Outcome(given.target, fitted.plan, fitted.proof, changed=fitted.changed, notes=tuple(fitted.notes))
+        return Outcome(arguments.target, None, error.proof, changed=False, notes=(f"{error.do}.",))
+    outcome = Outcome(arguments.target, fitted.plan, fitted.proof, changed=fitted.changed, notes=tuple(fitted.notes))
     fitted.undo()
     return outcome
 
 
-def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
-    """Return the arguments of `memplan.plan` and `memplan.fit` besides model, inputs and budget."""
+def _call_options(described: Described, arguments: StepArguments) -> dict[str, Any]:
+    """Return the arguments that `memplan.plan` and `memplan.fit` share, without model, inputs and budget."""
     options = described.options
     return {
         "kwargs": dict(options.kwargs),
@@ -298,12 +299,13 @@ def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
         "loss": options.loss,
         "optimizer": options.optimizer,
         "autocast": options.autocast,
-        "device": given.device,
+        "device": arguments.device,
     }
 
 
-def _maker(described: Described) -> Callable[[], nn.Module]:
-    """Return the target without arguments, which says what it made if that is no use."""
+def _model_maker(described: Described) -> Callable[[], nn.Module]:
+    """Return a callable that builds the model in training mode, and raises TargetError if the target returns another
+    value, or StepError if it fails."""
     target = described.target
 
     def make() -> nn.Module:
@@ -311,45 +313,45 @@ def _maker(described: Described) -> Callable[[], nn.Module]:
 
         try:
             with contained(target.text):
-                made = target.what(**described.arguments)
+                model = target.what(**described.arguments)
         except MemplanError:
             raise
         except Exception as error:  # the user's code can raise anything; the original stays as __cause__
             raised = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
             raise StepError(f"{target.text} raised {raised}", where=location(error)) from error
-        if not isinstance(made, nn.Module):
+        if not isinstance(model, nn.Module):
             raise TargetError(
                 f"{target.text}{f' at {target.where}' if target.where else ''} returned "
-                f"{'None' if made is None else f'a value of type {type(made).__name__}'}",
+                f"{'None' if model is None else f'a value of type {type(model).__name__}'}",
                 expected="a module: what can be made to fit is a model, not a step that is written out",
                 do="Name a callable that returns the model, and give --input, --loss and --optimizer",
             )
-        _make_lazy_layers(made, described)
-        made = made if described.options.dtype is None else made.to(described.options.dtype)
-        return made if made.training else made.train()
+        _initialize_lazy_layers(model, described)
+        model = model if described.options.dtype is None else model.to(described.options.dtype)
+        return model if model.training else model.train()
 
     make.__qualname__ = make.__name__ = target.name
     return make
 
 
-def _make_lazy_layers(made: nn.Module, described: Described) -> None:
-    """Call a model that has lazy layers once, which makes them."""
+def _initialize_lazy_layers(model: nn.Module, described: Described) -> None:
+    """Call a model with lazy layers once, which allocates their parameters."""
     import torch
     from torch.nn.parameter import is_lazy
 
     from memplan.trace.spec import realize
 
-    if any(is_lazy(tensor) for tensor in (*made.parameters(), *made.buffers())):
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         with torch.no_grad():
-            made.eval()(*realize(described.options.inputs), **realize(described.options.kwargs))
-        made.train()
+            model.eval()(*realize(described.options.inputs), **realize(described.options.kwargs))
+        model.train()
 
 
 def _frontier(
-    made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any],
+    model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any],
     peers: bool,
 ) -> Frontier:  # fmt: skip
-    """Plan from all kept to the floor, whatever the budget, and measure peers where that is asked for."""
+    """Plan for several budgets, from that of eager mode to the floor; with ``peers``, measure those, too."""
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds
@@ -360,22 +362,24 @@ def _frontier(
     from memplan.reports.frontier import Frontier, Point
     from memplan.verification.peers.trials import measure_peers
 
-    given_options = {name: option for name, option in options.items() if name != "early"}
-    asked_for = PlanOptions(
-        device=given.device, gradients=GradientUse(updates=options.get("early", False)),
-        host_memory=not isinstance(made, nn.Module), **given_options,
+    plan_keywords = {name: option for name, option in options.items() if name != "early"}
+    plan_options = PlanOptions(
+        device=arguments.device, gradients=GradientUse(updates=options.get("early", False)),
+        host_memory=not isinstance(model, nn.Module), **plan_keywords,
     )  # fmt: skip
-    asked = request(made, described.options, asked_for, fake=True)
-    with asked.under_autocast():
-        planner = Planner(asked.step)
-        study = planner.study(asked.call, asked.settings, key=0)
-        found = planner.frontier(asked.call, asked.settings, _POINTS, key=0)
-        eager = study.eager_peak(asked.settings)
-    budget = asked.bounded(eager).bytes
-    points = tuple(Point(one.peak, one.seconds, str(one.precision) if one.precision.lossy else "") for one in found)
+    checked = request(model, described.options, plan_options, fake=True)
+    with checked.under_autocast():
+        planner = Planner(checked.step)
+        study = planner.study(checked.call, checked.settings, key=0)
+        plans = planner.frontier(checked.call, checked.settings, _POINTS, key=0)
+        eager = study.eager_peak(checked.settings)
+    budget = checked.bounded(eager).bytes
+    points = tuple(
+        Point(plan.peak, plan.seconds, str(plan.precision) if plan.precision.lossy else "") for plan in plans
+    )
     seconds = step_seconds(study.captured.graph) or None
-    beside = measure_peers(asked, eager) if peers else ()
-    return Frontier(given.target, points, eager, seconds, budget, beside)
+    peer_results = measure_peers(checked, eager) if peers else ()
+    return Frontier(arguments.target, points, eager, seconds, budget, peer_results)
 
 
 def _write(outcome: Outcome, files: _Files) -> None:

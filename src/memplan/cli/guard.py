@@ -1,4 +1,4 @@
-"""`memplan guard`: a step beside a baseline in version control."""
+"""`memplan guard`: compare a step's memory with a baseline in version control."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def command(
     sarif: str | None,
     github: bool,
     junit: str | None,
-    **given: Any,
+    **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
-    given["cudnn"] = named_cudnn
-    request = target_or_script(given)
-    arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
+    values["cudnn"] = named_cudnn
+    request = target_or_script(values)
+    arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
     outputs.check(results)
     from memplan.reports.ci.annotations import GROWTH, of_outcome
     from memplan.reports.guard import dumps, print_outcome
@@ -93,7 +93,7 @@ def command(
         _check_update(baseline_file, results, outputs)
         return _update(arguments, request, baseline_file)
     baseline = read(baseline_file)
-    now = _taken(arguments, request)
+    now = _snapshot(arguments, request)
     before = baseline_of(baseline, now.figures, baseline_file)
     outcome = compare_with(before, now, tolerance)
     results.write(lambda: dumps(outcome))
@@ -118,7 +118,7 @@ def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
         )
 
 
-def _update(given: StepArguments, request: Request | None, path: str) -> int:
+def _update(arguments: StepArguments, request: Request | None, path: str) -> int:
     from memplan._bytes import format_bytes
     from memplan._text import printable
     from memplan.studies.comparisons.comparison import changed
@@ -127,68 +127,69 @@ def _update(given: StepArguments, request: Request | None, path: str) -> int:
 
     file = writable(path, "--baseline")
     old = read(path) if os.path.exists(path) else Baseline()
-    now = _taken(given, request).figures
+    now = _snapshot(arguments, request).figures
     before = old.find(now.target, now.options, now.device)
     write(file, dumps(old.updated(now)))
-    said = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
-    said += f", was {format_bytes(before.peak)} ({changed(before.peak, now.peak)})" if before is not None else ", new"
-    click.echo(printable(f"{path}: {said}"))
+    text = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
+    text += f", was {format_bytes(before.peak)} ({changed(before.peak, now.peak)})" if before is not None else ", new"
+    click.echo(printable(f"{path}: {text}"))
     return 0
 
 
-def _taken(given: StepArguments, request: Request | None) -> Taken:
-    """Record the step of a target, load the trace that it names, or run the script."""
+def _snapshot(arguments: StepArguments, request: Request | None) -> Taken:
+    """Record the target's step, load the trace that it names, or run the script, and return its figures."""
     from memplan.studies.guarding.taken import taken
 
-    target, options = _name(given.target), typed(given)
-    trains = False if given.infer else None  # a step of the user's own may run no backward pass
+    target, options = _portable(arguments.target), options_text(arguments)
+    trains = False if arguments.infer else None  # None: unknown, a step may run no backward pass
     if request is not None:
-        options = " ".join(filter(None, (options, *(("--", *own) if (own := request.command.arguments) else ()))))
-        trace = run(replace(request, cudnn=_named_cudnn(given))).trace
-    elif is_trace(given.target):
-        trace, trains = recorded(given), None
+        if request.command.arguments:
+            options = " ".join(filter(None, (options, "--", *request.command.arguments)))
+        trace = run(replace(request, cudnn=_named_cudnn(arguments))).trace
+    elif is_trace(arguments.target):
+        trace, trains = recorded(arguments), None
     else:
-        trace = _recorded(given)
-    return taken(trace, target=target, options=options, train=trains, settings=given.settings)
+        trace = _recorded(arguments)
+    return taken(trace, target=target, options=options, train=trains, settings=arguments.settings)
 
 
-def _recorded(given: StepArguments) -> Trace:
+def _recorded(arguments: StepArguments) -> Trace:
     from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
-    with progress(f"recording {given.target}"), contained(given.target):
-        described = describe(given)
-        place = choose_target(given.device, given.assumed, _named_cudnn(given))
+    with progress(f"recording {arguments.target}"), contained(arguments.target):
+        described = describe(arguments)
+        target = choose_target(arguments.device, arguments.assumed, _named_cudnn(arguments))
         try:
-            return record_for(described.build(on_card=place.card is not None), place)
+            return record_for(described.build(on_card=target.card is not None), target)
         except StepError as error:
-            raise advised(error, given) from error.__cause__
+            raise advised(error, arguments) from error.__cause__
 
 
-def _named_cudnn(given: StepArguments) -> str | bool:
-    """Return the environment that was named: an installed cuDNN differs from machine to machine, and is not asked."""
-    return given.environment or False
+def _named_cudnn(arguments: StepArguments) -> str | bool:
+    """Return the cuDNN to ask: none by default, as the installed version differs between machines."""
+    return arguments.environment or False
 
 
-def _name(target: str) -> str:
-    """Return a target as each system and each checkout writes it: relative, with forward slashes."""
+def _portable(target: str) -> str:
+    """Return a target with a relative path and forward slashes, the same on all systems and in all checkouts."""
     from memplan.studies.guarding.taken import slashed
 
-    place, colon, name = target.rpartition(":")
+    module, colon, name = target.rpartition(":")
     if not colon:
-        place, name = name, ""
-    is_path = place.endswith(".py") or not colon
-    return (slashed(short(os.path.abspath(place))) if is_path else place) + colon + name
+        module, name = name, ""
+    is_path = module.endswith(".py") or not colon
+    return (slashed(short(os.path.abspath(module))) if is_path else module) + colon + name
 
 
-def typed(given: StepArguments) -> str:
-    """Return the options of a step as text, in one order; not the device, which a baseline has by itself."""
-    found = []
+def options_text(arguments: StepArguments) -> str:
+    """Return the options of a step as text in a fixed order, without the device, which a baseline stores separately."""
+    words = []
     for field, option in _NAMES.items():
-        value = getattr(given, field)
+        value = getattr(arguments, field)
         texts = value if isinstance(value, tuple) else () if value in (None, False) else (value,)
-        found += [f"--{option}" if text is True else f"--{option} {text}" for text in texts]
-    return " ".join(text for text in found if text != "--precision fp32")
+        words += [f"--{option}" if text is True else f"--{option} {text}" for text in texts]
+    return " ".join(text for text in words if text != "--precision fp32")
 
 
 _NAMES = {

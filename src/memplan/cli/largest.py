@@ -75,13 +75,13 @@ can be recorded.
 @result_options("everything")
 def command(
     axis: str, budget: str | None, divisible: int, aspect: str | None, margin: str, most: int | None, workspace: str,
-    planned: bool, window: str | None, overlap: float, window_batch: int, results: ResultFiles, **given: Any,
+    planned: bool, window: str | None, overlap: float, window_batch: int, results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.studies.capacity.limit import room_of
 
-    request = target_or_script(given)
-    arguments = StepArguments(**given)
+    request = target_or_script(values)
+    arguments = StepArguments(**values)
     volume = _window(window, overlap, window_batch)
     room = room_of(arguments.device, budget, margin, workspace, arguments.assumed, arguments.environment)  # pyright: ignore[reportArgumentType]
     if request is not None:
@@ -91,41 +91,39 @@ def command(
                 expected="--axis batch: the batch that its loader gives is made larger",
                 do="Leave it out, or name a callable that makes the model",
             )
-        ran = run(
-            replace(request, device=request.device or room.device, room=room, most=most, settings=given["settings"])
-        )
-        found = ran.largest
-        assert found is not None, "it was asked for"
-        return _shown(found, results)
+        largest = run(
+            replace(request, device=request.device or room.device, room=room, most=most, settings=values["settings"])
+        ).largest
+        assert largest is not None, "the request has a room"
+        return _report(largest, results)
     options = {"divisible": divisible, "aspect": _shares(aspect), "most": most, "fit": planned}
-    found = _found(arguments, axis, room, volume, options)
-    return _shown(found, results)
+    return _report(_find(arguments, axis, room, volume, options), results)
 
 
-def _shown(found: Largest, results: ResultFiles) -> int:
-    """Write and print what was found; return the exit code."""
+def _report(largest: Largest, results: ResultFiles) -> int:
+    """Write and print the result; return the exit code."""
     from memplan.reports.largest import dumps, print_largest
 
-    results.write(lambda: dumps(found))
+    results.write(lambda: dumps(largest))
     if not results.takes_stdout:
-        print_largest(found)
-    best = found.planned or found
+        print_largest(largest)
+    best = largest.planned or largest
     return int(best.value == 0)
 
 
-def _found(given: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any]) -> Largest:
+def _find(arguments: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any]) -> Largest:
     from memplan.studies.capacity.largest import find_largest
 
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}
-    subject = subject_of(described_at(given, None, vary), given)
+    subject = subject_of(described_at(arguments, None, vary), arguments)
     subject = replace(subject, window=window)
     try:
         with line(f"looking for the largest {axis}") as progress:
             return find_largest(
-                subject, axis, room, settings=given.settings, title=given.target, progress=progress, **options
+                subject, axis, room, settings=arguments.settings, title=arguments.target, progress=progress, **options
             )
     except StepError as error:
-        raise advised(error, given) from error.__cause__
+        raise advised(error, arguments) from error.__cause__
 
 
 def _window(text: str | None, overlap: float, batch: int) -> Window | None:

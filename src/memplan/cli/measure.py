@@ -1,4 +1,4 @@
-"""`memplan measure`: run a step and say what it allocated, here or on an emulated card."""
+"""`memplan measure`: run a step, here or on an emulated card, and report what it allocated."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def command(
     results: ResultFiles,
     trace_file: str | None,
     viewers: ViewerFiles,
-    **given: Any,
+    **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
     if dry is None and environment is not None:
@@ -104,21 +104,21 @@ def command(
         raise InputError("--snapshot without a card", expected="--device cuda, or --dry h100", do="Add one of them")
     if results.json == trace_file == "-":
         raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
-    arguments = StepArguments(**given)
-    asked = _Asked(place, dry, environment, steps, snapshot, contribute)
-    trace, explanation = _measured(arguments, asked)
-    beside = None if trace.device == HOST or dry is not None else _beside(arguments, trace, steps)
+    arguments = StepArguments(**values)
+    measurement = _Measurement(place, dry, environment, steps, snapshot, contribute)
+    trace, explanation = _measure(arguments, measurement)
+    comparison = None if trace.device == HOST or dry is not None else _compare_with_prediction(arguments, trace, steps)
     from memplan.reports.compare import dumps_beside, print_beside
     from memplan.reports.explain import dumps, print_explanation
 
     if trace_file is not None:
         write(trace_file, trace.to_json())
-    results.write(lambda: dumps(explanation) if beside is None else dumps_beside(dumps(explanation), beside))
+    results.write(lambda: dumps(explanation) if comparison is None else dumps_beside(dumps(explanation), comparison))
     viewers.write(trace, explanation, _settings(trace))
     if "-" not in (results.json, trace_file):
         print_explanation(explanation, top=top)
-        if beside is not None:
-            print_beside(beside, top=top)
+        if comparison is not None:
+            print_beside(comparison, top=top)
     return 0
 
 
@@ -126,8 +126,8 @@ without(command, "device", "assume", "settings", "cudnn")
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Where and how a step is to run, as typed."""
+class _Measurement:
+    """Options of where and how to run a step, as typed."""
 
     place: str | None
     dry: str | None
@@ -136,66 +136,66 @@ class _Asked:
     snapshot: str | None
     contribute: str | None
 
-    def run(self, given: StepArguments) -> Trace:
-        """Run the step."""
+    def run(self, arguments: StepArguments) -> Trace:
+        """Run the step and return its trace."""
         from memplan.trace.measure import is_cuda, measure, own_gpu
 
         if self.dry is not None:
             return measure(
-                StepOfOptions(given), device=self.dry, steps=self.steps, dry=True, environment=self.environment,
+                StepOfOptions(arguments), device=self.dry, steps=self.steps, dry=True, environment=self.environment,
                 snapshot=self.snapshot,
             )  # fmt: skip
         on_card = is_cuda(self.place)
         if on_card:
-            own_gpu()  # before anything of the target is loaded
+            own_gpu()  # fails before the target is imported
         return measure(
-            describe(given).build(on_card=on_card), device=self.place, steps=self.steps, snapshot=self.snapshot,
+            describe(arguments).build(on_card=on_card), device=self.place, steps=self.steps, snapshot=self.snapshot,
             contribute=self.contribute,
         )  # fmt: skip
 
 
-def _measured(given: StepArguments, asked: _Asked) -> tuple[Trace, Explanation]:
+def _measure(arguments: StepArguments, measurement: _Measurement) -> tuple[Trace, Explanation]:
     from memplan.devices import find
     from memplan.explanation.explain import explain_trace
 
-    card = None if asked.dry is None else find(asked.dry)
-    with progress(f"running {given.target}"), contained(given.target):
+    card = None if measurement.dry is None else find(measurement.dry)
+    with progress(f"running {arguments.target}"), contained(arguments.target):
         try:
-            trace = asked.run(given)
+            trace = measurement.run(arguments)
         except StepError as error:
-            raise advised(error, given) from error.__cause__
-    trains = False if given.infer else None
-    return trace, explain_trace(trace, title=given.target, train=trains, card=card, settings=_settings(trace))
+            raise advised(error, arguments) from error.__cause__
+    trains = False if arguments.infer else None
+    return trace, explain_trace(trace, title=arguments.target, train=trains, card=card, settings=_settings(trace))
 
 
 def _settings(trace: Trace) -> str | None:
-    """Return the allocator's settings of this process, under which a step for a card ran."""
+    """Return this process's settings of the CUDA allocator; None for a step on the CPU."""
     from memplan.trace.dry_run.process import allocator_settings
 
     return None if trace.device == HOST else allocator_settings()
 
 
-def _beside(given: StepArguments, measured: Trace, steps: int) -> Beside:
-    """Record what was measured for the same card, and return both."""
+def _compare_with_prediction(arguments: StepArguments, measured: Trace, steps: int) -> Beside:
+    """Record the measured step for the same card, and compare the peaks."""
     from memplan.studies.comparisons.measured import beside
     from memplan.trace.dry_run.process import allocator_settings
     from memplan.trace.record import record
 
-    with progress(f"recording {given.target}"), contained(given.target):
-        predicted = record(describe(given).build(on_card=True), device="cuda", steps=steps)
-    return beside(predicted, measured, given.target, settings=allocator_settings())
+    with progress(f"recording {arguments.target}"), contained(arguments.target):
+        predicted = record(describe(arguments).build(on_card=True), device="cuda", steps=steps)
+    return beside(predicted, measured, arguments.target, settings=allocator_settings())
 
 
 class StepOfOptions:
-    """The build that a target and options describe, for another process: what is sent is their text."""
+    """The ``build`` of a target and its options, pickled as their text, for another process."""
 
-    def __init__(self, given: StepArguments) -> None:
-        self._given = given
-        self._build = describe(given).build()
+    def __init__(self, arguments: StepArguments) -> None:
+        self._arguments = arguments
+        self._build = describe(arguments).build()
 
     def __call__(self) -> Step:
-        """Return the step."""
+        """Build the step."""
         return self._build()
 
     def __reduce__(self) -> tuple[type[StepOfOptions], tuple[StepArguments]]:
-        return StepOfOptions, (self._given,)
+        return StepOfOptions, (self._arguments,)

@@ -1,4 +1,4 @@
-"""The options that say what step to look at, the same for every command, and the step that they describe."""
+"""The options that describe a step, shared by all commands, and the step that they describe."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ Decorated = Callable[..., Any]
 
 
 class Whole(click.IntRange):
-    """A whole number, which is what a message calls it."""
+    """A whole number, as error messages call it."""
 
     name = "whole number"
 
 
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
-"""For every command; `memplan.cli.Commands` looks for it itself."""
+"""Option of every command, read by `memplan.cli.Commands`."""
 
 
 def json_option(what: str) -> Callable[[Decorated], Decorated]:
-    """Return the option ``--json``; ``what`` is what it writes."""
+    """Return the option ``--json``. ``what``: its content, for the help."""
     text = f"Write {what} as JSON, too; - for stdout alone."
     return click.option("--json", "json_file", type=OUTPUT, metavar="FILE", help=text)
 
 
 def result_options(what: str) -> Callable[[Decorated], Decorated]:
-    """Return the options ``--json`` and ``--html``, checked and given as ``results``; ``what`` is what they write."""
+    """Return the options ``--json`` and ``--html``, checked and passed to the command as ``results``. ``what``: their
+    content, for the help."""
 
     def decorate(function: Decorated) -> Decorated:
         @functools.wraps(function)
-        def with_files(*, json_file: str | None, html_file: str | None, **given: Any) -> Any:
-            return function(results=ResultFiles(json_file, html_file).checked(), **given)
+        def with_files(*, json_file: str | None, html_file: str | None, **values: Any) -> Any:
+            return function(results=ResultFiles(json_file, html_file).checked(), **values)
 
         text = "Write it as a page for any browser, too."
         page = click.option("--html", "html_file", type=OUTPUT, metavar="FILE", help=text)
@@ -61,15 +62,15 @@ def result_options(what: str) -> Callable[[Decorated], Decorated]:
 
 
 def top_option(default: int, what: str) -> Callable[[Decorated], Decorated]:
-    """Return the option ``--top``; ``what`` is what it lists."""
+    """Return the option ``--top``. ``what``: the things that are listed, for the help."""
     return click.option(
         "--top", type=Whole(min=0), default=default, show_default=True, metavar="N",
         help=f"{what} to list; 0 for all.",
     )  # fmt: skip
 
 
-def _behind_dashes(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the arguments behind ``--``; without one, they are a mistake: `memplan.cli.Commands` says whether."""
+def _target_arguments(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Raise UsageError for arguments after the target that do not follow ``--``."""
     if value and not ctx.find_root().obj:
         raise click.UsageError(
             f"Got {' '.join(value)!r} besides the target. Arguments of its own come last, behind --", ctx
@@ -91,7 +92,7 @@ show_output_option = click.option(
 
 _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     click.argument("target"),
-    click.argument("argv", nargs=-1, type=click.UNPROCESSED, callback=_behind_dashes, metavar="[-- ARGUMENTS]"),
+    click.argument("argv", nargs=-1, type=click.UNPROCESSED, callback=_target_arguments, metavar="[-- ARGUMENTS]"),
     click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", help="Argument of the target."),
     click.option(
         "--input", "inputs", multiple=True, metavar="SPEC",
@@ -137,21 +138,21 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
 
 
 def step_options(function: Decorated) -> Decorated:
-    """Give a command the target and the options of its step; `StepArguments` takes their values."""
+    """Add the target and the options of its step to a command; `StepArguments` takes their values."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
 def without(command: click.Command, *names: str) -> click.Command:
-    """Return a command less some of its parameters, which it has a version of its own of."""
+    """Remove parameters from a command, for example because it defines its own."""
     command.params = [parameter for parameter in command.params if parameter.name not in names]
     return command
 
 
 @dataclass(frozen=True)
 class StepArguments:
-    """The values of `step_options` as they were typed."""
+    """The values of `step_options` as typed."""
 
     target: str
     args: tuple[str, ...] = ()
@@ -172,61 +173,61 @@ class StepArguments:
 
     @property
     def environment(self) -> str | bool | None:
-        """Environment of the cuDNN to ask, False for none, None for what is installed here."""
+        """Environment or version of cuDNN to ask for workspaces, False for none, None for this environment."""
         return False if self.cudnn == "off" else self.cudnn
 
     @property
     def assumed(self) -> dict[str, float]:
-        """``FILE:LINE`` to the share that is selected there.
+        """The share that is selected, by ``FILE:LINE``.
 
         Raises:
-            UsageError: text of another form.
+            UsageError: an option of another form.
         """
-        return dict(_assumed(text) for text in self.assume)
+        return dict(_parse_assumption(text) for text in self.assume)
 
-    def given(self) -> list[str]:
-        """List the options that differ from their defaults, as typed."""
+    def changed_options(self) -> list[str]:
+        """Return the names of options that differ from their defaults, as typed."""
         plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
         plain |= {
             name: getattr(self, name)
             for name in ("loss", "optimizer", "infer", "batch", "device", "settings", "assume", "cudnn")
         }
-        found = [f"--{name}" for name, value in plain.items() if value]
-        return [*found, "--precision"] if self.precision != "fp32" else found
+        names = [f"--{name}" for name, value in plain.items() if value]
+        return [*names, "--precision"] if self.precision != "fp32" else names
 
 
 @dataclass(frozen=True)
 class Described:
-    """A step that a command can record, and the batch that it has, if that is known."""
+    """A step that a command can record."""
 
     target: Target
     arguments: Mapping[str, Any]
     options: StepOptions
     batch_name: str | None
-    """The target's own argument for the batch, if it has one."""
+    """Name of the target's argument for the batch, if any."""
 
     @property
     def what(self) -> Callable[[], Any]:
-        """Return the target without arguments: a callable that makes a module, or a step."""
-        return _maker(self.target, self.arguments, self.options)
+        """Return a callable without arguments that calls the target and returns a module or a step."""
+        return _call_target(self.target, self.arguments, self.options)
 
     def build(self, *, on_card: bool = False) -> Build:
-        """Return the ``build`` that `record` and `measure` take."""
+        """Return the ``build`` argument of `record` and `measure`."""
         from memplan.trace.step import build_of
 
         return build_of(self.what, self.options, on_card=on_card)
 
     @property
     def batch(self) -> int | None:
-        """Leading dimension of the first input, else what the target's argument for it is, else None."""
+        """Leading dimension of the first input, else the value of the target's argument for the batch, else None."""
         if self.options.batch is not None or self.batch_name is None:
             return self.options.batch
         default = (parameters(self.target.what) or {})[self.batch_name].default
-        found = self.arguments.get(self.batch_name, default)
-        return found if isinstance(found, int) and not isinstance(found, bool) else None
+        batch = self.arguments.get(self.batch_name, default)
+        return batch if isinstance(batch, int) and not isinstance(batch, bool) else None
 
     def training(self) -> Described:
-        """Return the same model and inputs in a training step."""
+        """Return the training step of the same model and inputs."""
         return replace(self, options=replace(self.options, train=True))
 
     def with_batch(self, new: int) -> Described:
@@ -235,7 +236,7 @@ class Described:
         return replace(self, arguments=arguments, options=self.options.with_batch(new))
 
 
-def _assumed(text: str) -> tuple[str, float]:
+def _parse_assumption(text: str) -> tuple[str, float]:
     place, _, share = text.rpartition("=")
     try:
         return place, float(share)
@@ -247,58 +248,58 @@ def _assumed(text: str) -> tuple[str, float]:
         ) from None
 
 
-def describe(given: StepArguments) -> Described:
-    """Find the target and read every option. From now on ``sys.argv`` is the target's: its file, and what is behind --.
+def describe(step: StepArguments) -> Described:
+    """Import the target and parse all options. Sets ``sys.argv`` to the target's file and its arguments after ``--``.
 
     Raises:
-        TargetError: no such target.
-        InputError: an option that does not describe what it should, or does not suit the others.
+        TargetError: there is no such target.
+        InputError: an option is malformed, or contradicts another.
     """
-    arguments = {name: literal(text) for name, text in named(given.args, "--arg").items()}
-    sys.argv = [given.target.rpartition(":")[0], *given.argv]
-    target = resolve(given.target)
+    arguments = {name: literal(text) for name, text in named(step.args, "--arg").items()}
+    sys.argv = [step.target.rpartition(":")[0], *step.argv]
+    target = resolve(step.target)
     known = parameters(target.what) or {}
     batch_name = next((name for name in _BATCH_NAMES if name in known), None)
-    if given.batch is not None and batch_name is not None and batch_name in arguments:
+    if step.batch is not None and batch_name is not None and batch_name in arguments:
         raise InputError(
-            f"--batch {given.batch} and --arg {batch_name}={arguments[batch_name]}",
+            f"--batch {step.batch} and --arg {batch_name}={arguments[batch_name]}",
             expected="one of them",
             do="Leave one out",
         )
-    options = _read(given)
-    if given.batch is not None and batch_name is not None:
-        arguments[batch_name] = given.batch
+    options = _read(step)
+    if step.batch is not None and batch_name is not None:
+        arguments[batch_name] = step.batch
     check_arguments(target.what, arguments, title=target.text, option="--arg")
-    if given.batch is not None:
+    if step.batch is not None:
         if batch_name is None and options.batch is None:
             raise InputError(
-                f"--batch {given.batch}, and no --input with a leading dimension to replace",
+                f"--batch {step.batch}, and no --input with a leading dimension to replace",
                 expected=f"an --input, or a target with an argument named {' or '.join(_BATCH_NAMES)}",
                 do="Give the --input, or add the argument to the target",
             )
-        options = options.with_batch(given.batch)
+        options = options.with_batch(step.batch)
     return Described(target, arguments, options, batch_name)
 
 
-def _read(given: StepArguments) -> StepOptions:
+def _read(arguments: StepArguments) -> StepOptions:
     from memplan.trace.naming.step_parts import loss_of, optimizer_of
     from memplan.trace.step import StepOptions
 
-    kind, _, is_true = given.precision.partition("-")
+    kind, _, is_true = arguments.precision.partition("-")
     dtype = _dtype(_DTYPES[kind]) if is_true else None
-    if given.targets and given.loss is None and not given.infer:
+    if arguments.targets and arguments.loss is None and not arguments.infer:
         raise InputError(
             "--target without --loss", expected="a loss that takes it", do="Give --loss cross_entropy, say"
         )
-    train = not given.infer
-    if given.infer and (given.targets or given.loss or given.optimizer):
+    train = not arguments.infer
+    if arguments.infer and (arguments.targets or arguments.loss or arguments.optimizer):
         click.echo("memplan: --infer runs forward only: loss, targets and optimizer are left out", err=True)
     return StepOptions(
-        inputs=tuple(_spec(text, dtype) for text in given.inputs),
-        kwargs={name: _value(text, dtype) for name, text in named(given.kwargs, "--kwarg").items()},
-        targets=tuple(_spec(text, dtype) for text in given.targets) if train else (),
-        loss=loss_of(given.loss, "--loss") if train and given.loss else None,
-        optimizer=optimizer_of(given.optimizer, "--optimizer") if train and given.optimizer else None,
+        inputs=tuple(_spec(text, dtype) for text in arguments.inputs),
+        kwargs={name: _value(text, dtype) for name, text in named(arguments.kwargs, "--kwarg").items()},
+        targets=tuple(_spec(text, dtype) for text in arguments.targets) if train else (),
+        loss=loss_of(arguments.loss, "--loss") if train and arguments.loss else None,
+        optimizer=optimizer_of(arguments.optimizer, "--optimizer") if train and arguments.optimizer else None,
         autocast=_DTYPES[kind] if kind in _DTYPES and not is_true else None,
         train=train,
         dtype=dtype,
@@ -322,19 +323,20 @@ def _value(text: str, dtype: torch.dtype | None) -> Any:
     return word if word is None or isinstance(word, bool) else _spec(text, dtype)
 
 
-def _maker(target: Target, arguments: Mapping[str, Any], options: StepOptions) -> Callable[[], Any]:
-    """Return the target without arguments, which says what it returned if that is no use."""
+def _call_target(target: Target, arguments: Mapping[str, Any], options: StepOptions) -> Callable[[], Any]:
+    """Return a callable without arguments that calls the target. It raises TargetError or InputError if the result is
+    neither a module nor a step, or a step that options cannot apply to."""
 
     def make() -> Any:
         from torch import nn
 
         with contained(target.text):
-            made = target.what(**arguments)
-        if isinstance(made, nn.Module):
-            return made
-        if not callable(made):
+            result = target.what(**arguments)
+        if isinstance(result, nn.Module):
+            return result
+        if not callable(result):
             place = f" at {target.where}" if target.where else ""
-            kind = "None" if made is None else f"a value of type {type(made).__name__}"
+            kind = "None" if result is None else f"a value of type {type(result).__name__}"
             raise TargetError(
                 f"{target.text}{place} returned {kind}",
                 expected="a module, or a step: a callable without arguments that runs one training step",
@@ -346,28 +348,25 @@ def _maker(target: Target, arguments: Mapping[str, Any], options: StepOptions) -
                 expected="these only for a module; a step brings its own",
                 do="Leave them out, or name a callable that returns the module",
             )
-        return _contained_step(made, target)
+
+        def run() -> Any:
+            with contained(f"the step of {target.text}"):
+                return result()
+
+        return run
 
     make.__qualname__ = make.__name__ = target.name
     return make
 
 
-def _contained_step(step: Callable[[], Any], target: Target) -> Callable[[], Any]:
-    def run() -> Any:
-        with contained(f"the step of {target.text}"):
-            return step()
-
-    return run
-
-
-def advised(error: StepError, given: StepArguments) -> MemplanError:
-    """Return the same error, with the inputs named where it came out of the model: a common cause."""
+def advised(error: StepError, arguments: StepArguments) -> MemplanError:
+    """Return the error of a step; if a layer raised it, as an InputError that names the inputs, a common cause."""
     from memplan.trace.step import WHOLE
 
-    specs = [*(f"--input {text}" for text in given.inputs), *(f"--kwarg {text}" for text in given.kwargs)]
+    specs = [*(f"--input {text}" for text in arguments.inputs), *(f"--kwarg {text}" for text in arguments.kwargs)]
     if not specs or error.layer is None:
         return error
-    found = InputError(
+    advice = InputError(
         error.found,
         expected=f"inputs that the model takes (it was given {' '.join(specs)})",
         do="Describe indices as whole numbers below their end, as in 8x1024:int64<50257"
@@ -375,31 +374,31 @@ def advised(error: StepError, given: StepArguments) -> MemplanError:
         else "Change them, or mend the model; it should raise the same outside of memplan",
     )
     for note in getattr(error, "__notes__", ()):
-        found.add_note(note)
-    return found
+        advice.add_note(note)
+    return advice
 
 
-def recorded(given: StepArguments, *more: str) -> Trace:
-    """Load the trace file that a target names; ``more`` are names of other options that were given.
+def recorded(arguments: StepArguments, *more: str) -> Trace:
+    """Load the trace file that a target names. ``more``: other options that do not go with a trace.
 
     Raises:
-        InputError: options of a step were given, too, or the file is no trace.
+        InputError: options that describe a step were used, or the file is no trace.
         TargetError: the file cannot be read.
     """
     from memplan.trace.trace import load_trace
 
-    surplus = [*(option for option in given.given() if option != "--settings"), *more]
+    surplus = [*(option for option in arguments.changed_options() if option != "--settings"), *more]
     if surplus:
         raise InputError(
-            f"{given.target} is a trace, and {', '.join(surplus)} was given, too",
+            f"{arguments.target} is a trace, and {', '.join(surplus)} was given, too",
             expected="a trace alone: its step is already recorded",
             do="Leave the options out, or name a callable",
         )
     try:
-        return load_trace(given.target)
+        return load_trace(arguments.target)
     except OSError as error:
         raise TargetError(
-            f"{given.target} cannot be read ({error.strerror})",
+            f"{arguments.target} cannot be read ({error.strerror})",
             expected="a trace that memplan explain --trace wrote",
             do="Check the path",
         ) from error

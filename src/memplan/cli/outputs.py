@@ -1,4 +1,4 @@
-"""The files that a command writes an explained step to: checked before anything runs, written after it."""
+"""The options for files that an explained step is written to, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ contribute_option = click.option(
 
 @dataclass(frozen=True)
 class ViewerFiles:
-    """Files for other people's viewers as typed; None for those not asked for."""
+    """Paths of files for viewers such as TensorBoard; None for options that were not used."""
 
     perfetto: str | None = None
     csv: str | None = None
     tensorboard: str | None = None
 
     def checked(self) -> ViewerFiles:
-        """Return the same.
+        """Check and return the paths.
 
         Raises:
-            InputError: stdout, or a file in the place of a folder.
+            InputError: stdout, or a file where a folder is needed.
             UsageError: tensorboard is not installed.
         """
         for option, path in (("--perfetto", self.perfetto), ("--csv", self.csv), ("--tensorboard", self.tensorboard)):
@@ -53,12 +53,15 @@ class ViewerFiles:
 
             check_installed("--tensorboard")
             if os.path.exists(self.tensorboard) and not os.path.isdir(self.tensorboard):
-                found = f"--tensorboard {self.tensorboard} is a file"
-                raise InputError(found, expected="a folder, as TensorBoard's --logdir", do="Name another")
+                raise InputError(
+                    f"--tensorboard {self.tensorboard} is a file",
+                    expected="a folder, as TensorBoard's --logdir",
+                    do="Name another",
+                )
         return self
 
     def write(self, trace: Trace, explanation: Explanation, settings: str | None = None) -> None:
-        """Write the step for each viewer that was asked for."""
+        """Write the step's memory timeline for each viewer."""
         from memplan.reports.viewers import over_time_csv, perfetto, tensorboard
 
         if self.perfetto is not None:
@@ -70,11 +73,11 @@ class ViewerFiles:
 
 
 def viewer_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--perfetto``, ``--csv`` and ``--tensorboard``, checked and given as ``viewers``."""
+    """Add ``--perfetto``, ``--csv`` and ``--tensorboard``, passed to the command as ``viewers``."""
 
     @functools.wraps(function)
-    def with_files(*, perfetto: str | None, csv: str | None, tensorboard: str | None, **given: Any) -> Any:
-        return function(viewers=ViewerFiles(perfetto, csv, tensorboard).checked(), **given)
+    def with_files(*, perfetto: str | None, csv: str | None, tensorboard: str | None, **values: Any) -> Any:
+        return function(viewers=ViewerFiles(perfetto, csv, tensorboard).checked(), **values)
 
     for name, kind, metavar, what in (
         ("--tensorboard", click.STRING, "FOLDER", "Write memory over time as scalars for TensorBoard."),
@@ -91,10 +94,10 @@ def viewer_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_contribute(path: str | None, device: str | None) -> None:
-    """Check the file of a contribution.
+    """Check the options of ``--contribute``.
 
     Raises:
-        InputError: it is of no GPU, or stdout.
+        InputError: the device is no GPU, or the file is stdout.
     """
     if path is None:
         return
@@ -108,7 +111,7 @@ def check_contribute(path: str | None, device: str | None) -> None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Paths, or ``-``; None for those not asked for."""
+    """Output paths, or ``-``; None for options that were not used."""
 
     results: ResultFiles
     trace: str | None
@@ -116,10 +119,10 @@ class Outputs:
     viewers: ViewerFiles = ViewerFiles()
 
     def checked(self) -> Outputs:
-        """Return the same.
+        """Check and return the paths.
 
         Raises:
-            InputError: two of them are stdout, or one is no text.
+            InputError: two of them are stdout, or a snapshot is, which is no text.
         """
         if self.results.json == self.trace == "-":
             raise InputError(
@@ -131,7 +134,7 @@ class Outputs:
 
     @property
     def takes_stdout(self) -> bool:
-        """Return whether one of them is stdout, which then holds nothing else."""
+        """Return whether a file goes to stdout, so that nothing else may be printed."""
         return "-" in (self.results.json, self.trace)
 
     def write(
@@ -141,9 +144,9 @@ class Outputs:
 
         Args:
             trace: the step.
-            explanation: of it.
-            dumps: writes an explanation as JSON.
-            settings: of the caching allocator.
+            explanation: the explanation of the step.
+            dumps: returns an explanation as JSON text.
+            settings: settings of the caching allocator.
         """
         if self.trace is not None:
             write(self.trace, trace.to_json())

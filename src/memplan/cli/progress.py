@@ -12,41 +12,44 @@ from typing import Any
 from memplan._text import printable
 
 AFTER = 1.0
-"""Seconds before the line appears: what is quicker needs none."""
+"""Seconds before the line appears."""
 
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Show ``text``, what memplan's logger says is being done, and the seconds passed on stderr after the first second,
-    if stderr is a terminal.
+    """After a second show a line on stderr, if that is a terminal: ``text``, the latest message of memplan's logger,
+    and the elapsed time.
 
-    What the user's code prints meanwhile goes to stderr, so that stdout holds the report alone.
+    Output of the user's code within this context goes to stderr, so that stdout has nothing but the report.
     """
-    with _shown(text, AFTER) as update, _heard(lambda now: update(description=printable(f"{text}: {now}"))):
+    with (
+        _task(text, AFTER) as update,
+        _forwarding_log(lambda message: update(description=printable(f"{text}: {message}"))),
+    ):
         yield
 
 
 @contextmanager
 def line(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a line as `progress` does at once; yield a function that takes what is being done now."""
-    with _shown(text) as update:
-        yield lambda now: update(description=printable(f"{text}: {now}"))
+    """Show a line as `progress` does, but at once; yield a function that sets its message."""
+    with _task(text) as update:
+        yield lambda message: update(description=printable(f"{text}: {message}"))
 
 
 @contextmanager
 def bar(text: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr, if that is a terminal; yield a function that takes the points done and their total."""
-    with _shown(text, count=True) as update:
+    """Show a bar on stderr, if that is a terminal; yield a function of the points done and their total."""
+    with _task(text, count=True) as update:
         yield lambda done, total: update(completed=done, total=total)
 
 
 @contextmanager
-def _heard(say: Callable[[str], None]) -> Iterator[None]:
-    """Say what memplan's logger is told, where a terminal shows it."""
+def _forwarding_log(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass the INFO messages of memplan's logger to ``show``, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
-    logger, handler = logging.getLogger("memplan"), _Said(say)
+    logger, handler = logging.getLogger("memplan"), _ForwardInfo(show)
     level = logger.level
     logger.addHandler(handler)
     if logger.getEffectiveLevel() > logging.INFO:
@@ -58,23 +61,23 @@ def _heard(say: Callable[[str], None]) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Said(logging.Handler):
-    """Hands on what is being done; warnings go where they would without it."""
+class _ForwardInfo(logging.Handler):
+    """Passes INFO messages to ``show``. Warnings go where they would go without this handler."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__()
-        self._say = say
+        self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.INFO:
-            self._say(record.getMessage())
+            self._show(record.getMessage())
         elif logging.lastResort is not None and not logging.getLogger().handlers:
             logging.lastResort.handle(record)
 
 
 @contextmanager
-def _shown(text: str, after: float = 0.0, *, count: bool = False) -> Iterator[Callable[..., Any]]:
-    """Show a task after some seconds, until the block ends; yield the function that updates it."""
+def _task(text: str, delay: float = 0.0, *, count: bool = False) -> Iterator[Callable[..., Any]]:
+    """Show a task after ``delay`` seconds, until the context exits; yield the function that updates it."""
     with redirect_stdout(sys.stderr):
         if not sys.stderr.isatty():
             yield lambda **changes: None
@@ -85,14 +88,14 @@ def _shown(text: str, after: float = 0.0, *, count: bool = False) -> Iterator[Ca
         text_column, elapsed = rich.TextColumn("{task.description}", markup=False), rich.TimeElapsedColumn()
         bar_columns = (text_column, rich.BarColumn(), rich.MofNCompleteColumn(), elapsed)
         columns = bar_columns if count else (rich.SpinnerColumn(), text_column, elapsed)
-        shown = rich.Progress(*columns, console=Console(stderr=True), transient=True)
-        task = shown.add_task(printable(text), total=None)
-        timer = threading.Timer(after, shown.start)  # at once where it is 0
+        display = rich.Progress(*columns, console=Console(stderr=True), transient=True)
+        task = display.add_task(printable(text), total=None)
+        timer = threading.Timer(delay, display.start)
         timer.daemon = True
         timer.start()
         try:
-            yield lambda **changes: shown.update(task, **changes)
+            yield lambda **changes: display.update(task, **changes)
         finally:
             timer.cancel()
             timer.join()
-            shown.stop()
+            display.stop()

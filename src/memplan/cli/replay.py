@@ -51,15 +51,15 @@ def command(
     from memplan.simulation.replays.replay import replay
     from memplan.simulation.replays.side_by_side import cases
 
-    others = [parse_settings(text) for text in settings]
+    alternatives = [parse_settings(text) for text in settings]
     size = None if capacity is None else parse_bytes(capacity)
     if size == 0:
         raise InputError("--capacity 0", expected="what the card gives to torch", do="Write it like 24GiB")
     with progress(f"replaying {file}"):
-        found = cases(replay(file, gpu=gpu), others, size)
+        replays = cases(replay(file, gpu=gpu), alternatives, size)
     from memplan.reports.replay import dumps, print_replay
 
-    results.write(lambda: dumps(found))
+    results.write(lambda: dumps(replays))
     if not results.takes_stdout:
-        print_replay(found, top=top)
-    return 0 if found.all_fit and not found.replay.mismatches else 1
+        print_replay(replays, top=top)
+    return 0 if replays.all_fit and not replays.replay.mismatches else 1

@@ -1,4 +1,4 @@
-"""`memplan run`: what a script needs, as it is."""
+"""`memplan run`: report the memory that an unchanged training script needs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def command(
     trace_file: str | None,
     snapshot_file: str | None,
     viewers: ViewerFiles,
-    **given: Any,
+    **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.explanation.explain import explain_trace
@@ -119,32 +119,32 @@ def command(
     from memplan.reports.run import dumps, print_run
 
     outputs = Outputs(results, trace_file, snapshot_file, viewers).checked()
-    check_contribute(given["contribute"], given["device"] if given["really"] else None)
-    request = request_of(given)
+    check_contribute(values["contribute"], values["device"] if values["really"] else None)
+    request = request_of(values)
     ran = run(request)
     explanation = explain_trace(ran.trace, title=ran.command.name, settings=settings)
-    beside = _beside(request, ran, settings) if ran.trace.counters else None
-    outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts, beside=beside), settings)
+    comparison = _compare_with_prediction(request, ran, settings) if ran.trace.counters else None
+    outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts, beside=comparison), settings)
     if not outputs.takes_stdout:
-        print_run(str(ran.command), ran.facts, explanation, top=top, beside=beside)
-    for message in not_run(given["places"], explanation.lines):
+        print_run(str(ran.command), ran.facts, explanation, top=top, beside=comparison)
+    for message in not_run(values["places"], explanation.lines):
         click.echo(f"memplan: {message}", err=True)
     return warn_of_branches(explanation) or int(does_not_fit(explanation) or bool(ran.facts.unwritten))
 
 
-def _beside(request: Request, ran: Ran, settings: str | None) -> Beside:
-    """Record a script that was measured on a card for that card, and return both."""
+def _compare_with_prediction(request: Request, ran: Ran, settings: str | None) -> Beside:
+    """Record a script that was measured on a card for the same card, and compare the peaks."""
     from memplan.studies.comparisons.measured import beside
 
     predicted = run(replace(request, really=False, contribute=None, device="cuda"))
     return beside(predicted.trace, ran.trace, ran.command.name, settings=settings)
 
 
-def request_of(given: dict[str, Any]) -> Request:
-    """Return the request that options describe, by their names.
+def request_of(values: dict[str, Any]) -> Request:
+    """Return the request for a script from the values of the command's options, by name.
 
     Raises:
-        InputError: an option that does not describe what it should.
+        InputError: an option is malformed, or contradicts another.
     """
     from memplan.integrations.line_profiles.places import followed
     from memplan.integrations.scripts.command import Command
@@ -153,26 +153,23 @@ def request_of(given: dict[str, Any]) -> Request:
     from memplan.trace.naming.parsing import named
     from memplan.trace.spec import spec
 
-    typed = StepArguments("", assume=given["assume"], cudnn=given["cudnn"])
-    if given["inputs"] and given["kwargs"]:
+    arguments = StepArguments("", assume=values["assume"], cudnn=values["cudnn"])
+    if values["inputs"] and values["kwargs"]:
         raise InputError("--input and --kwarg", expected="a batch that is a list, or a dict", do="Leave one out")
-    kwargs = {name: spec(text) for name, text in named(given["kwargs"], "--kwarg").items()}
-    rules = Rules(tuple(spec(text) for text in given["inputs"]), kwargs, given["batch"])
-    command = Command(given["script"], tuple(given["arguments"]), given["is_module"]).checked()
+    kwargs = {name: spec(text) for name, text in named(values["kwargs"], "--kwarg").items()}
+    rules = Rules(tuple(spec(text) for text in values["inputs"]), kwargs, values["batch"])
+    command = Command(values["script"], tuple(values["arguments"]), values["is_module"]).checked()
+    contribute = None if values["contribute"] is None else os.path.abspath(values["contribute"])
     return Request(
-        command, given["device"], given["steps"], given["really"], rules, writes=given["writes"],
-        unprotected=given["unprotected"], shows=given["shows"], limit=given["limit"],
-        contribute=_absolute(given["contribute"]), assume=tuple(typed.assumed.items()), cudnn=typed.environment,
-        lines=tuple(map(followed, given.get("places", ()))),
+        command, values["device"], values["steps"], values["really"], rules, writes=values["writes"],
+        unprotected=values["unprotected"], shows=values["shows"], limit=values["limit"],
+        contribute=contribute, assume=tuple(arguments.assumed.items()), cudnn=arguments.environment,
+        lines=tuple(map(followed, values.get("places", ()))),
     )  # fmt: skip
 
 
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else os.path.abspath(path)
-
-
 def run(request: Request) -> Ran:
-    """Run a script, with a line on the terminal while it lasts."""
+    """Run a script in its own process, with a progress line. If it exits, exit with its code."""
     from memplan.integrations.scripts.process import run_script
     from memplan.integrations.scripts.request import ScriptEnded
 
@@ -182,7 +179,7 @@ def run(request: Request) -> Ran:
         except ScriptEnded as error:
             for line in error.said.splitlines():
                 click.echo(printable(line), err=True)
-            if error.code is not None:  # as under python: its own answer to --help, or to arguments that are wrong
+            if error.code is not None:  # sys.exit of the script, for example from argparse
                 if not isinstance(error.code, int):
                     click.echo(printable(error.code), err=True)
                 raise SystemExit(error.code if isinstance(error.code, int) else 1) from error

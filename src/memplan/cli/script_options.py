@@ -1,4 +1,4 @@
-"""`--script`: a script as it is, in the place of a target."""
+"""The option ``--script`` of commands that take a training script instead of a target."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from memplan.errors import InputError
 if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Request
 
-_OF_A_TARGET = {
+_TARGET_OPTIONS = {
     "args": "--arg", "targets": "--target", "loss": "--loss", "optimizer": "--optimizer", "infer": "--infer",
 }  # fmt: skip
-"""Option by the name of its value, of those that describe a target's step."""
+"""Options that describe a target's step, by the names of their values."""
 
 
 def script_option(command: click.Command) -> click.Command:
-    """Let a command take ``--script FILE -- ARGUMENTS`` instead of its target."""
+    """Make a command accept ``--script FILE -- ARGUMENTS`` instead of its target."""
     for parameter in command.params:
         if parameter.name == "target":
             parameter.required = False
@@ -37,26 +37,26 @@ def script_option(command: click.Command) -> click.Command:
     return command
 
 
-def target_or_script(given: dict[str, Any]) -> Request | None:
-    """Take the script's options out of a command's; return what is asked of it, None where there is a target.
+def target_or_script(values: dict[str, Any]) -> Request | None:
+    """Pop the script's options from a command's values. Return the script request, or None if TARGET was used instead.
 
     Raises:
-        InputError: both or neither are given, or options that only a target has.
+        InputError: neither --script nor TARGET, or options that only a target has.
     """
-    script, unprotected = given.pop("script"), given.pop("unprotected")
+    script, unprotected = values.pop("script"), values.pop("unprotected")
     if script is None:
-        if given["target"] is None:
+        if values["target"] is None:
             raise InputError(
                 "no TARGET",
                 expected="one: path/to/file.py:callable or package.module:callable; or --script train.py",
                 do="Name one",
             )
         return None
-    arguments = given["argv"] if given["target"] is None else (given["target"], *given["argv"])
-    given["target"] = script
-    typed = StepArguments(**given)
-    wrong = [option for name, option in _OF_A_TARGET.items() if getattr(typed, name)]
-    if wrong or typed.precision != "fp32":
+    arguments = values["argv"] if values["target"] is None else (values["target"], *values["argv"])
+    values["target"] = script
+    step = StepArguments(**values)
+    wrong = [option for name, option in _TARGET_OPTIONS.items() if getattr(step, name)]
+    if wrong or step.precision != "fp32":
         raise InputError(
             f"{', '.join(wrong or ['--precision'])} with --script",
             expected="none of a target's options: a script says itself what it does",
@@ -64,9 +64,9 @@ def target_or_script(given: dict[str, Any]) -> Request | None:
         )
     return request_of(
         {
-            "script": script, "arguments": arguments, "is_module": False, "device": given["device"], "steps": 2,
-            "inputs": given["inputs"], "kwargs": given["kwargs"], "batch": given["batch"], "really": False,
+            "script": script, "arguments": arguments, "is_module": False, "device": values["device"], "steps": 2,
+            "inputs": values["inputs"], "kwargs": values["kwargs"], "batch": values["batch"], "really": False,
             "writes": False, "unprotected": unprotected, "shows": False, "limit": 300.0,
-            "contribute": None, "assume": given["assume"], "cudnn": typed.cudnn,
+            "contribute": None, "assume": values["assume"], "cudnn": step.cudnn,
         }
     )  # fmt: skip

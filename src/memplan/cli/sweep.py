@@ -1,4 +1,4 @@
-"""`memplan sweep`: what is fixed and what grows, over any part of a step."""
+"""`memplan sweep`: which memory is fixed and which grows with batch, size, or any argument."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ usage, or no point could be recorded; 130 interrupted.
 )
 def command(
     batches: str | None, sizes: str | None, lengths: str | None, precisions: str | None, varied: tuple[str, ...],
-    changed: tuple[str, ...], jobs: int | None, results: ResultFiles, chart_file: str | None, **given: Any,
+    changed: tuple[str, ...], jobs: int | None, results: ResultFiles, chart_file: str | None, **values: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.chart import check_drawable, picture
@@ -82,20 +82,20 @@ def command(
 
     if chart_file is not None:
         check_drawable(chart_file, "--chart")
-    plain = {"batch": batches, "size": sizes, "sequence": lengths, "precision": precisions}
-    own = {name: values_of(text, f"--{name}") for name, text in plain.items() if text is not None}
+    texts = {"batch": batches, "size": sizes, "sequence": lengths, "precision": precisions}
+    named_axes = {name: values_of(text, f"--{name}") for name, text in texts.items() if text is not None}
     vary = {name: values_of(text, f"--vary {name}") for name, text in named(varied, "--vary").items()}
     layers = [_layers(text) for text in changed]
-    done = _sweep(StepArguments(**given), own, vary, layers, jobs)
-    results.write(lambda: done.to_json())
+    sweep = _sweep(StepArguments(**values), named_axes, vary, layers, jobs)
+    results.write(lambda: sweep.to_json())
     if chart_file is not None:
         from memplan._text import write_whole
 
-        write_whole(chart_file, picture(partial(draw, done), chart_file))
+        write_whole(chart_file, picture(partial(draw, sweep), chart_file))
     if not results.takes_stdout:
-        print_sweep(done)
-    if done.interrupted:
-        click.echo(f"memplan: interrupted after {len(done.rows)} of {done.points} points, which were kept", err=True)
+        print_sweep(sweep)
+    if sweep.interrupted:
+        click.echo(f"memplan: interrupted after {len(sweep.rows)} of {sweep.points} points, which were kept", err=True)
         return 130
     return 0
 
@@ -104,58 +104,60 @@ without(command, "batch", "precision")
 
 
 def _sweep(
-    given: StepArguments, own: dict[str, Values], vary: dict[str, Values], layers: list[tuple[str, Values]],
+    arguments: StepArguments, named_axes: dict[str, Values], vary: dict[str, Values], layers: list[tuple[str, Values]],
     jobs: int | None,
 ) -> Sweep:  # fmt: skip
     from memplan.studies.axes.axes import Argument, axis_of
     from memplan.studies.sweeps.sweep import swept
     from memplan.trace.recording.session import choose_target
 
-    described = described_at(given, own.get("batch"), vary)
-    subject = subject_of(described, given)
-    axes: list[tuple[Axis, Values]] = [(axis_of(name, subject), values) for name, values in own.items()]
+    described = described_at(arguments, named_axes.get("batch"), vary)
+    subject = subject_of(described, arguments)
+    axes: list[tuple[Axis, Values]] = [(axis_of(name, subject), values) for name, values in named_axes.items()]
     axes += [(Argument(name), values) for name, values in vary.items()]
     axes += [(axis_of(name, subject), values) for name, values in layers]
-    target = choose_target(given.device, given.assumed, given.environment)
+    target = choose_target(arguments.device, arguments.assumed, arguments.environment)
     try:
-        with bar(f"recording {given.target}") as progress:
+        with bar(f"recording {arguments.target}") as progress:
             return swept(
-                subject, axes, target, settings=given.settings, jobs=jobs, progress=progress, title=given.target
+                subject, axes, target, settings=arguments.settings, jobs=jobs, progress=progress, title=arguments.target
             )
     except StepError as error:
-        raise advised(error, given) from error.__cause__
+        raise advised(error, arguments) from error.__cause__
 
 
-def described_at(given: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
-    """Return the step at the first values of its axes: arguments without a default may get theirs from an axis.
+def described_at(arguments: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
+    """Return the step at the first values of its axes, so that an axis may set an argument without a default.
 
     Raises:
-        TargetError, InputError: as `describe`, and for a trace, which cannot be recorded at other values.
+        TargetError, InputError: as `describe`, and for a trace, which cannot be recorded for other values.
     """
-    if is_trace(given.target):
+    if is_trace(arguments.target):
         raise InputError(
-            f"{given.target} is a trace", expected="a callable: other values are recorded anew", do="Name the callable"
+            f"{arguments.target} is a trace",
+            expected="a callable: other values are recorded anew",
+            do="Name the callable",
         )
-    fixed = named(given.args, "--arg")
+    fixed = named(arguments.args, "--arg")
     twice = next((name for name in vary if name in fixed), None)
     if twice is not None:
         raise InputError(f"--vary {twice} and --arg {twice}", expected="one of them", do="Leave one out")
-    known = parameters(resolve(given.target).what) or {}
+    known = parameters(resolve(arguments.target).what) or {}
     needed = [name for name in vary if name in known and known[name].default is known[name].empty]
-    args = (*given.args, *(f"{name}={vary[name][0]!r}" for name in needed))
+    args = (*arguments.args, *(f"{name}={vary[name][0]!r}" for name in needed))
     first = batches[0] if batches and isinstance(batches[0], int) and batches[0] > 0 else None
-    return describe(replace(given, args=args, batch=first))
+    return describe(replace(arguments, args=args, batch=first))
 
 
-def subject_of(described: Described, given: StepArguments) -> Subject:
-    """Return the subject whose parts axes change."""
+def subject_of(described: Described, arguments: StepArguments) -> Subject:
+    """Return the step as a subject of axes."""
     from memplan.studies.axes.subject import Subject
 
-    return Subject(ByName(given.target, given.argv), described.options, described.arguments)
+    return Subject(ByName(arguments.target, arguments.argv), described.options, described.arguments)
 
 
 def _layers(text: str) -> tuple[str, Values]:
-    """Read ``LAYERS.NAME=VALUES`` as the axis's name and its values."""
+    """Parse ``LAYERS.NAME=VALUES`` into the axis's name and its values."""
     from memplan.studies.axes.ranges import values_of
 
     place, equals, values = text.partition("=")

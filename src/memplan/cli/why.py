@@ -37,16 +37,16 @@ def command(message: str | None, json_file: str | None) -> int:
     from memplan.explanation.why import why
     from memplan.reports.why import dumps, print_why
 
-    found = why(_text(message))
+    reason = why(_text(message))
     if json_file is not None:
-        write(json_file, dumps(found))
+        write(json_file, dumps(reason))
     if json_file != "-":
-        print_why(found)
+        print_why(reason)
     return 0
 
 
 def _text(message: str | None) -> str:
-    """Return the text that the argument is, that its file has, or that standard input has.
+    """Return the message: the argument itself, the text of the file that it names, or standard input.
 
     Raises:
         TargetError: the file cannot be read.
@@ -56,7 +56,7 @@ def _text(message: str | None) -> str:
 
     if message is None or message == "-":
         data, more = b"", sys.stdin.buffer.read(LONGEST)
-        while more:  # of a long log the end counts
+        while more:  # keep the end of a long log
             data = (data + more)[-LONGEST:]
             more = sys.stdin.buffer.read(LONGEST)
         return data.decode("utf-8", "replace")

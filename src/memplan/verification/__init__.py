@@ -1,1 +1,1 @@
-"""Whether a planned step is the step that it was: gradients, buffers, random stream and peak, held against eager."""
+"""Verify planned steps against the original: outputs, gradients, buffers, random streams and peak memory."""

@@ -316,7 +316,7 @@ def test_what_autocast_leaves_alone_is_computed_as_it_is_written() -> None:
 
 @pytest.mark.slow
 def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, layouts = _Fitting._tried, list[bool]()
+    tried, layouts = _Fitting._install_and_prove, list[bool]()
 
     def fails_in_channels_last(self: _Fitting, planned: Any, budget: int) -> Fitted:
         layouts.append(planned.captured.relaid)
@@ -324,7 +324,7 @@ def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: 
             raise VerificationError("The planned step is NOT the same: tried in channels last")
         return tried(self, planned, budget)
 
-    monkeypatch.setattr(_Fitting, "_tried", fails_in_channels_last)
+    monkeypatch.setattr(_Fitting, "_install_and_prove", fails_in_channels_last)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU())
     fitted = at_share(model, 2.0, inputs()[0], loss=total)
@@ -344,9 +344,9 @@ def test_where_the_plain_layout_takes_more_the_budget_is_refused(monkeypatch: py
             raise BudgetError("The budget is so much", smallest_budget=17)
         return right(self, budget)
 
-    right = _Fitting._planned
-    monkeypatch.setattr(_Fitting, "_tried", tried)
-    monkeypatch.setattr(_Fitting, "_planned", planned)
+    right = _Fitting._plan
+    monkeypatch.setattr(_Fitting, "_install_and_prove", tried)
+    monkeypatch.setattr(_Fitting, "_plan", planned)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU())
     with pytest.raises(BudgetError) as caught:

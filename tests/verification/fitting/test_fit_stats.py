@@ -102,6 +102,6 @@ def test_until_the_model_is_handed_over_an_exception_of_its_own_is_not_taken_for
     plans = Plans(Net(), Settings(), 1 << 30, [].append)
     with pytest.raises(RecordingError, match="ZeroDivisionError: mine"):
         plans(call_of((X, "raise"), {}), False)
-    plans.theirs = True
+    plans.handed_over = True
     with pytest.raises(UnkeyedError, match="ZeroDivisionError: mine"):
         plans(call_of((X, "raise"), {}), False)

@@ -40,7 +40,7 @@ def call(batch: int, length: int) -> Call:
 def plans() -> Plans:
     torch.manual_seed(0)
     step = with_loss(SmallGPT(layers=2), token_loss)
-    return Plans(step, Settings(), 600_000, told=[].append)
+    return Plans(step, Settings(), 600_000, notify=[].append)
 
 
 def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(plans: Plans, monkeypatch: Any) -> None:
@@ -77,7 +77,7 @@ def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytes
         return found
 
     step = with_loss(SmallGPT(layers=2), token_loss)
-    plans = Plans(step, Settings(engine="inductor"), budget, told=[].append)
+    plans = Plans(step, Settings(engine="inductor"), budget, notify=[].append)
     first = plans(call(4, 24), False)
     monkeypatch.setattr(plan_cache, "judged", judged)
     found, small = plans(call(4, 20), False), call(4, 20)
@@ -93,7 +93,7 @@ def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytes
     assert measured + there == pytest.approx(peaks[0], rel=0.05)
     assert measured + there <= budget
     plans._budget = peaks[0] - 1
-    plans.made[:] = [first]
+    plans.plans[:] = [first]
     assert isinstance(plans(small, False), Planned)
 
 
@@ -158,15 +158,15 @@ def test_later_calls_that_cannot_be_captured_are_left_to_the_model() -> None:
 
 
 def test_what_is_kept_of_plans_and_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.verification.fitting.plan_cache._MADE", 4)
-    monkeypatch.setattr("memplan.verification.fitting.plan_cache._CAPTURED", 5)
+    monkeypatch.setattr("memplan.verification.fitting.plan_cache._MAX_PLANS", 4)
+    monkeypatch.setattr("memplan.verification.fitting.plan_cache._MAX_CAPTURES", 5)
     plans = Plans(Modes(), Settings(), 10_000, [].append)
     first = plans(call_of((torch.ones(2, 4),), {}), False)
     for batch in range(3, 15):
         plans(call_of((torch.ones(batch, 4),), {}), False)
-        assert len(plans.made) <= 4
+        assert len(plans.plans) <= 4
         assert sum(len(kind.seen) for kind in plans._shapes._kinds.values()) <= 5
-    assert plans.made[0] is first
+    assert plans.plans[0] is first
     assert isinstance(plans(call_of((torch.ones(14, 4),), {}), False), Reused)
 
 

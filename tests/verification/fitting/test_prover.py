@@ -42,7 +42,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     class Trial(prover.Trial):
         def prepare(self) -> None:
             super().prepare()
-            seen.setdefault(self.name, []).append(self._given[0][0].shape[0])
+            seen.setdefault(self.name, []).append(self._arguments[0][0].shape[0])
 
     monkeypatch.setattr(prover, "Trial", Trial)
     return seen

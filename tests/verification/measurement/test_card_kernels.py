@@ -18,7 +18,7 @@ SETTINGS = {
 }
 PROGRAM = """
 import torch
-from memplan.verification.measurement.card_kernels import float32_in_full
+from memplan.verification.measurement.card_kernels import full_float32
 b = torch.backends
 def read(what):
     try:
@@ -33,7 +33,7 @@ def now():
 {setting}
 before = now()
 try:
-    with float32_in_full():
+    with full_float32():
         assert "tf32" not in newer(), newer()
         raise KeyError
 except KeyError:

@@ -24,9 +24,9 @@ def files(folder: Path, limit: str, used: int, cached: int) -> tuple[str, str, s
 def test_a_containers_limit_counts_less_what_is_in_use_and_cannot_give_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(free_memory, "_GROUPS", (files(tmp_path, "1000000", 700_000, 200_000),))
+    monkeypatch.setattr(free_memory, "_CGROUPS", (files(tmp_path, "1000000", 700_000, 200_000),))
     assert free_memory.available(Home()) == int(0.9 * 500_000)
-    monkeypatch.setattr(free_memory, "_GROUPS", (files(tmp_path, "max", 700_000, 200_000),))
+    monkeypatch.setattr(free_memory, "_CGROUPS", (files(tmp_path, "max", 700_000, 200_000),))
     assert free_memory.available(Home()) != int(0.9 * 500_000)
 
 
@@ -34,15 +34,15 @@ def test_nothing_is_known_where_the_system_says_nothing(monkeypatch: pytest.Monk
     def silent(_: str) -> int:
         raise ValueError
 
-    monkeypatch.setattr(free_memory, "_GROUPS", ())
-    monkeypatch.setattr(free_memory, "_entry", lambda *_: None)
+    monkeypatch.setattr(free_memory, "_CGROUPS", ())
+    monkeypatch.setattr(free_memory, "_read_number", lambda *_: None)
     monkeypatch.setattr(free_memory.os, "sysconf", silent)
     assert free_memory.available(Home()) is None
 
 
 def test_smaller_calls_are_cut_where_the_samples_are() -> None:
     x, y, scale = torch.randn(12, 3, requires_grad=True), torch.arange(12), torch.ones(3)
-    calls = list(free_memory.smaller(call_of((x, y, 4), {"scale": scale})))
+    calls = list(free_memory.smaller_calls(call_of((x, y, 4), {"scale": scale})))
     assert [(samples, of) for samples, of, _ in calls] == [(6, 12), (3, 12), (1, 12)]
     _, _, call = calls[1]
     (a, b, number), keywords = call.rebuild(call.tensors)
@@ -52,4 +52,4 @@ def test_smaller_calls_are_cut_where_the_samples_are() -> None:
     assert torch.equal(b, y[:3])
     assert number == 4
     assert torch.equal(keywords["scale"], scale)
-    assert list(free_memory.smaller(call_of((torch.ones(()), "text"), {}))) == []
+    assert list(free_memory.smaller_calls(call_of((torch.ones(()), "text"), {}))) == []

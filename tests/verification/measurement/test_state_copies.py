@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from memplan.verification.measurement.state_copies import (
     ModuleCopy,
     RandomState,
-    attributes_kept,
-    copies,
-    drawing,
-    random_state_kept,
+    attributes_restored,
+    copy_tensors,
+    drawing_random_numbers,
+    random_state_restored,
 )
 
 
@@ -145,12 +145,12 @@ def test_random_streams(draw: Any, name: str) -> None:
     drawn = []
 
     def interrupted() -> None:
-        with drawing():
+        with drawing_random_numbers():
             drawn.append(draw())
         assert before.differing(RandomState.now()) == (name,)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), random_state_kept():
+    with pytest.raises(KeyboardInterrupt), random_state_restored():
         interrupted()
     assert before.differing(RandomState.now()) == ()
     assert [draw()] == drawn
@@ -160,7 +160,7 @@ def test_random_streams(draw: Any, name: str) -> None:
 def test_copies_of_a_call_share_what_the_call_shares() -> None:
     memory = torch.arange(100.0)
     x, y, alone = memory[10:40].view(5, 6), memory[13:43].view(5, 6).t(), torch.ones(2, requires_grad=True)
-    made = copies([x, y, alone, x])
+    made = copy_tensors([x, y, alone, x])
     assert [torch.equal(*pair) for pair in zip(made, (x, y, alone, x), strict=True)] == [True] * 4
     assert [one.stride() for one in made] == [one.stride() for one in (x, y, alone, x)]
     assert made[0] is made[3]
@@ -192,7 +192,7 @@ def test_hooks_that_come_meanwhile_go_again_and_handles_still_remove_theirs() ->
     calls = list[str]()
     handle = module.register_forward_hook(lambda *_: calls.append("own"))
     kept = ModuleCopy(module)
-    with attributes_kept(module):
+    with attributes_restored(module):
         module.register_forward_hook(lambda *_: calls.append("other"))
     with kept.in_place():
         module.register_forward_pre_hook(lambda *_: calls.append("in the copy"))
@@ -213,5 +213,5 @@ def test_a_state_that_is_set_by_itself_watches_nothing() -> None:
     torch.rand(1)
     before.restore()
     torch.rand(1)
-    with drawing():  # nobody else is said to have drawn
+    with drawing_random_numbers():  # nobody else is said to have drawn
         torch.rand(1)

@@ -46,6 +46,6 @@ def test_it_begins_anew_with_an_optimizer_that_has_updated_nothing(kind: Any, ea
     first = steps()
     trial.prepare()
     trial.gradients_of_step()
-    trial.rest()
-    trial.restart_as(begun)
+    trial.release()
+    trial.restart_from(begun)
     assert all(torch.equal(one, other) for one, other in zip(first, steps(), strict=True))

@@ -85,7 +85,7 @@ def test_where_lossy_plans_are_allowed_autocast_runs_too(monkeypatch: pytest.Mon
     names = list[str]()
     made = trials.peers
     monkeypatch.setattr(trials, "peers", lambda **given: [p for p in made(**given) if not p.compiled])
-    found = measure_peers(asked(network(0.0), allow="lossy"), 1 << 20, pairs=1, told=names.append)
+    found = measure_peers(asked(network(0.0), allow="lossy"), 1 << 20, pairs=1, on_start=names.append)
     lower = [one for one in found if one.peer.autocast is not None]
     assert names == [
         "eager", "checkpoint per block", "bfloat16 autocast", "bfloat16 autocast, checkpoint per block",

@@ -14,14 +14,14 @@ from memplan.verification.proof.rounding import (
     ROUNDING,
     Rounded,
     Tolerance,
+    beyond_tolerance,
     by_layer,
     distance,
     is_truth,
     is_yardstick,
     overall,
-    rounded,
-    serious,
-    told_truth,
+    rounding_errors,
+    truth_label,
 )
 
 EPS = 2.0**-23
@@ -29,7 +29,7 @@ EPS = 2.0**-23
 
 
 def judged(candidate: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor) -> bool:
-    (one,) = rounded("gradients", 0, {"a.weight": truth}, [{"a.weight": reference}], {"a.weight": candidate})
+    (one,) = rounding_errors("gradients", 0, {"a.weight": truth}, [{"a.weight": reference}], {"a.weight": candidate})
     return one.within
 
 
@@ -68,7 +68,7 @@ def is_within(
     truth["a.bias"] = torch.tensor([norm, 0.0]).double()
     steps = [{"a.weight": named(largest, 0.0)["a.weight"], "a.bias": (torch.tensor([norm, off])).to(dtype)}
              for off in (reference, error)]  # fmt: skip
-    found = {one.name: one for one in rounded("gradients", 0, truth, steps[:1], steps[1], tolerance)}
+    found = {one.name: one for one in rounding_errors("gradients", 0, truth, steps[:1], steps[1], tolerance)}
     assert found["a.bias"].error == pytest.approx(error, rel=0.01, abs=1e-12)
     return found["a.bias"].within
 
@@ -81,7 +81,9 @@ def test_twice_the_rounding_of_the_step_without_a_plan_is_allowed() -> None:
 def test_the_worst_of_several_steps_is_what_is_doubled() -> None:
     truth, near, far = torch.zeros(9).double(), torch.full((9,), 1.0), torch.full((9,), 2.0)
     for value, within in ((3.9, True), (4.1, False)):
-        (one,) = rounded("gradients", 0, {"x": truth}, [{"x": near}, {"x": far}], {"x": torch.full((9,), value)})
+        (one,) = rounding_errors(
+            "gradients", 0, {"x": truth}, [{"x": near}, {"x": far}], {"x": torch.full((9,), value)}
+        )
         assert (one.within, one.reference) == (within, 6.0)
 
 
@@ -91,7 +93,7 @@ def test_what_is_zero_in_truth_may_be_64_eps_of_the_module_s_largest_gradient() 
     assert is_within(63 * 2.0**-7, 0.0, norm=0.0, dtype=torch.bfloat16)  # an eps is that of the tensor's own dtype
     assert not is_within(65 * 2.0**-7, 0.0, norm=0.0, dtype=torch.bfloat16)
     alone = {"b.bias": torch.tensor([EPS])}
-    (one,) = rounded("gradients", 0, {"b.bias": torch.zeros(1).double()}, [{"b.bias": torch.zeros(1)}], alone)
+    (one,) = rounding_errors("gradients", 0, {"b.bias": torch.zeros(1).double()}, [{"b.bias": torch.zeros(1)}], alone)
     assert not one.within  # a module without another gradient has nothing that it could be rounding of
 
 
@@ -110,7 +112,7 @@ def of_gradients(own: float, other: float | None = None) -> list[Rounded]:
     truth = {"layer.weight": torch.linspace(1, 2, 100, dtype=torch.float64)}
     shares = (own,) if other is None else (own, other)
     ran = [{name: one * (1 + share) for name, one in truth.items()} for share in shares]
-    return rounded("gradients", 0, truth, ran, ran[0])
+    return rounding_errors("gradients", 0, truth, ran, ran[0])
 
 
 def test_float64_is_no_truth_where_the_step_is_a_tenth_of_all_gradients_off() -> None:
@@ -156,12 +158,12 @@ def test_only_what_is_more_than_rounding_is_told() -> None:
     truth, reference = {"x": torch.ones(2).double()}, {"x": torch.ones(2)}
     differs = Difference("x", 0, "differs", 1e-8, 1e-8)
     shape = Difference("x", 0, "has the shape (3,), not (2,)")
-    near = rounded("gradients", 0, truth, [reference], {"x": torch.ones(2) * (1 + EPS)})
-    far = rounded("gradients", 0, truth, [reference], {"x": torch.ones(2) * 1.5})
-    assert serious([differs], near) == []
-    assert [one.what.partition(" (")[0] for one in serious([differs], far)] == ["is 0.5 from float64"]
-    assert serious([shape], near) == [shape]
-    assert serious([differs], far, told_truth("the step run again"))[0].what.startswith(
+    near = rounding_errors("gradients", 0, truth, [reference], {"x": torch.ones(2) * (1 + EPS)})
+    far = rounding_errors("gradients", 0, truth, [reference], {"x": torch.ones(2) * 1.5})
+    assert beyond_tolerance([differs], near) == []
+    assert [one.what.partition(" (")[0] for one in beyond_tolerance([differs], far)] == ["is 0.5 from float64"]
+    assert beyond_tolerance([shape], near) == [shape]
+    assert beyond_tolerance([differs], far, truth_label("the step run again"))[0].what.startswith(
         "is 0.5 from the step without a plan"
     )
 
@@ -172,15 +174,17 @@ def test_only_what_is_more_than_rounding_is_told() -> None:
 )
 def test_of_a_nan_it_is_said_whose_it_is(own: float, told: str) -> None:
     truth = {"a.w": torch.tensor([own]).double()}
-    judged = rounded("gradients", 0, truth, [{"a.w": torch.tensor([own])}], {"a.w": torch.tensor([math.nan])})
-    (found,) = serious([Difference("a.w", 0, "differs", 1.0)], judged)
+    judged = rounding_errors("gradients", 0, truth, [{"a.w": torch.tensor([own])}], {"a.w": torch.tensor([math.nan])})
+    (found,) = beyond_tolerance([Difference("a.w", 0, "differs", 1.0)], judged)
     assert found.what == f"has a nan, {told}"
 
 
 def test_of_a_gradient_that_is_zero_in_truth_no_ratio_is_told() -> None:
     truth, one = torch.tensor([1e-18]).double(), torch.tensor([3e-6])
-    judged = rounded("gradients", 0, {"a.b": truth, "a.w": torch.ones(1).double()}, [{"a.b": one / 10}], {"a.b": one})
-    (found,) = serious([Difference("a.b", 0, "differs", 3e-6)], [replace(one, allowed=1e-7) for one in judged])
+    judged = rounding_errors(
+        "gradients", 0, {"a.b": truth, "a.w": torch.ones(1).double()}, [{"a.b": one / 10}], {"a.b": one}
+    )
+    (found,) = beyond_tolerance([Difference("a.b", 0, "differs", 3e-6)], [replace(one, allowed=1e-7) for one in judged])
     assert found.what == "is 3e-06 from float64 (in L2, where float64 has 1e-18), and 1e-07 is allowed"
 
 
@@ -192,7 +196,9 @@ def test_lossy_is_what_autocast_loses_a_few_times_and_never_a_gradient_that_is_g
 
     def within(error: float, autocast: float) -> bool:
         one, other = (truth + share * float(truth.norm()) * off for share in (error, autocast))
-        (found,) = rounded("gradients", 0, {"a.w": truth}, [{"a.w": other.float()}], {"a.w": one.float()}, LOSSY)
+        (found,) = rounding_errors(
+            "gradients", 0, {"a.w": truth}, [{"a.w": other.float()}], {"a.w": one.float()}, LOSSY
+        )
         assert found.relative == pytest.approx(error, abs=1e-6, nan_ok=True)
         return found.within
 
@@ -215,7 +221,7 @@ def test_an_output_is_held_against_itself_not_against_a_larger_one() -> None:
     right = {name: one.float() for name, one in truth.items()}
     lost = {**right, "output 1": torch.tensor(0.0)}
     for tolerance in (ROUNDING, LOSSY):
-        found = {one.name: one.within for one in rounded("outputs", 0, truth, [right], lost, tolerance)}
+        found = {one.name: one.within for one in rounding_errors("outputs", 0, truth, [right], lost, tolerance)}
         assert found == {"output 0": True, "output 1": False}
 
 
@@ -223,7 +229,7 @@ def test_the_table_adds_up_squares() -> None:
     torch.manual_seed(0)
     truth = {name: torch.randn(7).double() for name in ("a.weight", "a.bias", "b.weight")}
     found = {name: (one + 0.1 * torch.randn(7)).float() for name, one in truth.items()}
-    judged = rounded("gradients", 0, truth, [{name: one.float() for name, one in truth.items()}], found, LOSSY)
+    judged = rounding_errors("gradients", 0, truth, [{name: one.float() for name, one in truth.items()}], found, LOSSY)
     rows = {one.layer: one for one in by_layer(judged)}
     assert list(rows) == ["a", "b"]
     both = [torch.cat([one["a.weight"].double(), one["a.bias"].double()]) for one in (truth, found)]
@@ -250,4 +256,4 @@ def test_what_is_much_farther_off_than_rounding_says_nothing_of_it(
 ) -> None:
     truth = {"layer.weight": torch.linspace(1, 2, 100, dtype=torch.float64)}
     ran = [{name: one * (1 + error) for name, one in truth.items()} for error in (own, other)]
-    assert is_yardstick(rounded("gradients", 0, truth, ran, ran[0]), exact=exact) is told
+    assert is_yardstick(rounding_errors("gradients", 0, truth, ran, ran[0]), exact=exact) is told

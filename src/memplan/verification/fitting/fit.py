@@ -1,4 +1,4 @@
-"""Fit a step in a byte budget: plan it, put the plan in the place of the module's call, prove it, return the result."""
+"""Fit a step in a byte budget: plan it, install the plan in the module, prove it, and return the result."""
 
 from __future__ import annotations
 
@@ -33,16 +33,20 @@ from memplan.trace.recording.place import exception_of_user
 from memplan.trace.recording.session import Running, alone, called, collector_held, running_recording
 from memplan.trace.step import StepOptions
 from memplan.verification.fitting.own_call import plan_own_call
-from memplan.verification.fitting.plan_cache import Plans, say
+from memplan.verification.fitting.plan_cache import Plans, warn
 from memplan.verification.fitting.prover import Prover
-from memplan.verification.fitting.unproven import COSTS, no_proof, put_in_place
-from memplan.verification.measurement.state_copies import attributes_kept, on_its_own
+from memplan.verification.fitting.unproven import COSTS, empty_proof, plan_recorded
+from memplan.verification.measurement.state_copies import attributes_restored, isolated
 from memplan.verification.proof.proof import Proof
 
 _ATTEMPTS = 4
-"""Number of plans, each for a smaller budget, whose measured peak may be over the budget."""
+"""Number of plans to try, each for a smaller budget, until a measured peak keeps the budget."""
 
-_HOW_NEAR = {"exact": "bit for bit", "reordered": "but for rounding", "lossy": "as near as plain autocast comes to it"}
+_REQUIRED_AGREEMENT = {
+    "exact": "bit for bit",
+    "reordered": "but for rounding",
+    "lossy": "as near as plain autocast comes to it",
+}
 
 
 def fit(
@@ -111,37 +115,39 @@ def fit(
 
 
 def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
-    """Fit; an exception that the user's own code raised comes out as it is, also where that ran to be traced.
+    """Fit. On any exception, Ctrl-C during the return included, the model is as before.
 
-    Whatever is raised, Ctrl-C while the result is handed back, too: nothing stays in place that nobody holds.
+    An exception of the user's own code that interrupted tracing is raised itself.
     """
-    placed = list[_Fitting]()
+    fitting: _Fitting | None = None
     try:
         with called("memplan.fit", profiles=True), alone():
-            placed.append(_Fitting(request_of(), pairs))
-            fitted = placed[0].run()
-            placed[0].forget()
+            fitting = _Fitting(request_of(), pairs)
+            fitted = fitting.run()
+            fitting.release()
             return fitted
     except BaseException as error:
-        for one in placed:
-            one.undo.close()
-        own = exception_of_user(error) if isinstance(error, RecordingError) else None
-        if own is None:
+        if fitting is not None:
+            fitting.undo.close()
+        users_error = exception_of_user(error) if isinstance(error, RecordingError) else None
+        if users_error is None:
             raise
-    raise own  # here it keeps its own context
+    raise users_error  # outside of the except block, which would replace its __context__
 
 
 def _recorded(request_of: Callable[[], Request], running: Running) -> Fitted:
-    """Fit within a recording, which runs nothing: planned, and not proven."""
+    """Fit within a recording: the step is planned, but not proven, as nothing runs."""
     undo = ExitStack()
     try:
-        asked, found = put_in_place(request_of, running, undo)
+        request, result = plan_recorded(request_of, running, undo)
     except BaseException:
         undo.close()
         raise
-    loss = None if asked.step is asked.model else asked.step
-    proof = no_proof(found.plan, asked)
-    return Fitted(asked.model, loss, found.plan, proof, found.changed, found.optimizer, found.notes, undo, found.calls)
+    loss = None if request.step is request.model else request.step
+    return Fitted(
+        request.model, loss, result.plan, empty_proof(result.plan, request), result.changed, result.optimizer,
+        result.notes, undo, result.calls,
+    )  # fmt: skip
 
 
 def _check_provable() -> None:
@@ -178,7 +184,7 @@ class Fitted(Displayed):
     def stats(self) -> CallStats:
         """Counts of the calls since `fit`, of the model and of ``loss``: as planned, unplanned and why, without grad.
         Where the step fits unplanned nothing is counted."""
-        return together(one.stats() for one in self._calls)
+        return together(calls.stats() for calls in self._calls)
 
     def undo(self) -> None:
         """Make the model run as before. An ordinary update finds its gradients again."""
@@ -190,13 +196,13 @@ class Fitted(Displayed):
         return replace(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle or a deep copy has: its model runs unplanned, as copies of planned models do."""
+        """State of a pickle or a deep copy, whose model runs unplanned, as copies of planned models do."""
         state = dict(vars(self), _undo=ExitStack(), _calls=[])
         if self.changed:
-            again = (
+            note = (
                 "a copy of a fitted model runs unplanned: memplan.fit(..., plan=fitted.plan) fits it without a search"
             )
-            state |= {"changed": False, "notes": [*self.notes, again]}
+            state |= {"changed": False, "notes": [*self.notes, note]}
         return state
 
     def __str__(self) -> str:
@@ -208,122 +214,127 @@ class Fitted(Displayed):
 
 
 class _Fitting:
-    """One call of `fit`."""
+    """A call of `fit`."""
 
-    def __init__(self, asked: Request, pairs: int) -> None:
-        self.settings, self.planner = asked.settings, Planner(asked.step)
-        self.asked = asked
-        with on_its_own(asked.step, draws=False), self._tracing():
-            self.asked = self.planner.bounded(asked, key=0)
-        self.budget, self.notes = self.asked.bytes, list(self.asked.notes)
-        self.prover = Prover(self.asked, pairs)
+    def __init__(self, request: Request, pairs: int) -> None:
+        self.settings, self.planner = request.settings, Planner(request.step)
+        self.request = request
+        with isolated(request.step, draws=False), self._tracing():
+            self.request = self.planner.bounded(request, key=0)
+        self.budget, self.notes = self.request.bytes, list(self.request.notes)
+        self.prover = Prover(self.request, pairs)
         self.undo = ExitStack()
-        """Takes away what is in place."""
+        """Uninstalls the current plan."""
         self.handed_over = False
-        self.relaid = False
-        """Whether the last plan convolves in channels last, and the step itself does not."""
+        """Whether the user has the model: from then on, calls that are planned anew are reported."""
+        self.channels_last = False
+        """Whether the last plan converts convolutions to channels last."""
         self.lost = EXACT
-        """Precision that the last plan really lost, of what it was allowed to lose."""
-        if not asked.step.training:
+        """Precision that the last plan lost, which can be less than it was allowed to lose."""
+        if not request.step.training:
             self.notes.append("planned in evaluation mode, as the model is: call model.train() first to train it")
 
     def run(self) -> Fitted:
-        """Change nothing where the step fits; else plan until the measured peak keeps the budget.
+        """Return the model unchanged if the step fits; else plan until the measured peak keeps the budget.
 
-        A relaxation whose proof fails (channels last, a lower precision) is left out of the next plan.
+        A relaxation whose proof fails (channels last, a lower precision) is excluded from the next plan.
         """
-        with on_its_own(self.asked.step, draws=self._draws()):
+        with self._tracing():
+            captured = self.planner.study(self.request.call, self.settings, key=0).captured
+        draws = bool(captured.opaque) or any(op.random for op in captured.graph.ops)
+        with isolated(self.request.step, draws=draws):
             return self._run()
 
-    def _draws(self) -> bool:
-        """Whether the step may draw random numbers."""
-        with self._tracing():
-            captured = self.planner.study(self.asked.call, self.settings, key=0).captured
-        return bool(captured.opaque) or any(op.random for op in captured.graph.ops)
-
-    def forget(self) -> None:
-        """Drop the call's tensors and what was measured with them: what is in place still tells its notes here."""
-        del self.asked, self.planner, self.prover
+    def release(self) -> None:
+        """Drop the call's tensors and all measurements; the installed plan still adds notes here."""
+        del self.request, self.planner, self.prover
 
     def _run(self) -> Fitted:
-        unchanged = self._unplanned()
-        if unchanged is not None:
-            return unchanged
-        asked, failed = self.settings, None
+        unplanned = self._fit_unplanned()
+        if unplanned is not None:
+            return unplanned
+        initial, failed_proof = self.settings, None
         while True:
             try:
-                return self._until_it_fits()
-            except (BudgetError, RecordingError) as error:  # without the relaxation there is no plan
-                if failed is None or (isinstance(error, BudgetError) and not self.settings.relaid):
-                    raise  # that a layout of our choice rounds too much is nothing that the user asked about
-                raise failed from None
+                return self._plan_until_it_fits()
+            except (BudgetError, RecordingError) as error:  # there is no plan without the relaxation
+                if failed_proof is None or (isinstance(error, BudgetError) and not self.settings.relaid):
+                    raise  # the user did not ask for channels last, so its rounding is not worth an error
+                raise failed_proof from None
             except VerificationError as error:
-                lost = self.settings.settled
-                if self.relaid and asked.plan is None:  # other kernels round otherwise, and some steps amplify that
-                    tried, self.settings = "convolving in channels last", replace(self.settings, relaid=False)
-                elif lost.lossy and asked.undecided:
-                    without = *self.settings.without, lost, self.lost
-                    tried, self.settings = str(self.lost), replace(asked, without=without)
+                precision = self.settings.settled
+                if self.channels_last and initial.plan is None:  # its kernels round differently
+                    relaxation, self.settings = "convolving in channels last", replace(self.settings, relaid=False)
+                elif precision.lossy and initial.undecided:
+                    without = *self.settings.without, precision, self.lost
+                    relaxation, self.settings = str(self.lost), replace(initial, without=without)
                 else:
                     raise
-                failed = error
-                self.notes.append(f"{tried} was tried and not taken: {error.found}")
+                failed_proof = error
+                self.notes.append(f"{relaxation} was tried and not taken: {error.found}")
 
-    def _until_it_fits(self) -> Fitted:
-        """Plan, and where the measured peak is over the budget, plan again for less."""
+    def _plan_until_it_fits(self) -> Fitted:
+        """Plan, and while the measured peak is over the budget, plan again for less."""
         budget, lowest = self.budget, None
-        for left in reversed(range(_ATTEMPTS)):
-            planned = self._planned(budget)
-            self.relaid, self.lost = planned.captured.relaid, planned.plan.lost
-            fitted = self._tried(planned, budget)
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            planned = self._plan(budget)
+            self.channels_last, self.lost = planned.captured.relaid, planned.plan.lost
+            fitted = self._install_and_prove(planned, budget)
             if fitted.proof.within_budget:
                 self.handed_over = True
                 return fitted
             fitted.undo()
             lowest = fitted.proof if lowest is None or fitted.proof.peak < lowest.peak else lowest
             peak = planned.plan.peak
-            floor = planned.plan.floor if self.settings.engine == "graph" else 0  # fused: only the smallest tried
-            if self.settings.plan is not None or peak <= floor or not left:
+            floor = planned.plan.floor if self.settings.engine == "graph" else 0  # of fused plans none is known
+            if self.settings.plan is not None or peak <= floor or not attempts_left:
                 break
             self.notes.append(
                 f"a plan for {format_bytes(budget)} was measured at {format_bytes(fitted.proof.peak)}: "
                 "planned again for as much less"
             )
             over = fitted.proof.peak - self.budget
-            budget = floor if left == 1 and floor else max(min(budget, peak) - over, floor)
+            budget = floor if attempts_left == 1 and floor else max(min(budget, peak) - over, floor)
         assert lowest is not None
-        raise self._over(lowest)
+        least = _with_spare(lowest.peak, lowest.predicted)
+        raise BudgetError(
+            f"The budget is {format_bytes(self.budget)}, and the planned step was measured above it",
+            expected=f"at least {format_bytes(lowest.peak)}, at which it ran",
+            do=f"Give {format_bytes(least)} ({least} bytes), or look for what the plan does not know: a kernel that "
+            "allocates more than its results",
+            smallest_budget=least,
+        )
 
-    def _unplanned(self) -> Fitted | None:
-        """Return the answer where the step fits without a plan, predicted and measured; None where it does not."""
+    def _fit_unplanned(self) -> Fitted | None:
+        """Return the result where the step fits without a plan, by prediction and measurement, else None."""
         if not self._may_stay_unplanned:
             return None
         with self._tracing():
-            study = self.planner.study(self.asked.call, self.settings, key=0)
+            study = self.planner.study(self.request.call, self.settings, key=0)
             if study.eager_peak(self.settings) > self.budget:
                 return None
             try:
                 plan = study.planned(self.settings, self.budget).plan
-            except BudgetError as error:  # the step takes less without a plan than with any
+            except BudgetError as error:  # every plan takes more than the step without a plan
                 plan = study.planned(self.settings, error.smallest_budget).plan
         proof = self.prover.unplanned(plan)
         if not proof.within_budget:
             return None
         self.notes.append("it fits already: nothing is changed")
-        loss = None if self.asked.step is self.asked.model else self.asked.step
-        return Fitted(self.asked.model, loss, plan, proof, False, None, self.notes)
+        loss = None if self.request.step is self.request.model else self.request.step
+        return Fitted(self.request.model, loss, plan, proof, False, None, self.notes)
 
     @property
     def _may_stay_unplanned(self) -> bool:
-        """Whether nothing but the budget calls for a change: no plan, early updates or fused kernels were asked for."""
+        """Whether the step may run unchanged if it fits: the user passed no plan, early updates or engine."""
         return self.settings.plan is None and not self.settings.gradients.updates and self.settings.engine == "graph"
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        with attributes_kept(self.asked.step), self.asked.under_autocast(), collector_held():
+        with attributes_restored(self.request.step), self.request.under_autocast(), collector_held():
             yield
 
-    def _planned(self, budget: int) -> Planned:
+    def _plan(self, budget: int) -> Planned:
         plan = self.settings.plan
         if plan is not None and plan.peak > self.budget:
             raise BudgetError(
@@ -334,28 +345,31 @@ class _Fitting:
             )
         try:
             with self._tracing():
-                planned = self.planner.planned(self.asked.call, self.settings, budget, key=0)
+                planned = self.planner.planned(self.request.call, self.settings, budget, key=0)
         except BudgetError as error:
             raise self._too_little(error, budget) from None
-        if self.settings.undecided:  # plans after this one, for later calls too, lose what this one does
+        if self.settings.undecided:  # later plans, those of later calls too, have the same precision
             self.settings = replace(self.settings, precision=planned.plan.precision)
         return planned
 
     def _too_little(self, error: BudgetError, budget: int) -> BudgetError:
-        """Return the error with the measured peak of the smallest plan, or of the step without one if that is less.
+        """Return the error with the measured peak of the smallest plan, or of the unplanned step if that is less.
 
-        ``budget``: the one planned for; it is less than the user's once a plan was measured above that.
+        ``budget``: bytes planned for, less than the user's budget once a plan was measured above that.
         """
-        found, asked = error.found, format_bytes(self.budget)
+        message = error.found
         if budget != self.budget:
-            found = f"The budget is {asked}; a plan for it was measured above it, and for {budget} bytes there is none"
-        floor, ways = error.smallest_budget, "".join(f"; or {way}" for way in error.lower_by)
+            message = (
+                f"The budget is {format_bytes(self.budget)}; a plan for it was measured above it, and for {budget} "
+                "bytes there is none"
+            )
+        floor, advice = error.smallest_budget, "".join(f"; or {text}" for text in error.lower_by)
         self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
-            planned = self.planner.planned(self.asked.call, self.settings, floor, key=0)
-            eager = self.planner.study(self.asked.call, self.settings, key=0).eager_peak(self.settings)
+            planned = self.planner.planned(self.request.call, self.settings, floor, key=0)
+            eager = self.planner.study(self.request.call, self.settings, key=0).eager_peak(self.settings)
         with ExitStack() as undo:
-            self._put_in_place(planned, floor, undo)
+            self._install(planned, floor, undo)
             measured = max(floor, self.prover.peak(floor, planned) or 0)
         least, expected = floor, error.expected
         if measured > floor:
@@ -365,75 +379,65 @@ class _Fitting:
             eager = max(eager, self.prover.peak(eager, None) or 0)
             if eager < least:
                 least, expected = eager, f"at least {format_bytes(eager)}, which the step takes without a plan"
-        do = f"Give {format_bytes(least)} ({least} bytes){ways}"
-        return error.but(found=found, expected=expected, do=do, smallest_budget=least)
+        do = f"Give {format_bytes(least)} ({least} bytes){advice}"
+        return error.but(found=message, expected=expected, do=do, smallest_budget=least)
 
-    def _over(self, lowest: Proof) -> BudgetError:
-        least = _with_spare(lowest.peak, lowest.predicted)
-        return BudgetError(
-            f"The budget is {format_bytes(self.budget)}, and the planned step was measured above it",
-            expected=f"at least {format_bytes(lowest.peak)}, at which it ran",
-            do=f"Give {format_bytes(least)} ({least} bytes), or look for what the plan does not know: a kernel that "
-            "allocates more than its results",
-            smallest_budget=least,
-        )
-
-    def _tried(self, planned: Planned, budget: int) -> Fitted:
-        """Put the plan in place and prove it. On any error the module is as before."""
+    def _install_and_prove(self, planned: Planned, budget: int) -> Fitted:
+        """Install the plan and prove it. On any error the module is as before."""
         undo = self.undo = ExitStack()
         try:
-            proof = self.prover.proof(planned, lambda: self._put_in_place(planned, budget, undo))
+            proof = self.prover.proof(planned, lambda: self._install(planned, budget, undo))
             if not proof.same:
-                raise self._differs(proof)
-            return self._handed_over(planned, proof, budget, undo)
+                raise VerificationError(
+                    f"The planned step is {str(proof).splitlines()[0]}",
+                    expected=f"the step without a plan, {_REQUIRED_AGREEMENT[proof.grade]}",
+                    do="The model is as before. Please report this; a step that differs from run to run cannot be "
+                    "proven",
+                    proof=proof,
+                )
+            return self._hand_over(planned, proof, undo)
         except BaseException:
             undo.close()
             raise
 
-    def _put_in_place(self, planned: Planned, budget: int, undo: ExitStack) -> None:
+    def _install(self, planned: Planned, budget: int, undo: ExitStack) -> None:
         if planned.fused is not None:
-            compiled(planned.fused)  # raises an error of which a call would only warn
-        plans = self.plans = Plans(self.asked.step, self.settings, budget, self._told)
+            compiled(planned.fused)  # compile now: calls only warn of a compile error
+        plans = self.plans = Plans(self.request.step, self.settings, budget, self._notify)
         plans.expect(planned)
-        self.installed = install(self.asked.step, plans)
+        self.installed = install(self.request.step, plans)
         undo.callback(self.installed.undo)
 
-    def _handed_over(self, planned: Planned, proof: Proof, budget: int, undo: ExitStack) -> Fitted:
-        asked, settings = self.asked, self.settings
+    def _hand_over(self, planned: Planned, proof: Proof, undo: ExitStack) -> Fitted:
+        request, settings = self.request, self.settings
         loss = optimizer = None
-        installed = [self.installed]
-        if asked.step is not asked.model:
-            loss = asked.step
+        installations = [self.installed]
+        if request.step is not request.model:
+            loss = request.step
             if proof.within_budget:
-                own, note = plan_own_call(asked, settings, planned, self._told, undo)
-                installed.append(own)
+                of_model, note = plan_own_call(request, settings, planned, self._notify, undo)
+                installations.append(of_model)
                 self.notes += [] if note is None else [note]
         if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
-            optimizer = settings.optimizer(list(asked.step.parameters()))
+            optimizer = settings.optimizer(list(request.step.parameters()))
             undo.callback(update_early(optimizer).undo)
-        self.plans.theirs = True
+        self.plans.handed_over = True
         self.plans.release()
-        for one in installed:  # calls of the proof do not count, and ran with copies of the weights
-            one.calls.restart()
-            one.release()
-        calls = [one.calls for one in installed]
-        return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo, calls)
+        for installed in installations:  # calls of the proof do not count, and ran with copies of the weights
+            installed.calls.restart()
+            installed.release()
+        calls = [installed.calls for installed in installations]
+        return Fitted(request.model, loss, planned.plan, proof, True, optimizer, self.notes, undo, calls)
 
-    def _differs(self, proof: Proof) -> VerificationError:
-        return VerificationError(
-            f"The planned step is {str(proof).splitlines()[0]}",
-            expected=f"the step without a plan, {_HOW_NEAR[proof.grade]}",
-            do="The model is as before. Please report this; a step that differs from run to run cannot be proven",
-            proof=proof,
-        )
-
-    def _told(self, text: str) -> None:
-        if self.handed_over:  # before that, calls are planned for the proof
+    def _notify(self, text: str) -> None:
+        if self.handed_over:  # earlier calls are those of the proof
             self.notes.append(text)
-            say(text)
+            warn(text)
 
 
 def _with_spare(measured: int, predicted: int | None) -> int:
-    """Return a budget that a plan will keep, after one was measured above its predicted peak. Costs are measured anew
-    next time: then another plan of the same peak, which calls other kernels, can be the fastest."""
+    """Return a budget that the next plan will keep, after a plan was measured above its predicted peak.
+
+    The excess is added twice, since costs are measured anew next time, and a plan with other kernels can be chosen.
+    """
     return measured + max(0, measured - (measured if predicted is None else predicted))

@@ -1,7 +1,7 @@
-"""Plan a model's own call, where it was planned together with its loss: the loss is a fixed load between the passes.
+"""Plan the calls of a model whose loss is computed outside of the plan, as trainers do.
 
-Trainers call the model and compute the loss outside. Such a call runs by the decisions that were made for both, where
-these keep the budget with the loss as eager mode computes it, else by the plan that a search finds.
+These calls reuse the decisions for model and loss together where that keeps the budget, with the eager loss as a fixed
+load between forward and backward. Otherwise they are planned anew.
 """
 
 from __future__ import annotations
@@ -24,82 +24,85 @@ from memplan.planning.study import Planned
 from memplan.rewriting.install import Installed, install
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting.plan_cache import Plans
-from memplan.verification.measurement.peak_alone import growth
+from memplan.verification.measurement.peak_alone import peak_growth
 from memplan.verification.measurement.peak_and_time import storage_bytes
-from memplan.verification.measurement.state_copies import ModuleCopy, attributes_kept, copies
+from memplan.verification.measurement.state_copies import ModuleCopy, attributes_restored, copy_tensors
+
+_SUBJECT = "with its loss outside of the plan (fitted.model(...)), the step"
 
 
 def plan_own_call(
-    asked: Request, settings: Settings, planned: Planned, told: Callable[[str], None], undo: ExitStack
+    request: Request, settings: Settings, joint: Planned, notify: Callable[[str], None], undo: ExitStack
 ) -> tuple[Installed, str | None]:
-    """Make calls of the model itself run as planned; the one that was fitted is ready at once.
+    """Plan the model's own calls and install that plan.
+
+    It is first planned for callers that keep the output during backward, then for callers that drop it.
 
     Args:
-        asked: a request with a loss.
-        settings: of the plan.
-        planned: the plan of model and loss.
-        told: as for `Plans`.
-        undo: takes what undoes it.
+        request: a request with a loss.
+        settings: settings of the plan.
+        joint: the plan of model and loss.
+        notify: as for `Plans`.
+        undo: receives the callback that uninstalls it.
 
     Returns:
-        Its calls' plans, and a note where the budget is kept under a condition, or not at all.
+        The installed plans, and a note for the user where the budget is kept only if the output is dropped, or not at
+        all.
     """
     note = None
-    for held in (True, False):
-        outside = replace(settings, plan=None, outside=_outside(asked, held))
-        plans = Plans(asked.model, outside, asked.bytes, told, joint=planned)
-        made = install(asked.model, plans)
-        undo.callback(made.undo)
+    for output_kept in (True, False):
+        outside = replace(settings, plan=None, outside=_loss_load(request, output_kept))
+        plans = Plans(request.model, outside, request.bytes, notify, joint=joint)
+        installed = install(request.model, plans)
+        undo.callback(installed.undo)
         try:
-            if settings.engine == "graph":  # else it is compiled when it is called, which may never be
-                with attributes_kept(asked.model), asked.under_autocast():
-                    made.prepare(_own(asked)[0], settings.gradients.adds)
-            plans.theirs = True
+            if settings.engine == "graph":  # inductor compiles in the first call, which may never come
+                with attributes_restored(request.model), request.under_autocast():
+                    installed.prepare(_model_call(request)[0], settings.gradients.adds)
+            plans.handed_over = True
+            return installed, note
         except BudgetError as error:
             least = format_bytes(error.smallest_budget)
-            plans.theirs = True
-            if not held:
-                return made, f"{_ALONE} needs at least {least}: call fitted.loss(...), or give it that"
-            note = (
-                f"{_ALONE} keeps the budget if its output is gone when backward() is called; held on, it needs {least}"
-            )
-            made.undo()
-        else:
-            return made, note
-    raise AssertionError("the last one returns")
+            plans.handed_over = True
+            if not output_kept:
+                return installed, f"{_SUBJECT} needs at least {least}: call fitted.loss(...), or give it that"
+            condition = "if its output is gone when backward() is called"
+            note = f"{_SUBJECT} keeps the budget {condition}; held on, it needs {least}"
+            installed.undo()
+    raise AssertionError("the last iteration returns")
 
 
-_ALONE = "with its loss outside of the plan (fitted.model(...)), the step"
-
-
-def _own(asked: Request) -> tuple[Call, tuple[Any, ...]]:
-    """Return the model's own call, and the targets."""
-    assert isinstance(asked.step, WithLoss)
-    args, kwargs = asked.call.rebuild(asked.call.tensors)
-    cut = len(args) - asked.step.targets
+def _model_call(request: Request) -> tuple[Call, tuple[Any, ...]]:
+    """Split the call of model and loss into the call of the model and the targets."""
+    assert isinstance(request.step, WithLoss)
+    args, kwargs = request.call.rebuild(request.call.tensors)
+    cut = len(args) - request.step.targets
     return call_of(args[:cut], kwargs), args[cut:]
 
 
-def _outside(asked: Request, held: bool) -> Fraction:
-    """Measure the loss alone, forward and backward: what it holds at its peak beside the model's outputs and their
-    gradients, for each byte of these. ``held``: whether the caller holds the outputs through backward."""
-    step, home = asked.step, asked.settings.home
+def _loss_load(request: Request, output_kept: bool) -> Fraction:
+    """Measure forward and backward of the loss: its peak bytes besides the model's outputs and their gradients, per
+    byte of these gradients. ``output_kept``: whether the caller keeps the outputs during backward."""
+    step, home = request.step, request.settings.home
     assert isinstance(step, WithLoss)
-    call, targets = _own(replace(asked, call=replace(asked.call, tensors=tuple(copies(asked.call.tensors)))))
+    copied = replace(request.call, tensors=tuple(copy_tensors(request.call.tensors)))
+    call, targets = _model_call(replace(request, call=copied))
     args, kwargs = call.rebuild(call.tensors)
-    with ModuleCopy(step).in_place(), asked.under_autocast():
+    with ModuleCopy(step).in_place(), request.under_autocast():
         with torch.no_grad():
-            tensors, structure = take_apart(step.model(*args, **kwargs))
-        leaves = [one.detach().clone().requires_grad_(one.is_floating_point()) for one in tensors]
+            outputs, structure = take_apart(step.model(*args, **kwargs))
+        leaves = [output.detach().clone().requires_grad_(output.is_floating_point()) for output in outputs]
 
-        def run() -> None:
+        def run_loss() -> None:
             output = structure.rebuild([leaf.clone() for leaf in leaves])
             loss = step.loss(output, *targets)
-            if not held:
+            if not output_kept:
                 del output
             loss.backward()
 
-        peak = growth(run, home)
-        read = differentiable(structure.rebuild(leaves))
-    size = storage_bytes([one for one in read if one.requires_grad], home.type)
-    return Fraction(max(0, peak - storage_bytes(leaves, home.type) - size), size) if size else Fraction(0)
+        peak = peak_growth(run_loss, home)
+        used_by_loss = differentiable(structure.rebuild(leaves))
+    gradient_bytes = storage_bytes([leaf for leaf in used_by_loss if leaf.requires_grad], home.type)
+    if not gradient_bytes:
+        return Fraction(0)
+    return Fraction(max(0, peak - storage_bytes(leaves, home.type) - gradient_bytes), gradient_bytes)

@@ -1,4 +1,4 @@
-"""Plan the calls of one module: by the decisions for a larger call where those keep the budget, else anew."""
+"""Plan each call of a module: reuse the plan of a larger call where it keeps the budget, else plan anew."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from memplan.trace.recording.place import exception_of_user
 from memplan.trace.recording.session import collector_held
 
 _log = logging.getLogger("memplan")
-_MADE = 64
-"""Number of plans that are kept: the first one, from which most others follow, and the last ones."""
-_CAPTURED = 256
-"""Number of calls after which their symbolic shapes are learnt anew, since these grow with each."""
+_MAX_PLANS = 64
+"""Number of plans kept for reuse: the first, from which most others follow, and the most recent ones."""
+_MAX_CAPTURES = 256
+"""Number of captures after which symbolic shapes start over, since their memory grows with each."""
 
 
 @dataclass(frozen=True)
 class Reused:
-    """A call that runs by the decisions that were made for a larger one."""
+    """A call that runs by the decisions for a larger call."""
 
     captured: Captured
     schedule: Schedule
@@ -45,158 +45,151 @@ class Reused:
 
 
 class Plans:
-    """The planner that `rewriting.install` calls. ``made``: the plans so far.
+    """The planner that `rewriting.install` calls.
 
     Args:
         module: the module whose calls are planned.
-        settings: for all calls, except that each says whether gradients are held.
+        settings: for all calls, except whether gradients accumulate, which each call says.
         budget: bytes.
-        told: receives a sentence for each call that is planned anew.
-        joint: a plan of the module with its loss, whose decisions are taken where they keep the budget.
+        notify: receives a sentence for each call that is planned anew.
+        joint: a plan of the module with its loss, whose decisions are reused where they keep the budget.
     """
 
     def __init__(
-        self, module: nn.Module, settings: Settings, budget: int, told: Callable[[str], None],
+        self, module: nn.Module, settings: Settings, budget: int, notify: Callable[[str], None],
         joint: Planned | None = None,
     ) -> None:  # fmt: skip
-        self._module, self._settings, self._budget, self._told = module, settings, budget, told
+        self._module, self._settings, self._budget, self._notify = module, settings, budget, notify
         self._planner, self._keys = Planner(module), Keys(module)
         self._expected: Planned | None = None
         self._joint = joint
-        self.theirs = False
-        """Whether the module was handed over: then a call that cannot be traced runs as it is, whoever raised that."""
-        self.made: list[Planned] = []
-        self._shapes, self._captured = self._new_shapes(), 0
+        self.handed_over = False
+        """Whether the user has the module: from then on a call that cannot be traced runs unplanned, even where the
+        user's code raised the error."""
+        self.plans: list[Planned] = []
+        """Plans that later calls can reuse."""
+        self._shapes, self._captures = self._new_shapes(), 0
 
     def expect(self, planned: Planned) -> None:
-        """Use this plan for the next call, for which it was made."""
+        """Use this plan for the next call."""
         self._expected = planned
-        self.made.append(planned)
+        self.plans.append(planned)
         self._shapes = self._new_shapes()
 
     def release(self) -> None:
-        """Hold no tensor of the last call."""
+        """Drop references to the tensors of the last call."""
         self._keys.release()
 
-    def __call__(self, call: Call, held: bool) -> Planned | Reused:
-        """Return the plan of a call.
+    def __call__(self, call: Call, accumulate: bool) -> Planned | Reused:
+        """Return the plan of a call. ``accumulate``: whether ``.grad`` is set when the call begins.
 
         Raises:
-            BudgetError: none fits.
-            UnkeyedError: the call cannot be captured, or not be compiled.
+            BudgetError: no plan fits.
+            UnkeyedError: the call cannot be captured or compiled.
         """
         expected = self._expected
-        if expected is not None and expected.schedule.choices.gradients.adds == held:
+        if expected is not None and expected.schedule.choices.gradients.adds == accumulate:
             self._expected = None
             self._shapes.known(call)
             return expected
         try:
-            return self._planned(call, held)
+            return self._plan(call, accumulate)
         except BudgetError as error:
-            if not held:
+            if not accumulate:
                 raise
-            raise _with_gradients(error) from None
+            raise error.but(
+                found=f"{error.found}, and gradients are held when the call begins",
+                do=f"{error.do}; or, unless they are to be added to, free them: zero_grad(set_to_none=True)",
+            ) from None
         except (RecordingError, UsageError, CompileError) as error:
-            if not self.theirs and exception_of_user(error) is not None:
+            if not self.handed_over and exception_of_user(error) is not None:
                 raise
-            # the user's own call was planned before: this is a later one
             raise UnkeyedError(str(error)) from error
 
     @collector_held()
-    def _planned(self, call: Call, held: bool) -> Planned | Reused:
+    def _plan(self, call: Call, accumulate: bool) -> Planned | Reused:
         captured = None
-        if self.made or self._joint is not None:
+        if self.plans or self._joint is not None:
             captured = self._capture(call)
-            found = self._reused(captured, held)
-            if found is not None:
-                return found
-            self._told(f"planned anew: {_said(call, held)}")
+            reused = self._reuse(captured, accumulate)
+            if reused is not None:
+                return reused
+            shapes = ", ".join("x".join(map(str, tensor.shape)) or "a scalar" for tensor in call.tensors)
+            gradients = ", with gradients held" if accumulate else ""
+            self._notify(f"planned anew: a call with inputs {shapes or 'none'}{gradients}")
         else:
             self._shapes.known(call)
         if captured is not None and captured.relaid:
-            captured = None  # which layout is better is decided anew
-        given = self._settings
-        precision = given.precision if given.plan is None else given.settled  # no lower than the given plan's
+            captured = None  # let the planner choose between the memory formats again
+        settings = self._settings
+        precision = settings.precision if settings.plan is None else settings.settled  # no lower than that plan's
         planned = self._planner.planned(
             call,
-            replace(given, gradients=given.gradients.held(held), plan=None, precision=precision),
+            replace(settings, gradients=settings.gradients.held(accumulate), plan=None, precision=precision),
             self._budget,
             captured=captured,
         )
-        self.made.append(planned)
-        if len(self.made) > _MADE:
-            del self.made[1]
+        self.plans.append(planned)
+        if len(self.plans) > _MAX_PLANS:
+            del self.plans[1]
         return planned
 
     def _capture(self, call: Call) -> Captured:
-        self._captured += 1
-        if self._captured % _CAPTURED == 0:
+        self._captures += 1
+        if self._captures % _MAX_CAPTURES == 0:
             self._shapes = self._new_shapes()
         return self._shapes.captured(call)
 
     def _new_shapes(self) -> Shapes:
-        relaid = bool(self.made) and self.made[0].captured.relaid
-        return Shapes(self._module, self._kind, self._settings.settled, relaid=relaid)
+        channels_last = bool(self.plans) and self.plans[0].captured.relaid
+        return Shapes(self._module, self._key_without_tensors, self._settings.settled, relaid=channels_last)
 
-    def _kind(self, call: Call) -> Hashable:
-        """Return the key of a call and of the module's state, without the call's tensors."""
+    def _key_without_tensors(self, call: Call) -> Hashable:
         return self._keys.key(self._module, replace(call, tensors=()))
 
-    def _reused(self, captured: Captured, held: bool) -> Reused | None:
-        """Reuse the decisions for a call that was no smaller and differs in sizes alone, if they keep the budget."""
-        alike = [one for one in self.made if one.schedule.choices.gradients.adds == held]
-        same = next((one for one in alike if one.captured.graph.fingerprint == captured.graph.fingerprint), None)
-        if same is not None:  # what differs does not change the graph: a note in a model's config, say
-            return Reused(captured, same.schedule, same.surroundings, same.fused)
-        for planned in alike:
-            taken = taken_over(planned.schedule.choices, planned.captured.graph, captured.graph)
-            found = None if taken is None else self._within(captured, taken, planned.surroundings)
-            if found is not None:
-                return found
-        return self._as_with_loss(captured, held)
+    def _reuse(self, captured: Captured, accumulate: bool) -> Reused | None:
+        """Reuse the plan of a call with the same ops and no smaller sizes, or return None if none keeps the budget."""
+        candidates = [planned for planned in self.plans if planned.schedule.choices.gradients.adds == accumulate]
+        for planned in candidates:  # an equal graph: the calls differ in something that the graph does not depend on
+            if planned.captured.graph.fingerprint == captured.graph.fingerprint:
+                return Reused(captured, planned.schedule, planned.surroundings, planned.fused)
+        for planned in candidates:
+            choices = taken_over(planned.schedule.choices, planned.captured.graph, captured.graph)
+            reused = None if choices is None else self._if_within_budget(captured, choices, planned.surroundings)
+            if reused is not None:
+                return reused
+        return self._reuse_joint(captured, accumulate)
 
-    def _as_with_loss(self, captured: Captured, held: bool) -> Reused | None:
-        """Reuse the decisions that were made for the module together with its loss, if they keep the budget."""
-        joint, graph, given = self._joint, captured.graph, self._settings
+    def _reuse_joint(self, captured: Captured, accumulate: bool) -> Reused | None:
+        """Reuse the plan of module and loss, if it keeps the budget with the loss outside, else return None."""
+        joint, graph, settings = self._joint, captured.graph, self._settings
         if joint is None or joint.fused is not None:
             return None
-        gradients = given.gradients.held(held)
+        gradients = settings.gradients.held(accumulate)
         choices = without_loss(replace(joint.schedule.choices, gradients=gradients), joint.captured.graph, graph)
         if choices is None:
             return None
-        around = surroundings(
-            self._module, graph, given.optimizer, gradients, home=given.home, outside=given.outside
-        )  # fmt: skip
-        made = with_fewest_pieces(schedule(graph, choices), lambda one: fits(one, around, self._budget))
-        return self._within(captured, made.choices, around)
+        context = surroundings(
+            self._module, graph, settings.optimizer, gradients, home=settings.home, outside=settings.outside
+        )
+        fewest = with_fewest_pieces(schedule(graph, choices), lambda candidate: fits(candidate, context, self._budget))
+        return self._if_within_budget(captured, fewest.choices, context)
 
-    def _within(self, captured: Captured, choices: Choices, around: Surroundings) -> Reused | None:
-        """Schedule a call by these decisions; None where they break the budget: other sizes can have other aliases."""
+    def _if_within_budget(self, captured: Captured, choices: Choices, context: Surroundings) -> Reused | None:
+        """Schedule a call by these decisions, or return None if that breaks the budget, as tensors of other sizes can
+        have other aliases."""
         graph, budget = captured.graph, self._budget
-        made = schedule(graph, choices)
+        candidate = schedule(graph, choices)
         try:
-            validate(graph, made, budget=None if choices.fused else budget, surroundings=around)
+            validate(graph, candidate, budget=None if choices.fused else budget, surroundings=context)
         except ScheduleError:
             return None
         if not choices.fused:
-            return Reused(captured, made, around)
-        found = judged(made, around)
-        return Reused(captured, made, around, found.fused) if found.peak <= budget else None
+            return Reused(captured, candidate, context)
+        compiled = judged(candidate, context)
+        return Reused(captured, candidate, context, compiled.fused) if compiled.peak <= budget else None
 
 
-def _with_gradients(error: BudgetError) -> BudgetError:
-    """Add to the error of a call that begins with gradients held that they take memory, and how to free them."""
-    return error.but(
-        found=f"{error.found}, and gradients are held when the call begins",
-        do=f"{error.do}; or, unless they are to be added to, free them: zero_grad(set_to_none=True)",
-    )
-
-
-def _said(call: Call, held: bool) -> str:
-    shapes = ", ".join("x".join(map(str, tensor.shape)) or "a scalar" for tensor in call.tensors)
-    return f"a call with inputs {shapes or 'none'}{', with gradients held' if held else ''}"
-
-
-def say(text: str) -> None:
-    """Log it where people look while they train."""
+def warn(text: str) -> None:
+    """Log a sentence as a warning of memplan, which people see while they train."""
     _log.warning("memplan: %s", text)

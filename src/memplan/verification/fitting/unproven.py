@@ -1,4 +1,4 @@
-"""Plan a model for a recording, in which nothing can run: no costs are measured, and nothing is proven."""
+"""Fit a model inside a recording, where nothing runs: costs are estimated, and nothing is proven."""
 
 from __future__ import annotations
 
@@ -27,167 +27,180 @@ from memplan.trace.recording.session import Running, Target, recording_suspended
 from memplan.trace.spec import like
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting.plan_cache import Plans, Reused
-from memplan.verification.measurement.state_copies import attributes_kept
+from memplan.verification.measurement.state_copies import attributes_restored
 from memplan.verification.proof.proof import Proof, nothing_compared
 
 COSTS = "roofline"
-"""Estimates of seconds: a recording is the same every time, and measures nothing."""
+"""Source of the seconds of ops: estimates, since recordings measure nothing and must not vary between runs."""
 
 
 @dataclass(frozen=True)
 class Unproven:
-    """A plan that is in place in a recording."""
+    """A plan in a recording, without a proof."""
 
     plan: Plan
     changed: bool
+    """False where the step is recorded without the plan."""
     optimizer: Any
+    """The live optimizer where updates are early, else None."""
     calls: list[Calls]
     notes: list[str]
 
 
-def put_in_place(request_of: Callable[[], Request], running: Running, undo: ExitStack) -> tuple[Request, Unproven]:
-    """Plan a model that a recorded program fits, and let its calls run as planned in the recording.
+def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: ExitStack) -> tuple[Request, Unproven]:
+    """Plan a model that a recorded program fits, so that the recording shows its calls as planned.
 
-    On a card, and for fused kernels, the plan is made and not put in place: its kernels are not those of a recording.
-    The recording says so.
+    Plans for a CUDA card and for fused kernels are made but not installed, since a recording does not run their
+    kernels. The recording notes that.
 
     Args:
-        request_of: makes the request.
-        running: the recording.
-        undo: takes what undoes it.
+        request_of: builds the request.
+        recording: the current recording.
+        undo: receives the callbacks that uninstall the plan.
 
     Raises:
         BudgetError, RecordingError, UsageError: as `memplan.fit`.
     """
     with recording_suspended():
-        asked = request_of()
-        asked = replace(asked, call=with_values(asked.call))
-        with attributes_kept(asked.step), asked.under_autocast():
-            planner = Planner(asked.step)
-            asked = planner.bounded(asked, key=0)
-            found, fits = _planned(planner, asked)
-    name = type(asked.model).__name__
-    notes = [*asked.notes]
-    skipped = _not_recorded(asked, running)
-    if fits or skipped is not None:
-        if skipped is not None and not fits:
-            running.notes[f"{name} is shown as it runs without memplan.fit: {skipped}"] = None
-        return asked, Unproven(found.plan, False, None, [], notes)
-    running.notes[
+        request = request_of()
+        request = replace(request, call=_with_values(request.call))
+        with attributes_restored(request.step), request.under_autocast():
+            planner = Planner(request.step)
+            request = planner.bounded(request, key=0)
+            planned, fits = _plan(planner, request)
+    name = type(request.model).__name__
+    notes = [*request.notes]
+    obstacle = _obstacle(request, recording)
+    if fits or obstacle is not None:
+        if obstacle is not None and not fits:
+            recording.notes[f"{name} is shown as it runs without memplan.fit: {obstacle}"] = None
+        return request, Unproven(planned.plan, False, None, [], notes)
+    recording.notes[
         f"{name} runs as memplan.fit plans it, by estimated seconds and without its proof: with measured ones the "
         "plan can differ"
     ] = None
-    settings = replace(asked.settings, precision=found.plan.precision) if asked.settings.undecided else asked.settings
-    plans = Plans(asked.step, settings, asked.bytes, lambda text: None)
-    plans.expect(found)
-    placed = _installed(asked.step, plans, undo)
-    with attributes_kept(asked.step), asked.under_autocast():
-        placed.prepare(asked.call, settings.gradients.adds)  # now, as by a proof: the program may change the model
-    calls = [placed.calls]
-    if asked.step is not asked.model:
-        outside = replace(settings, plan=None, outside=_outside(asked))
-        plans_of_model = Plans(asked.model, outside, asked.bytes, lambda text: None, joint=found)
-        calls.append(_installed(asked.model, plans_of_model, undo).calls)
+    settings = request.settings
+    if settings.undecided:
+        settings = replace(settings, precision=planned.plan.precision)
+    plans = Plans(request.step, settings, request.bytes, lambda text: None)
+    plans.expect(planned)
+    installed = _install(request.step, plans, undo)
+    with attributes_restored(request.step), request.under_autocast():
+        installed.prepare(
+            request.call, settings.gradients.adds
+        )  # now: the program may change the model before it calls
+    calls = [installed.calls]
+    if request.step is not request.model:
+        outside = replace(settings, plan=None, outside=_loss_load(request))
+        plans_of_model = Plans(request.model, outside, request.bytes, lambda text: None, joint=planned)
+        calls.append(_install(request.model, plans_of_model, undo).calls)
     optimizer = None
     if settings.gradients.updates and settings.optimizer is not None:
-        optimizer = settings.optimizer(list(asked.step.parameters()))
+        optimizer = settings.optimizer(list(request.step.parameters()))
         undo.callback(update_early(optimizer).undo)
-    return asked, Unproven(found.plan, True, optimizer, calls, notes)
+    return request, Unproven(planned.plan, True, optimizer, calls, notes)
 
 
-def _outside(asked: Request) -> Fraction:
-    """Return what the loss by itself holds at its peak, beside the outputs and their gradients, for each byte of these:
-    recorded, where a fit measures it."""
-    step = asked.step
+def _loss_load(request: Request) -> Fraction:
+    """Record forward and backward of the loss: its peak bytes besides the model's outputs and their gradients, per
+    byte of these gradients. Outside of recordings this is measured (own_call.py)."""
+    step = request.step
     assert isinstance(step, WithLoss)
-    args, kwargs = asked.call.rebuild(asked.call.tensors)
+    args, kwargs = request.call.rebuild(request.call.tensors)
     cut = len(args) - step.targets
     targets = call_of(args[cut:], {})
-    with recording_suspended(), attributes_kept(step), asked.under_autocast():
+    with recording_suspended(), attributes_restored(step), request.under_autocast():
         with torch.no_grad():
             outputs, structure = take_apart(step.model(*args[:cut], **kwargs))
-        read = {id(one) for one in differentiable(structure.rebuild(outputs))}
-        size = sum(one.numel() * one.element_size() for one in outputs if id(one) in read and one.is_floating_point())
+        used_by_loss = {id(output) for output in differentiable(structure.rebuild(outputs))}
+        gradient_bytes = sum(
+            output.numel() * output.element_size()
+            for output in outputs
+            if id(output) in used_by_loss and output.is_floating_point()
+        )
 
         def build() -> Callable[[], None]:
-            leaves = [like(one).requires_grad_(one.is_floating_point()) for one in outputs]
-            theirs, _ = targets.rebuild(map(like, targets.tensors))
+            leaves = [like(output).requires_grad_(output.is_floating_point()) for output in outputs]
+            copied_targets, _ = targets.rebuild(map(like, targets.tensors))
 
             def run() -> None:
-                step.loss(structure.rebuild([leaf.clone() for leaf in leaves]), *theirs).backward()
+                step.loss(structure.rebuild([leaf.clone() for leaf in leaves]), *copied_targets).backward()
 
             return run
 
         try:
             trace = record_for(build, Target("cpu"), steps=1)
-        except MemplanError:  # such as a loss with weights: they are of the recording that runs
+        except MemplanError:  # for example a loss with weights, which belong to the outer recording
             return Fraction(0)
-    there = sum(one.numel() * one.element_size() for one in (*outputs, *targets.tensors))
-    peak = simulate(trace).peak_allocated - there
-    clones = sum(one.numel() * one.element_size() for one in outputs)
-    return Fraction(max(0, peak - clones - 2 * size), size) if size else Fraction(0)
+    if not gradient_bytes:
+        return Fraction(0)
+    target_bytes = sum(tensor.numel() * tensor.element_size() for tensor in targets.tensors)
+    output_bytes = sum(output.numel() * output.element_size() for output in outputs)
+    # `run` holds the outputs twice: the leaves and their clones
+    temporaries = simulate(trace).peak_allocated - target_bytes - 2 * output_bytes - 2 * gradient_bytes
+    return Fraction(max(0, temporaries), gradient_bytes)
 
 
-def no_proof(plan: Plan, asked: Request) -> Proof:
-    """Return the proof of a step that did not run: it compares nothing, and its peak is the plan's."""
+def empty_proof(plan: Plan, request: Request) -> Proof:
+    """Return the proof of a step that did not run: nothing is compared, and the peak is the plan's."""
     return replace(
-        nothing_compared(), early=asked.settings.gradients.updates, resident=sum(plan.resident.values()),
-        peak=plan.peak, reference_peak=plan.eager_peak, predicted=plan.peak, budget=asked.bytes,
+        nothing_compared(), early=request.settings.gradients.updates, resident=sum(plan.resident.values()),
+        peak=plan.peak, reference_peak=plan.eager_peak, predicted=plan.peak, budget=request.bytes,
         torch=torch.__version__,
     )  # fmt: skip
 
 
-def _planned(planner: Planner, asked: Request) -> tuple[Planned, bool]:
+def _plan(planner: Planner, request: Request) -> tuple[Planned, bool]:
     """Return the plan, and whether the step fits without it."""
-    settings = asked.settings
-    may_stay = settings.plan is None and not settings.gradients.updates and settings.engine == "graph"
-    if not may_stay:
-        return planner.planned(asked.call, settings, asked.bytes, key=0), False
-    study = planner.study(asked.call, settings, key=0)
-    fits = study.eager_peak(settings) <= asked.bytes
+    settings = request.settings
+    may_stay_unplanned = settings.plan is None and not settings.gradients.updates and settings.engine == "graph"
+    if not may_stay_unplanned:
+        return planner.planned(request.call, settings, request.bytes, key=0), False
+    study = planner.study(request.call, settings, key=0)
+    fits = study.eager_peak(settings) <= request.bytes
     try:
-        return planner.planned(asked.call, settings, asked.bytes, key=0), fits
+        return planner.planned(request.call, settings, request.bytes, key=0), fits
     except BudgetError as error:
         if not fits:
             raise
         return study.planned(settings, error.smallest_budget), True
 
 
-def _not_recorded(asked: Request, running: Running) -> str | None:
-    """Return why a recording cannot show a plan; None where it can."""
-    if running.target.card is not None:  # else a measurement, which has the card's own tensors
-        return f"a plan for {running.target.name} is made on that card, with its kernels"
-    if asked.settings.engine == "inductor":
+def _obstacle(request: Request, recording: Running) -> str | None:
+    """Return why a recording cannot show the plan, or None if it can."""
+    if recording.target.card is not None:  # measurements run with the card's own tensors
+        return f"a plan for {recording.target.name} is made on that card, with its kernels"
+    if request.settings.engine == "inductor":
         return "a recording runs no fused kernels"
     return None
 
 
-def _installed(step: torch.nn.Module, plans: Plans, undo: ExitStack) -> Installed:
-    plans.theirs = True
+def _install(step: torch.nn.Module, plans: Plans, undo: ExitStack) -> Installed:
+    plans.handed_over = True
 
-    def planned(call: Call, held: bool, _: ExitStack = undo) -> Planned | Reused:  # undone when nothing holds it
+    def plan_call(call: Call, accumulate: bool, _: ExitStack = undo) -> Planned | Reused:  # keeps `undo` alive
         with recording_suspended():
-            found = plans(with_values(call), held)
-        if not any(isinstance(one, _torch.FakeTensor) for one in call.tensors):
-            return found
-        # which branch values take is the recording's own assumption, and guards read values that it does not have
-        return replace(found, captured=replace(found.captured, conditions=(), guards=()))
+            planned = plans(_with_values(call), accumulate)
+        if not any(isinstance(tensor, _torch.FakeTensor) for tensor in call.tensors):
+            return planned
+        # Guards and conditions read values, which fake tensors lack: the recording assumes a branch by itself.
+        return replace(planned, captured=replace(planned.captured, conditions=(), guards=()))
 
-    installed = install(step, planned)
+    installed = install(step, plan_call)
     undo.callback(installed.undo)
     return installed
 
 
-def with_values(call: Call) -> Call:
-    """Return a call with values for the small tensors of integers that a recording has none of: ones, as it reads them.
-    A capture takes its branches by them."""
-    return replace(call, tensors=tuple(map(_with_values, call.tensors)))
+def _with_values(call: Call) -> Call:
+    """Replace fake integer and bool tensors of a call by real ones, since a capture branches on their values.
 
+    The values are those that a recording assumes: the known constant, else ones.
+    """
 
-def _with_values(tensor: torch.Tensor) -> torch.Tensor:
-    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    if not whole or not isinstance(tensor, _torch.FakeTensor):
-        return tensor
-    if tensor.constant is not None:
-        return tensor.constant
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if floating or not isinstance(tensor, _torch.FakeTensor):
+            return tensor
+        return torch.ones(tensor.shape, dtype=tensor.dtype) if tensor.constant is None else tensor.constant
+
+    return replace(call, tensors=tuple(map(real, call.tensors)))

@@ -1,4 +1,4 @@
-"""Measure a step on a CUDA card by torch's caching allocator: its peak, and the memory that is left."""
+"""Measure peak and free memory of a CUDA card by torch's caching allocator."""
 
 from __future__ import annotations
 
@@ -14,42 +14,41 @@ from memplan import _torch
 
 @dataclass
 class CardPeak:
-    """Bytes at the peak of a step, known when `watched` is left."""
+    """Bytes at the peak of a step, set when `measuring_peak` exits."""
 
     growth: int = 0
-    """Allocated above what was allocated before."""
+    """Allocated, less what was allocated before."""
     reserved: int = 0
-    """Held by the allocator from the card."""
+    """Reserved by the allocator."""
 
 
-def allocated(place: str) -> int:
-    """Return the allocated bytes, without the workspaces of cuBLAS, which are freed."""
+def allocated(device: str) -> int:
+    """Free the workspaces of cuBLAS, and return the allocated bytes."""
     gc.collect()
-    torch.cuda.synchronize(place)
+    torch.cuda.synchronize(device)
     _torch.clear_cublas_workspaces()
-    return torch.cuda.memory_allocated(place)
+    return torch.cuda.memory_allocated(device)
 
 
 @contextmanager
-def watched(place: str) -> Iterator[CardPeak]:
-    """Measure the peak of a step.
+def measuring_peak(device: str) -> Iterator[CardPeak]:
+    """Measure the peak of the step that runs within this context.
 
-    Before it begins, all unused memory is returned to the card, with the workspaces of cuBLAS, so that the step takes
-    its own.
+    First the allocator's cache and the workspaces of cuBLAS are freed, so that the step reserves all that it needs.
 
     Args:
-        place: the card's name in torch.
+        device: the card's name in torch, such as ``cuda:0``.
     """
-    peak, before = CardPeak(), allocated(place)
+    peak, before = CardPeak(), allocated(device)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(place)
+    torch.cuda.reset_peak_memory_stats(device)
     yield peak
-    torch.cuda.synchronize(place)
-    peak.growth = torch.cuda.max_memory_allocated(place) - before
-    peak.reserved = torch.cuda.max_memory_reserved(place)
+    torch.cuda.synchronize(device)
+    peak.growth = torch.cuda.max_memory_allocated(device) - before
+    peak.reserved = torch.cuda.max_memory_reserved(device)
 
 
-def free(place: str) -> int:
-    """Return the bytes that are free on the card, or held by the allocator and not allocated."""
-    on_card, _ = torch.cuda.mem_get_info(place)
-    return on_card + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+def free_bytes(device: str) -> int:
+    """Return the bytes that are free on the card or cached by the allocator."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,21 +1,20 @@
-"""Find how much memory is left, and make calls that need less."""
+"""Measure how much memory is available, and cut a call's inputs to need less."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-
-import torch
 
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph.placement import Home
 from memplan.verification.measurement import cuda_peak
 
 _SHARE = 0.9
-"""Share of the free memory that counts. The rest is for what torch's allocators do not predict: libraries' caches,
-other programs, fragmentation."""
-_GROUPS = (
+"""Share of the free memory that counts as available. The remainder is for libraries' caches, other programs and
+fragmentation."""
+_CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -24,41 +23,32 @@ _GROUPS = (
         "total_inactive_file",
     ),
 )
-"""Files with a container's limit, its use, and the evictable files among that (cgroups, versions 2 and 1)."""
+"""Files with a container's memory limit, usage and statistics, and the entry of the latter with the bytes of evictable
+page cache (cgroups, versions 2 and 1)."""
 
 
 def available(home: Home) -> int | None:
     """Return the bytes that can be allocated without evicting anything; None where the system does not say."""
-    sizes = [*_on_cpu()] if home.card is None else [cuda_peak.free(home.name)]
+    sizes = [*_host_bounds()] if home.card is None else [cuda_peak.free_bytes(home.name)]
     return int(_SHARE * min(sizes)) if sizes else None
 
 
-def _on_cpu() -> Iterator[int]:
-    machine = _of_machine()
-    if machine is not None:
-        yield machine
-    yield from _of_groups()
-
-
-def _of_machine() -> int | None:
-    free = _entry("/proc/meminfo", "MemAvailable:")
+def _host_bounds() -> Iterator[int]:
+    """Yield upper bounds on the bytes that the CPU can allocate: the machine's, and each limit of the container."""
+    free = _read_number("/proc/meminfo", "MemAvailable:")
     if free is not None:
-        return free * 1024
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the whole memory: an upper bound
-    except (AttributeError, ValueError, OSError):
-        return None
+        yield free * 1024
+    else:
+        with suppress(AttributeError, ValueError, OSError):
+            yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the whole memory
+    for limit_file, usage_file, statistics, entry in _CGROUPS:
+        limit, usage = _read_number(limit_file), _read_number(usage_file)
+        if limit is not None and usage is not None:
+            yield max(0, limit - usage + (_read_number(statistics, entry) or 0))
 
 
-def _of_groups() -> Iterator[int]:
-    for limit, used, about, files in _GROUPS:
-        most, now = _entry(limit), _entry(used)
-        if most is not None and now is not None:
-            yield max(0, most - now + (_entry(about, files) or 0))
-
-
-def _entry(path: str, name: str | None = None) -> int | None:
-    """Read the number in a file, or the one after a name in it."""
+def _read_number(path: str, name: str | None = None) -> int | None:
+    """Read the number in a file, or that of the line that begins with ``name``."""
     try:
         lines = [line.split() for line in Path(path).read_text().splitlines()]
     except (OSError, UnicodeDecodeError):
@@ -67,20 +57,20 @@ def _entry(path: str, name: str | None = None) -> int | None:
     return int(words[0]) if words and words[0].isdigit() else None
 
 
-def smaller(call: Call) -> Iterator[tuple[int, int, Call]]:
-    """Yield the call with half of the samples, a quarter, and so on, down to one: how many, of how many, and the call.
+def smaller_calls(call: Call) -> Iterator[tuple[int, int, Call]]:
+    """Yield (samples, all samples, call) for half of the call's samples, a quarter, and so on, down to one sample.
 
-    Samples are along the first dimension of the first tensor that has dimensions; all tensors are cut whose first
-    dimension is as long.
+    The number of samples is the length of the first dimension of the first tensor that has dimensions. All tensors
+    whose first dimension is as long are cut.
     """
-    whole = next((tensor.shape[0] for tensor in call.tensors if tensor.dim()), 0)
-    size = whole // 2
-    while size:
-        yield size, whole, Call(tuple(_cut(one, whole, size) for one in call.tensors), call.structure)
-        size //= 2
-
-
-def _cut(tensor: torch.Tensor, whole: int, size: int) -> torch.Tensor:
-    if tensor.dim() == 0 or tensor.shape[0] != whole:
-        return tensor
-    return tensor.detach()[:size].requires_grad_(tensor.requires_grad)
+    total = next((tensor.shape[0] for tensor in call.tensors if tensor.dim()), 0)
+    samples = total // 2
+    while samples:
+        tensors = [
+            tensor.detach()[:samples].requires_grad_(tensor.requires_grad)
+            if tensor.dim() and tensor.shape[0] == total
+            else tensor
+            for tensor in call.tensors
+        ]
+        yield samples, total, Call(tuple(tensors), call.structure)
+        samples //= 2

@@ -1,4 +1,4 @@
-"""Measure a step that runs alone, on the CPU or on a card."""
+"""Measure the peak of a step that runs by itself, on the CPU or on a CUDA card."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from memplan.verification.measurement.peak_and_time import Meter, measure_step
 from memplan.verification.measurement.trial import Trial
 
 _STEPS = 2
-"""An optimizer makes its state in the first."""
+"""Number of steps to run: optimizers allocate their state in the first."""
 
 
-def measured_alone(trial: Trial, home: Home) -> tuple[int, int]:
-    """Return the resident bytes, and the bytes at the peak of two steps. On a card the peak is what is reserved, less
-    what is allocated for something else; it is measured twice: the second steps find what the first have left in the
-    allocator's cache.
+def measure_trial(trial: Trial, home: Home) -> tuple[int, int]:
+    """Return the resident bytes, and the bytes at the peak of two steps.
+
+    On a card the peak is that of the reserved bytes, less what is allocated outside of the trial. The larger of two
+    measurements counts, since the second reuses segments that the first has left in the allocator.
 
     Args:
-        trial: it updates where that is part of the step.
-        home: where it runs.
+        trial: the step, with its update if that is part of it.
+        home: the device that it runs on.
     """
     if home.card is None:
         with Meter() as meter:
             resident = _run(trial, meter)
         return resident, resident + meter.measured(trial.name).growth_peak
-    others, resident, reserved = cuda_peak.allocated(home.name) - trial.resident, 0, 0
+    outside, resident, reserved = cuda_peak.allocated(home.name) - trial.resident, 0, 0
     for _ in range(2):
-        with cuda_peak.watched(home.name) as peak:
+        with cuda_peak.measuring_peak(home.name) as peak:
             resident = _run(trial)
         reserved = max(reserved, peak.reserved)
-    return resident, reserved - others
+    return resident, reserved - outside
 
 
-def growth(step: Callable[[], object], home: Home) -> int:
-    """Return the bytes that a step allocates at its peak above what was allocated before."""
+def peak_growth(step: Callable[[], object], home: Home) -> int:
+    """Return the bytes at the peak of a step, less those that were allocated before."""
     if home.card is None:
         return measure_step(step).growth_peak
-    with cuda_peak.watched(home.name) as peak:
+    with cuda_peak.measuring_peak(home.name) as peak:
         step()
     return peak.growth
 
@@ -50,5 +51,5 @@ def _run(trial: Trial, meter: Meter | None = None) -> int:
         trial.gradients_of_step(meter)
         resident = trial.resident
         trial.update_step(meter)
-        trial.rest()
+        trial.release()
     return resident

@@ -21,12 +21,12 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes that a step allocates above what was allocated before."""
+    """Allocated bytes of a step, less those that were allocated before."""
 
     growth_peak: int
-    """At its peak."""
+    """Bytes at its peak."""
     growth_end: int
-    """At its end."""
+    """Bytes at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Times:
 
 
 class Meter:
-    """Count the CPU allocator's events of several steps that run alternately, each by itself.
+    """Count the bytes that each of several alternating steps allocates, by the CPU allocator's events.
 
-    Freeing memory that was allocated before the meter began is not seen: the profiler does not know its size.
+    Freeing memory that was allocated before the meter began is not counted, as the profiler does not know its size.
 
     Example:
         >>> with Meter() as meter:
@@ -59,7 +59,7 @@ class Meter:
     def __init__(self) -> None:
         self._profile = _torch.memory_profile()
         self._owner: list[str] = []
-        """Name that each range counts for, by its number."""
+        """Name of the step that each range belongs to, by the range's number."""
         self._record: _torch.Profile | None = None
 
     def __enter__(self) -> Meter:
@@ -79,8 +79,7 @@ class Meter:
             yield
 
     def measured(self, owner: str) -> Measured:
-        """Add up what counts for ``owner``: all events in its ranges and, outside of them, the freeing of what it
-        allocated."""
+        """Add up the events in the ranges of ``owner``, and outside of them the freeing of what it allocated."""
         assert self._record is not None, "the meter has stopped"
         ranges = sorted(self._record.ranges[str(n)] for n, name in enumerate(self._owner) if name == owner)
         level = highest = at = 0
@@ -101,55 +100,59 @@ class Meter:
 
 
 def measure_step(step: Step) -> Measured:
-    """Run a step once and count the bytes that the CPU allocator gave it."""
-    with collector_held(), Meter() as meter, meter.counting("step"):  # older garbage would be freed meanwhile
+    """Run a step once and count the bytes that it allocates on the CPU."""
+    with (
+        collector_held(),
+        Meter() as meter,
+        meter.counting("step"),
+    ):  # which would free older garbage
         step()
     return meter.measured("step")
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor], place: str = "cpu") -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor], device: str = "cpu") -> int:
     """Add up the bytes of the tensors' storages, each counted once.
 
-    ``place``: type of the device that counts; on ``cuda`` bytes are those of the allocator's blocks.
+    ``device``: only tensors of this device type count; on ``cuda`` sizes are rounded up to the allocator's blocks.
     """
-    storages = [one.untyped_storage() for one in tensors if one.device.type == place]
-    sizes = {_torch.storage_key(one): one.nbytes() for one in storages}.values()
-    return sum(map(round_to_blocks, sizes)) if place == "cuda" else sum(sizes)
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device]
+    sizes = {_torch.storage_key(storage): storage.nbytes() for storage in storages}.values()
+    return sum(map(round_to_blocks, sizes)) if device == "cuda" else sum(sizes)
 
 
 def compare_times(first: Callable[[], float], second: Callable[[], float], pairs: int = 5) -> Times:
     """Time two steps in pairs, alternating which of them runs first.
 
     Args:
-        first, second: run a step and return its seconds (see `timed`), so that its preparation does not count.
-        pairs: how many; there is no warm-up here.
+        first, second: run a step and return its seconds (see `timed`), without those of its preparation.
+        pairs: number of pairs; nothing is warmed up.
     """
-    taken: list[tuple[float, float]] = []
-    with collector_held():  # between the runs only their own garbage is collected
+    seconds: list[tuple[float, float]] = []
+    with collector_held():  # older garbage is not collected between the runs
         for number in range(pairs):
             if number % 2:
                 after = second()
-                taken.append((first(), after))
+                seconds.append((first(), after))
             else:
                 before = first()
-                taken.append((before, second()))
-    ratios = [after / before for before, after in taken]
+                seconds.append((before, second()))
+    ratios = [after / before for before, after in seconds]
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if pairs > 1 else ratios * 3
-    medians = [statistics.median(seconds) for seconds in zip(*taken, strict=True)]
+    medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
     return Times(pairs, medians[0], medians[1], statistics.median(ratios), (low, high))
 
 
-def timed(step: Step, place: str = "cpu") -> float:
-    """Time one run of a step, with Python's collector held back, until the device ``place`` has completed it."""
+def timed(step: Step, device: str = "cpu") -> float:
+    """Return the seconds of a step until ``device`` has completed it, with Python's garbage collector off."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
-    wait = torch.get_device_module(torch.device(place)).synchronize
+    wait = torch.get_device_module(torch.device(device)).synchronize
     try:
-        wait(place)
+        wait(device)
         start = time.perf_counter()
         step()
-        wait(place)
+        wait(device)
         return time.perf_counter() - start
     finally:
         if enabled:

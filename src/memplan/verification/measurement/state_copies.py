@@ -23,24 +23,24 @@ from memplan.trace.spec import like
 
 
 class ModuleCopy:
-    """Copy the state of a module and its submodules, to run the module with it.
+    """A copy of the state of a module and its submodules, with which the module can run.
 
-    Parameters are new leaves without hooks and without ``.grad``. What is one tensor, or one storage, in the module is
-    one in the copy (tied weights stay tied). Lists, dicts and sets among the attributes are copied, too. Tensors that
-    are neither parameters nor buffers are the module's own, as a plan may know them by identity; values that a run
-    writes into them are restored. All other attributes are shared.
+    Parameters are new leaves without hooks and without ``.grad``. Tied weights stay tied, and tensors that share a
+    storage share it in the copy. Lists, dicts and sets among the attributes are copied. Tensors that are neither
+    parameters nor buffers are not, as a plan may know them by identity; their values are restored after each run. All
+    other attributes are shared.
 
     Args:
         module: the module.
-        shared: parameters are new leaves on the module's own memory: for runs in which nothing is updated.
-        wide: tensors of floating point are in float64, each in memory of its own.
+        shared: parameters are new leaves on the module's own memory, for runs without updates.
+        float64: floating-point tensors are in float64, each in its own storage.
     """
 
-    def __init__(self, module: nn.Module, *, shared: bool = False, wide: bool = False) -> None:
-        self._copier = copier = _Copier(shared, wide)
+    def __init__(self, module: nn.Module, *, shared: bool = False, float64: bool = False) -> None:
+        self._copier = copier = _Copier(shared, float64)
         self._module = module
-        self._parts = tuple(module.modules())
-        states = [_torch.own_state(part) for part in self._parts]
+        self._submodules = tuple(module.modules())
+        states = [_torch.own_state(submodule) for submodule in self._submodules]
         tensors = [(copier.tensors(s.parameters), copier.tensors(s.buffers)) for s in states]
         self._states = [
             _torch.OwnState(*own, {name: copier.attribute(value) for name, value in s.attributes.items()}, s.hooks)
@@ -49,99 +49,96 @@ class ModuleCopy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run the module with the copies; what it changes in them is kept for the next time."""
-        theirs = [_torch.own_state(part) for part in self._parts]
+        """Within this context the module has the copied state. Its changes persist in the copy."""
+        originals = [_torch.own_state(submodule) for submodule in self._submodules]
 
-        def put_back() -> None:
-            self._states = [_torch.own_state(part) for part in self._parts]
-            self._set(theirs)
+        def restore() -> None:
+            self._states = [_torch.own_state(submodule) for submodule in self._submodules]
+            self._set(originals)
 
         try:
-            with drawing(), in_place_of(lambda: self._set(self._states), put_back):
+            with drawing_random_numbers(), in_place_of(lambda: self._set(self._states), restore):
                 yield
         finally:
-            self._copier.put_back()
+            self._copier.restore_shared()
 
     def _set(self, states: list[_torch.OwnState]) -> None:
-        for part, state in zip(self._parts, states, strict=True):
-            _torch.set_own_state(part, state)
+        for submodule, state in zip(self._submodules, states, strict=True):
+            _torch.set_own_state(submodule, state)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Copies by name, tied ones once."""
+        """Copied parameters by name, tied parameters once."""
         with self.in_place():
             return dict(self._module.named_parameters())
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Copies by name, those that are one tensor once."""
+        """Copied buffers by name, each tensor once."""
         with self.in_place():
             return dict(self._module.named_buffers())
 
 
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy a call's tensors. What is one tensor, or shares memory, does so in the copies: otherwise they would be
-    another kind of call."""
+def copy_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy a call's tensors. Tensors that are identical or share memory do so in the copies, since a plan is made for
+    calls with the same aliases."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        shared = tensor.layout == torch.strided and tensor.numel() > 0
-        groups.setdefault(_torch.storage_key(tensor.untyped_storage()) if shared else id(tensor), []).append(tensor)
-    made: dict[int, torch.Tensor] = {}
+        has_storage = tensor.layout == torch.strided and tensor.numel() > 0
+        key = _torch.storage_key(tensor.untyped_storage()) if has_storage else id(tensor)
+        groups.setdefault(key, []).append(tensor)
+    copies: dict[int, torch.Tensor] = {}
     for group in groups.values():
-        alone = {id(tensor): tensor for tensor in group}
-        if len(alone) == 1 or len({tensor.dtype for tensor in group}) > 1:
-            made.update({key: like(tensor, tensor.device) for key, tensor in alone.items()})
+        distinct = {id(tensor): tensor for tensor in group}
+        if len(distinct) == 1 or len({tensor.dtype for tensor in group}) > 1:
+            copies.update({key: like(tensor, tensor.device) for key, tensor in distinct.items()})
         else:
-            made.update(_of_one_memory(alone))
-    return [made[id(tensor)] for tensor in tensors]
+            copies.update(_copy_aliases(distinct))
+    return [copies[id(tensor)] for tensor in tensors]
 
 
-def _of_one_memory(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copy tensors of one storage, and of the storage only the part that they use."""
-    every = list(tensors.values())
-    begin = min(one.storage_offset() for one in every)
-    end = max(one.storage_offset() + 1 + _reach(one) for one in every)
+def _copy_aliases(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copy tensors of one storage, of which only the part that they use is copied."""
+    first = next(iter(tensors.values()))
+    begin = min(tensor.storage_offset() for tensor in tensors.values())
+    end = max(tensor.storage_offset() + 1 + _last_offset(tensor) for tensor in tensors.values())
     with torch.no_grad():
-        part = torch.as_strided(every[0], (end - begin,), (1,), begin).clone()
+        storage = torch.as_strided(first, (end - begin,), (1,), begin).clone().untyped_storage()
         return {
-            key: torch.empty(0, dtype=one.dtype, device=one.device)
-            .set_(part.untyped_storage(), one.storage_offset() - begin, one.shape, one.stride())
-            .requires_grad_(one.requires_grad)
-            for key, one in tensors.items()
+            key: torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            .set_(storage, tensor.storage_offset() - begin, tensor.shape, tensor.stride())
+            .requires_grad_(tensor.requires_grad)
+            for key, tensor in tensors.items()
         }
 
 
-def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    return whole.clone().untyped_storage()
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Return the offset of the last element from the first one."""
+def _last_offset(tensor: torch.Tensor) -> int:
+    """Offset of the last element from the first, in elements."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a module and its submodules afterwards: tracing runs their Python code."""
-    parts = [(part, _torch.own_state(part)) for part in module.modules()]
+def attributes_restored(module: nn.Module) -> Iterator[None]:
+    """Restore the attributes of a module and its submodules afterwards, since tracing runs their Python code."""
+    states = [(submodule, _torch.own_state(submodule)) for submodule in module.modules()]
     try:
         yield
     finally:
-        for part, state in parts:
-            _torch.set_own_state(part, state)
+        for submodule, state in states:
+            _torch.set_own_state(submodule, state)
 
 
 class _Copier:
-    """Copy tensors and containers, each once. ``shared``: parameters keep their memory; ``wide``: in float64."""
+    """Copies tensors and containers, each once. ``shared`` and ``float64``: as for `ModuleCopy`."""
 
-    def __init__(self, shared: bool, wide: bool) -> None:
-        self._in_place, self._wide = shared, wide
-        self._made: dict[int, Any] = {}
-        self._copied: list[Any] = []
-        """Originals: as long as they live, no other object has their ids."""
+    def __init__(self, shared: bool, float64: bool) -> None:
+        self._shared, self._float64 = shared, float64
+        self._copies: dict[int, Any] = {}
+        """Copies by the id of the original."""
+        self._originals: list[Any] = []
+        """Keeps the originals alive, so that their ids are not reused."""
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._shared: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._uncopied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         """Tensors that were not copied, with their version and their values."""
 
     def tensors(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -149,11 +146,11 @@ class _Copier:
         return {name: None if tensor is None else self._once(tensor, self._tensor) for name, tensor in named.items()}
 
     def attribute(self, value: Any) -> Any:
-        """Return the copy of any other attribute."""
+        """Copy any other attribute, if it is to be copied."""
         if isinstance(value, torch.Tensor):
-            if id(value) in self._made or (value.is_leaf and value.requires_grad) or self._wide:
+            if id(value) in self._copies or (value.is_leaf and value.requires_grad) or self._float64:
                 return self._once(value, self._tensor)
-            self._shared[id(value)] = value, _torch.version_of(value), value.detach().clone()
+            self._uncopied[id(value)] = value, _torch.version_of(value), value.detach().clone()
             return value
         if type(value) is list:
             return self._once(value, lambda old: [self.attribute(item) for item in old])
@@ -163,51 +160,52 @@ class _Copier:
             return self._once(value, lambda old: tuple(self.attribute(item) for item in old))
         return self._once(value, set) if type(value) is set else value
 
-    def put_back(self) -> None:
-        """Restore the values of shared tensors."""
-        for key, (tensor, version, values) in self._shared.items():
+    def restore_shared(self) -> None:
+        """Restore the values of tensors that were not copied."""
+        for key, (tensor, version, values) in self._uncopied.items():
             if _torch.version_of(tensor) != version:
                 with torch.no_grad():
                     tensor.copy_(values)
-                self._shared[key] = tensor, _torch.version_of(tensor), values
+                self._uncopied[key] = tensor, _torch.version_of(tensor), values
 
-    def _once(self, value: Any, copied: Callable[[Any], Any]) -> Any:
-        if id(value) not in self._made:
-            self._made[id(value)] = value  # until it is copied, for a value that holds itself
-            self._made[id(value)] = copied(value)
-            self._copied.append(value)
-        return self._made[id(value)]
+    def _once(self, value: Any, copy: Callable[[Any], Any]) -> Any:
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value  # ends the recursion in a container that contains itself
+            self._copies[id(value)] = copy(value)
+            self._originals.append(value)
+        return self._copies[id(value)]
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._in_place and isinstance(tensor, nn.Parameter):
+        if self._shared and isinstance(tensor, nn.Parameter):
             return nn.Parameter(tensor.detach(), tensor.requires_grad)
-        if self._wide and tensor.is_floating_point():
-            made = tensor.detach().to(torch.float64)
+        if self._float64 and tensor.is_floating_point():
+            copy = tensor.detach().to(torch.float64)
         elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
-            made = tensor.detach().clone()
+            copy = tensor.detach().clone()
         else:
             storage = tensor.untyped_storage()
             key = _torch.storage_key(storage)
             if key not in self._storages:
-                self._storages[key] = _copied(storage, tensor.device)
-            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+                raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                self._storages[key] = raw.clone().untyped_storage()
+            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copy.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+            return nn.Parameter(copy, tensor.requires_grad)
+        return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the random streams of this process: torch's, Python's and numpy's; of none where `random_state_kept`
-    leaves them alone."""
+    """State of this process's random streams: torch's, Python's and numpy's; empty where `random_state_restored` does
+    not touch them."""
 
     streams: dict[str, Any]
 
     @classmethod
     def now(cls) -> RandomState:
-        """Return the present state."""
-        if _left_alone.get():
+        """Return the current state."""
+        if _untouched.get():
             return cls({})
         streams: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
         if "numpy" in sys.modules:
@@ -219,11 +217,11 @@ class RandomState:
         return cls(streams)
 
     def restore(self) -> None:
-        """Make this the present state.
+        """Make this the current state.
 
         Raises:
-            UsageError: another thread has drawn from torch's stream since the last run of ours: setting it would wind
-                that back.
+            UsageError: another thread has drawn from torch's stream since memplan's last run: it would draw the same
+                numbers again.
         """
         if not self.streams:
             return
@@ -236,8 +234,8 @@ class RandomState:
             numpy.random.set_state(self.streams["numpy"])
         if "cuda" in self.streams:
             torch.cuda.set_rng_state_all(self.streams["cuda"])
-        if _noted.state is not None:
-            _noted.state = self.streams["torch"]
+        if _torch_stream.expected is not None:
+            _torch_stream.expected = self.streams["torch"]
 
     def differing(self, other: RandomState) -> tuple[str, ...]:
         """Return the names of the streams that differ from the other state's."""
@@ -245,26 +243,28 @@ class RandomState:
         return tuple(name for name in both if _plain(self.streams[name]) != _plain(other.streams[name]))
 
 
-_left_alone: ContextVar[bool] = ContextVar("_left_alone", default=False)
-_QUIET = 0.1
-"""Seconds in which no other thread draws from torch's stream, if one is to be set."""
+_untouched: ContextVar[bool] = ContextVar("_untouched", default=False)
+"""Whether the random streams are neither read nor set."""
+_QUIET_SECONDS = 0.1
+"""Seconds in which no other thread may draw from torch's stream before it is set."""
 
 
-class _Noted:
-    """State of torch's stream as the last run of ours left it; None where nobody else is there to draw."""
+class _TorchStream:
+    """Watches torch's random stream for draws of other threads."""
 
-    state: torch.Tensor | None = None
+    expected: torch.Tensor | None = None
+    """State after memplan's last run; None where there are no other threads."""
     running = False
-    """Whether a run of ours is under way."""
+    """Whether a run of memplan is under way, which may draw."""
 
 
-_noted = _Noted()
+_torch_stream = _TorchStream()
 
 
 def _refuse_other_draws() -> None:
-    if _noted.state is None or torch.equal(_noted.state, torch.default_generator.get_state()):
+    if _torch_stream.expected is None or torch.equal(_torch_stream.expected, torch.default_generator.get_state()):
         return
-    _noted.state = None
+    _torch_stream.expected = None
     raise UsageError(
         "another thread draws from torch's random stream while runs are compared that begin in one state of it",
         expected="no other thread that draws meanwhile",
@@ -273,19 +273,19 @@ def _refuse_other_draws() -> None:
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
-    """Run a part of a step, which may draw from torch's stream."""
-    if _noted.running:
+def drawing_random_numbers() -> Iterator[None]:
+    """Within this context memplan may draw from torch's stream, without being mistaken for another thread."""
+    if _torch_stream.running:
         yield
         return
     _refuse_other_draws()
-    _noted.running = True
+    _torch_stream.running = True
     try:
         yield
     finally:
-        _noted.running = False
-        if _noted.state is not None:
-            _noted.state = torch.default_generator.get_state()
+        _torch_stream.running = False
+        if _torch_stream.expected is not None:
+            _torch_stream.expected = torch.default_generator.get_state()
 
 
 def _plain(state: Any) -> Any:
@@ -297,51 +297,52 @@ def _plain(state: Any) -> Any:
 
 
 @contextmanager
-def random_state_kept(*, draws: bool = True) -> Iterator[None]:
-    """Restore the random streams afterwards; while other threads run, only if what runs in here draws from them.
+def random_state_restored(*, draws: bool = True) -> Iterator[None]:
+    """Restore the random streams afterwards.
+
+    ``draws``: whether code in this context may draw from them. If not, they are not touched while other threads run.
 
     Raises:
-        UsageError: another thread draws from torch's stream meanwhile. Then it stays as that thread leaves it.
+        UsageError: another thread draws from torch's stream meanwhile. The stream is not restored then.
     """
-    others, outermost = threading.active_count() > 1, _noted.state is None
-    if others and not draws:
-        token = _left_alone.set(True)
+    other_threads, outermost = threading.active_count() > 1, _torch_stream.expected is None
+    if other_threads and not draws:
+        token = _untouched.set(True)
         try:
             yield
         finally:
-            _left_alone.reset(token)
+            _untouched.reset(token)
         return
     state = RandomState.now()
-    if others and outermost and state.streams:
-        _noted.state = state.streams["torch"]
-        time.sleep(_QUIET)
+    if other_threads and outermost and state.streams:
+        _torch_stream.expected = state.streams["torch"]
+        time.sleep(_QUIET_SECONDS)
         _refuse_other_draws()
-    watched = _noted.state is not None
+    watched = _torch_stream.expected is not None
     try:
         yield
     finally:
         try:
-            if not watched or _noted.state is not None:
+            if not watched or _torch_stream.expected is not None:
                 state.restore()
         finally:
             if outermost:
-                _noted.state = None
+                _torch_stream.expected = None
 
 
 @contextmanager
-def as_trained(*, draws: bool = True) -> Iterator[None]:
-    """Run steps with gradients and without anomaly mode's checks, whatever the caller has switched on; and restore the
-    random streams afterwards (`random_state_kept`)."""
+def training_context(*, draws: bool = True) -> Iterator[None]:
+    """Run steps in grad mode and without anomaly detection, regardless of the caller's modes, and restore the random
+    streams afterwards (``draws``: see `random_state_restored`)."""
     with (
-        random_state_kept(draws=draws), torch.inference_mode(False), torch.enable_grad(),
+        random_state_restored(draws=draws), torch.inference_mode(False), torch.enable_grad(),
         _torch.without_anomaly_checks(), outside_of(_torch.outside_of_modes),
     ):  # fmt: skip
         yield
 
 
 @contextmanager
-def on_its_own(step: nn.Module, *, draws: bool = True) -> Iterator[None]:
-    """Detach a step from the caller's context as `as_trained` does, and from hooks of the outermost module and
-    autocast."""
-    with as_trained(draws=draws), without_hooks(step), _torch.outside_autocast():
+def isolated(step: nn.Module, *, draws: bool = True) -> Iterator[None]:
+    """Like `training_context`, and also without the caller's autocast and the hooks of ``step`` itself."""
+    with training_context(draws=draws), without_hooks(step), _torch.outside_autocast():
         yield

@@ -1,4 +1,4 @@
-"""Run one side of a comparison: a step, repeatedly, on copies of the user's module and inputs."""
+"""Run a step repeatedly, on copies of the user's module and inputs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from memplan.rewriting.update_early import Early, update_early
 from memplan.trace.spec import Spec
 from memplan.trace.structure import take_apart
 from memplan.verification.measurement.peak_and_time import Meter, storage_bytes, timed
-from memplan.verification.measurement.state_copies import ModuleCopy, copies, drawing
+from memplan.verification.measurement.state_copies import ModuleCopy, copy_tensors, drawing_random_numbers
 
 Optimizer = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Work:
-    """The step that both sides run."""
+    """A training step: inputs, loss and optimizer."""
 
     inputs: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -40,16 +40,16 @@ class Work:
 
     @property
     def update(self) -> Optimizer:
-        """Optimizer; SGD with momentum where none is given."""
+        """The optimizer's callable; by default SGD with momentum."""
         return default_optimizer if self.optimizer is None else self.optimizer
 
-    def around(self, device: str) -> AbstractContextManager[Any]:
-        """Return the autocast around model and loss."""
+    def under_autocast(self, device: str) -> AbstractContextManager[Any]:
+        """Return the autocast context of model and loss."""
         return nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Return SGD with momentum: a lost or doubled gradient shows in the next step at the latest."""
+    """Return SGD with momentum. With it, a lost or doubled gradient changes the parameters after the next step."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
@@ -57,46 +57,48 @@ class Trial:
     """Run a callable on copies of a module's state.
 
     Args:
-        name: the name that a meter counts it by.
+        name: name of its ranges in a `Meter`.
         call: called with the inputs.
-        module: copies of its parameters and buffers are used; None where the callable has none.
+        module: its parameters and buffers are copied; None if the callable has none.
         work: the step.
         in_backward: whether updates happen in the backward pass.
-        updates: False for a trial that never updates: its parameters use the module's memory.
-        wide: everything of floating point is in float64, without autocast.
-        kernels: entered around both passes: which kernels compute.
+        updates: False for a trial that never updates: its parameters share the module's memory.
+        float64: all floating-point tensors are in float64, without autocast.
+        kernels: context of both passes that chooses kernels.
     """
 
     def __init__(
         self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, in_backward: bool = False,
-        updates: bool = True, wide: bool = False,
+        updates: bool = True, float64: bool = False,
         kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
-        self.name, self.call, self.in_backward, self._wide = name, call, in_backward, wide
+        self.name, self.call, self.in_backward, self._float64 = name, call, in_backward, float64
         self._kernels = kernels
-        self.work = replace(work, autocast=None) if wide else work
-        self._copy = None if module is None else ModuleCopy(module, shared=not updates, wide=wide)
-        self._place = next((p.device for p in self.parameters.values()), torch.device("cpu"))
-        self.device = self._place.type
+        self.work = replace(work, autocast=None) if float64 else work
+        self._copy = None if module is None else ModuleCopy(module, shared=not updates, float64=float64)
+        self._device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        self.device = self._device.type
         self.output: Any = None
-        self.beside = 0
-        """Resident bytes of tensors that the trial does not know."""
-        self._given: tuple[Any, Any, Any] = ((), {}, ())
+        self.other_resident = 0
+        """Resident bytes of tensors that the trial does not know, such as a plan's constants."""
+        self._arguments: tuple[Any, Any, Any] = ((), {}, ())
+        """Inputs, keywords and targets of the next step."""
         self._tensors: list[torch.Tensor] = []
-        """Tensors of the inputs, keywords and targets."""
+        """Tensors in the arguments."""
         self.update: Any = None
-        self._begun: dict[Any, Any] = {}
-        """State of the optimizer before its first update: Adagrad makes it at once."""
+        """The optimizer; None without parameters or updates."""
+        self._initial_state: dict[Any, Any] = {}
+        """The optimizer's state before its first update, which some, like Adagrad, have."""
         self._early: Early | None = None
         parameters = list(self.parameters.values())
         if parameters and updates:
-            with self.running():  # a callable may look at the module for names or groups
-                made = work.update(parameters)
-            _check_own(made, parameters)
-            self.update, self._begun = made, _copied(getattr(made, "state", {}))
+            with self.running():  # the callable may read names of the module's parameters
+                optimizer = work.update(parameters)
+            _check_own(optimizer, parameters)
+            self.update, self._initial_state = optimizer, _copy_state(getattr(optimizer, "state", {}))
             if in_backward:
-                self._early = update_early(made)
-                weakref.finalize(self, self._early.undo)  # its global hooks go with it
+                self._early = update_early(optimizer)
+                weakref.finalize(self, self._early.undo)  # removes its global hooks
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -112,34 +114,37 @@ class Trial:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Gradients of all parameters, and of the inputs that require one."""
         named = {name: p.grad for name, p in self.parameters.items() if p.requires_grad}
-        return named | {f"input {n}": one.grad for n, one in enumerate(self._tensors) if one.requires_grad}
+        return named | {f"input {n}": tensor.grad for n, tensor in enumerate(self._tensors) if tensor.requires_grad}
 
     @property
     def resident(self) -> int:
-        """Bytes of parameters, buffers, inputs and what is `beside` them."""
+        """Bytes of parameters, buffers and inputs, with `other_resident`."""
         tensors = [*self.parameters.values(), *self.buffers.values(), *self._tensors]
-        return self.beside + storage_bytes(tensors, self.device)
+        return self.other_resident + storage_bytes(tensors, self.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Put the copies in place, with gradients on whatever the caller has switched off."""
+        """Run with the copies, and with grad mode on regardless of the caller's."""
         with (
-            drawing() if self._copy is None else self._copy.in_place(),
+            drawing_random_numbers() if self._copy is None else self._copy.in_place(),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
             yield
 
     def prepare(self) -> None:
-        """Copy the inputs anew, as a model may write into them."""
+        """Copy the inputs for the next step, as a model may write into them."""
         self.output = None
-        given = (self.work.inputs, dict(self.work.kwargs), self.work.targets)
-        tensors, structure = take_apart(_torch.tree_map(_made, given))
-        self._tensors = [_widened(one) for one in copies(tensors)] if self._wide else copies(tensors)
-        self._given = structure.rebuild(self._tensors)
+        arguments = (self.work.inputs, dict(self.work.kwargs), self.work.targets)
+        tensors, structure = take_apart(
+            _torch.tree_map(lambda leaf: leaf.make() if isinstance(leaf, Spec) else leaf, arguments)
+        )
+        copies = copy_tensors(tensors)
+        self._tensors = [_to_float64(tensor) for tensor in copies] if self._float64 else copies
+        self._arguments = structure.rebuild(self._tensors)
 
     def gradients_of_step(self, meter: Meter | None = None) -> None:
-        """Run forward and backward for each micro-batch; keep the last one's output."""
+        """Run forward and backward for each micro-batch, and store the output of the last."""
         safe_point()
         with self.running(), _counted(meter, self.name), self._kernels():
             for parameter in self._leaves():
@@ -148,33 +153,33 @@ class Trial:
                 self.output = None
                 self.output = self._forward_backward()
 
-    def begin_as(self, other: Trial) -> None:
-        """Copy the other side's parameters and buffers: the next step begins with its values."""
+    def copy_state_from(self, other: Trial) -> None:
+        """Copy the values of another trial's parameters and buffers into this trial's."""
         with torch.no_grad():
-            for mine, theirs in ((self.parameters, other.parameters), (self.buffers, other.buffers)):
-                for name, tensor in mine.items():
-                    tensor.copy_(theirs[name])
+            for tensors, sources in ((self.parameters, other.parameters), (self.buffers, other.buffers)):
+                for name, tensor in tensors.items():
+                    tensor.copy_(sources[name])
 
-    def restart_as(self, other: Trial) -> None:
-        """Begin as the other side, and forget the steps so far: the optimizer has updated nothing."""
-        self.begin_as(other)
+    def restart_from(self, other: Trial) -> None:
+        """Copy another trial's parameters and buffers, and reset the optimizer to its initial state."""
+        self.copy_state_from(other)
         if self._early is not None:
             self._early.forget()
         state = getattr(self.update, "state", {})
         state.clear()
-        state.update(_copied(self._begun))
+        state.update(_copy_state(self._initial_state))
 
     def update_step(self, meter: Meter | None = None) -> None:
         """Run the optimizer's update, which a meter counts only where the optimizer is the user's."""
-        if self.update is not None:  # which closes the step where it updates in the backward pass
+        if self.update is not None:  # with updates in the backward pass, this ends the step
             safe_point()
             with self.running(), _counted(meter if self.work.optimizer is not None else None, self.name):
                 self.update.step()
 
-    def rest(self) -> None:
-        """Free all that the next step does not need, while the other side runs."""
+    def release(self) -> None:
+        """Free output, inputs and gradients: everything that the next step does not need."""
         self.output = None
-        self._given, self._tensors = ((), {}, ()), []
+        self._arguments, self._tensors = ((), {}, ()), []
         for parameter in self._leaves():
             parameter.grad = None
 
@@ -193,16 +198,16 @@ class Trial:
 
         safe_point()
         with self.running():
-            taken = timed(step, str(self._place))
-        self.rest()
-        return taken
+            seconds = timed(step, str(self._device))
+        self.release()
+        return seconds
 
     def _leaves(self) -> list[nn.Parameter]:
         return list(self.parameters.values())
 
     def _forward_backward(self) -> Any:
-        inputs, kwargs, targets = self._given
-        with self.work.around(self.device):
+        inputs, kwargs, targets = self._arguments
+        with self.work.under_autocast(self.device):
             output = self.call(*inputs, **kwargs)
             loss = default_loss(output) if self.work.loss is None else self.work.loss(output, *targets)
         loss.backward()
@@ -210,19 +215,15 @@ class Trial:
         return structure.rebuild([tensor.detach() for tensor in tensors])
 
 
-def _copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Copy an optimizer's state; parameters stay the same."""
-    return {parameter: copy.deepcopy(held) for parameter, held in state.items()}
+def _copy_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Copy an optimizer's state, by the same parameters."""
+    return {parameter: copy.deepcopy(values) for parameter, values in state.items()}
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.detach().to(torch.float64).requires_grad_(tensor.requires_grad)
-
-
-def _made(leaf: Any) -> Any:
-    return leaf.make() if isinstance(leaf, Spec) else leaf
 
 
 def _counted(meter: Meter | None, name: str) -> AbstractContextManager[None]:
@@ -230,7 +231,7 @@ def _counted(meter: Meter | None, name: str) -> AbstractContextManager[None]:
 
 
 def _check_own(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    """Raise InputError where an optimizer would update other parameters: the user's."""
+    """Raise InputError if an optimizer would update other parameters, such as the user's."""
     own = {id(parameter) for parameter in parameters}
     groups = getattr(optimizer, "param_groups", [])
     if any(id(parameter) not in own for group in groups for parameter in group["params"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ BUDGETS = tuple(round(0.1 * tenth, 1) for tenth in range(9, -1, -1))
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One way to run a step."""
+    """A way to run a step with PyTorch's own memory techniques."""
 
     name: str
     checkpointed: bool = False
@@ -51,44 +52,44 @@ def peers(*, blocks: bool, budgets: Sequence[float] = BUDGETS, autocast: torch.d
     """
     checkpoints = (Peer("checkpoint per block", checkpointed=True),) if blocks else ()
     both = (Peer("torch.compile, checkpoint per block", checkpointed=True, compiled=True),) if blocks else ()
-    tried = (Peer(f"torch.compile, memory budget {share}", compiled=True, memory_budget=share) for share in budgets)
-    exact = EAGER, *checkpoints, COMPILED, *both, *tried
+    budgeted = (Peer(f"torch.compile, memory budget {share}", compiled=True, memory_budget=share) for share in budgets)
+    exact = EAGER, *checkpoints, COMPILED, *both, *budgeted
     if autocast is None:
         return exact
-    low = f"{str(autocast).removeprefix('torch.')} autocast"
-    again = (replace(one, name=f"{low}, {one.name}", autocast=autocast) for one in (*checkpoints, COMPILED))
-    return *exact, Peer(low, autocast=autocast), *again
+    name = f"{str(autocast).removeprefix('torch.')} autocast"
+    lossy = (replace(peer, name=f"{name}, {peer.name}", autocast=autocast) for peer in (*checkpoints, COMPILED))
+    return *exact, Peer(name, autocast=autocast), *lossy
 
 
 def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = (), device: str = "cpu") -> Any:
     """Return ``call`` as this peer runs it. Nothing is compiled before the first call.
 
     Args:
-        call: the step: forward and, to have it compiled, too, the loss.
-        peer: how.
-        blocks: the modules in ``call`` that are checkpointed, each by itself, where the peer does that.
-        device: torch's name of the device to autocast on.
+        call: the step: forward, and the loss if that is to be compiled, too.
+        peer: the techniques to use.
+        blocks: the modules in ``call`` that are checkpointed separately, if the peer checkpoints.
+        device: device type for autocast.
     """
     run = torch.compile(lambda *args, **kwargs: call(*args, **kwargs)) if peer.compiled else call
-    again = {block: functools.partial(checkpoint, block.forward, use_reentrant=False) for block in blocks}
+    checkpointed = {block: functools.partial(checkpoint, block.forward, use_reentrant=False) for block in blocks}
 
     @functools.wraps(call, updated=())
-    def as_it_does(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as around:
+    def call_as_peer(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as contexts:
             if peer.compiled:
-                around.enter_context(_torch.memory_budget(peer.memory_budget))
+                contexts.enter_context(_torch.memory_budget(peer.memory_budget))
             if peer.checkpointed:
-                around.enter_context(_in_place(again))
+                contexts.enter_context(_replaced(checkpointed))
             if peer.autocast is not None:
-                around.enter_context(torch.autocast(device, dtype=peer.autocast))
+                contexts.enter_context(torch.autocast(device, dtype=peer.autocast))
             return run(*args, **kwargs)
 
-    return as_it_does
+    return call_as_peer
 
 
 @contextmanager
-def _in_place(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the modules' ``forward``: by the same objects each time, as Dynamo compiles anew for another one."""
+def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the modules' ``forward`` by the same functions in each call, so that Dynamo does not recompile."""
     with ExitStack() as undo:
         for module, forward in forwards.items():
             undo.enter_context(_torch.patched(module, forward=forward))
@@ -96,34 +97,33 @@ def _in_place(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Find the repeated parts of a module that people would checkpoint, the outermost ones: two or more children of one
-    class, which have children themselves. Of containers, only sequences of single layers are parts; others are
-    searched."""
-    found: dict[int, nn.Module] = {}
-    _find_blocks(module, found, set())
-    return list(found.values())
+    """Return the outermost repeated blocks of a module, which people would checkpoint.
+
+    Blocks are two or more children of the same class that have children themselves. Containers are searched, and are
+    no blocks, except for sequences of single layers.
+    """
+    blocks: dict[int, nn.Module] = {}
+    _find_blocks(module, blocks, set())
+    return list(blocks.values())
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def _find_blocks(module: nn.Module, found: dict[int, nn.Module], seen: set[int]) -> None:
+def _find_blocks(module: nn.Module, blocks: dict[int, nn.Module], seen: set[int]) -> None:
     if id(module) in seen:
         return
     seen.add(id(module))
     children = list(module.children())
-    alike: dict[type, list[nn.Module]] = {}
+    classes = Counter(type(child) for child in children if _can_be_block(child))
     for child in children:
-        if _is_part(child):
-            alike.setdefault(type(child), []).append(child)
-    for child in children:
-        if len(alike.get(type(child), ())) > 1 and _is_part(child):
-            found[id(child)] = child
+        if classes[type(child)] > 1 and _can_be_block(child):
+            blocks[id(child)] = child
         else:
-            _find_blocks(child, found, seen)
+            _find_blocks(child, blocks, seen)
 
 
-def _is_part(module: nn.Module) -> bool:
+def _can_be_block(module: nn.Module) -> bool:
     children = list(module.children())
     if not children or next(module.parameters(), None) is None:
         return False

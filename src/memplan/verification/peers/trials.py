@@ -1,4 +1,4 @@
-"""Run the peers of a user's step on this machine: peak, time, and whether their gradients are right."""
+"""Measure the peak, time and gradient errors of a step as PyTorch's own memory techniques run it (its peers)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan.errors import UsageError
 from memplan.planning.capture.loss_module import default_loss
-from memplan.planning.graph.placement import Home
 from memplan.planning.precision_search import lower_precision
 from memplan.planning.request import Request
 from memplan.verification.measurement import free_memory
-from memplan.verification.measurement.peak_alone import measured_alone
+from memplan.verification.measurement.peak_alone import measure_trial
 from memplan.verification.measurement.peak_and_time import Times, compare_times
-from memplan.verification.measurement.state_copies import drawing, on_its_own
+from memplan.verification.measurement.state_copies import drawing_random_numbers, isolated
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.peers.peers import COMPILED, EAGER, Peer, as_peer, blocks_of, peers
 from memplan.verification.proof.float64_gradients import GradientErrors, gradient_errors, same_numbers
 
 BUDGETS = (0.8, 0.5, 0.2, 0.0)
-"""Values of ``activation_memory_budget``; each is compiled anew."""
+"""Values of ``activation_memory_budget``; each takes a compilation."""
 _SEED = 0
 
 
@@ -38,13 +37,13 @@ class PeerResult:
     peak: int = 0
     """Bytes, parameters, buffers and inputs included."""
     times: Times | None = None
-    """Times beside eager mode, in alternating pairs."""
+    """Times of eager mode and of this peer, in alternating pairs."""
     wrong: Mapping[str, float] = field(default_factory=dict)
     """Parameters whose gradient is wrong, with its error as a share of its norm."""
     error: float | None = None
-    """Error of all gradients together from float64, as a share of their norm; None: they were not compared."""
+    """Error of all gradients together from float64, as a share of their norm; None if they were not compared."""
     failed: str | None = None
-    """Error for which it did not run."""
+    """The error because of which the peer did not run, if any."""
 
     @property
     def worst(self) -> float | None:
@@ -82,17 +81,17 @@ class PeerResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """Results of one step from the fixed seed."""
+class _StepResult:
+    """Results of a step from the fixed seed."""
 
     gradients: Mapping[str, torch.Tensor | None]
     loss: float
     random: bool
-    """Whether it drew random numbers."""
+    """Whether the step drew random numbers."""
 
 
 def measure_peers(
-    asked: Request, eager_peak: int, *, pairs: int = 3, told: Callable[[str], None] = lambda _: None
+    request: Request, eager_peak: int, *, pairs: int = 3, on_start: Callable[[str], None] = lambda _: None
 ) -> tuple[PeerResult, ...]:
     """Run a step in eager mode, checkpointed per block, by `torch.compile` and under its memory budgets; where lossy
     plans are allowed, under autocast, too.
@@ -100,24 +99,15 @@ def measure_peers(
     Each runs on copies of the module's state, in this process; parameters, gradients and random state do not change.
 
     Args:
-        asked: the request for the step.
+        request: the request for the step.
         eager_peak: predicted bytes of the step in eager mode.
-        pairs: how many times each is timed beside eager mode.
-        told: receives the name of each peer before it runs.
+        pairs: number of times that eager mode and each peer are timed.
+        on_start: receives the name of each peer before it runs.
 
     Raises:
         UsageError: there is too little memory to run the step in eager mode, and in float64.
     """
-    _check_room(eager_peak, asked.settings.home)
-    with on_its_own(asked.step):
-        try:
-            return tuple(_Peers(asked, pairs).run(told))
-        finally:
-            torch.compiler.reset()
-
-
-def _check_room(eager_peak: int, home: Home) -> None:
-    free, needed = free_memory.available(home), 3 * eager_peak
+    free, needed = free_memory.available(request.settings.home), 3 * eager_peak
     if free is not None and needed > free:
         raise UsageError(
             f"The peers run the step in eager mode, and in float64, which takes about {format_bytes(needed)}, and "
@@ -125,86 +115,92 @@ def _check_room(eager_peak: int, home: Home) -> None:
             expected="that much memory",
             do="Leave --peers out, or take smaller inputs",
         )
+    with isolated(request.step):
+        try:
+            return tuple(_PeerRun(request, pairs).run(on_start))
+        finally:
+            torch.compiler.reset()
 
 
-class _Peers:
-    """One call of `measure_peers`."""
+class _PeerRun:
+    """A call of `measure_peers`."""
 
-    def __init__(self, asked: Request, pairs: int) -> None:
-        self._asked, self._pairs, self._home = asked, pairs, asked.settings.home
-        self._blocks = blocks_of(asked.step)
-        args, kwargs = asked.call.rebuild(asked.call.tensors)
-        optimizer, held = asked.settings.optimizer, asked.settings.gradients.adds
-        self._work = Work(args, kwargs, optimizer=optimizer, autocast=asked.autocast, micro_batches=2 if held else 1)
-        self._true: dict[str, _Seen | None] = {}
-        """Results in float64, by the peer whose random numbers were drawn."""
+    def __init__(self, request: Request, pairs: int) -> None:
+        self._request, self._pairs, self._home = request, pairs, request.settings.home
+        self._blocks = blocks_of(request.step)
+        args, kwargs = request.call.rebuild(request.call.tensors)
+        self._work = Work(
+            args, kwargs, optimizer=request.settings.optimizer, autocast=request.autocast,
+            micro_batches=2 if request.settings.gradients.adds else 1,
+        )  # fmt: skip
+        self._float64: dict[str, _StepResult | None] = {}
+        """Results in float64, by the name of the peer whose random numbers were drawn."""
+        self._yardsticks = {lossy: list[GradientErrors]() for lossy in (False, True)}
+        """Errors that other peers may have: of plain autocast for lossy peers, else of eager mode and torch.compile."""
 
-    def run(self, told: Callable[[str], None]) -> Sequence[PeerResult]:
+    def run(self, on_start: Callable[[str], None]) -> Sequence[PeerResult]:
         """Run every peer, eager mode first."""
         reference = self._trial(EAGER)
-        beside = {lossy: list[GradientErrors]() for lossy in (False, True)}
-        found = list[PeerResult]()
-        random = self._seen(reference).random
-        for peer in peers(blocks=bool(self._blocks), budgets=BUDGETS, autocast=self._lower()):
-            told(peer.name)
+        results = list[PeerResult]()
+        random = self._run_step(reference).random
+        for peer in peers(blocks=bool(self._blocks), budgets=BUDGETS, autocast=self._autocast()):
+            on_start(peer.name)
             torch.compiler.reset()
             try:
-                found.append(self._one(peer, reference, random, beside))
+                results.append(self._measure(peer, reference, random))
             except Exception as error:  # compilers and the user's code can raise anything; the others still run
-                first = str(error).strip().partition("\n")[0] or "no message"
-                found.append(PeerResult(peer, failed=f"{type(error).__name__}: {first}"))
-        return found
+                line = str(error).strip().partition("\n")[0] or "no message"
+                results.append(PeerResult(peer, failed=f"{type(error).__name__}: {line}"))
+        return results
 
-    def _one(self, peer: Peer, reference: Trial, random: bool, beside: dict[bool, list[GradientErrors]]) -> PeerResult:
+    def _measure(self, peer: Peer, reference: Trial, random: bool) -> PeerResult:
         trial = self._trial(peer)
-        seen, true = self._seen(trial), self._in_float64(peer, random)
-        wrong, error = dict[str, float](), None
-        if true is not None and (not random or same_numbers(seen.loss, true.loss, lossy=peer.group == "lossy")):
-            errors = gradient_errors(seen.gradients, true.gradients)
+        result, exact = self._run_step(trial), self._in_float64(peer, random)
+        wrong, error, lossy = dict[str, float](), None, peer.group == "lossy"
+        if exact is not None and (not random or same_numbers(result.loss, exact.loss, lossy=lossy)):
+            errors = gradient_errors(result.gradients, exact.gradients)
             error = errors.relative
-            lossy = peer.group == "lossy"
             if peer in (EAGER, COMPILED) or (lossy and not peer.checkpointed and not peer.compiled):
-                beside[lossy].append(errors)  # yardsticks of the others: plain autocast for autocast
-            wrong = errors.over(*beside[lossy], lossy=lossy)
-        _, peak = measured_alone(trial, self._home)
+                self._yardsticks[lossy].append(errors)
+            wrong = errors.over(*self._yardsticks[lossy], lossy=lossy)
+        _, peak = measure_trial(trial, self._home)
         return PeerResult(peer, peak, compare_times(reference.seconds, trial.seconds, self._pairs), wrong, error)
 
-    def _lower(self) -> torch.dtype | None:
-        """Return autocast's dtype, where lossy peers are allowed."""
-        settings = self._asked.settings
-        if settings.allow == "exact" or self._asked.autocast is not None:
+    def _autocast(self) -> torch.dtype | None:
+        """Return the dtype of lossy peers, or None if they are not allowed."""
+        settings = self._request.settings
+        if settings.allow == "exact" or self._request.autocast is not None:
             return None
         return getattr(torch, lower_precision(settings.device, self._home.type))
 
     def _trial(self, peer: Peer) -> Trial:
-        step = self._asked.step
+        step = self._request.step
         call = step if peer == EAGER else as_peer(step, peer, self._blocks, self._home.type)
         return Trial(peer.name, call, step, self._work, updates=self._work.optimizer is not None)
 
-    def _in_float64(self, peer: Peer, random: bool) -> _Seen | None:
-        """Run the step in float64 with the random numbers that this peer draws: `torch.compile` draws others than eager
-        mode. None where the model does not run in float64.
-        """
-        of = COMPILED if random and peer.compiled else EAGER
-        if of.name not in self._true:
+    def _in_float64(self, peer: Peer, random: bool) -> _StepResult | None:
+        """Run the step in float64 with the random numbers of this peer, which differ between `torch.compile` and eager
+        mode. Return None if the model does not run in float64."""
+        source = COMPILED if random and peer.compiled else EAGER
+        if source.name not in self._float64:
             try:
-                self._true[of.name] = self._step_in_float64(of)
-            except Exception:  # a dtype that the model's own code names, a module that cannot be copied
-                self._true[of.name] = None
-        return self._true[of.name]
+                self._float64[source.name] = self._run_in_float64(source)
+            except Exception:  # the model's code may name a dtype, or the module may not be copyable
+                self._float64[source.name] = None
+        return self._float64[source.name]
 
-    def _step_in_float64(self, of: Peer) -> _Seen:
-        step: nn.Module = copy.deepcopy(self._asked.step).double()
+    def _run_in_float64(self, peer: Peer) -> _StepResult:
+        step: nn.Module = copy.deepcopy(self._request.step).double()
         tensors = [
-            one.detach().double().requires_grad_(one.requires_grad) if one.is_floating_point() else one
-            for one in self._asked.call.tensors
+            tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+            for tensor in self._request.call.tensors
         ]
-        args, kwargs = self._asked.call.rebuild(tensors)
+        args, kwargs = self._request.call.rebuild(tensors)
         work = replace(self._work, inputs=args, kwargs=kwargs, optimizer=None, autocast=None)
-        return self._seen(Trial("float64", as_peer(step, of), step, work, updates=False))
+        return self._run_step(Trial("float64", as_peer(step, peer), step, work, updates=False))
 
-    def _seen(self, trial: Trial) -> _Seen:
-        with drawing():
+    def _run_step(self, trial: Trial) -> _StepResult:
+        with drawing_random_numbers():
             torch.manual_seed(_SEED)
         trial.prepare()
         before = self._random_state()
@@ -212,7 +208,7 @@ class _Peers:
         random = not torch.equal(before, self._random_state())
         with torch.no_grad():
             loss = float(default_loss(trial.output))
-        return _Seen(trial.gradients, loss, random)
+        return _StepResult(trial.gradients, loss, random)
 
     def _random_state(self) -> torch.Tensor:
         """Return the state of the generator that the step draws from."""

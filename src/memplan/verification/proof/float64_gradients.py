@@ -12,9 +12,9 @@ from memplan.verification.proof.rounding import FACTOR, SANE, SLACK, distance
 from memplan.verification.proof.rounding import LOSSY as _LOSSY
 
 SAME_LOSS = 1e-3
-"""Relative difference up to which two losses come from the same random numbers."""
+"""Relative difference up to which two losses count as of the same random numbers."""
 SAME_LOSSY = 1e-2
-"""The same for a step that computes in fewer bits, where a rounding is up to 4e-3."""
+"""The same for a step in lower precision, where a rounding is up to 4e-3."""
 _ROUNDING = SLACK * torch.finfo(torch.float32).eps
 
 
@@ -35,48 +35,51 @@ class GradientErrors:
 
     @property
     def sane(self) -> bool:
-        """Return whether it can serve as a yardstick for other steps."""
+        """Return whether the step can serve as a yardstick for others."""
         return all(error <= SANE for error in self.errors.values())
 
-    def over(self, *beside: GradientErrors, lossy: bool = False) -> dict[str, float]:
-        """Return the parameters whose error is over the bound, with the error as a share of their own gradient's norm.
+    def over(self, *yardsticks: GradientErrors, lossy: bool = False) -> dict[str, float]:
+        """Return the parameters whose error exceeds the bound, with the error as a share of their own gradient's norm.
 
-        The bound is `rounding.FACTOR` times the largest error of the sane steps ``beside`` it, and `rounding.SLACK` eps
-        of the largest gradient; where the step computes in fewer bits (``lossy``), what `rounding.LOSSY` allows. Where
-        the gradient itself is rounding, the error is a share of the largest gradient.
+        The bound is `rounding.FACTOR` times the largest error of the sane yardsticks, plus `rounding.SLACK` eps of the
+        largest gradient; in lower precision (``lossy``), it is that of `rounding.LOSSY`. Where the gradient itself is
+        no more than rounding, the error is a share of the largest gradient instead.
         """
-        steps, found = [step for step in beside if step.sane], dict[str, float]()
+        steps, wrong = [step for step in yardsticks if step.sane], dict[str, float]()
         for name, error in self.errors.items():
-            allowed = max((step.errors.get(name, 0.0) for step in steps), default=0.0)
-            bound = _LOSSY.allowed(allowed, 1.0, torch.float32) if lossy else FACTOR * allowed + _ROUNDING
-            if not error <= bound:  # a nan is over it, too
+            reference = max((step.errors.get(name, 0.0) for step in steps), default=0.0)
+            bound = _LOSSY.allowed(reference, 1.0, torch.float32) if lossy else FACTOR * reference + _ROUNDING
+            if not error <= bound:  # true of a nan, too
                 norm = self.norms.get(name, 0.0)
-                found[name] = error / norm if norm > _ROUNDING else error
-        return found
+                wrong[name] = error / norm if norm > _ROUNDING else error
+        return wrong
 
 
 def same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
-    """Return whether a step and the one in float64 drew the same random numbers, judged by their losses. ``lossy``: the
-    step computes in fewer bits."""
+    """Judge by their losses whether a step and that in float64 drew the same random numbers. ``lossy``: the step
+    computes in lower precision."""
     return abs(loss - true) <= (SAME_LOSSY if lossy else SAME_LOSS) * max(abs(loss), abs(true))
 
 
 def gradient_errors(
-    found: Mapping[str, torch.Tensor | None], true: Mapping[str, torch.Tensor | None]
+    gradients: Mapping[str, torch.Tensor | None], true: Mapping[str, torch.Tensor | None]
 ) -> GradientErrors:
-    """Measure the errors of gradients from those in float64, by name; a missing one counts as zeros."""
+    """Measure the errors of gradients from those in float64, by name; a missing gradient counts as zeros."""
     errors, norms = dict[str, float](), dict[str, float]()
     for name, exact in true.items():
-        given = found.get(name)
-        if exact is None and given is None:
+        gradient = gradients.get(name)
+        if exact is None and gradient is None:
             continue
         norms[name] = 0.0 if exact is None else _norm(exact)
-        if exact is None or given is None:
-            errors[name] = norms[name] if given is None else _norm(given)
+        if exact is None or gradient is None:
+            errors[name] = norms[name] if gradient is None else _norm(gradient)
         else:
-            errors[name] = distance(exact, given)
+            errors[name] = distance(exact, gradient)
     largest = max(norms.values(), default=0.0) or 1.0
-    return GradientErrors(*({name: value / largest for name, value in each.items()} for each in (errors, norms)))
+    return GradientErrors(
+        {name: error / largest for name, error in errors.items()},
+        {name: norm / largest for name, norm in norms.items()},
+    )
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Proof: what was compared with the original step, and what was measured."""
+"""The `Proof` dataclass: results of comparing a candidate step with the original one, and its measurements."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ from memplan._json import Unreadable
 from memplan.errors import UsageError
 from memplan.planning.plan.plan import Grade
 from memplan.verification.measurement.peak_and_time import Times
-from memplan.verification.proof.differences import Compared, Difference
-from memplan.verification.proof.rounding import LayerError, Rounded, by_layer, overall, told_truth
+from memplan.verification.proof.differences import Compared
+from memplan.verification.proof.rounding import LayerError, Rounded, by_layer, overall, truth_label
 
 FORMAT = "memplan.proof"
 SCHEMA = 1
 KINDS = ("outputs", "gradients", "parameters", "buffers")
+_SUBJECTS = {
+    "outputs": "",
+    "gradients": "the gradient of ",
+    "parameters": "after the update ",
+    "buffers": "the buffer ",
+}
+"""By kind, the text before a `Difference`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The smaller step that was compared where there is too little memory for two copies of the whole."""
+    """The step with fewer samples that was compared where memory does not suffice for two copies of the whole step."""
 
     samples: int
     """Length of the inputs' first dimension."""
@@ -35,7 +42,7 @@ class Cut:
     available: int
     """Bytes that were available."""
     measured: bool
-    """Whether at least the candidate ran whole and was measured."""
+    """Whether the candidate by itself ran with all samples and was measured."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -106,7 +113,7 @@ class Proof(Displayed):
     def layers(self) -> tuple[LayerError, ...]:
         """Errors of each output and of each layer's gradients (where updates are early, of its updates), where bits may
         differ."""
-        return by_layer([one for one in self.rounded if one.kind != "buffers"])
+        return by_layer([error for error in self.rounded if error.kind != "buffers"])
 
     @property
     def exact(self) -> bool:
@@ -126,16 +133,16 @@ class Proof(Displayed):
     @property
     def failures(self) -> tuple[str, ...]:
         """Sentences that say what is wrong."""
-        found: list[str] = []
-        for kind in KINDS:
-            found += [_said(kind, one) for one in getattr(self, kind).differences]
-        found += [f"the random stream of {name} is elsewhere after the step" for name in self.random_streams]
+        failures = [
+            f"{_SUBJECTS[kind]}{difference}" for kind in KINDS for difference in getattr(self, kind).differences
+        ]
+        failures += [f"the random stream of {name} is elsewhere after the step" for name in self.random_streams]
         if not self.within_budget:
             assert self.budget is not None
             over = format_bytes(self.peak - self.budget)
             which = "measured" if self.measured else "predicted"
-            found.append(f"the {which} peak is {over} over the budget of {format_bytes(self.budget)}")
-        return tuple(found)
+            failures.append(f"the {which} peak is {over} over the budget of {format_bytes(self.budget)}")
+        return tuple(failures)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the proof as plain values, for JSON."""
@@ -155,52 +162,53 @@ class Proof(Displayed):
             return f"NOT the same: {'; '.join(wrong[:4])}{more}"
         gradients = "" if self.early else f"{_several(self.gradients.tensors, 'gradient')}, "
         each = f" of {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
-        rounding = self.grade != "exact"
-        lossy = self.grade == "lossy"
-        head = "lossy, and no farther off than allowed" if lossy else "the same but for rounding"
-        head = head if rounding else f"the same bit for bit{self._apart_from_norms()}"
+        head = {
+            "exact": "the same bit for bit",
+            "reordered": "the same but for rounding",
+            "lossy": "lossy, and no farther off than allowed",
+        }[self.grade]
+        exact = self.grade == "exact"
+        if exact and self.torch_kernels:
+            head += ", where the step without a plan has torch's own norms and recurrent layers in place of cuDNN's,"
         head += ", compared with TF32 off," if self.full_float32 else ""
-        updated = "" if rounding and not self.early else f"{_several(self.parameters.tensors, 'updated parameter')}, "
+        updated = f"{_several(self.parameters.tensors, 'updated parameter')}, " if exact or self.early else ""
         return (
             f"{head} over {_several(self.steps, 'step')}{each} with {self.optimizer}"
             f"{', applied early' if self.early else ''}: {_several(self.outputs.tensors, 'output')}, {gradients}"
             f"{updated}{_several(self.buffers.tensors, 'buffer')}, the random streams"
         )
 
-    def _apart_from_norms(self) -> str:
-        own = ", where the step without a plan has torch's own norms and recurrent layers in place of cuDNN's,"
-        return own if self.torch_kernels else ""
-
     def _rounding(self) -> str:
         """Describe the worst gradient, where rounding was allowed."""
-        judged = [one for one in self.rounded if one.kind == "gradients"] or list(self.rounded)
-        if not judged:
+        errors = [error for error in self.rounded if error.kind == "gradients"] or list(self.rounded)
+        if not errors:
             return ""
         if self.grade == "lossy":
-            return self._errors()
-        worst = max(judged, key=lambda one: one.error / one.allowed if one.allowed else one.error)
+            return self._lossy_errors()
+        worst = max(errors, key=lambda error: error.error / error.allowed if error.allowed else error.error)
         return (
-            f"farthest from {told_truth(self.truth)}, of what is allowed: "
+            f"farthest from {truth_label(self.truth)}, of what is allowed: "
             f"{worst.name}, by {worst.error:.2g} (L2 norm {worst.norm:.2g}) where the step without a plan is by "
             f"{worst.reference:.2g} and {worst.allowed:.2g} is allowed"
         )
 
-    def _errors(self) -> str:
-        """Describe the errors of all outputs and gradients, and the layer with the largest one."""
-        kinds = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
-        rows = self.layers
-        totals = [(name, overall(self.rounded, kind)) for kind, name in kinds.items()]
-        told = ", ".join(f"{name} {one.relative:.2%}" for name, one in totals if one.norm or one.error)
-        others = ", ".join(f"{one.relative_reference:.2%}" for _, one in totals if one.norm or one.error)
-        kind = "gradients" if any(one.kind == "gradients" for one in rows) else "parameters"
-        norm = max((one.norm for one in rows if one.kind == kind), default=0.0)
-        large = [one for one in rows if one.kind == kind and one.norm > 1e-3 * norm]
-        worst = max(large, key=lambda one: one.relative, default=None)
-        text = f"off from {told_truth(self.truth)} by (relative, in L2): {told}"
-        if any(one.reference != one.own for one in self.rounded):
-            text += f"; the step without a plan under autocast by {others}"
+    def _lossy_errors(self) -> str:
+        """Describe the errors of all outputs and gradients, and the layer with the largest relative error."""
+        labels = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
+        layers = self.layers
+        totals = [(label, overall(self.rounded, kind)) for kind, label in labels.items()]
+        totals = [(label, total) for label, total in totals if total.norm or total.error]
+        candidate = ", ".join(f"{label} {total.relative:.2%}" for label, total in totals)
+        unplanned = ", ".join(f"{total.relative_reference:.2%}" for _, total in totals)
+        kind = "gradients" if any(layer.kind == "gradients" for layer in layers) else "parameters"
+        norm = max((layer.norm for layer in layers if layer.kind == kind), default=0.0)
+        large = [layer for layer in layers if layer.kind == kind and layer.norm > 1e-3 * norm]
+        worst = max(large, key=lambda layer: layer.relative, default=None)
+        text = f"off from {truth_label(self.truth)} by (relative, in L2): {candidate}"
+        if any(error.reference != error.own for error in self.rounded):
+            text += f"; the step without a plan under autocast by {unplanned}"
         elif self.truth == "float64":  # autocast did not run
-            text += f"; the step without a plan by {others}"
+            text += f"; the step without a plan by {unplanned}"
         if worst is None:
             return text
         return f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
@@ -259,17 +267,12 @@ def loads(text: str, source: str = "the text") -> Proof:
         ) from None
 
 
-def _said(kind: str, one: Difference) -> str:
-    head = {"outputs": "", "gradients": "the gradient of ", "parameters": "after the update ", "buffers": "the buffer "}
-    return f"{head[kind]}{one}"
-
-
 def nothing_compared() -> Proof:
-    """Return the proof of a step that did not run, as within a recording: it is of no steps."""
-    none = Compared()
+    """Return the proof of a step that did not run, as within a recording: it has no steps."""
+    empty = Compared()
     return Proof(
-        steps=0, micro_batches=1, optimizer="", early=False, outputs=none, gradients=none, parameters=none,
-        buffers=none, random_streams=(), resident=0, peak=0, reference_peak=0,
+        steps=0, micro_batches=1, optimizer="", early=False, outputs=empty, gradients=empty, parameters=empty,
+        buffers=empty, random_streams=(), resident=0, peak=0, reference_peak=0,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Run a candidate beside a reference, step by step, and compare everything that a training step leaves behind."""
+"""Run a candidate and a reference step by step, and compare everything that a training step computes and changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import alone, called, running_recording
 from memplan.trace.step import StepOptions
 from memplan.verification.measurement.peak_and_time import Meter, compare_times
-from memplan.verification.measurement.state_copies import RandomState, as_trained
+from memplan.verification.measurement.state_copies import RandomState, training_context
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.differences import Compared, Difference, difference, named_outputs, output_differences
 from memplan.verification.proof.proof import KINDS, Proof, nothing_compared
@@ -24,12 +24,12 @@ from memplan.verification.proof.rounding import (
     EXACT,
     Rounded,
     Tolerance,
+    beyond_tolerance,
     floating,
     is_truth,
     is_yardstick,
-    rounded,
-    serious,
-    told_truth,
+    rounding_errors,
+    truth_label,
 )
 
 
@@ -80,33 +80,39 @@ def verify(
     work = Work(
         options.inputs, options.kwargs, options.targets, *options.callables, options.autocast, micro_batches
     )  # fmt: skip
-    modules = _modules(reference, candidate)
+    for function in (reference, candidate):
+        if not callable(function):
+            raise TargetError(
+                f"{type(function).__name__} {function!r:.60}", expected="a module or a callable", do="Pass one"
+            )
+    own_modules = [function if isinstance(function, nn.Module) else None for function in (reference, candidate)]
+    modules = own_modules[0] or own_modules[1], own_modules[1] or own_modules[0]
     running = running_recording()
-    if running is not None:  # which has no values to compare, or has the profiler
+    if running is not None:  # a recording has no values to compare, a measurement uses the profiler
         running.notes["memplan.verify was skipped: in a recorded or measured script it compares nothing"] = None
         return nothing_compared()
-    with called("memplan.verify", profiles=True), alone(), as_trained():
-        sides = Sides(Trial("reference", reference, modules[0], work))
-        other = Trial("candidate", candidate, modules[1], work)
-        _check_names(sides.reference, other)
-        proof = compare(sides, other, steps, budget=budget)
-        return proof if pairs == 0 else with_times(proof, sides.reference, other, pairs)
+    with called("memplan.verify", profiles=True), alone(), training_context():
+        reference_trial = Trial("reference", reference, modules[0], work)
+        candidate_trial = Trial("candidate", candidate, modules[1], work)
+        _check_names(reference_trial, candidate_trial)
+        proof = compare(Baselines(reference_trial), candidate_trial, steps, budget=budget)
+        return with_times(proof, reference_trial, candidate_trial, pairs) if pairs else proof
 
 
 @dataclass(frozen=True)
-class Sides:
-    """Steps that a candidate is held against."""
+class Baselines:
+    """Trials that a candidate is compared with."""
 
     reference: Trial
     """The step without a plan."""
     truth: Trial | None = None
     """The same in float64, where bits may differ."""
     yardstick: Trial | None = None
-    """Another way to run the step whose errors are accepted: `torch.compile`, a second run, plain autocast."""
+    """Another execution of the step whose errors are accepted: `torch.compile`, a second run, plain autocast."""
 
 
 def compare(
-    sides: Sides,
+    baselines: Baselines,
     candidate: Trial,
     steps: int,
     tolerance: Tolerance = EXACT,
@@ -114,258 +120,267 @@ def compare(
     predicted: int | None = None,
     budget: int | None = None,
 ) -> Proof:
-    """Run a candidate beside the step without a plan, step by step. Random streams move on: the caller restores them.
+    """Compare a candidate with the step without a plan, step by step. Random streams advance: the caller restores them.
 
-    Where bits may differ, errors are measured from the step in float64; where that does not run, or draws other random
-    numbers, from the step without a plan. The yardstick says what is allowed; where it does not run, or is too far off
-    (`rounding.is_yardstick`), the step without a plan does, and where errors are measured from that, the tolerance's
-    few eps alone. A candidate that is as near to float64 as the step without a plan needs no yardstick, unless it is
-    lossy.
+    Where bits may differ, errors are measured from the step in float64, or from the step without a plan where float64
+    does not run or draws other random numbers. The errors of the yardstick are allowed. Where it does not run or is not
+    accurate enough (`rounding.is_yardstick`), the errors of the step without a plan are allowed; where errors are
+    measured from that step, only the tolerance's few eps are. A candidate as accurate as the step without a plan needs
+    no yardstick, unless it is lossy.
 
     Args:
-        sides, candidate: trials that have not run yet.
-        steps: how many are compared.
-        tolerance: `EXACT`, `ROUNDING` or `LOSSY`; ``predicted`` and ``budget`` are bytes, for the proof.
+        baselines, candidate: trials that have not run yet.
+        steps: number of steps to compare.
+        tolerance: `EXACT`, `ROUNDING` or `LOSSY`.
+        predicted, budget: bytes, for the proof.
     """
+    reference = baselines.reference
     if tolerance.grade == "exact":
-        return _compare_once(sides.reference, candidate, steps, None, predicted, budget)
+        return _compare_once(reference, candidate, steps, None, predicted, budget)
     failures, started = list[Exception](), False
 
     def attempt(truth: Trial, *yardsticks: Trial) -> Proof | None:
         nonlocal started
-        for side in dict.fromkeys((sides.reference, candidate, truth, *yardsticks)) if started else ():
-            side.restart_as(sides.reference)
-        started, scale = True, _Scale(truth, yardsticks, tolerance)
+        for trial in dict.fromkeys((reference, candidate, truth, *yardsticks)) if started else ():
+            trial.restart_from(reference)
+        started, criterion = True, _Criterion(truth, yardsticks, tolerance)
         try:
-            return _compare_once(sides.reference, candidate, steps, scale, predicted, budget)
-        except Exception as error:  # the model's own code runs, which may insist on a dtype
-            traceback.clear_frames(error.__traceback__)  # what they hold would be freed in the next attempt's peak
+            return _compare_once(reference, candidate, steps, criterion, predicted, budget)
+        except Exception as error:  # the model's code may not accept another dtype
+            traceback.clear_frames(error.__traceback__)  # tensors freed in the next attempt would lower its peak
             failures.append(error)
             return None
 
     try:
-        for truth in filter(None, (sides.truth, sides.reference)):
-            exact, own = truth is not sides.reference, None
+        for truth in filter(None, (baselines.truth, reference)):
+            exact, without_yardstick = truth is not reference, None
             if exact and tolerance.grade == "reordered":
-                own = attempt(truth)
-                if own is None or not is_truth(own.rounded):
+                without_yardstick = attempt(truth)
+                if without_yardstick is None or not is_truth(without_yardstick.rounded):
                     continue
-                if own.same or own.random_streams:
-                    return own
-            beside = None if sides.yardstick is None else attempt(truth, sides.yardstick)
-            if beside is not None:
-                if exact and own is None and not is_truth(beside.rounded):
+                if without_yardstick.same or without_yardstick.random_streams:
+                    return without_yardstick
+            proof = None if baselines.yardstick is None else attempt(truth, baselines.yardstick)
+            if proof is not None:
+                if exact and without_yardstick is None and not is_truth(proof.rounded):
                     continue
-                if is_yardstick(beside.rounded, tolerance, exact=exact):
-                    return beside
-            own = own or attempt(truth)
-            if own is not None and (not exact or is_truth(own.rounded)):
-                return own
+                if is_yardstick(proof.rounded, tolerance, exact=exact):
+                    return proof
+            without_yardstick = without_yardstick or attempt(truth)
+            if without_yardstick is not None and (not exact or is_truth(without_yardstick.rounded)):
+                return without_yardstick
         raise failures[-1]
     finally:
-        failures.clear()  # they hold this frame
+        failures.clear()  # break the reference cycle: their tracebacks refer to this frame
 
 
 def _compare_once(
-    reference: Trial, candidate: Trial, steps: int, scale: _Scale | None, predicted: int | None, budget: int | None
+    reference: Trial,
+    candidate: Trial,
+    steps: int,
+    criterion: _Criterion | None,
+    predicted: int | None,
+    budget: int | None,
 ) -> Proof:
-    """Compare bit for bit, or by a scale. With a scale each step begins where the reference's does, and parameters are
-    not compared unless the backward pass updates them: they follow from the gradients."""
-    found = _Differences(scale)
-    found.start(reference, candidate)
-    sides = tuple(dict.fromkeys((reference, candidate, *(() if scale is None else scale.sides))))
+    """Compare bit for bit, or by a criterion.
+
+    With a criterion each step begins with the reference's parameters, and updated parameters are compared only where
+    the backward pass updates them: otherwise they follow from the gradients.
+    """
+    comparison = _Comparison(criterion)
+    comparison.start(reference, candidate)
+    trials = tuple(dict.fromkeys((reference, candidate, *(() if criterion is None else criterion.trials))))
     resident = 0, 0
-    with _rested(sides), Meter() as meter:
+    with _released(trials), Meter() as meter:
         for step in range(steps):
             before = RandomState.now()
-            for side in sides:
-                side.prepare()
+            for trial in trials:
+                trial.prepare()
                 before.restore()
-                side.gradients_of_step(meter)
-                found.after[side.name] = RandomState.now()
+                trial.gradients_of_step(meter)
+                comparison.random_states[trial.name] = RandomState.now()
             resident = candidate.resident, reference.resident
-            found.step(step, reference, candidate)
-            for side in sides if candidate.in_backward else (reference, candidate):
-                side.update_step(meter)
-            found.update(step, reference, candidate)
-            found.after[reference.name].restore()
-            for side in sides:
-                side.rest()
+            comparison.compare_backward(step, reference, candidate)
+            for trial in trials if candidate.in_backward else (reference, candidate):
+                trial.update_step(meter)
+            comparison.compare_update(step, reference, candidate)
+            comparison.random_states[reference.name].restore()
+            for trial in trials:
+                trial.release()
     return Proof(
         steps=steps,
         micro_batches=reference.work.micro_batches,
         optimizer="no optimizer" if reference.update is None else type(reference.update).__name__,
         early=candidate.in_backward,
-        outputs=found.compared("outputs"),
-        gradients=found.compared("gradients"),
-        parameters=found.compared("parameters"),
-        buffers=found.compared("buffers"),
-        random_streams=tuple(found.streams),
+        outputs=comparison.compared("outputs"),
+        gradients=comparison.compared("gradients"),
+        parameters=comparison.compared("parameters"),
+        buffers=comparison.compared("buffers"),
+        random_streams=tuple(comparison.random_streams),
         resident=resident[0],
         peak=resident[0] + meter.measured(candidate.name).growth_peak,
         reference_peak=resident[1] + meter.measured(reference.name).growth_peak,
         predicted=predicted,
         budget=budget,
         torch=torch.__version__,
-        grade="exact" if scale is None else scale.tolerance.grade,
-        rounded=tuple(found.rounded),
-        truth="" if scale is None else scale.truth.name,
+        grade="exact" if criterion is None else criterion.tolerance.grade,
+        rounded=tuple(comparison.rounded),
+        truth="" if criterion is None else criterion.truth.name,
     )
 
 
 @contextmanager
-def _rested(sides: Iterable[Trial]) -> Iterator[None]:
-    """Let all sides rest where one fails: what another attempt would free counts against its peak."""
+def _released(trials: Iterable[Trial]) -> Iterator[None]:
+    """Release all trials, also after an error: tensors that the next attempt would free distort its peak."""
     try:
         yield
     finally:
-        for side in sides:
-            side.rest()
+        for trial in trials:
+            trial.release()
 
 
 def with_times(proof: Proof, reference: Trial, candidate: Trial, pairs: int) -> Proof:
-    """Add the seconds of both sides, which have run before and rest now."""
+    """Return the proof with the times of both steps, which have run before."""
     return replace(proof, times=compare_times(reference.seconds, candidate.seconds, pairs))
 
 
 @dataclass(frozen=True)
-class _Scale:
-    """How errors are judged."""
+class _Criterion:
+    """Which errors are allowed."""
 
     truth: Trial
-    """The step from which they are measured: in float64, or the reference."""
+    """The step from which errors are measured: in float64, or the reference."""
     yardsticks: tuple[Trial, ...]
-    """Steps whose errors are accepted, beside the reference."""
+    """Steps whose errors are allowed, in addition to the reference's."""
     tolerance: Tolerance
 
     @property
-    def sides(self) -> tuple[Trial, ...]:
+    def trials(self) -> tuple[Trial, ...]:
         return (self.truth, *self.yardsticks)
 
 
 @dataclass
-class _Differences:
-    """Differences up to now. After the first step with one nothing is compared: what comes later follows from it."""
+class _Comparison:
+    """Differences so far. After the first step with a difference nothing is compared, as later ones follow from it."""
 
-    scale: _Scale | None
+    criterion: _Criterion | None
     tensors: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    """Number of compared tensors by kind."""
     differences: dict[str, list[Difference]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     rounded: list[Rounded] = field(default_factory=list)
-    streams: list[str] = field(default_factory=list)
-    after: dict[str, RandomState] = field(default_factory=dict)
-    """By side, the random streams after its backward pass."""
+    random_streams: list[str] = field(default_factory=list)
+    """Random streams that differ."""
+    random_states: dict[str, RandomState] = field(default_factory=dict)
+    """By trial, the random streams after its backward pass."""
     _stopped: bool = False
-    _before: dict[str, torch.Tensor] = field(default_factory=dict)
+    _parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters before the step, in float64, where their updates are compared."""
     _eps: dict[str, float] = field(default_factory=dict)
     """By parameter, the eps of its dtype."""
 
     def start(self, reference: Trial, candidate: Trial) -> None:
-        """Check that both sides begin with the same values.
+        """Check that both begin with the same values.
 
         Raises:
             InputError: a parameter or a buffer differs.
         """
-        theirs = candidate.parameters | candidate.buffers
-        for name, one in (reference.parameters | reference.buffers).items():
-            if difference(name, 0, one, theirs.get(name)) is not None:
+        actual = candidate.parameters | candidate.buffers
+        for name, tensor in (reference.parameters | reference.buffers).items():
+            if difference(name, 0, tensor, actual.get(name)) is not None:
                 raise InputError(
                     f"{name} is not the same in reference and candidate",
                     expected="modules with the same parameters and buffers",
                     do="Load the one's state_dict into the other",
                 )
-        self._note(reference, candidate)
+        self._save_parameters(reference, candidate)
 
-    def _note(self, reference: Trial, candidate: Trial) -> None:
-        if candidate.in_backward and self.scale is not None:
-            named = floating(reference.parameters)
-            self._before = {name: one.detach().to(torch.float64, copy=True) for name, one in named.items()}
-            self._eps = {name: torch.finfo(one.dtype).eps for name, one in named.items()}
+    def _save_parameters(self, reference: Trial, candidate: Trial) -> None:
+        if candidate.in_backward and self.criterion is not None:
+            parameters = floating(reference.parameters)
+            self._parameters = {name: p.detach().to(torch.float64, copy=True) for name, p in parameters.items()}
+            self._eps = {name: torch.finfo(p.dtype).eps for name, p in parameters.items()}
 
-    def _judged(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the tensors whose errors are judged; for parameters whose values before are known, their updates."""
+    def _with_errors(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the tensors whose errors are measured; for parameters that were saved, their updates."""
         tensors = floating(named)
-        if kind != "parameters" or not self._before:
+        if kind != "parameters" or not self._parameters:
             return tensors
-        return {name: one.detach().to(torch.float64) - self._before[name] for name, one in tensors.items()}
+        return {name: p.detach().to(torch.float64) - self._parameters[name] for name, p in tensors.items()}
 
     def _coarse(self, kind: str, named: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Allow an update one eps of its parameter: the sum of both cannot be nearer."""
-        if kind != "parameters" or not self._before:
+        """Allow each update an error of one eps of its parameter, to which their sum is rounded."""
+        if kind != "parameters" or not self._parameters:
             return {}
-        return {name: self._eps[name] * float(self._before[name].norm()) for name in named if name in self._eps}
+        return {name: self._eps[name] * float(self._parameters[name].norm()) for name in named if name in self._eps}
 
-    def step(self, step: int, reference: Trial, candidate: Trial) -> None:
-        """Compare what the backward passes have left."""
+    def compare_backward(self, step: int, reference: Trial, candidate: Trial) -> None:
+        """Compare outputs, gradients, buffers and random streams after the backward passes."""
         if self._stopped:
             return
         number, differences = output_differences(step, reference.output, candidate.output)
-        self._add("outputs", step, (reference, candidate), lambda side: named_outputs(side.output), differences, number)
+        self._add(
+            "outputs", step, (reference, candidate), lambda trial: named_outputs(trial.output), differences, number
+        )
         if not candidate.in_backward:
-            self._named("gradients", step, reference, candidate)
-        self._named("buffers", step, reference, candidate)
-        self.streams += self.after[reference.name].differing(self.after[candidate.name])
+            self._compare_named("gradients", step, reference, candidate)
+        self._compare_named("buffers", step, reference, candidate)
+        after = self.random_states
+        self.random_streams += after[reference.name].differing(after[candidate.name])
 
-    def update(self, step: int, reference: Trial, candidate: Trial) -> None:
-        """Compare what the updates have left."""
+    def compare_update(self, step: int, reference: Trial, candidate: Trial) -> None:
+        """Compare the updated parameters; with a criterion, let the next step begin with the reference's."""
         if self._stopped:
             return
-        if self.scale is None or candidate.in_backward:
-            self._named("parameters", step, reference, candidate)
-        if self.scale is not None:
-            for side in (candidate, *self.scale.sides):
-                side.begin_as(reference)
-            self._note(reference, candidate)
-        self._stopped = bool(self.streams or any(self.differences.values()))
+        if self.criterion is None or candidate.in_backward:
+            self._compare_named("parameters", step, reference, candidate)
+        if self.criterion is not None:
+            for trial in (candidate, *self.criterion.trials):
+                trial.copy_state_from(reference)
+            self._save_parameters(reference, candidate)
+        self._stopped = bool(self.random_streams or any(self.differences.values()))
 
     def compared(self, kind: str) -> Compared:
         """Return the comparison of a kind."""
         return Compared(self.tensors[kind], tuple(self.differences[kind]))
 
-    def _named(self, kind: str, step: int, reference: Trial, candidate: Trial) -> None:
-        ours, theirs = getattr(reference, kind), getattr(candidate, kind)
-        names = ours.keys() | theirs.keys()
-        all_of = [difference(name, step, ours.get(name), theirs.get(name)) for name in names]
-        differences = [one for one in all_of if one is not None]
-        self._add(kind, step, (reference, candidate), lambda side: getattr(side, kind), differences, len(names))
+    def _compare_named(self, kind: str, step: int, reference: Trial, candidate: Trial) -> None:
+        expected, actual = getattr(reference, kind), getattr(candidate, kind)
+        names = expected.keys() | actual.keys()
+        results = [difference(name, step, expected.get(name), actual.get(name)) for name in names]
+        differences = [result for result in results if result is not None]
+        self._add(kind, step, (reference, candidate), lambda trial: getattr(trial, kind), differences, len(names))
 
     def _add(
         self,
         kind: str,
         step: int,
-        sides: tuple[Trial, Trial],
-        named: Callable[[Trial], Mapping[str, Any]],
+        trials: tuple[Trial, Trial],
+        tensors_of: Callable[[Trial], Mapping[str, Any]],
         differences: list[Difference],
         number: int,
     ) -> None:
-        """Note differences; where rounding is allowed, only those that are more."""
+        """Add differences; with a criterion, only those that it does not allow."""
         self.tensors[kind] += number
-        if self.scale is not None:
-            reference, candidate = sides
-            others = [self._judged(kind, named(side)) for side in (reference, *self.scale.yardsticks)]
-            truth, ours = self._judged(kind, named(self.scale.truth)), self._judged(kind, named(candidate))
-            judged = rounded(kind, step, truth, others, ours, self.scale.tolerance, self._coarse(kind, ours))
-            self.rounded += judged
-            differences = serious(differences, judged, told_truth(self.scale.truth.name))
-        self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda one: one.name)
-
-
-def _modules(reference: Any, candidate: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the modules whose state each runs on."""
-    for what in (reference, candidate):
-        if not callable(what):
-            raise TargetError(f"{type(what).__name__} {what!r:.60}", expected="a module or a callable", do="Pass one")
-    one = reference if isinstance(reference, nn.Module) else None
-    other = candidate if isinstance(candidate, nn.Module) else None
-    return (one or other, other or one)
+        if self.criterion is not None:
+            reference, candidate = (self._with_errors(kind, tensors_of(trial)) for trial in trials)
+            yardsticks = [self._with_errors(kind, tensors_of(trial)) for trial in self.criterion.yardsticks]
+            truth = self._with_errors(kind, tensors_of(self.criterion.truth))
+            errors = rounding_errors(
+                kind, step, truth, [reference, *yardsticks], candidate, self.criterion.tolerance,
+                self._coarse(kind, candidate),
+            )  # fmt: skip
+            self.rounded += errors
+            differences = beyond_tolerance(differences, errors, truth_label(self.criterion.truth.name))
+        self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda item: item.name)
 
 
 def _check_names(reference: Trial, candidate: Trial) -> None:
     for what in ("parameters", "buffers"):
-        ours, theirs = getattr(reference, what).keys(), getattr(candidate, what).keys()
-        if ours != theirs:
+        expected, actual = getattr(reference, what).keys(), getattr(candidate, what).keys()
+        if expected != actual:
+            names = ", ".join(sorted(expected ^ actual)[:5])
             raise InputError(
-                f"the candidate's {what} are not the reference's: {', '.join(sorted(ours ^ theirs)[:5])} in one only",
+                f"the candidate's {what} are not the reference's: {names} in one only",
                 expected="modules with the same names",
                 do="Compare a model with a copy of itself",
             )
