@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.schedule.actions import Action, Choices
-from memplan.planning.schedule.scheduler import Schedule, taken
+from memplan.planning.schedule.scheduler import Schedule, frees_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ActionBytes:
 
     def kept_copy(self, action: Action) -> int:
         """Bytes of the copy of a gradient that the receiver keeps."""
-        if action.kind != "give" or action.value is None or taken(self.graph, self.choices, action.value):
+        if action.kind != "give" or action.value is None or frees_gradient(self.graph, self.choices, action.value):
             return 0
         return self._copy(action)
 

@@ -70,12 +70,12 @@ def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
     return value.hooked or (choices.gradients.updates and value.kind == "parameter")
 
 
-def taken(graph: JointGraph, choices: Choices, of: int) -> bool:
+def frees_gradient(graph: JointGraph, choices: Choices, of: int) -> bool:
     """Return whether the gradient of a value is used up as soon as it is given."""
     return graph.values[of].kind == "parameter" and choices.gradients.frees
 
 
-def copied(graph: JointGraph, choices: Choices) -> frozenset[int]:
+def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
     """Return the values whose gradient is given as a copy: its memory is somebody else's too, or laid out otherwise
     than the parameter (then autograd copies it). What is added to a held gradient is not copied."""
     outputs, users = _outputs(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
@@ -138,7 +138,7 @@ class _Scheduler:
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
         self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
         self.there = self.resident | set(self.tangents)
-        self.copies = copied(graph, choices)
+        self.copies = copied_gradients(graph, choices)
 
     def run(self) -> Schedule:
         backward = self._backward()
@@ -289,7 +289,7 @@ class _Scheduler:
             ready[of] = last.get(self.graph.base(gradient), 0)
             if changed_at_once(self.graph, self.choices, of):
                 ready[of] = max(ready[of], last.get(self.graph.base(of), 0))
-            elif self._stays(of) or (self.choices.fused and not taken(self.graph, self.choices, of)):
+            elif self._stays(of) or (self.choices.fused and not frees_gradient(self.graph, self.choices, of)):
                 waiting.add(of)
         together = _together(sorted({ready[of] for of in waiting}), 1 if self.choices.fused else NODES)
         due: dict[int, list[_Draft]] = defaultdict(list)
@@ -301,7 +301,7 @@ class _Scheduler:
 
     def _stays(self, of: int) -> bool:
         """Whether a gradient stays in the receiver's hands, in its own memory."""
-        return of not in self.copies and not taken(self.graph, self.choices, of)
+        return of not in self.copies and not frees_gradient(self.graph, self.choices, of)
 
     def _kept_gradients(self) -> set[int]:
         """Bases of gradients that stay: they are not freed after they were given."""
