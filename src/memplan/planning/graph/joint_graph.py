@@ -296,10 +296,11 @@ def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
 def recomputable(graph: JointGraph) -> frozenset[int]:
     """Return the forward values that may be recomputed: of an op without randomness or effect, not returned, not
     held."""
-    fixed = _outputs(graph) | graph.irreplaceable
+    fixed = output_bases(graph) | graph.irreplaceable
     again = (op.rerun for op in graph.forward_ops if not (op.random or op.once))
     return frozenset(value for op in again for value in op.makes if value not in fixed)
 
 
-def _outputs(graph: JointGraph) -> set[int]:
+def output_bases(graph: JointGraph) -> set[int]:
+    """Return the ids of the values whose memory the forward pass returns."""
     return {graph.base(value) for value in graph.outputs}

@@ -18,7 +18,7 @@ from memplan.planning.inductor.candidate_search import judged
 from memplan.planning.inductor.partition import Fused
 from memplan.planning.planner import Planner
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.reuse_choices import taken_over, without_loss
+from memplan.planning.schedule.reuse_choices import translate_choices, without_loss
 from memplan.planning.schedule.scheduler import Schedule, schedule, with_fewest_pieces
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, fits
@@ -149,7 +149,7 @@ class Plans:
         if same is not None:  # what differs does not change the graph: a note in a model's config, say
             return Reused(captured, same.schedule, same.surroundings, same.fused)
         for planned in alike:
-            taken = taken_over(planned.schedule.choices, planned.captured.graph, captured.graph)
+            taken = translate_choices(planned.schedule.choices, planned.captured.graph, captured.graph)
             found = None if taken is None else self._within(captured, taken, planned.surroundings)
             if found is not None:
                 return found
