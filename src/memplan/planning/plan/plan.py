@@ -299,9 +299,8 @@ def optimizer_name(optimizer: Any) -> str | None:
     """
     if optimizer is None:
         return None
-    name = getattr(
-        getattr(optimizer, "func", optimizer), "__name__", ""
-    )  # of a functools.partial, the function it calls
+    function = getattr(optimizer, "func", optimizer)  # of a functools.partial
+    name = getattr(function, "__name__", "")
     return name if name.isidentifier() else "an optimizer"
 
 
