@@ -132,7 +132,7 @@ class Plan(Displayed):
 
     @property
     def host_bytes(self) -> int:
-        """Peak bytes of pinned host memory for offloaded values."""
+        """Upper bound of the bytes of pinned host memory for offloaded values."""
         return sum(int(decision.details.get("host_bytes", 0)) for decision in self.decisions)
 
     def count(self, lever: str) -> int:

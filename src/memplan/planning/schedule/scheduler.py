@@ -121,12 +121,12 @@ class _Scheduler:
     def __init__(self, graph: JointGraph, choices: Choices) -> None:
         self.graph, self.choices = graph, choices
         self.outputs = output_bases(graph)
-        self.whole: dict[int, KeptForm] = {}
-        """By value: the form it is fetched from."""
+        self.fetchable: dict[int, KeptForm] = {}
+        """By value: the form to fetch it from."""
         forms = list[KeptForm]()
         for form in graph.ranked_forms:
             chosen = (form.lever, form.value) in choices.kept_as and form.value not in self.outputs
-            if chosen and (not form.whole or self.whole.setdefault(form.value, form) is form):
+            if chosen and (not form.whole or self.fetchable.setdefault(form.value, form) is form):
                 forms.append(form)
         self.forms = {form.kept: form for form in forms}
         self.direct: dict[tuple[int, int], KeptForm] = {}
@@ -134,7 +134,7 @@ class _Scheduler:
         for form in forms:
             for op in form.direct:
                 self.direct.setdefault((op, form.value), form)
-        self.dropped = (choices.recompute & recomputable(graph)) - self.whole.keys()
+        self.dropped = (choices.recompute & recomputable(graph)) - self.fetchable.keys()
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
         self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
         self.live = self.resident | set(self.tangents)
@@ -218,11 +218,11 @@ class _Scheduler:
 
     def _copies_back(self, needed: Mapping[int, int]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
         """The copies back to the device: their beginnings and their waits, by position of the next backward op."""
-        before = host_copies.fetched_before(self.graph, needed, self.whole)
+        before = host_copies.fetched_before(self.graph, needed, self.fetchable)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
         for value, at in sorted(needed.items(), key=lambda item: (item[1], item[0])):
-            form = self.whole[value]
+            form = self.fetchable[value]
             begins[before[value]].append(_fetch(form))
             ends[at].append(_wait("fetched", form))
         return begins, ends
@@ -243,7 +243,7 @@ class _Scheduler:
             if value in seen or value in self.live:
                 continue
             seen.add(value)
-            form = self.whole.get(value)
+            form = self.fetchable.get(value)
             if form is not None and form.is_copied:
                 copied.add(value)
             elif form is not None and form.also_reads:
@@ -273,7 +273,7 @@ class _Scheduler:
     def _fetch_missing(self, values: set[int]) -> list[_Draft]:
         missing = sorted(values - self.live)
         self.live.update(missing)
-        return [_fetch(self.whole[value]) for value in missing]
+        return [_fetch(self.fetchable[value]) for value in missing]
 
     # -- gradients
 

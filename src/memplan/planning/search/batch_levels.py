@@ -77,7 +77,7 @@ class Batch(Needs):
         free = np.zeros(self.count, dtype=bool)
         for row in rows:
             here = freed[row]
-            for at in self.flat.forms_of.get(row, ()):
+            for at in self.flat.plain_forms_of.get(row, ()):
                 here = here & ~self.used[at]
             free |= here if self.copies is None else here & ~self.copies.uses(row)
         return free
@@ -123,16 +123,17 @@ class Batch(Needs):
         for at, op in enumerate(flat.rerun):
             if any(row in self.recomputed_in for row in op.makes):
                 self._recompute_op(at)
-            for form, row in flat.rebuilds_at[at]:
-                if form in self.rebuilds:
+            for form, row in flat.operand_fetches_at[at]:
+                if form in self.fetched_in:
                     self._fetch_with_operands(at, form, row)
-        for row, forms in flat.fetches_of.items():
+        for row, forms in flat.simple_fetches_of.items():
             for at in forms:
                 self._fetch(at, row, np.flatnonzero(self.used[at] & self.needed[row] & ~self.fetched[at]))
-        rows, some = np.nonzero((self.last % self.every == self.every - 1) & self.needed & ~flat.is_output[:, None])
-        slots = self.last[rows, some] // self.every
+        read_by_backward_op = self.last % self.slot_size == self.slot_size - 1
+        rows, columns = np.nonzero(read_by_backward_op & self.needed & ~flat.is_output[:, None])
+        slots = self.last[rows, columns] // self.slot_size
         self.frees += np.bincount(
-            slots * self.count + some, weights=flat.bytes[rows], minlength=self.frees.size
+            slots * self.count + columns, weights=flat.bytes[rows], minlength=self.frees.size
         ).reshape(self.frees.shape).astype(np.int64)  # fmt: skip
 
     def _recompute_op(self, at: int) -> None:
@@ -143,41 +144,41 @@ class Batch(Needs):
             here = slot < NEVER
             for _, before in slots[:k]:
                 here &= before != slot
-            some = np.flatnonzero(here)
-            if len(some):
-                wanted = [(row, other[some] == slot[some]) for row, other in slots]
-                self._run_in_slots(at, self.flat.rerun[at], slot[some], some, wanted)
+            columns = np.flatnonzero(here)
+            if len(columns):
+                wanted = [(row, other[columns] == slot[columns]) for row, other in slots]
+                self._run_in_slots(at, self.flat.rerun[at], slot[columns], columns, wanted)
 
     def _fetch_with_operands(self, at: int, form: int, row: int) -> None:
         """Fetch a value from a form that needs other operands, and free the form if no op reads it later."""
-        some = np.flatnonzero(self.rebuilds[form] < NEVER)
-        slot = self.rebuilds[form][some]
-        self._run_in_slots(at, self.flat.rebuilt[form], slot, some, [(row, np.ones(len(some), dtype=bool))])
-        self._free_form(form, slot.astype(np.int64), some)
-        self.fetched[form][some] = True
+        columns = np.flatnonzero(self.fetched_in[form] < NEVER)
+        slot = self.fetched_in[form][columns]
+        self._run_in_slots(at, self.flat.fetch_ops[form], slot, columns, [(row, np.ones(len(columns), dtype=bool))])
+        self._free_form(form, slot.astype(np.int64), columns)
+        self.fetched[form][columns] = True
 
-    def _free_form(self, at: int, slot: Ints, some: Ints) -> None:
+    def _free_form(self, at: int, slot: Ints, columns: Ints) -> None:
         """Free a kept form right after the fetch, unless a later op reads it and frees it then."""
-        freed = self.flat.form_bytes[at] * (self.last_direct[at][some] < slot * self.every)
-        self.slot_level.ravel()[slot * self.count + some] -= freed
+        freed = self.flat.form_bytes[at] * (self.last_direct[at][columns] < slot * self.slot_size)
+        self.slot_level.ravel()[slot * self.count + columns] -= freed
 
     def _run_in_slots(
-        self, at: int, op: ForwardOp, slot: Ints, some: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
+        self, at: int, op: ForwardOp, slot: Ints, columns: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
     ) -> None:
         flat = self.flat
         for row in op.reads:
-            for form in flat.fetches_of.get(row, ()):
-                due = self.formed[form][some] & ~self.fetched[form][some] & (self.first[row][some] == slot)
-                self._fetch(form, row, some[due])
+            for form in flat.simple_fetches_of.get(row, ()):
+                due = self.formed[form][columns] & ~self.fetched[form][columns] & (self.first[row][columns] == slot)
+                self._fetch(form, row, columns[due])
         levels, peaks = self.slot_level.ravel(), self.slot_peak.ravel()
-        place = slot.astype(np.int64) * self.count + some
-        position = slot * self.every + at
+        place = slot.astype(np.int64) * self.count + columns
+        position = slot * self.slot_size + at
         level = levels[place]
-        frees = np.zeros(len(some), dtype=np.int64)
-        in_place = np.zeros(len(some), dtype=bool)
+        frees = np.zeros(len(columns), dtype=np.int64)
+        in_place = np.zeros(len(columns), dtype=bool)
         for row in op.reads:
             if not flat.is_output[row]:
-                ends = self.last[row][some] == position
+                ends = self.last[row][columns] == position
                 frees += ends * flat.bytes[row]
                 if row in op.overwrites:
                     in_place |= ends
@@ -188,39 +189,39 @@ class Batch(Needs):
                 if row == first:
                     during -= (in_place & want) * op.in_place_saved
         peaks[place] = np.maximum(peaks[place], during)
-        allocated = sum((want * flat.bytes[row] for row, want in wanted), np.zeros(len(some), dtype=np.int64))
+        allocated = sum((want * flat.bytes[row] for row, want in wanted), np.zeros(len(columns), dtype=np.int64))
         levels[place] = level + allocated - frees
-        self.seconds[some] += op.op.seconds
+        self.seconds[columns] += op.op.seconds
         if self.copies is not None:
             self.spent.ravel()[place] += op.op.seconds
         for parameter in op.parameters:
             for give in flat.gives_of[parameter]:
-                self._delayed_give(give, parameter, position, place, some)
+                self._delayed_give(give, parameter, position, place, columns)
 
-    def _delayed_give(self, at: int, parameter: int, position: Ints, place: Ints, some: Ints) -> None:
+    def _delayed_give(self, at: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
         """Give the gradient whose parameter this recomputed op reads last."""
         give = self.flat.gives[at]
-        here = (self.parameter_last[parameter][some] == position) & (position > self._backward_position(at))
+        here = (self.parameter_last[parameter][columns] == position) & (position > self._backward_position(at))
         levels, peaks, place = self.slot_level.ravel(), self.slot_peak.ravel(), place[here]
         levels[place] += give.copy
         peaks[place] = np.maximum(peaks[place], levels[place] + give.transient)
         levels[place] -= give.freed
 
     def _backward_position(self, at: int) -> int:
-        return self.flat.gives[at].slot * self.every + self.every - 1
+        return self.flat.gives[at].slot * self.slot_size + self.slot_size - 1
 
-    def _fetch(self, at: int, row: int, some: Ints) -> None:
+    def _fetch(self, at: int, row: int, columns: Ints) -> None:
         """Fetch a value from a form that needs no other operands, just before the value is read."""
-        if not len(some):
+        if not len(columns):
             return
         form, levels, peaks = self.flat.forms[at], self.slot_level.ravel(), self.slot_peak.ravel()
-        slot = self.first[row][some].astype(np.int64)
-        place, size = slot * self.count + some, int(self.flat.bytes[row])
+        slot = self.first[row][columns].astype(np.int64)
+        place, size = slot * self.count + columns, int(self.flat.bytes[row])
         peaks[place] = np.maximum(peaks[place], levels[place] + size + form.fetch_scratch)
         levels[place] += size
-        self._free_form(at, slot, some)
-        self.fetched[at][some] = True
-        self.seconds[some] += form.fetch_seconds
+        self._free_form(at, slot, columns)
+        self.fetched[at][columns] = True
+        self.seconds[columns] += form.fetch_seconds
         if self.copies is not None:
             self.spent.ravel()[place] += form.fetch_seconds
 
@@ -235,12 +236,12 @@ class Batch(Needs):
             if flat.forms[at].whole:
                 # Fetched at or before its last direct reader, that reader frees it; later, the fetch does.
                 row = flat.form_rows[at]
-                ends &= ~self.needed[row] | (direct >= self.first[row].astype(np.int64) * self.every)
-            some = np.flatnonzero(ends)
-            self.frees[direct[some] // self.every, some] += flat.form_bytes[at]
+                ends &= ~self.needed[row] | (direct >= self.first[row].astype(np.int64) * self.slot_size)
+            columns = np.flatnonzero(ends)
+            self.frees[direct[columns] // self.slot_size, columns] += flat.form_bytes[at]
         in_place = np.repeat(flat.in_place[:, None], self.count, axis=1)
         for slot, row in flat.overwritten:
-            in_place[slot] |= self.last[row] == slot * self.every + self.every - 1
+            in_place[slot] |= self.last[row] == slot * self.slot_size + self.slot_size - 1
         gives_net, gives_peak = self._gives()
         net = self.slot_level + flat.net[:, None] - self.frees
         end = boundary + np.cumsum(net + gives_net, axis=0)

@@ -20,14 +20,14 @@ class Needs:
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
         self.flat, self.count = flat, columns.shape[1]
-        self.every = len(flat.forward) + 1
+        self.slot_size = len(flat.forward) + 1
         """Positions in a slot: all forward ops, which may be recomputed there, then the backward op."""
         count, drops = self.count, len(flat.droppable)
         self.formed = columns[drops:].copy()
         """Which forms each candidate uses. Of several whole forms of a value only the first is used."""
         self.dropped = np.zeros((len(flat.values), count), dtype=bool)
         self.dropped[flat.drop_rows] = columns[:drops]
-        for row, forms in flat.whole_of.items():
+        for row, forms in flat.fetchable_forms_of.items():
             for k, at in enumerate(forms):
                 for before in forms[:k]:
                     self.formed[at] &= ~self.formed[before]
@@ -38,7 +38,7 @@ class Needs:
         self.any_dropped = [bool(row.any()) for row in self.dropped]
         self.recomputed_in: dict[int, Ints] = {}
         """Row -> slot in which the value is recomputed, by candidate."""
-        self.rebuilds: dict[int, Ints] = {}
+        self.fetched_in: dict[int, Ints] = {}
         """Form that is fetched with other operands -> slot in which the value is fetched from it, by candidate."""
         self.first = np.full((len(flat.values), count), NEVER, dtype=np.int32)
         """Slot in which a value is first needed."""
@@ -56,7 +56,7 @@ class Needs:
         self.needed = self.first < NEVER
         self.kept = self.needed & ~self.dropped
         self.used = self.last_direct >= 0
-        for row, forms in flat.whole_of.items():
+        for row, forms in flat.fetchable_forms_of.items():
             for at in forms:
                 if at in flat.plain:
                     self.kept[row] &= ~self.formed[at]
@@ -67,12 +67,12 @@ class Needs:
             self.kept[row] &= ~used[at]
 
     def _add_backward_reads(self) -> None:
-        flat, final = self.flat, self.every - 1
+        flat, final = self.flat, self.slot_size - 1
         self.first[:] = flat.first_read[:, None]
-        self.last[:] = np.where(flat.last_read < 0, -1, flat.last_read * self.every + final)[:, None]
+        self.last[:] = np.where(flat.last_read < 0, -1, flat.last_read * self.slot_size + final)[:, None]
         for slot, candidates in flat.direct:
             decided = np.zeros(self.count, dtype=bool)
-            position = slot * self.every + final
+            position = slot * self.slot_size + final
             instead: dict[int, Any] = {}
             """By row: which candidates read a kept form instead of the value."""
             for at, row in candidates:
@@ -92,8 +92,8 @@ class Needs:
         for row in self.flat.rerun[at].makes:
             if self.any_dropped[row]:
                 self._add_operands(at, self.flat.rerun[at], self.dropped[row], row, self.recomputed_in, row)
-        for form, row in self.flat.rebuilds_at[at]:
-            self._add_operands(at, self.flat.rebuilt[form], self.formed[form], row, self.rebuilds, form)
+        for form, row in self.flat.operand_fetches_at[at]:
+            self._add_operands(at, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, form)
 
     def _add_operands(
         self, at: int, op: ForwardOp, chosen: npt.NDArray[np.bool_], row: int, slots: dict[int, Ints], key: int
@@ -104,7 +104,7 @@ class Needs:
         if slot.min() == NEVER:
             return
         slots[key] = slot
-        position = np.where(slot < NEVER, np.where(slot < NEVER, slot, 0) * self.every + at, -1)
+        position = np.where(slot < NEVER, np.where(slot < NEVER, slot, 0) * self.slot_size + at, -1)
         for read in op.reads:
             np.minimum(self.first[read], slot, out=self.first[read])
             np.maximum(self.last[read], position, out=self.last[read])

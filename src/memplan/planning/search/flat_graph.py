@@ -80,16 +80,16 @@ class FlatGraph:
         """Indices of the forms that are copies to host memory."""
         self.plain = range(self.copied.start)
         """Indices of the other forms."""
-        self.forms_of: dict[int, list[int]] = defaultdict(list)
+        self.plain_forms_of: dict[int, list[int]] = defaultdict(list)
         """By row: its plain forms."""
-        self.whole_of: dict[int, list[int]] = defaultdict(list)
+        self.fetchable_forms_of: dict[int, list[int]] = defaultdict(list)
         """By row, ascending: the forms, copies included, that the value can be fetched from. The first chosen form is
         used."""
         for at, row in sorted(enumerate(self.form_rows), key=lambda item: (item[1], item[0])):
             if at in self.plain:
-                self.forms_of[row].append(at)
+                self.plain_forms_of[row].append(at)
             if self.forms[at].whole:
-                self.whole_of[row].append(at)
+                self.fetchable_forms_of[row].append(at)
         self.gives: tuple[Give, ...] = ()
         self.waits = False
         """Whether any give waits for the last read of its parameter."""
@@ -187,16 +187,21 @@ class FlatGraph:
         self.forward = tuple(flat(op) for op in graph.forward_ops)
         self.rerun = tuple(op if op.op.again is None else flat(op.op.again) for op in self.forward)
         """By forward op: the op that recomputes its results."""
-        self.rebuilt = [flat(self._as_op(self.forms[at])) for at in self.plain]
+        self.fetch_ops = [flat(self._as_op(self.forms[at])) for at in self.plain]
         """By plain form: its fetch as an op."""
-        self.rebuilds_at = [
-            [(form, row) for row in op.makes for form in self.forms_of.get(row, ()) if self.forms[form].also_reads]
+        self.operand_fetches_at = [
+            [
+                (form, row)
+                for row in op.makes
+                for form in self.plain_forms_of.get(row, ())
+                if self.forms[form].also_reads
+            ]
             for op in self.forward
         ]
         """By forward op: the forms of its results whose fetch needs other operands, and their rows."""
-        self.fetches_of = {
+        self.simple_fetches_of = {
             row: fetched
-            for row, forms in self.whole_of.items()
+            for row, forms in self.fetchable_forms_of.items()
             if (fetched := [at for at in forms if at in self.plain and not self.forms[at].also_reads])
         }
         """By row, ascending: the plain forms whose fetch needs no other operands."""

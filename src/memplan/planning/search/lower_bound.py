@@ -174,7 +174,7 @@ class Relaxation:
 
     def __init__(self, flat: FlatGraph, *, small: int = 0, size: int = 8_000) -> None:
         """Values of at most ``small`` bytes are left out. ``size`` roughly bounds the number of variables."""
-        self.flat, self.least, self.small = flat, Unavoidable(flat), small
+        self.flat, self.unavoidable, self.small = flat, Unavoidable(flat), small
         self.program = Program()
         self.ops = self.program.variables(op.op.seconds for op in flat.rerun)
         self.forms = self.program.variables(self._cost_of_form(at) for at in range(len(flat.forms)))
@@ -194,7 +194,7 @@ class Relaxation:
 
     def seconds(self, budget: int) -> Fractions | None:
         """Solve for the fewest seconds that schedules within ``budget`` bytes add; None where there is no solution."""
-        if budget < self.least.peak:
+        if budget < self.unavoidable.peak:
             return None
         solution = self.program.solve(budget)
         if solution is None:
@@ -229,12 +229,12 @@ class Relaxation:
 
     def _cost_of_form(self, at: int) -> float:
         form = self.flat.forms[at]
-        fetched = form.whole and not form.is_copied and self.least.read[self.flat.form_rows[at]]
+        fetched = form.whole and not form.is_copied and self.unavoidable.read[self.flat.form_rows[at]]
         return form.use_seconds + (form.fetch_seconds if fetched else 0.0)
 
     def _slots(self, count: int) -> list[int]:
         """The first slot, and the slots with the highest levels if all values are kept."""
-        flat, least = self.flat, self.least
+        flat, least = self.flat, self.unavoidable
         change = np.zeros(flat.slots + 1, dtype=np.int64)
         for row in np.flatnonzero(least.read & ~least.forced & ~flat.is_output):
             change[0] += flat.bytes[row]
@@ -243,7 +243,7 @@ class Relaxation:
 
     def _forward(self, count: int) -> list[int]:
         """The forward ops with the highest levels if all values are kept."""
-        flat, least = self.flat, self.least
+        flat, least = self.flat, self.unavoidable
         change = np.zeros(len(flat.forward) + 1, dtype=np.int64)
         for row in np.flatnonzero(least.read & ~least.forced & ~flat.is_output):
             change[flat.freed_at[row] + 1] += flat.bytes[row]
@@ -253,16 +253,16 @@ class Relaxation:
 class _Position:
     """The variables and conditions of a position: a slot, or a forward op."""
 
-    def __init__(self, of: Relaxation, slot: int, forward: int | None) -> None:
-        self.of, self.slot, self.forward = of, slot, forward
+    def __init__(self, relaxation: Relaxation, slot: int, forward: int | None) -> None:
+        self.relaxation, self.slot, self.forward = relaxation, slot, forward
         self.main = forward is None and slot == 0
-        self.there: dict[int, int] = {}
+        self.live: dict[int, int] = {}
         self.forms: dict[int, int] = {}
-        self.again: dict[int, int] = {}
-        self.followed = set[int]()
+        self.reruns: dict[int, int] = {}
+        self.required_operands = set[int]()
         """Forms whose other operands already have conditions."""
         self.sizes: list[tuple[int, int]] = []
-        flat, least = of.flat, of.least
+        flat, least = relaxation.flat, relaxation.unavoidable
         stack, seen = list[int](), set[int]()
         for row in range(len(flat.values)):
             if self._free(row):
@@ -276,8 +276,8 @@ class _Position:
         while stack:
             row = stack.pop()
             stack += self._require_operands_of_forms(row)
-            op = of.maker[row]
-            if op in seen or row not in of.recomputable:
+            op = relaxation.maker[row]
+            if op in seen or row not in relaxation.recomputable:
                 continue
             seen.add(op)
             for read in flat.rerun[op].reads:
@@ -285,14 +285,14 @@ class _Position:
                     self._require(read, self._again(op), whole=True)
                     stack.append(read)
         level = int(least.slots[slot] if forward is None else least.forward[forward])
-        of.program.limit(self.sizes, level)
+        relaxation.program.limit(self.sizes, level)
         if self.main:
-            of.keep_variables, of.form_variables = self.there, self.forms
+            relaxation.keep_variables, relaxation.form_variables = self.live, self.forms
 
     def _free(self, row: int) -> bool:
         """Whether a value needs no condition: it is live whatever the choices are, or assumed to be."""
-        flat, least = self.of.flat, self.of.least
-        if flat.is_output[row] or flat.bytes[row] <= self.of.small:
+        flat, least = self.relaxation.flat, self.relaxation.unavoidable
+        if flat.is_output[row] or flat.bytes[row] <= self.relaxation.small:
             return True
         if self.forward is not None:
             return bool(flat.freed_at[row] >= self.forward)
@@ -301,52 +301,54 @@ class _Position:
     def _require(self, row: int, user: int | None, *, whole: bool) -> None:
         """Add the condition that a value is live, kept in a form, or recomputed: always, or only if variable ``user``
         is 1. With ``whole``, only forms count that the value can be fetched from."""
-        of = self.of
+        relaxation = self.relaxation
         terms = [(self._there(row), 1.0)]
-        if row in of.recomputable:
-            terms.append((self._again(of.maker[row]), 1.0))
-        flat = of.flat
-        terms += [(self._form(at, row), 1.0) for at in flat.forms_of.get(row, ()) if flat.forms[at].whole or not whole]
-        terms += [(of.forms + at, 1.0) for at in flat.whole_of.get(row, ()) if at in flat.copied]
+        if row in relaxation.recomputable:
+            terms.append((self._again(relaxation.maker[row]), 1.0))
+        flat = relaxation.flat
+        terms += [
+            (self._form(at, row), 1.0) for at in flat.plain_forms_of.get(row, ()) if flat.forms[at].whole or not whole
+        ]
+        terms += [(relaxation.forms + at, 1.0) for at in flat.fetchable_forms_of.get(row, ()) if at in flat.copied]
         if user is not None:
             terms.append((user, -1.0))
-        of.program.at_least(terms, 1.0 if user is None else 0.0)
+        relaxation.program.at_least(terms, 1.0 if user is None else 0.0)
 
     def _require_operands_of_forms(self, row: int) -> list[int]:
         """Add the conditions for the other operands of the value's fetches, and return the rows of these operands."""
-        flat, demanded = self.of.flat, list[int]()
-        for at in flat.forms_of.get(row, ()):
+        flat, demanded = self.relaxation.flat, list[int]()
+        for at in flat.plain_forms_of.get(row, ()):
             form = flat.forms[at]
-            if at not in self.forms or at in self.followed or not form.whole or form.direct:
+            if at not in self.forms or at in self.required_operands or not form.whole or form.direct:
                 continue  # a form with direct readers may be kept for them alone
-            self.followed.add(at)
-            for read in flat.rebuilt[at].reads:
+            self.required_operands.add(at)
+            for read in flat.fetch_ops[at].reads:
                 if not self._free(read):
                     self._require(read, self.forms[at], whole=True)
                     demanded.append(read)
         return demanded
 
     def _there(self, row: int) -> int:
-        if row not in self.there:
-            self.there[row] = self.of.program.variable(0.0)
-            counted = self.of.least.counted(row, self.slot, self.forward)
-            self.sizes.append((self.there[row], int(self.of.flat.bytes[row]) - counted))
-        return self.there[row]
+        if row not in self.live:
+            self.live[row] = self.relaxation.program.variable(0.0)
+            counted = self.relaxation.unavoidable.counted(row, self.slot, self.forward)
+            self.sizes.append((self.live[row], int(self.relaxation.flat.bytes[row]) - counted))
+        return self.live[row]
 
     def _again(self, op: int) -> int:
         if self.main:
-            return self.of.ops + op
-        if op not in self.again:
-            self.again[op] = self.of.program.variable(0.0)
-            self.of.program.at_least([(self.of.ops + op, 1.0), (self.again[op], -1.0)], 0.0)
-        return self.again[op]
+            return self.relaxation.ops + op
+        if op not in self.reruns:
+            self.reruns[op] = self.relaxation.program.variable(0.0)
+            self.relaxation.program.at_least([(self.relaxation.ops + op, 1.0), (self.reruns[op], -1.0)], 0.0)
+        return self.reruns[op]
 
     def _form(self, at: int, row: int) -> int:
         if at not in self.forms:
-            self.forms[at] = self.of.program.variable(0.0)
-            self.of.program.at_least([(self.of.forms + at, 1.0), (self.forms[at], -1.0)], 0.0)
-            counted = self.of.least.counted(row, self.slot, self.forward)
-            self.sizes.append((self.forms[at], int(self.of.least.smallest[row]) - counted))
+            self.forms[at] = self.relaxation.program.variable(0.0)
+            self.relaxation.program.at_least([(self.relaxation.forms + at, 1.0), (self.forms[at], -1.0)], 0.0)
+            counted = self.relaxation.unavoidable.counted(row, self.slot, self.forward)
+            self.sizes.append((self.forms[at], int(self.relaxation.unavoidable.smallest[row]) - counted))
         return self.forms[at]
 
 

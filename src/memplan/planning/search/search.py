@@ -121,9 +121,9 @@ def frontier(
     return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).frontier(points)
 
 
-def _switched(graph: JointGraph, use: Heuristics) -> JointGraph:
+def _switched(graph: JointGraph, switches: Heuristics) -> JointGraph:
     """Remove the kept forms of levers that are switched off."""
-    off = {lever.name for lever in LEVERS if lever.switch and not getattr(use, lever.switch)}
+    off = {lever.name for lever in LEVERS if lever.switch and not getattr(switches, lever.switch)}
     return replace(graph, forms=tuple(form for form in graph.forms if form.lever not in off)) if off else graph
 
 
@@ -146,16 +146,16 @@ class Search:
     steady: JointGraph | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.use = self.heuristics or Heuristics()
-        self.graph = _switched(self.graph, self.use)
+        self.switches = self.heuristics or Heuristics()
+        self.graph = _switched(self.graph, self.switches)
         self.around = self.surroundings or Surroundings()
         self.evaluator = Evaluator(self.graph, self.surroundings, gradients=self.gradients)
         self.flat = self.evaluator.flat
         self.drop_count = len(self.flat.droppable)
         small = int(self.flat.bytes.max(initial=0)) // 4096
-        self.small = small if self.use.small_values else 0
+        self.small = small if self.switches.small_values else 0
         self.relaxation = Relaxation(self.flat, small=small)
-        self.lower_bound = self.relaxation.least.peak
+        self.lower_bound = self.relaxation.unavoidable.peak
         self.kept = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.known: list[State] = []
         """Results of earlier budgets: starts for the next search."""
@@ -193,9 +193,9 @@ class Search:
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))
         state = local.state(nearest.column)
-        if self.use.improve:
-            state = local.improve(state, self.use.rounds, pairs=self.use.pairs)
-            state = local.shake(state, self.use.shakes, pairs=self.use.pairs)
+        if self.switches.improve:
+            state = local.improve(state, self.switches.rounds, pairs=self.switches.pairs)
+            state = local.shake(state, self.switches.shakes, pairs=self.switches.pairs)
         return Found(self.evaluator.choices(state.column), state.peak, state.seconds, 0.0, self._notes())
 
     @cached_property
@@ -224,7 +224,7 @@ class Search:
 
     def _best(self, budget: int, *more: Column, known: Sequence[State] = ()) -> State | None:
         starts = [*more, self.kept.column]
-        if self.use.relaxation:
+        if self.switches.relaxation:
             starts += self._rounded_relaxation(budget)
         near = sorted(known, key=lambda state: abs(state.peak - budget))[:2]
         return self._optimize(budget, [*starts, *(state.column for state in near)])
@@ -248,17 +248,17 @@ class Search:
             if state.column.tobytes() in seen:
                 continue
             seen.add(state.column.tobytes())
-            state = local.repair(state, self.use.rounds)
+            state = local.repair(state, self.switches.rounds)
             if state.fits:
-                fits.append(local.improve(state, self.use.rounds, pairs=False) if self.use.improve else state)
+                fits.append(local.improve(state, self.switches.rounds, pairs=False) if self.switches.improve else state)
         if not fits:
             return None
         best = min(fits, key=lambda state: state.seconds)
         fractions = self._fractions(budget)
         enough = 0.0 if fractions is None else fractions.seconds * CLOSE
-        if self.use.improve and best.seconds > enough:
-            best = local.improve(best, self.use.rounds, pairs=self.use.pairs)
-            best = local.shake(best, self.use.shakes, pairs=self.use.pairs, enough=enough)
+        if self.switches.improve and best.seconds > enough:
+            best = local.improve(best, self.switches.rounds, pairs=self.switches.pairs)
+            best = local.shake(best, self.switches.shakes, pairs=self.switches.pairs, enough=enough)
         self.known.append(best)
         return best
 
@@ -285,7 +285,7 @@ class Search:
     def _repaired(self, budget: int, starts: Sequence[Column], squared: int) -> State:
         """Repair every start and return the state with the least excess over the budget."""
         local = self._local(budget, squared)
-        repaired = (local.repair(local.drop_unneeded(local.state(start)), self.use.rounds) for start in starts)
+        repaired = (local.repair(local.drop_unneeded(local.state(start)), self.switches.rounds) for start in starts)
         return min(repaired, key=lambda state: (state.excess, state.seconds))
 
     @property
@@ -320,7 +320,7 @@ class Search:
         candidate of ``others`` is replaced by its repaired state, from which the next call continues."""
         local, best = self._local(budget), None
         for k, start in enumerate((*starts, *others), -len(starts)):
-            state = local.repair(local.drop_unneeded(local.state(start)), self.use.rounds)
+            state = local.repair(local.drop_unneeded(local.state(start)), self.switches.rounds)
             if k >= 0:
                 others[k] = state.column
             if best is None or state.peak < best.peak:
@@ -348,7 +348,7 @@ class Search:
         return Infeasible(lowest.peak, choices, self.lower_bound, self._notes())
 
     def _notes(self) -> tuple[str, ...]:
-        switched = [switch.name for switch in fields(self.use) if not getattr(self.use, switch.name)]
+        switched = [switch.name for switch in fields(self.switches) if not getattr(self.switches, switch.name)]
         notes = [f"switched off in the search: {', '.join(switched)}"] if switched else []
         if not self.flat.regular:
             notes.append(
