@@ -65,31 +65,22 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
         RecordingError: an op takes an argument that cannot be written down.
     """
     writer = _Writer(schedule, marked=marked)
-    forward = [*_described(_FORWARD, schedule), *writer.forward()]
-    backward = [*_described(_BACKWARD, schedule), *writer.backward()]
-    kernels = (
-        ["import memplan.planning.ops.piecewise"]
-        if any("torch.ops.memplan." in line for line in forward + backward)
-        else []
-    )
+    forward = ["def forward(inputs):", *writer.forward()]
+    backward = ["def backward(inputs, saved, tangents):", f'    """{_saved_summary(schedule)}."""', *writer.backward()]
+    imports = ["import torch", "from torch import device, inf, nan"]
+    if any("torch.ops.memplan." in line for line in forward + backward):
+        imports.append("import memplan.planning.ops.piecewise")
     levers = dict.fromkeys(schedule.graph.form[a.form].lever for a in schedule.forward if a.form is not None)
-    kernels += [line for name in levers for line in registry.find(name).imports]
-    head = ["import torch", "from torch import device, inf, nan", *kernels, "", "aten = torch.ops.aten"]
+    imports += [line for name in levers for line in registry.find(name).imports]
+    head = [*imports, "", "aten = torch.ops.aten"]
     return "\n".join((*head, "", "", *forward, "", "", *backward, ""))
-
-
-_FORWARD = "def forward(inputs):"
-_BACKWARD = "def backward(inputs, saved, tangents):"
 
 
 def read_in_backward(schedule: Schedule) -> frozenset[int]:
     """Return the resident values that the backward pass reads. Its caller may pass anything for the others."""
-    return frozenset(
-        value
-        for action in schedule.backward
-        for value in _needed(schedule.graph, action)
-        if schedule.graph.values[value].kind in RESIDENT
-    )
+    values = schedule.graph.values
+    bases = {values[value].base for action in schedule.backward for value in action.reads}
+    return frozenset(base for base in bases if values[base].kind in RESIDENT)
 
 
 def gives(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
@@ -107,16 +98,10 @@ def _value(action: Action) -> int:
     return action.value
 
 
-def _needed(graph: JointGraph, action: Action) -> tuple[int, ...]:
-    return tuple(graph.base(value) for value in action.reads)
-
-
-def _described(line: str, schedule: Schedule) -> list[str]:
-    graph = schedule.graph
+def _saved_summary(schedule: Schedule) -> str:
     recomputed = sum(action.recomputed for action in schedule.backward)
-    size = sum(graph.values[value].bytes for value in schedule.saved)
-    text = f"saved for it: {format_bytes(size)} in {len(schedule.saved)} values; ops run again: {recomputed}"
-    return [line, f'    """{text}."""'] if line == _BACKWARD else [line]
+    size = sum(schedule.graph.values[value].bytes for value in schedule.saved)
+    return f"saved for it: {format_bytes(size)} in {len(schedule.saved)} values; ops run again: {recomputed}"
 
 
 class _Writer:
@@ -134,7 +119,7 @@ class _Writer:
         """Return the lines of the forward pass."""
         self.lines = []
         self.section("what is handed in")
-        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.read(self.schedule.forward))
+        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.read_in_forward())
         self.section("forward")
         for action in self.schedule.forward:
             self.action(action)
@@ -164,11 +149,12 @@ class _Writer:
                     self.action(action)
         return self.lines
 
-    def read(self, actions: Iterable[Action]) -> set[int]:
-        """Return the values that the forward pass reads or writes in any action, or returns."""
-        values = {value for action in actions for value in _needed(self.graph, action)}
-        values |= {_value(action) for action in actions if action.kind == "write"}
-        return values | {self.graph.base(value) for value in self.graph.outputs}
+    def read_in_forward(self) -> set[int]:
+        """Return the bases that the forward pass reads, writes or returns."""
+        actions = self.schedule.forward
+        bases = {self.graph.base(value) for action in actions for value in action.reads}
+        bases |= {_value(action) for action in actions if action.kind == "write"}
+        return bases | {self.graph.base(value) for value in self.graph.outputs}
 
     def unpack(self, values: Sequence[int], source: str, used: Iterable[int]) -> None:
         """Unpack the list ``source`` into variables, only for the used values, and empty it."""

@@ -45,9 +45,11 @@ class _Entry:
     bytes: int
     cause: Cause
     allocated: int
+    """Tick of its allocation."""
     value: Value | None
     op: int | None
     freed: int | None = None
+    """Tick of its free."""
     name: str = ""
 
 
@@ -56,7 +58,7 @@ class _Tracer:
         self.schedule, self.graph, self.around = schedule, schedule.graph, surroundings
         self.device = surroundings.home.target.name
         self.bytes = ActionBytes(schedule, surroundings)
-        self.parameters_gradients = {
+        self.gradient_paths = {
             self.graph.base(gradient): self.graph.values[of].path
             for of, gradient in self.graph.gradients
             if self.graph.values[of].kind == "parameter"
@@ -64,7 +66,7 @@ class _Tracer:
         self.saved = set(schedule.saved)
         self.tick = 0
         self.entries: list[_Entry] = []
-        self.at: dict[int, int] = {}
+        self.storage_of: dict[int, int] = {}
         """By value that owns memory: index of its current storage."""
         self.ops: list[Op] = []
         self.op_of: dict[int, int] = {}
@@ -72,12 +74,12 @@ class _Tracer:
 
     def trace(self) -> Trace:
         """Build the trace of all actions."""
-        self._build()
+        self._allocate_resident()
         begin = self.tick
         for action in self.schedule.forward:
-            self._act(action, "forward")
+            self._run(action, "forward")
         for action in self.schedule.backward:
-            self._act(action, "backward")
+            self._run(action, "backward")
         if self.around.update and not self.schedule.choices.gradients.updates:
             start = self.tick
             self._allocate_temporary(self.around.update, len(self.ops))
@@ -100,10 +102,10 @@ class _Tracer:
             end=self.tick,
         )
 
-    def _build(self) -> None:
+    def _allocate_resident(self) -> None:
         for value in self.graph.values:
             if value.kind in RESIDENT and not value.is_view:
-                self.at[value.id] = self._allocate(value.bytes, _CAUSES[value.kind], value, None, value.path)
+                self.storage_of[value.id] = self._allocate(value.bytes, _CAUSES[value.kind], value, None, value.path)
         if self.schedule.choices.gradients.adds:
             for of, _ in self.graph.gradients:
                 value = self.graph.values[of]
@@ -131,15 +133,15 @@ class _Tracer:
         tensor = self.graph.values[value]
         cause, name = self._cause(tensor, phase)
         if into is None:
-            self.at[value] = self._allocate(tensor.bytes, cause, tensor, op, name)
+            self.storage_of[value] = self._allocate(tensor.bytes, cause, tensor, op, name)
             return
-        entry = self.at[value] = self.at.pop(into)
+        entry = self.storage_of[value] = self.storage_of.pop(into)
         if cause in ("parameter_gradient", "saved"):  # the final use names the storage
             self.entries[entry].cause, self.entries[entry].name = cause, name
 
     def _cause(self, value: Value, phase: Phase) -> tuple[Cause, str]:
-        if value.id in self.parameters_gradients:
-            return "parameter_gradient", self.parameters_gradients[value.id]
+        if value.id in self.gradient_paths:
+            return "parameter_gradient", self.gradient_paths[value.id]
         if value.kind == "tangent" or (phase == "backward" and self._is_backward(value)):
             return "activation_gradient", ""
         return ("saved" if phase == "forward" and value.id in self.saved else "activation"), ""
@@ -150,7 +152,7 @@ class _Tracer:
 
     # -- actions
 
-    def _act(self, action: Action, phase: Phase) -> None:
+    def _run(self, action: Action, phase: Phase) -> None:
         start, op = self.tick, len(self.ops)
         transient = self.bytes.transient(action)
         frees_meanwhile = transient < 0
@@ -171,7 +173,7 @@ class _Tracer:
         """Free the values of ``action.frees`` and return their bytes."""
         freed = [value for value in self._on_device(action.frees) if not self.graph.values[value].held]
         for value in freed:
-            self._release(self.at.pop(value))
+            self._release(self.storage_of.pop(value))
         return sum(self.graph.values[value].bytes for value in freed)
 
     def _on_device(self, values: Iterable[int]) -> list[int]:
@@ -197,8 +199,8 @@ class _Tracer:
         self.ops.append(
             Op(
                 index, name, phase, 0, graph_op.layer if graph_op else "", graph_op.where if graph_op else None, start,
-                self.tick, tuple(Operand("", self.at[v]) for v in reads if v in self.at),
-                tuple(self.at[v] for v in (action.makes if action else ()) if v in self.at),
+                self.tick, tuple(Operand("", self.storage_of[v]) for v in reads if v in self.storage_of),
+                tuple(self.storage_of[v] for v in (action.makes if action else ()) if v in self.storage_of),
                 gradient_of=gradient_of, recomputed=bool(action and action.recomputed),
             )
         )  # fmt: skip

@@ -69,8 +69,8 @@ class FlatGraph:
         self.row = {value: row for row, value in enumerate(self.values)}
         self.bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)
         self.is_output = np.array([value in self.outputs for value in self.values], dtype=bool)
-        again = recomputable(graph)
-        self.droppable = tuple(value for value in self.values if value in again)
+        can_rerun = recomputable(graph)
+        self.droppable = tuple(value for value in self.values if value in can_rerun)
         self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
         self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.outputs)
         """Kept forms by rank: copies last."""
@@ -101,7 +101,7 @@ class FlatGraph:
         """By row: the forward op that makes the value."""
         for at, op in enumerate(self.forward):
             self.maker[list(op.makes)] = at
-        self._sums()
+        self._shared_arrays()
         self.regular = self._is_regular()
 
     # -- backward
@@ -187,7 +187,7 @@ class FlatGraph:
         self.forward = tuple(flat(op) for op in graph.forward_ops)
         self.rerun = tuple(op if op.op.again is None else flat(op.op.again) for op in self.forward)
         """By forward op: the op that recomputes its results."""
-        self.fetch_ops = [flat(self._as_op(self.forms[at])) for at in self.plain]
+        self.fetch_ops = [flat(self._fetch_op(self.forms[at])) for at in self.plain]
         """By plain form: its fetch as an op."""
         self.operand_fetches_at = [
             [
@@ -211,7 +211,7 @@ class FlatGraph:
             if give.parameter is not None:
                 self.gives_of[give.parameter].append(at)
 
-    def _as_op(self, form: KeptForm) -> GraphOp:
+    def _fetch_op(self, form: KeptForm) -> GraphOp:
         """The fetch of a form as an op, so that it is handled like the recomputation of the value."""
         scratch, maker = form.fetch_scratch, self.graph.maker[form.value]
         return replace(
@@ -252,7 +252,7 @@ class FlatGraph:
                 if (op.index, row) not in readers_of_form:
                     self.readers[row].append(slot)
 
-    def _sums(self) -> None:
+    def _shared_arrays(self) -> None:
         """Arrays that are the same for all candidates."""
         none = np.iinfo(np.int32).max
         self.first_read = np.array([slots[0] if slots else none for slots in self.readers], dtype=np.int32)

@@ -234,20 +234,20 @@ class Relaxation:
 
     def _slots(self, count: int) -> list[int]:
         """The first slot, and the slots with the highest levels if all values are kept."""
-        flat, least = self.flat, self.unavoidable
+        flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(flat.slots + 1, dtype=np.int64)
-        for row in np.flatnonzero(least.read & ~least.forced & ~flat.is_output):
+        for row in np.flatnonzero(unavoidable.read & ~unavoidable.forced & ~flat.is_output):
             change[0] += flat.bytes[row]
-            change[least.first[row]] -= flat.bytes[row]
-        return sorted({0} | _highest(least.slots + np.cumsum(change)[:-1], count - 1))
+            change[unavoidable.first[row]] -= flat.bytes[row]
+        return sorted({0} | _highest(unavoidable.slots + np.cumsum(change)[:-1], count - 1))
 
     def _forward(self, count: int) -> list[int]:
         """The forward ops with the highest levels if all values are kept."""
-        flat, least = self.flat, self.unavoidable
+        flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(len(flat.forward) + 1, dtype=np.int64)
-        for row in np.flatnonzero(least.read & ~least.forced & ~flat.is_output):
+        for row in np.flatnonzero(unavoidable.read & ~unavoidable.forced & ~flat.is_output):
             change[flat.freed_at[row] + 1] += flat.bytes[row]
-        return sorted(_highest(least.forward + np.cumsum(change)[:-1], count))
+        return sorted(_highest(unavoidable.forward + np.cumsum(change)[:-1], count))
 
 
 class _Position:
@@ -256,21 +256,26 @@ class _Position:
     def __init__(self, relaxation: Relaxation, slot: int, forward: int | None) -> None:
         self.relaxation, self.slot, self.forward = relaxation, slot, forward
         self.main = forward is None and slot == 0
+        """Whether this is the position between the passes."""
         self.live: dict[int, int] = {}
+        """Row -> variable: the value is live here."""
         self.forms: dict[int, int] = {}
+        """Form -> variable: the form is live here."""
         self.reruns: dict[int, int] = {}
+        """Op -> variable: the op is recomputed after this position."""
         self.required_operands = set[int]()
         """Forms whose other operands already have conditions."""
         self.sizes: list[tuple[int, int]] = []
-        flat, least = relaxation.flat, relaxation.unavoidable
+        """(variable, bytes that it adds to the level)."""
+        flat, unavoidable = relaxation.flat, relaxation.unavoidable
         stack, seen = list[int](), set[int]()
         for row in range(len(flat.values)):
-            if self._free(row):
+            if self._is_unconditional(row):
                 continue
-            if least.read[row] and least.last[row] > slot:
+            if unavoidable.read[row] and unavoidable.last[row] > slot:
                 self._require(row, None, whole=True)
                 stack.append(row)
-            if least.direct[row] and max(least.direct[row]) > slot:
+            if unavoidable.direct[row] and max(unavoidable.direct[row]) > slot:
                 self._require(row, None, whole=False)
                 stack.append(row)
         while stack:
@@ -281,33 +286,35 @@ class _Position:
                 continue
             seen.add(op)
             for read in flat.rerun[op].reads:
-                if not self._free(read):
-                    self._require(read, self._again(op), whole=True)
+                if not self._is_unconditional(read):
+                    self._require(read, self._rerun_variable(op), whole=True)
                     stack.append(read)
-        level = int(least.slots[slot] if forward is None else least.forward[forward])
+        level = int(unavoidable.slots[slot] if forward is None else unavoidable.forward[forward])
         relaxation.program.limit(self.sizes, level)
         if self.main:
             relaxation.keep_variables, relaxation.form_variables = self.live, self.forms
 
-    def _free(self, row: int) -> bool:
+    def _is_unconditional(self, row: int) -> bool:
         """Whether a value needs no condition: it is live whatever the choices are, or assumed to be."""
-        flat, least = self.relaxation.flat, self.relaxation.unavoidable
+        flat, unavoidable = self.relaxation.flat, self.relaxation.unavoidable
         if flat.is_output[row] or flat.bytes[row] <= self.relaxation.small:
             return True
         if self.forward is not None:
             return bool(flat.freed_at[row] >= self.forward)
-        return bool(least.read[row] and least.first[row] <= self.slot <= least.last[row])
+        return bool(unavoidable.read[row] and unavoidable.first[row] <= self.slot <= unavoidable.last[row])
 
     def _require(self, row: int, user: int | None, *, whole: bool) -> None:
         """Add the condition that a value is live, kept in a form, or recomputed: always, or only if variable ``user``
         is 1. With ``whole``, only forms count that the value can be fetched from."""
         relaxation = self.relaxation
-        terms = [(self._there(row), 1.0)]
+        terms = [(self._live_variable(row), 1.0)]
         if row in relaxation.recomputable:
-            terms.append((self._again(relaxation.maker[row]), 1.0))
+            terms.append((self._rerun_variable(relaxation.maker[row]), 1.0))
         flat = relaxation.flat
         terms += [
-            (self._form(at, row), 1.0) for at in flat.plain_forms_of.get(row, ()) if flat.forms[at].whole or not whole
+            (self._form_variable(at, row), 1.0)
+            for at in flat.plain_forms_of.get(row, ())
+            if flat.forms[at].whole or not whole
         ]
         terms += [(relaxation.forms + at, 1.0) for at in flat.fetchable_forms_of.get(row, ()) if at in flat.copied]
         if user is not None:
@@ -316,26 +323,26 @@ class _Position:
 
     def _require_operands_of_forms(self, row: int) -> list[int]:
         """Add the conditions for the other operands of the value's fetches, and return the rows of these operands."""
-        flat, demanded = self.relaxation.flat, list[int]()
+        flat, rows = self.relaxation.flat, list[int]()
         for at in flat.plain_forms_of.get(row, ()):
             form = flat.forms[at]
             if at not in self.forms or at in self.required_operands or not form.whole or form.direct:
                 continue  # a form with direct readers may be kept for them alone
             self.required_operands.add(at)
             for read in flat.fetch_ops[at].reads:
-                if not self._free(read):
+                if not self._is_unconditional(read):
                     self._require(read, self.forms[at], whole=True)
-                    demanded.append(read)
-        return demanded
+                    rows.append(read)
+        return rows
 
-    def _there(self, row: int) -> int:
+    def _live_variable(self, row: int) -> int:
         if row not in self.live:
             self.live[row] = self.relaxation.program.variable(0.0)
             counted = self.relaxation.unavoidable.counted(row, self.slot, self.forward)
             self.sizes.append((self.live[row], int(self.relaxation.flat.bytes[row]) - counted))
         return self.live[row]
 
-    def _again(self, op: int) -> int:
+    def _rerun_variable(self, op: int) -> int:
         if self.main:
             return self.relaxation.ops + op
         if op not in self.reruns:
@@ -343,7 +350,7 @@ class _Position:
             self.relaxation.program.at_least([(self.relaxation.ops + op, 1.0), (self.reruns[op], -1.0)], 0.0)
         return self.reruns[op]
 
-    def _form(self, at: int, row: int) -> int:
+    def _form_variable(self, at: int, row: int) -> int:
         if at not in self.forms:
             self.forms[at] = self.relaxation.program.variable(0.0)
             self.relaxation.program.at_least([(self.relaxation.forms + at, 1.0), (self.forms[at], -1.0)], 0.0)

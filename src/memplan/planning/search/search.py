@@ -121,7 +121,7 @@ def frontier(
     return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).frontier(points)
 
 
-def _switched(graph: JointGraph, switches: Heuristics) -> JointGraph:
+def _without_switched_off(graph: JointGraph, switches: Heuristics) -> JointGraph:
     """Remove the kept forms of levers that are switched off."""
     off = {lever.name for lever in LEVERS if lever.switch and not getattr(switches, lever.switch)}
     return replace(graph, forms=tuple(form for form in graph.forms if form.lever not in off)) if off else graph
@@ -147,7 +147,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.switches = self.heuristics or Heuristics()
-        self.graph = _switched(self.graph, self.switches)
+        self.graph = _without_switched_off(self.graph, self.switches)
         self.around = self.surroundings or Surroundings()
         self.evaluator = Evaluator(self.graph, self.surroundings, gradients=self.gradients)
         self.flat = self.evaluator.flat
