@@ -37,7 +37,7 @@ from memplan.planning.plan.precision_report import cast_copies, lowered
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.codegen import program
-from memplan.planning.schedule.scheduler import Schedule, schedule, taken, with_fewest_pieces
+from memplan.planning.schedule.scheduler import Schedule, frees_gradient, schedule, with_fewest_pieces
 from memplan.planning.schedule.to_trace import timeline_of, trace_of
 from memplan.planning.search.search import Found, Infeasible, Search
 from memplan.planning.settings import Engine, Settings
@@ -197,7 +197,7 @@ class Study:
         """Return the bytes that remain when the backward pass has ended, whatever is planned."""
         search = self.search(settings)
         graph, choices = search.graph, Choices(gradients=settings.gradients)
-        stay = (of for of, _ in graph.gradients if not taken(graph, choices, of))
+        stay = (of for of, _ in graph.gradients if not frees_gradient(graph, choices, of))
         there = sum(_resident(graph, settings, search.around).values())
         return there + sum(graph.values[of].own_bytes for of in stay)
 

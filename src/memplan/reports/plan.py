@@ -14,7 +14,7 @@ from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
 from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.plan import Plan
-from memplan.planning.plan.table import COLUMNS, by_lever, parted
+from memplan.planning.plan.table import COLUMNS, by_lever, split_shown
 from memplan.reports import fusion
 from memplan.reports.output import Field, Page, facts_table
 
@@ -84,7 +84,7 @@ def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[Rend
 
     Decisions about the whole step come first, then the ``top`` largest of the others.
     """
-    shown, hidden = parted(decisions, top)
+    shown, hidden = split_shown(decisions, top)
     rows: list[_Row] = [[column.cell(decision) for column in COLUMNS] for decision in shown]
     hidden_sums = _sums(hidden, "... {} more")
     all_sums = _sums([decision for decision in decisions if decision.scope.kind != "step"], "all {}")

@@ -19,7 +19,7 @@ from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.capture.symbolic_shapes import Shapes
 from memplan.planning.graph.joint_graph import recomputable
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.reuse_choices import taken_over
+from memplan.planning.schedule.reuse_choices import translate_choices
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.validation.validate import validate
 
@@ -204,7 +204,7 @@ def test_choices_name_the_same_values_and_ops(gpt: nn.Module) -> None:
     pieces = frozenset(op.index for op in large.backward_ops[::5])
     encoded = frozenset((one.lever, one.value) for one in large.forms)
     choices = Choices(recompute=frozenset(again[::2]), kept_as=encoded, pieces=pieces, gradients=EARLY)
-    taken = taken_over(choices, large, small)
+    taken = translate_choices(choices, large, small)
     assert taken is not None
     names = [{graph.values[value].name for value in one.recompute} for graph, one in ((large, choices), (small, taken))]
     assert names[0] == names[1]
@@ -218,8 +218,11 @@ def test_choices_name_the_same_values_and_ops(gpt: nn.Module) -> None:
 
 def test_nothing_is_taken_over_by_a_larger_call_or_another_step(gpt: nn.Module) -> None:
     one = capture(gpt, tokens(4, 24)).graph
-    assert taken_over(Choices(), one, one) == Choices()
-    assert taken_over(Choices(), one, capture(gpt, tokens(4, 25)).graph) is None
-    assert taken_over(Choices(), one, capture(with_loss(SmallGPT(layers=2), token_loss), tokens(2, 9)).graph) is None
+    assert translate_choices(Choices(), one, one) == Choices()
+    assert translate_choices(Choices(), one, capture(gpt, tokens(4, 25)).graph) is None
+    assert (
+        translate_choices(Choices(), one, capture(with_loss(SmallGPT(layers=2), token_loss), tokens(2, 9)).graph)
+        is None
+    )
     without = with_loss(SmallGPT(layers=1, p=0.0), token_loss)
-    assert taken_over(Choices(), one, capture(without, tokens(2, 9)).graph) is None
+    assert translate_choices(Choices(), one, capture(without, tokens(2, 9)).graph) is None

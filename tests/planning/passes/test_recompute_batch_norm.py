@@ -27,7 +27,7 @@ from memplan.planning.levers import in_place as forms
 from memplan.planning.passes.recompute_batch_norm import with_again
 from memplan.planning.plan.decisions import decide
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.reuse_choices import taken_over
+from memplan.planning.schedule.reuse_choices import translate_choices
 from memplan.planning.schedule.scheduler import schedule
 
 WITH, WITHOUT = "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats"
@@ -283,7 +283,7 @@ def test_choices_hold_for_a_smaller_batch_without_it() -> None:
     (op,) = (op for op in large.ops if op.again is not None)
     assert not any(op.again for op in small.ops)
     everything = Choices(recomputable(large) - {op.args[0].value})
-    choices = taken_over(everything, large, small)
+    choices = translate_choices(everything, large, small)
     assert choices is not None
     called = [
         [action.called(graph).target for action in schedule(graph, one).backward if action.recomputed]

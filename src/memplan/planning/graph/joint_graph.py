@@ -1,9 +1,8 @@
-"""The joint graph as plain data: forward and backward of a step as one list of ops, before it is split.
+"""The joint graph as plain data: the forward and backward ops of a step in a single list, before it is partitioned.
 
-A value is a tensor. One that an op makes in memory of its own *owns* that memory, under its own id; a view names
-the value that owns what it looks into (``base``). Ops are functional: none changes a value that another one reads.
-What a step changes (running statistics) is listed in ``mutations`` and written back by the schedule.
-"""
+A value is a tensor. It either *owns* its memory or is a view; ``base`` is the id of the value that owns the memory. Ops
+are functional: none changes a value that another op reads. Tensors that the step changes (running statistics) are
+listed in ``mutations``, and the schedule writes them back."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ import torch
 from memplan.trace.records import HOST
 
 Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded", "host"]
-"""Where a value comes from. ``tangent``: the gradient of an output, handed in when backward begins; ``encoded``: the
-form that a lever keeps of another value (see KeptForm), which no op of the graph makes; ``host``: such a form in host
-memory, of no bytes on the device."""
+"""Origin of a value. ``tangent``: the gradient of an output, an input of the backward pass; ``encoded``: a form in
+which a lever saves another value (see KeptForm), made by no op of the graph; ``host``: such a form in host memory,
+without bytes on the device."""
 
 RESIDENT: tuple[Kind, ...] = ("parameter", "buffer", "input", "constant")
 """Kinds of values that exist before the step and stay: a schedule never frees or overwrites them."""
@@ -31,7 +30,7 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Place of a value in an op's arguments."""
+    """A value as an argument of an op."""
 
     value: int
 
@@ -43,210 +42,212 @@ class Value:
     id: int
     """Index in ``graph.values``."""
     name: str
-    """Unique, and fit for a variable's name: that of the graph's node."""
+    """Unique, and a valid Python identifier: the name of the graph's node."""
     kind: Kind
     base: int
-    """Id of the value that owns the memory: its own, unless it is a view."""
+    """Id of the value that owns the memory: its own id unless it is a view."""
     bytes: int
-    """Bytes of the memory that it owns; 0 for a view."""
+    """Bytes of memory that it owns; 0 for a view."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     op: int | None = None
-    """Index of the op that makes it; None for what is handed in."""
+    """Index of the op that makes it; None for resident values and tangents."""
     path: str = ""
-    """Name in the model of a parameter or buffer; index of an input or tangent."""
+    """Name of a parameter or buffer in the model; index of an input or tangent."""
     hooked: bool = False
-    """Whether a parameter has hooks that run once its gradient was added to ``.grad``, and may change it."""
+    """Whether a parameter has hooks that run after its gradient was added to ``.grad``, and may change the
+    parameter."""
     place: str = HOST
-    """Device in torch's words: ``cpu``, ``cuda:0``."""
+    """Device as torch names it: ``cpu``, ``cuda:0``."""
 
     @property
     def is_view(self) -> bool:
-        """Return whether another value owns its memory."""
+        """Whether another value owns its memory."""
         return self.base != self.id
 
     @property
     def held(self) -> bool:
-        """Return whether its bytes stay when a schedule frees it: of a single number, as a loss, ``backward()`` itself
-        holds the gradient until it returns."""
+        """Whether its memory stays allocated after a schedule frees it: ``backward()`` itself holds the gradient of a
+        scalar, such as a loss, until it returns."""
         return self.kind == "tangent" and not self.shape
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of a tensor of this shape in memory of its own, as its gradient is: whatever memory it shares."""
+        """Bytes of a contiguous copy of it, or of its gradient: from shape and dtype alone, also for views."""
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class GraphOp:
-    """One call of the graph."""
+    """A call in the graph."""
 
     index: int
-    """Index in ``graph.ops``; ops are in an order in which they can run, forward before backward."""
+    """Index in ``graph.ops``, which are in an order in which they can run, forward before backward."""
     target: str
-    """``aten.relu.default``: looked up under ``torch.ops``."""
+    """Name of the op under ``torch.ops``: ``aten.relu.default``."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """Keyword arguments, with Ref in place of tensors, at any depth."""
+    """Keyword arguments; here and in ``args``, tensors are Refs, at any depth."""
     phase: Phase
     outputs: tuple[int | None, ...]
-    """Ids of the results in order; None for one that nobody reads or that is no tensor."""
+    """Ids of the results in order; None for a result that nothing reads or that is no tensor."""
     multiple: bool
-    """Whether the call gives a tuple, not one tensor."""
+    """Whether the call returns a tuple of tensors, not a tensor."""
     reads: tuple[int, ...]
-    """Bases of what its kernel really reads: an argument that a mask makes idle is not among them."""
+    """Bases of the tensors that its kernel really reads: without arguments that a mask makes unused."""
     makes: tuple[int, ...]
     """Ids of the results that own memory, in order."""
     discarded: int = 0
-    """Bytes of results that nobody reads: there while the op runs, freed with its end."""
+    """Bytes of results that nothing reads: they are live only while the op runs."""
     scratch: int = 0
-    """Bytes that the kernel holds beyond its results while it runs; below 0 where it frees what it reads as it goes."""
+    """Bytes of workspace in addition to the results while the kernel runs; negative if it frees its operands on the
+    way."""
     overwrites: tuple[int, ...] = ()
-    """Bases among its reads whose memory its first result can take over, bit for bit the same (levers.in_place): the
-    whole of that memory, of the same size and layout."""
+    """Bases among its reads that its first result can overwrite with the same bits (levers.in_place): memory of the
+    same size and layout."""
     seconds: float = 0.0
     random: bool = False
-    """Whether it draws random numbers: then it runs once, never again."""
+    """Whether it draws random numbers: such ops are never recomputed."""
     once: bool = False
-    """Whether it must not be recomputed for another reason: it has an effect, or is not deterministic."""
+    """Whether it must not be recomputed for another reason: it has a side effect, or is not deterministic."""
     layer: str = ""
     where: str | None = None
-    """``file:line`` of the user's code; of a backward op, that of its forward op."""
+    """``file:line`` of the user's code; for a backward op, that of its forward op."""
     gradient_of: int | None = None
-    """Index of the forward op whose derivative a backward op computes, where it is known."""
+    """Index of the forward op whose derivative a backward op computes; None if unknown, and for forward ops."""
     scratch_into: int | None = None
-    """``scratch`` where its first result takes over memory piece by piece; None: as ``scratch``."""
+    """``scratch`` if its first result overwrites an operand piece by piece; None: the same as ``scratch``."""
     holds: tuple[int, ...] = ()
-    """Ids of values whose very memory it reads, whatever it is given: they are neither made again nor encoded."""
+    """Ids of values that it reads through a reference of its own, not its arguments: they are neither recomputed nor
+    encoded."""
     again: GraphOp | None = None
-    """A cheaper op that makes its first result again, bit for bit, of what is kept anyway. Then that result alone is
-    made again, and by that op. It has the same index."""
+    """A cheaper op that recomputes its first result, bit for bit, from values that are saved anyway. If set, only that
+    result is recomputed, and by this op. It has the same index."""
 
     @property
     def rerun(self) -> GraphOp:
-        """Return the op that runs where its results are made again: mostly itself."""
+        """The op that recomputes its results: ``again``, or itself."""
         return self if self.again is None else self.again
 
     @property
     def scratch_saved(self) -> int:
-        """Bytes of scratch that it does not take where its first result takes over memory; they can be negative."""
+        """Bytes of scratch that it saves if its first result overwrites an operand; can be negative."""
         return 0 if self.scratch_into is None else self.scratch - self.scratch_into
 
     @property
     def is_view(self) -> bool:
-        """Return whether it only looks into memory that is there: it costs nothing and is not scheduled.
+        """Whether all its results are views: it costs nothing and is not scheduled.
 
-        What has an effect and no result (a check of a matrix) is none.
+        An op with a side effect and no result (a check of a matrix) is no view.
         """
         return not self.makes and not self.discarded and not self.once
 
 
 @dataclass(frozen=True, slots=True)
 class KeptForm:
-    """A form in which a lever keeps a forward value for the backward pass, instead of the value itself.
+    """A form in which a lever saves a forward value for the backward pass, in place of the value itself.
 
-    It is *stored* in the forward pass and *fetched* back in the backward pass. Both are actions of the schedule, after
-    the last forward op that reads the value and before the first backward op that needs it; or copies that run beside
-    the ops, where ``copy_seconds`` is given.
-    """
+    It is *stored* in the forward pass, after the last op that reads the value, and the value is *fetched* from it in
+    the backward pass, before the first op that needs it. Both are actions of the schedule. With ``copy_seconds`` they
+    are asynchronous copies to and from host memory."""
 
     lever: str
     """Name of the lever (see `memplan.planning.levers.registry`)."""
     value: int
     kept: int
-    """Id of the value that stands for it, of kind ``encoded`` or ``host``: its bytes are held between the passes."""
+    """Id of the saved form, a value of kind ``encoded`` or ``host``: its bytes are live between the passes."""
     how: str = ""
-    """What else the lever needs to know: a codec."""
+    """Further data of the lever: the name of a codec."""
     store_seconds: float = 0.0
     fetch_seconds: float = 0.0
     store_scratch: int = 0
     fetch_scratch: int = 0
-    """Bytes that each action holds while it runs, beside what it reads and makes."""
+    """Bytes of workspace of each action, in addition to the values it reads and makes."""
     whole: bool = True
-    """Whether the value can be fetched from it. If not, it serves its ``direct`` readers only."""
+    """Whether the value can be fetched from it. If not, it only serves its ``direct`` readers."""
     direct: tuple[int, ...] = ()
-    """Backward ops that read the kept form itself, instead of the value (a ReLU's gradient and its bits)."""
+    """Backward ops that read the form itself in place of the value, as a ReLU's gradient reads its mask of bits."""
     direct_scratch: int = 0
-    """Bytes that each of these holds beyond its results then, in place of its own scratch."""
+    """Scratch bytes of each of these ops when it reads the form."""
     direct_seconds: float = 0.0
-    """Seconds that its ``direct`` readers take more, together, than with the value itself."""
+    """Seconds that all ``direct`` readers together take longer than with the value itself."""
     also_reads: tuple[int, ...] = ()
-    """Values (bases) that fetching reads beside the kept form: made before the value, by other ops or handed in. Then
-    the value is the only result of its op, and is fetched where that op would run again."""
+    """Other values (bases) that the fetch reads: they exist before the value. If there are any, the value is the only
+    result of its op, and is fetched where that op would be recomputed."""
     copy_seconds: float | None = None
-    """Seconds of a copy in either direction, which runs beside the ops and is waited for; None: no copy."""
+    """Seconds of an asynchronous copy in either direction; None: the form is not copied."""
 
     @property
     def is_copied(self) -> bool:
-        """Return whether copies that run beside the ops store and fetch it."""
+        """Whether asynchronous copies store and fetch it."""
         return self.copy_seconds is not None
 
     @property
     def use_seconds(self) -> float:
-        """Seconds that keeping the value in this form adds to the ops, without fetching it."""
+        """Seconds that storing the form and reading it directly add, without fetches."""
         return self.store_seconds + self.direct_seconds
 
 
 @dataclass(frozen=True)
 class JointGraph:
-    """Forward and backward of a step as one graph."""
+    """The forward and backward pass of a step as a graph."""
 
     values: tuple[Value, ...]
     ops: tuple[GraphOp, ...]
     outputs: tuple[int, ...]
     """Values that the forward pass returns, in order."""
     gradients: tuple[tuple[int, int], ...]
-    """(value that a gradient is of, the gradient), parameters and inputs."""
+    """(parameter or input, its gradient)."""
     mutations: tuple[tuple[int, int], ...] = ()
-    """(value handed in, the value that is written into it), of buffers mostly."""
+    """(resident value, the new value that is written into it): mostly buffers."""
     forms: tuple[KeptForm, ...] = ()
-    """Forms in which values may be kept, lever by lever in the order of the registry."""
+    """Forms in which values may be saved, by lever in the order of the registry."""
     torch: str = ""
 
     @cached_property
     def forward_ops(self) -> tuple[GraphOp, ...]:
-        """Ops of the forward pass that are more than views, in order."""
+        """Ops of the forward pass in order, without views."""
         return tuple(op for op in self.ops if op.phase == "forward" and not op.is_view)
 
     @cached_property
     def backward_ops(self) -> tuple[GraphOp, ...]:
-        """Ops of the backward pass that are more than views, in order."""
+        """Ops of the backward pass in order, without views."""
         return tuple(op for op in self.ops if op.phase == "backward" and not op.is_view)
 
     @cached_property
     def maker(self) -> dict[int, GraphOp]:
-        """Return the op that makes each value that owns memory."""
+        """By value that owns memory: the op that makes it."""
         return {value: op for op in self.ops for value in op.makes}
 
     @cached_property
     def form(self) -> dict[int, KeptForm]:
-        """Each kept form by the id of the value that stands for it."""
+        """Kept forms by ``KeptForm.kept``."""
         return {form.kept: form for form in self.forms}
 
     @cached_property
     def ranked_forms(self) -> tuple[KeptForm, ...]:
-        """Kept forms by rank: of several whole forms chosen for one value, the first is used. Copies come last."""
+        """Kept forms by rank: if several whole forms are chosen for a value, the first is used. Copies come last."""
         levers = list(dict.fromkeys(form.lever for form in self.forms))
         return tuple(sorted(self.forms, key=lambda form: (form.is_copied, levers.index(form.lever), form.value)))
 
     def forms_by(self, lever: str) -> tuple[KeptForm, ...]:
-        """Return the kept forms of one lever."""
+        """Return the kept forms of ``lever``."""
         return tuple(form for form in self.forms if form.lever == lever)
 
     @cached_property
     def irreplaceable(self) -> frozenset[int]:
-        """Bases of what ops hold on to (see GraphOp)."""
+        """Bases of the values in ``GraphOp.holds``."""
         return frozenset(self.base(value) for op in self.ops for value in op.holds)
 
     @cached_property
     def is_on_card(self) -> bool:
-        """Return whether the step runs on a CUDA card: then what is in host memory takes no bytes."""
+        """Whether the step runs on a CUDA card, so that values in host memory take no bytes on the device."""
         return any(value.place != HOST for value in self.values)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of ops, shapes, dtypes and how they are connected; without costs, places and forms in host memory."""
+        """Digest of ops, shapes, dtypes and connections; without costs, source lines and forms in host memory."""
         digest = hashlib.sha256()
         for value in self.values:
             if value.kind == "host":
@@ -260,26 +261,20 @@ class JointGraph:
         return digest.hexdigest()
 
     def base(self, value: int) -> int:
-        """Return the id of the value that owns the memory of another."""
+        """Return the id of the value that owns the memory of ``value``."""
         return self.values[value].base
 
 
 def refs(arguments: Any) -> Iterator[int]:
     """Yield the values in an op's arguments, in order, at any depth."""
-    found: list[int] = []
-    _collect(arguments, found)
-    return iter(found)
-
-
-def _collect(arguments: Any, found: list[int]) -> None:
     if isinstance(arguments, Ref):
-        found.append(arguments.value)
+        yield arguments.value
     elif isinstance(arguments, (tuple, list)):
         for part in arguments:
-            _collect(part, found)
+            yield from refs(part)
     elif isinstance(arguments, dict):
         for part in arguments.values():
-            _collect(part, found)
+            yield from refs(part)
 
 
 def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
@@ -294,12 +289,13 @@ def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
 
 
 def recomputable(graph: JointGraph) -> frozenset[int]:
-    """Return the forward values that may be recomputed: of an op without randomness or effect, not returned, not
-    held."""
-    fixed = _outputs(graph) | graph.irreplaceable
+    """Return the forward values that may be recomputed: those of deterministic ops without side effects that are
+    neither outputs nor held by an op."""
+    fixed = output_bases(graph) | graph.irreplaceable
     again = (op.rerun for op in graph.forward_ops if not (op.random or op.once))
     return frozenset(value for op in again for value in op.makes if value not in fixed)
 
 
-def _outputs(graph: JointGraph) -> set[int]:
+def output_bases(graph: JointGraph) -> set[int]:
+    """Return the ids of the values whose memory the forward pass returns."""
     return {graph.base(value) for value in graph.outputs}

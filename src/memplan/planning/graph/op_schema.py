@@ -1,4 +1,4 @@
-"""Overloads of ops, their arguments' names, and the bytes of an element."""
+"""Facts about ops and tensors: overloads, argument names, element sizes, layouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_dense(value: Value) -> bool:
 
 
 def is_contiguous(value: Value) -> bool:
-    """Return whether its elements follow one another in memory in the order of its dimensions."""
+    """Return whether a tensor is contiguous, by its shape and strides."""
     expected = 1
     for stride, size in zip(reversed(value.stride), reversed(value.shape), strict=True):
         if size != 1 and stride != expected:
@@ -66,12 +66,12 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "memplan.dropout_mask.default": ("self", "p", "generator"),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }
-"""Ops of the engine's own that a graph can have (see `memplan.planning.passes`), and their arguments: what plans does
-not load what registers them."""
+"""The engine's own ops that a graph can contain (see `memplan.planning.passes`), and their argument names. They are
+listed here because planning does not import the modules that register them."""
 
 
 def overload(target: str) -> Any:
-    """Return the op that a target names: ``aten.relu.default``."""
+    """Return the op of a target such as ``aten.relu.default``."""
     namespace, name, variant = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), variant)
 
@@ -82,16 +82,16 @@ def _names(target: str) -> tuple[str, ...]:
 
 
 def arguments_of(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, in the order of the op's schema; those left out are missing."""
-    given = {**dict(zip(_names(target), args, strict=False)), **kwargs}
-    return {name: given[name] for name in _names(target) if name in given}
+    """Return the arguments of a call by name, in the order of the op's schema. Omitted arguments are missing."""
+    by_name = {**dict(zip(_names(target), args, strict=False)), **kwargs}
+    return {name: by_name[name] for name in _names(target) if name in by_name}
 
 
 NUMBERS = 128
-"""Bytes in which torch wraps the numbers that its kernels are called with, at most."""
+"""Most bytes of the 0-d tensors in which torch wraps the numbers that kernels are called with."""
 
 
 def short(target: str) -> str:
-    """Return the name of an op alone: ``relu`` of ``aten.relu.default``."""
+    """Return the bare name of an op: ``relu`` of ``aten.relu.default``."""
     parts = target.split(".")
     return parts[1] if len(parts) > 2 else target

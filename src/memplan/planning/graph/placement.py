@@ -1,4 +1,4 @@
-"""Device that a planned step runs on: the CPU, or the one CUDA card that holds its parameters."""
+"""The device that a planned step runs on: the CPU, or the CUDA card that holds its parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from memplan.trace.records import HOST
 
 @dataclass(frozen=True)
 class Home:
-    """Where a step's tensors lie, and the device that computes it."""
+    """The device that holds a step's tensors and computes it."""
 
     name: str = HOST
-    """Device in torch's words: ``cpu``, ``cuda:0``."""
+    """Device as torch names it: ``cpu``, ``cuda:0``."""
     card: Device | None = None
-    """None: the CPU."""
+    """The CUDA card; None for the CPU."""
 
     @property
     def type(self) -> str:
@@ -32,46 +32,46 @@ class Home:
         return torch.device(self.name).type
 
     def taken(self, size: int) -> int:
-        """Return the bytes that the allocator there gives out for so many."""
+        """Return the bytes that the device's allocator reserves for a tensor of ``size`` bytes."""
         return size if self.card is None else round_to_blocks(size)
 
     @property
     def target(self) -> Target:
-        """Target to record the unplanned step for, with the workspaces of the cuDNN that will run."""
+        """Target for recording the unplanned step, with the workspaces of the installed cuDNN."""
         return Target(HOST) if self.card is None else Target(self.card.name, self.card, cudnn=find_cudnn(None))
 
 
 def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
-    """Return the home of a step. Inputs may wait in host memory, as sizes or masks do: there they do not count.
+    """Return the home of a step. Inputs in host memory, such as sizes or masks, are ignored.
 
     Args:
-        step: what is planned.
-        tensors: what it is called with.
+        step: the module to plan.
+        tensors: its inputs.
 
     Raises:
         DeviceError: parameters and buffers on several devices, inputs on another card, or a device that is neither.
     """
     places = {name: tensor.device for name, tensor in (*step.named_parameters(), *step.named_buffers())}
     places |= {f"input {number}": tensor.device for number, tensor in enumerate(tensors) if tensor.device.type != HOST}
-    apart = {place: name for name, place in reversed(places.items()) if place.type != "meta"}  # which stands for any
-    for place, name in apart.items():
+    # By device, the first tensor on it. Meta tensors can stand for any device.
+    devices = {place: name for name, place in reversed(places.items()) if place.type != "meta"}
+    for place, name in devices.items():
         if place.type not in (HOST, "cuda"):
             raise DeviceError(
                 f"{name} is on {place}", expected="a module on the CPU or on a CUDA card", do="Move the module there"
             )
-    if len(apart) > 1:
-        said = " and ".join(f"{name} on {place}" for place, name in sorted(apart.items(), key=lambda one: one[1]))
+    if len(devices) > 1:
         raise DeviceError(
-            said,
+            " and ".join(f"{name} on {place}" for place, name in sorted(devices.items(), key=lambda item: item[1])),
             expected="a step that runs on one device: all of its parameters, buffers and inputs are there",
             do="Move the module and its inputs to one device, by .to(device)",
         )
-    place = next(iter(apart), torch.device(HOST))
+    place = next(iter(devices), torch.device(HOST))
     return Home() if place.type == HOST else Home(str(place), own_card(place))
 
 
 def is_on_card(model: Any) -> bool:
-    """Return whether something of a model is on a CUDA card."""
+    """Return whether a parameter or buffer of a model is on a CUDA card."""
     return isinstance(model, nn.Module) and any(
         tensor.device.type == "cuda" for tensor in (*model.parameters(), *model.buffers())
     )

@@ -1,4 +1,4 @@
-"""Precisions in which a step is computed and its values saved: what a lossy plan changes."""
+"""Precision in which a step computes and saves values: what a lossy plan changes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ Compute = Literal["", "bfloat16", "float16"]
 Save = Literal["exact", "bfloat16", "int8"]
 
 SMALLEST_HALF = 2.0**-24
-"""The smallest number above 0 that float16 holds, about 6e-8. bfloat16 reaches as far down as float32 does."""
+"""The smallest positive number of float16, about 6e-8. bfloat16 has the exponent range of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision(Printed):
-    """Dtypes that a step computes in, and in which it may save values from the forward to the backward pass."""
+    """Dtypes in which a step computes, and in which it may save values for the backward pass."""
 
     compute: Compute = ""
-    """Dtype of convolutions and matrix products, as under autocast; weights keep theirs and are cast where they are
-    used. Empty: the dtype that the step is written in."""
+    """Dtype of convolutions and matrix products, as under autocast: weights keep their dtype and are cast on use.
+    Empty: the dtypes of the model."""
     save: Save = "exact"
     """Encodings of saved values: only exact ones, bfloat16, or eight bits an element with a scale for every group."""
     apart: tuple[str, ...] = ()
-    """Layers that compute in what they are written in all the same, with all that is in them: where that is faster."""
+    """Layers that still compute in the dtypes of the model, with all their submodules, because that is faster."""
     whole: bool = False
-    """Convolutions run in one go, where they would run a few samples at a time (chunk_convolutions.py): as near,
-    faster, and they hold more."""
+    """Run convolutions on the whole batch that would run on a few samples at a time (chunk_convolutions.py): equally
+    accurate, faster, and with more workspace."""
 
     @property
     def lossy(self) -> bool:
-        """Return whether anything differs from the step as it is written."""
+        """Whether anything differs from the step as the model is written."""
         return bool(self.compute) or self.save != "exact"
 
     def __str__(self) -> str:
@@ -47,4 +47,4 @@ UNSCALED = (
     f"float16 holds nothing between 0 and {SMALLEST_HALF:.0e}: small gradients vanish unless the loss is scaled; call "
     "backward() on what torch.amp.GradScaler makes of the loss, or use bfloat16, which reaches as far as float32"
 )
-"""Note for every step that computes in float16: whether its loss is scaled is unknown here."""
+"""Note for every step that computes in float16. Whether the user scales the loss is unknown to the planner."""

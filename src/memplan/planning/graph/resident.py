@@ -1,4 +1,4 @@
-"""Bytes on the device beside those of the joint graph."""
+"""Memory on the device that the joint graph does not contain: optimizer state, other gradients, the loss."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from memplan.trace.records import Cause
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Memory on the device beside the graph's values."""
+    """Memory on the device in addition to the graph's values, and the device itself."""
 
     state: int = 0
-    """Bytes of the optimizer's state of the parameters that get a gradient in the graph."""
+    """Bytes of optimizer state for the parameters that get a gradient in the graph."""
     update: int = 0
-    """Bytes that the optimizer holds for a moment when it updates all parameters after the backward pass."""
+    """Bytes that the optimizer allocates while it updates all parameters after the backward pass."""
     update_of: Mapping[int, int] = field(default_factory=dict)
-    """The same for one parameter (its value's id), where each is updated by itself, in the backward pass."""
+    """By parameter (its value's id): the same if each parameter is updated by itself, in the backward pass."""
     others: Mapping[Cause, int] = field(default_factory=dict)
-    """Bytes of parameters that get no gradient in the graph but do in other steps: held gradients, state."""
+    """Bytes for parameters that get gradients in other steps only: their gradients and optimizer state."""
     outside: int = 0
-    """Bytes that a loss outside of the graph holds for a moment between the passes, beside outputs and tangents."""
+    """Bytes that a loss outside of the graph allocates between the passes, in addition to outputs and tangents."""
     home: Home = field(default_factory=Home)
     """Device that the step runs on."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are there all the time. Not the gradients of the graph's parameters: where those are held, they
-        are counted by the graph."""
+        """Bytes that are live throughout the step. The graph itself counts the gradients of its parameters."""
         return self.state + sum(self.others.values())
 
     def by_cause(self) -> dict[Cause, int]:
-        """Return the same, by cause."""
-        found = dict(self.others)
-        found["optimizer_state"] = found.get("optimizer_state", 0) + self.state
-        return {cause: size for cause, size in found.items() if size}
+        """Return ``held_bytes`` by cause, without zeros."""
+        sizes = dict(self.others)
+        sizes["optimizer_state"] = sizes.get("optimizer_state", 0) + self.state
+        return {cause: size for cause, size in sizes.items() if size}

@@ -18,7 +18,7 @@ from memplan.planning.graph.joint_graph import RESIDENT, Value
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.inductor.extern_kernels import Kernels, kernels_on
 from memplan.planning.inductor.partition import Fused, Halves
-from memplan.planning.schedule.scheduler import taken
+from memplan.planning.schedule.scheduler import frees_gradient
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
 from memplan.trace.record import record_for
@@ -100,7 +100,7 @@ class _Step:
 
     def _used_up(self, value: int) -> bool:
         """Return whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
-        if not taken(self.graph, self.choices, value):
+        if not frees_gradient(self.graph, self.choices, value):
             return False
         if self.choices.gradients.updates:
             self._bytes(self.around.update_of.get(value, 0))

@@ -22,7 +22,7 @@ from memplan.planning.inductor.decompositions import decompositions
 from memplan.planning.inductor.merge_convolution_backward import joined
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.codegen import gives, program, read_in_backward
-from memplan.planning.schedule.scheduler import Schedule, changed_at_once, schedule, taken
+from memplan.planning.schedule.scheduler import Schedule, changed_at_once, frees_gradient, schedule
 
 CHUNKS = 8
 """Parts of the backward pass where gradients are used up as they come: what one part makes is there at once. Between
@@ -209,7 +209,7 @@ def _chunks(of: Schedule) -> Iterator[list[tuple[int, ...]]]:
     new one after each share of the bytes that do not."""
     values, graph = of.graph.values, of.graph
     groups = gives(of)
-    sizes = [sum(values[v].own_bytes for v in group if taken(graph, of.choices, v)) for group in groups]
+    sizes = [sum(values[v].own_bytes for v in group if frees_gradient(graph, of.choices, v)) for group in groups]
     share, chunk, size = sum(sizes) / CHUNKS, list[tuple[int, ...]](), 0
     for group, more in zip(groups, sizes, strict=True):
         chunk.append(group)

@@ -1,4 +1,4 @@
-"""Explain a budget that no plan meets: how much is needed, what holds it up, and what would lower it."""
+"""Explain a budget that no plan meets: the bytes it needs, the storages at the peak, and ways to need less."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from memplan.trace.records import Cause, Op, Storage
 from memplan.trace.trace import Trace
 
 _SCALING: tuple[Cause, ...] = ("input", "saved", "activation", "activation_gradient", "temporary", "workspace")
-"""Causes whose bytes follow the inputs' sizes."""
+"""Causes whose bytes scale with the inputs' sizes."""
 _NARROW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class Holder(Printed):
-    """A storage that is live at the peak of the floor."""
+    """A storage that is live at the peak of the smallest budget's schedule."""
 
     bytes: int
     cause: Cause
     name: str
-    """Name of a parameter or buffer; else of the op that made it."""
+    """Name of the parameter or buffer, else of the op that allocated the storage."""
     layer: str
     where: str | None
 
@@ -41,7 +41,7 @@ class Holder(Printed):
 
 @dataclass(frozen=True, slots=True)
 class Way(Printed):
-    """A way to need less. ``bytes`` estimates the smallest budget then, from what is live at the peak."""
+    """A way to need less memory. ``bytes`` estimates the smallest budget then, from the storages live at the peak."""
 
     do: str
     bytes: int
@@ -56,24 +56,24 @@ def budget_error(
     """Build the error of a budget that no plan meets.
 
     Args:
-        floor: the schedule with the smallest peak that was found.
-        surroundings: what there is beside it.
-        budget: bytes that were asked for.
-        predicted: what the step holds, where that is not what its single ops hold: fused kernels.
+        floor: the schedule with the smallest peak that the search reached.
+        surroundings: memory on the device in addition to the graph's.
+        budget: bytes that the user asked for.
+        predicted: timeline of the step if it runs as fused kernels, whose memory differs from that of the single ops.
     """
     trace = trace_of(floor, surroundings)
     timeline = simulate(trace)
     least = (predicted or timeline).peak_reserved
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
     holders = tuple(_holder(trace, storage) for storage in live)
-    peak, asked = format_bytes(least), format_bytes(budget)
+    peak, wanted = format_bytes(least), format_bytes(budget)
     helpful = (way for way in _ways(floor, live, least) if format_bytes(way.bytes) != peak)
     ways = tuple(sorted(helpful, key=lambda way: way.bytes))
-    if peak == asked:
-        peak, asked = f"{peak} ({least} bytes)", f"{asked} ({budget} bytes)"
+    if peak == wanted:
+        peak, wanted = f"{peak} ({least} bytes)", f"{wanted} ({budget} bytes)"
     holding = ", ".join(str(holder) for holder in holders[:3])
     return BudgetError(
-        f"The budget is {asked}",
+        f"The budget is {wanted}",
         expected=f"at least {peak}, the smallest peak found: {_at(trace, timeline.peak_tick)} it takes {holding}",
         do=f"Give {format_bytes(least)} ({least} bytes)" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
         smallest_budget=least,
@@ -84,7 +84,7 @@ def budget_error(
 
 
 def with_way(error: BudgetError, way: Way) -> BudgetError:
-    """Return the error with one more way to meet the budget."""
+    """Return a copy of the error with another way to meet the budget."""
     return error.but(do=f"{error.do}; or {way}", lower_by=(*error.lower_by, way))
 
 
@@ -96,7 +96,7 @@ def _holder(trace: Trace, storage: Storage) -> Holder:
 
 
 def _at(trace: Trace, tick: int) -> str:
-    """Return the op at the peak, in words."""
+    """Describe the op that runs at ``tick``."""
     op: Op | None = next((op for op in trace.ops if op.start < tick <= op.end), None)
     if op is None:
         return "at its peak"
@@ -105,9 +105,9 @@ def _at(trace: Trace, tick: int) -> str:
 
 
 def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
-    """Yield what people can change, and the estimated effect on the bytes at the peak.
+    """Return what users can change to need less, with estimated budgets.
 
-    ``peak``: fused kernels hold more or less than their single ops (``live``), and the difference follows the inputs.
+    ``peak`` differs from the bytes of ``live`` for fused kernels. The difference is taken to scale with the inputs.
     """
     scaling = [storage for storage in live if storage.cause in _SCALING]
     single = sum(storage.bytes for storage in scaling)

@@ -1,4 +1,4 @@
-"""Decision: one lever, applied in one place of a step."""
+"""Decision: a lever applied in a place of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ScopeKind = Literal["value", "segment", "parameter", "step"]
 
 @dataclass(frozen=True, slots=True)
 class Scope(Printed):
-    """Subject of a decision."""
+    """Part of the step that a decision is about."""
 
     kind: ScopeKind
     names: tuple[str, ...] = ()
@@ -28,23 +28,23 @@ class Scope(Printed):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One lever, applied in one place."""
+    """A lever applied in a place of a step."""
 
     lever: str
     """``keep``, or the name of a lever."""
     scope: Scope
     grade: Grade
     bytes: int
-    """Bytes that ``keep`` holds from the forward to the backward pass; bytes that any other lever frees of the value,
-    or of the step."""
+    """For ``keep``, the bytes that live from the forward to the backward pass. For other levers, the bytes that they
+    free of the value, or of the step."""
     seconds: float
-    """Seconds that it adds to the step."""
+    """Seconds that the decision adds to the step."""
     layer: str = ""
     where: str | None = None
     """``file:line`` of the user's code."""
     reason: str = ""
     details: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """Further data that a lever needs to be carried out: texts, numbers, and tuples and mappings of them."""
+    """Further data for carrying out the lever: texts, numbers, and tuples and mappings of them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "details", _json.frozen(self.details, "details"))

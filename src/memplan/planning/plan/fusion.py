@@ -1,4 +1,4 @@
-"""Kernels of a fused step and the bytes that they move, as data."""
+"""The kernels of a fused step, and the bytes they read and write."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Bound = Literal["bandwidth", "compute"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Part of the step that one kernel computes, once."""
+    """Part of the step that a kernel computes in a single launch."""
 
     kernel: str
-    """Its name in the generated code; of torch's own kernels, the op."""
+    """Its name in the generated code; for torch's own kernels, the op."""
     fused: bool
     """Whether Inductor wrote it."""
     phase: Phase
     ops: tuple[str, ...]
-    """Ops of the planned step, wholly or in part, in order."""
+    """Ops of the planned step that it computes, wholly or in part, in order."""
     layers: tuple[str, ...]
     where: str | None
     """``file:line`` of the first of them in the user's code."""
@@ -30,7 +30,7 @@ class Group:
     intensity: float
     """FLOPs per byte."""
     bound: Bound
-    """Resource that takes longer on the device: moving the bytes, or computing."""
+    """The limiting resource on the device: memory bandwidth, or compute."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Fusion:
     """Forward and backward pass of a step as fused kernels."""
 
     device: str
-    """Whose rates say what a group is bound by."""
+    """Device whose rates determine ``Group.bound``."""
     kernels_before: int
     kernels_after: int
     bytes_before: int
@@ -49,12 +49,12 @@ class Fusion:
 
     @property
     def bound_bytes(self) -> int:
-        """Moved by the groups that are bound by bandwidth."""
+        """Bytes that the groups bound by bandwidth read and write."""
         return sum(group.bytes for group in self.groups if group.bound == "bandwidth")
 
     @property
     def summary(self) -> str:
-        """Return a summary of one line."""
+        """A summary in a single line."""
         before, after = format_bytes(self.bytes_before), format_bytes(self.bytes_after)
         text = f"kernels {self.kernels_before} -> {self.kernels_after}, bytes moved {before} -> {after} a step"
         if not self.bytes_after:

@@ -1,4 +1,4 @@
-"""Plan: what is decided about a step, what it needs then, and why. Immutable, and the same value back from JSON."""
+"""Plan: the decisions about a step, its predicted memory and time, and the reasons. Immutable; saved as JSON."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from memplan.simulation.timeline import Timeline
 
 FORMAT = "memplan.plan"
 _BYTES = ("host_bytes", "encoded_bytes")
-"""Details of decisions that are numbers of bytes."""
+"""Names in ``Decision.details`` whose values are bytes."""
 SCHEMA = 1
-"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
-round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
+"""Version of the JSON format. It is raised whenever readers of the old or the new version would misread the other. New
+levers do not raise it, since unknown levers are refused by name; neither do new fields with a default."""
 
 _COURSES = ("course", "eager_course")
 
@@ -40,52 +40,52 @@ class Plan(Displayed):
     """Decisions about a step. Sizes in bytes, times in seconds."""
 
     fingerprint: str
-    """Fingerprint of the joint graph that it is for."""
+    """Fingerprint of the joint graph that the plan is for."""
     torch: str
     device: str
     budget: int
     decisions: tuple[Decision, ...]
-    """Decisions in words; ``choices`` is what is carried out."""
+    """The decisions, for people to read. The engine carries ``choices`` out."""
     choices: Choices
     names: Mapping[str, int] = field(hash=False)
-    """The id of every value that may be chosen, by its name: in JSON, choices are names."""
+    """Ids of all values that choices may name, by their names: in JSON, choices are names."""
     predicted: Timeline
     """Bytes over time of the planned step."""
     eager_peak: int
     """Predicted peak of the step without a plan."""
     floor: int
-    """Smallest budget that was found to be enough."""
+    """Smallest budget that the search could meet."""
     lower_bound: int
-    """No schedule of these ops, with their forms in place and encoded, has a peak below it."""
+    """Bytes: no schedule of these ops, with their in-place variants and encodings, has a lower peak."""
     seconds: float
-    """Predicted: what the plan adds to a step."""
+    """Predicted seconds that the plan adds to the step."""
     step_seconds: float | None
-    """Predicted time of the step without a plan; None where no costs are known."""
+    """Predicted time of the step without a plan; None if the ops' costs are unknown."""
     lower_bound_seconds: float
-    """No plan within the budget adds less."""
+    """No plan within the budget adds fewer seconds."""
     resident: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Bytes that are there all the time, by cause."""
+    """Bytes that are live throughout the step, by cause."""
     program: str = ""
-    """The planned step as Python: to be read and run by people. The engine writes its own from the choices."""
+    """The planned step as Python, for people to read and run. The engine writes its own from the choices."""
     notes: tuple[str, ...] = ()
     heuristics: Mapping[str, Json] = field(default_factory=dict, hash=False)
     """Settings of the search, by name."""
     optimizer: str | None = None
-    """The name of the optimizer whose state and update are counted; None where none is, and in plans of before this
-    field."""
+    """Name of the optimizer whose state and update are counted; None without an optimizer, and in plans that are older
+    than this field."""
     fusion: Fusion | None = None
-    """Kernels of the engine ``inductor``; None for the engine ``graph``, and where Inductor does not report them."""
+    """Kernels of the engine ``inductor``; None for the engine ``graph``, or if Inductor does not report them."""
     precision: Precision = EXACT
-    """Precision that the step computes in, and in which values may be saved."""
+    """Precision in which the step computes, and in which values may be saved."""
     base_seconds: float | None = None
-    """Predicted time of the step in that precision, before ``seconds`` are added; None: ``step_seconds``."""
+    """Predicted time of the step in that precision, without ``seconds``; None: ``step_seconds``."""
     cast_copies: int = 0
-    """Bytes of copies of weights in lower precision that are there at once, at the most: beside the weights, which
-    stay what they are. They come and go with the step, and are not resident."""
+    """Peak bytes of copies of weights in lower precision. They are allocated and freed within the step, in addition to
+    the weights themselves."""
     course: Course | None = None
-    """Bytes by cause over the planned step; None of fused kernels, and in plans of before this field."""
+    """Memory timeline of the planned step by cause; None for fused kernels, and in plans older than this field."""
     eager_course: Course | None = None
-    """The same of the step without a plan."""
+    """Memory timeline of the step without a plan."""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -100,30 +100,31 @@ class Plan(Displayed):
 
     @property
     def grade(self) -> Grade:
-        """Return how close the result is to the unplanned step's. Fused kernels of an exact plan add in another
-        order."""
+        """How close the result is to that of the unplanned step. Fused kernels of an exact plan are ``reordered``: they
+        add in another order."""
         return "lossy" if self.lost.lossy else "reordered" if self.choices.fused else "exact"
 
     @property
     def lost(self) -> Precision:
-        """Precision that is really lost: the plan's, less what it allows and does not use."""
-        saves = any(one.scope.kind == "value" and one.grade == "lossy" for one in self.decisions)
+        """Precision that the plan really gives up: its precision without what it allows but does not use."""
+        saves = any(decision.scope.kind == "value" and decision.grade == "lossy" for decision in self.decisions)
         return self.precision if saves else replace(self.precision, save="exact")
 
     @property
     def total_seconds(self) -> float | None:
-        """Predicted time of the planned step; None where no costs are known."""
+        """Predicted time of the planned step; None if the ops' costs are unknown."""
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
         return None if base is None else base + self.seconds
 
     @property
     def gap(self) -> float:
-        """Seconds that a better plan within the same budget could save at the most."""
+        """Most seconds that a better plan within the same budget could save."""
         return max(0.0, self.seconds - self.lower_bound_seconds)
 
     @property
     def changes_nothing(self) -> bool:
-        """Return whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
+        """Whether the step fits the budget unplanned, and the plan neither changes how values are saved nor
+        compiles."""
         choices = self.choices
         chosen = choices.recompute or choices.kept_as or choices.gradients.updates or choices.fused
         chosen = bool(chosen or self.precision.compute)
@@ -131,17 +132,17 @@ class Plan(Displayed):
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory that values take which wait there, at most."""
+        """Upper bound of the bytes of pinned host memory for offloaded values."""
         return sum(int(decision.details.get("host_bytes", 0)) for decision in self.decisions)
 
     def count(self, lever: str) -> int:
-        """Count how many decisions use a lever."""
+        """Return the number of decisions that use ``lever``."""
         return sum(decision.lever == lever for decision in self.decisions)
 
     def as_python(self) -> str:
-        """Return the planned forward and backward pass as Python that runs, each line with the user's file:line.
+        """Return the planned forward and backward pass as runnable Python, each op with the user's file:line.
 
-        A plan that was read from a file has the text of that file: read it before you run it.
+        The text of a loaded plan comes from its file: read it before you run it.
         """
         return self.program
 
@@ -159,7 +160,8 @@ class Plan(Displayed):
         """Return the plan that `to_json` wrote.
 
         Raises:
-            PlanFormatError: not JSON, not a plan, of another schema version, or with what this memplan does not know.
+            PlanFormatError: not JSON, not a plan, of another schema version, or with fields or levers unknown to this
+                version of memplan.
         """
         try:
             return _read(_json.parse(text))
@@ -168,7 +170,7 @@ class Plan(Displayed):
 
     @property
     def summary(self) -> str:
-        """Return a summary of one paragraph."""
+        """A summary in a paragraph."""
         before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
         budget = f"the budget of {format_bytes(self.budget)}"
         least = "The least looked at" if self.choices.fused else "The least found to be enough"
@@ -177,12 +179,12 @@ class Plan(Displayed):
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
         share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
-        levers = Counter(one.lever for one in self.decisions if one.scope.kind == "value")
+        levers = Counter(decision.lever for decision in self.decisions if decision.scope.kind == "value")
         values = [lever.counted(levers[lever.name], self.host_bytes) for lever in LEVERS]
         updated = UPDATE_EARLY.summary if self.choices.gradients.updates else ""
         counts = ", ".join(filter(None, (*values, updated)))
         bound = ""
-        if not self.choices.fused:  # of fused kernels none is known
+        if not self.choices.fused:  # unknown for fused kernels
             bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
             bound += f"(gap {format_seconds(self.gap)}). "
         return (
@@ -192,7 +194,7 @@ class Plan(Displayed):
 
     @property
     def _lossy(self) -> str:
-        """Return sentences on what is lossy about it; none where it is exact."""
+        """Sentences about the lost precision and its cost; empty for plans that lose none."""
         if self.grade != "lossy":
             return ""
         total, before = self.total_seconds, self.step_seconds
@@ -206,8 +208,8 @@ class Plan(Displayed):
         return text
 
     def __str__(self) -> str:
-        """Return the summary and, where the step is changed, what fusion brings it, and a table: what is decided about
-        the whole step, then the largest of the rest, each with its reason."""
+        """Return the summary and, if the plan changes the step, a summary of its fused kernels and a table of
+        decisions: those about the whole step, then the largest others, with their reasons."""
         if self.changes_nothing:
             return self.summary
         fused = [] if self.fusion is None else [f"As fused kernels: {self.fusion.summary}."]
@@ -215,7 +217,7 @@ class Plan(Displayed):
 
 
 def names_of(graph: JointGraph) -> dict[str, int]:
-    """Return the id of every value that a plan's choices may name: what the forward pass makes."""
+    """Return the ids of all values that a plan's choices may name, by name: those that the forward pass makes."""
     return {graph.values[value].name: value for op in graph.forward_ops for value in op.makes}
 
 
@@ -223,59 +225,59 @@ def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
     """Refuse a plan for another model or other inputs.
 
     Raises:
-        UsageError: the fingerprints differ, or the plan calls values otherwise.
+        UsageError: the fingerprints differ, or the plan has other names for the values.
     """
     names = names_of(graph)
     if plan.fingerprint == graph.fingerprint and all(names.get(name) == value for name, value in plan.names.items()):
         return
-    found, expected = plan.fingerprint[:16], graph.fingerprint[:16]
+    actual, expected = plan.fingerprint[:16], graph.fingerprint[:16]
     raise UsageError(
-        f"The plan is for another model, or for other inputs: its fingerprint is {found}"
-        + (", but its values are numbered otherwise" if found == expected else ""),
+        f"The plan is for another model, or for other inputs: its fingerprint is {actual}"
+        + (", but its values are numbered otherwise" if actual == expected else ""),
         expected=f"{expected}, that of this model with these inputs",
         do="Plan this step again",
     )
 
 
 def check_forms(plan: Plan, graph: JointGraph) -> None:
-    """Refuse a plan that keeps values in forms that this step cannot keep them in. Raises UsageError."""
+    """Refuse a plan that saves values in forms that this step does not support. Raises UsageError."""
     missing = plan.choices.kept_as - {(form.lever, form.value) for form in graph.forms}
     for lever in LEVERS:
         values = sum(name == lever.name for name, _ in missing)
         if values:
-            found, expected, do = lever.missing(_values(values), plan.device)
-            raise UsageError(found, expected=expected, do=do)
+            message, expected, do = lever.missing(_values(values), plan.device)
+            raise UsageError(message, expected=expected, do=do)
 
 
 def check_settings(
     plan: Plan, *, gradients: GradientUse, optimizer: Any, state: int, peak: int, budget: int, fused: bool = False
 ) -> None:
-    """Refuse a plan for another update, for gradients held otherwise, or for less beside the step than there is now.
+    """Refuse a plan that was made for other settings, or whose choices exceed the budget with these settings.
 
     Args:
         plan: a plan for this graph.
-        gradients: what becomes of each parameter's gradient.
+        gradients: use of each parameter's gradient.
         fused: whether the engine ``inductor`` is to run it.
-        optimizer: a callable of the parameters, or None.
+        optimizer: a callable that makes the optimizer of the parameters, or None.
         state: bytes of the optimizer's state.
         peak: bytes that the plan's choices need with these settings.
-        budget: bytes that there are.
+        budget: in bytes.
 
     Raises:
         UsageError: the plan was made for another use of gradients, or another engine.
-        BudgetError: the plan's choices need more than the budget with what there is now.
+        BudgetError: the plan's choices need more than the budget.
     """
     options = (
         (plan.choices.gradients.updates, gradients.updates, *UPDATE_EARLY.option),
         (plan.choices.gradients.adds, gradients.adds, *RELEASE_GRADIENTS.option),
         (plan.choices.fused, fused, "engine='inductor' (--engine inductor)", "engine='graph'"),
     )
-    for made, asked, yes, no in options:
-        if made != asked:
+    for planned, wanted, yes, no in options:
+        if planned != wanted:
             raise UsageError(
-                f"The plan was made for {yes if made else no}, and this step asks for {yes if asked else no}",
+                f"The plan was made for {yes if planned else no}, and this step asks for {yes if wanted else no}",
                 expected="the same settings",
-                do=f"Ask for {yes if made else no}, or plan this step again",
+                do=f"Ask for {yes if planned else no}, or plan this step again",
             )
     if peak > budget:
         before = _with_optimizer(plan.optimizer, plan.resident.get("optimizer_state", 0))
@@ -297,7 +299,8 @@ def optimizer_name(optimizer: Any) -> str | None:
     """
     if optimizer is None:
         return None
-    name = getattr(getattr(optimizer, "func", optimizer), "__name__", "")  # of a functools.partial what it calls
+    function = getattr(optimizer, "func", optimizer)  # of a functools.partial
+    name = getattr(function, "__name__", "")
     return name if name.isidentifier() else "an optimizer"
 
 
@@ -308,7 +311,7 @@ def _with_optimizer(name: str | None, state: int) -> str:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan to a file; one that is there already is replaced only when the new one is complete."""
+    """Write the plan to a file. An existing file is replaced only once the new text is complete."""
     write_whole(path, plan.to_json())
 
 

@@ -1,4 +1,4 @@
-"""Effect of computing in lower precision on a captured step: block by block, and in copies of weights."""
+"""Effect of lower precision on a captured step: by block of layers, and in copies of weights."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ BLOCKS = 12
 
 
 def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
-    """Return one decision for every block of layers that computes in lower precision, in the order in which they run.
-    Its bytes are what its results would take more; none of it comes on top of the step, whose time is another then."""
+    """Return a decision for each block of layers that computes in lower precision, in the order in which they run.
+
+    Its bytes are those that the results would take more in full precision. Its seconds are 0: the step's own time
+    already is that of the lower precision.
+    """
     if not precision.compute:
         return ()
     copies = _copies(graph)
-    found = list[Decision]()
+    decisions = list[Decision]()
     for block, ops in blocks(graph).items():
-        made = [v for op in ops if op.phase == "forward" for v in op.makes if v not in copies]
+        results = [v for op in ops if op.phase == "forward" for v in op.makes if v not in copies]
         cast = [v for op in ops for v in op.makes if v in copies]
-        one, low = LOWER_PRECISION.of_block(graph, ops, precision.compute, made, cast)
+        reason, low = LOWER_PRECISION.of_block(graph, ops, precision.compute, results, cast)
         if not low:
             continue
         names = tuple(dict.fromkeys(graph.values[v].name for v in (low[0], low[-1])))
         scope, where = Scope("segment", names), next((op.where for op in ops if op.where), None)
         name = LOWER_PRECISION.name
-        found.append(Decision(name, scope, one.grade, one.bytes, 0.0, block, where, one.text, one.details))
-    return tuple(found)
+        decisions.append(
+            Decision(name, scope, reason.grade, reason.bytes, 0.0, block, where, reason.text, reason.details)
+        )
+    return tuple(decisions)
 
 
 def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
-    """Return the ops of both passes by the block of layers that they belong to: the deepest modules of which there are
-    not more than BLOCKS."""
+    """Group the ops of both passes by block of layers: by the deepest level of modules that has at most BLOCKS
+    names."""
     layers = [(op, _layer(graph, op)) for op in (*graph.forward_ops, *graph.backward_ops)]
     deepest = max((layer.count(".") + 1 for _, layer in layers if layer), default=0)
     depth = 1
@@ -46,37 +51,36 @@ def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
         if len({_prefix(layer, more) for _, layer in layers}) > BLOCKS:
             break
         depth = more
-    found: dict[str, list[GraphOp]] = defaultdict(list)
+    groups: dict[str, list[GraphOp]] = defaultdict(list)
     for op, layer in layers:
-        found[_prefix(layer, depth)].append(op)
-    return found
+        groups[_prefix(layer, depth)].append(op)
+    return groups
 
 
 def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str, ...]:
-    """Return the blocks that compute in lower precision in one graph of a step, and take longer there than as they are
-    written."""
+    """Return the blocks that compute in dtype ``compute`` in graph ``low``, and take longer there than in ``exact``."""
     written = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
-    found = list[str]()
+    slower = list[str]()
     for block, ops in blocks(low).items():
         computes = any(low.values[v].dtype == compute for op in ops for v in op.makes)
         if block and computes and sum(op.seconds for op in ops) > written.get(block, float("inf")):
-            found.append(block)
-    return tuple(found)
+            slower.append(block)
+    return tuple(slower)
 
 
-def cast_copies(made: Schedule) -> int:
-    """Return the bytes of copies of parameters in lower precision that are there at once, at the most."""
-    copies, values = _copies(made.graph), made.graph.values
-    level = most = 0
-    for action in (*made.forward, *made.backward):
+def cast_copies(schedule: Schedule) -> int:
+    """Return the peak bytes of copies of parameters in lower precision."""
+    copies, values = _copies(schedule.graph), schedule.graph.values
+    level = peak = 0
+    for action in (*schedule.forward, *schedule.backward):
         level += sum(values[value].bytes for value in action.makes if value in copies)
-        most = max(most, level)
+        peak = max(peak, level)
         level -= sum(values[value].bytes for value in action.frees if value in copies)
-    return most
+    return peak
 
 
 def _copies(graph: JointGraph) -> frozenset[int]:
-    """Values that are a parameter in fewer bits."""
+    """Values that are parameters cast to fewer bits."""
     values = graph.values
     casts = (op for op in graph.forward_ops if op.target == CAST and len(op.reads) == 1 and len(op.makes) == 1)
     return frozenset(

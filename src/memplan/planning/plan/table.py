@@ -1,4 +1,4 @@
-"""The table of a plan's decisions: its columns and rows, once for `print(plan)` and once for the report."""
+"""Columns and rows of the table of a plan's decisions, for `print(plan)` and for the report."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _WIDTH, _SHOWN = 120, 12
 
 @dataclass(frozen=True)
 class DecisionColumn:
-    """A column of the table: its text for one decision, and for several of one lever together."""
+    """A column of the table, with the text of its cell for a decision, and for a group of decisions of the same
+    lever."""
 
     header: str
     cell: Callable[[Decision], str]
     sum: Callable[[Sequence[Decision]], str]
     longest: int | None = None
-    """Characters of a cell at most; None where all of it is needed."""
+    """Most characters of a cell; None for no limit."""
     right: bool = False
     keeps_end: bool = False
-    """Layers differ at their end."""
+    """Whether texts that are too long lose their beginning: names of layers differ at their end."""
 
     def cut(self, text: str) -> str:
         """Return a cell's text, no longer than the column allows."""
@@ -38,11 +39,11 @@ class DecisionColumn:
 
 
 def _bytes(decisions: Iterable[Decision]) -> str:
-    return format_bytes(sum(one.bytes for one in decisions))
+    return format_bytes(sum(decision.bytes for decision in decisions))
 
 
 def _seconds(decisions: Iterable[Decision]) -> str:
-    seconds = sum(one.seconds for one in decisions)
+    seconds = sum(decision.seconds for decision in decisions)
     return format_seconds(seconds) if seconds else "-"
 
 
@@ -51,46 +52,50 @@ def _lever(decision: Decision) -> str:
 
 
 COLUMNS = (
-    DecisionColumn("value", lambda one: printable(str(one.scope)), lambda group: "", 22),
-    DecisionColumn("layer", lambda one: printable(one.layer), lambda group: "", 28, keeps_end=True),
-    DecisionColumn("bytes", lambda one: _bytes([one]), _bytes, right=True),
+    DecisionColumn("value", lambda decision: printable(str(decision.scope)), lambda group: "", 22),
+    DecisionColumn("layer", lambda decision: printable(decision.layer), lambda group: "", 28, keeps_end=True),
+    DecisionColumn("bytes", lambda decision: _bytes([decision]), _bytes, right=True),
     DecisionColumn("decision", _lever, lambda group: group[0].lever),
-    DecisionColumn("cost", lambda one: _seconds([one]), _seconds, right=True),
+    DecisionColumn("cost", lambda decision: _seconds([decision]), _seconds, right=True),
 )
 
 
-def parted(decisions: Sequence[Decision], top: int) -> tuple[list[Decision], list[Decision]]:
-    """Return what the table shows, and what it sums up: the step's decisions, the largest of the rest; the others.
+def split_shown(decisions: Sequence[Decision], top: int) -> tuple[list[Decision], list[Decision]]:
+    """Split a plan's decisions into those the table shows and those it only sums up.
+
+    Shown are the decisions about the whole step, then the largest others.
 
     Args:
         decisions: of a plan.
-        top: how many of the values' decisions are shown; 0 for all.
+        top: how many of the others are shown; 0 for all.
     """
-    whole = [one for one in decisions if one.scope.kind == "step"]
-    rest = [one for one in decisions if one.scope.kind != "step"]
-    rest.sort(key=lambda one: -one.bytes)  # of the same size in the order in which they are made
-    shown = top or len(rest)
-    return [*whole, *rest[:shown]], rest[shown:]
+    step = [decision for decision in decisions if decision.scope.kind == "step"]
+    others = [decision for decision in decisions if decision.scope.kind != "step"]
+    others.sort(key=lambda decision: -decision.bytes)  # stable: of the same size in the order of the step
+    shown = top or len(others)
+    return [*step, *others[:shown]], others[shown:]
 
 
 def by_lever(decisions: Iterable[Decision]) -> list[list[Decision]]:
-    """Return the decisions of each lever, the one with the most bytes first."""
+    """Group the decisions by lever, the lever with the most bytes first."""
     groups: dict[str, list[Decision]] = {}
-    for one in decisions:
-        groups.setdefault(one.lever, []).append(one)
-    return sorted(groups.values(), key=lambda group: (-sum(one.bytes for one in group), group[0].lever))
+    for decision in decisions:
+        groups.setdefault(decision.lever, []).append(decision)
+    return sorted(groups.values(), key=lambda group: (-sum(decision.bytes for decision in group), group[0].lever))
 
 
 def lines_of(decisions: Sequence[Decision]) -> list[str]:
-    """Return the lines of the table as plain text, reasons in its last column; none where nothing is decided."""
-    shown, left = parted(decisions, _SHOWN)
+    """Return the lines of the table as plain text, with the reasons as last column; none without decisions."""
+    shown, left = split_shown(decisions, _SHOWN)
     if not shown:
         return []
-    rows = [[one.header for one in COLUMNS], *([one.cut(one.cell(row)) for one in COLUMNS] for row in shown)]
+    rows = [[column.header for column in COLUMNS]]
+    rows += [[column.cut(column.cell(decision)) for column in COLUMNS] for decision in shown]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = [""]
-    for row, reason in zip(rows, ("reason", *(printable(one.reason) for one in shown)), strict=True):
-        head = "".join(f"{one.padded(cell, width)}  " for one, cell, width in zip(COLUMNS, row, widths, strict=True))
+    for row, reason in zip(rows, ("reason", *(printable(decision.reason) for decision in shown)), strict=True):
+        cells = zip(COLUMNS, row, widths, strict=True)
+        head = "".join(f"{column.padded(cell, width)}  " for column, cell, width in cells)
         first, *more = textwrap.wrap(reason, _WIDTH - len(head)) or [""]
         lines.extend([(head + first).rstrip(), *(" " * len(head) + line for line in more)])
     if left:

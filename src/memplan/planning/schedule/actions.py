@@ -1,4 +1,4 @@
-"""What a schedule does, action by action, and the choices that it is made from."""
+"""Choices about a step, and the actions of the schedule that results from them."""
 
 from __future__ import annotations
 
@@ -13,65 +13,65 @@ ActionKind = Literal["run", "store", "stored", "fetch", "fetched", "write", "rec
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What is decided about a step: the input of `schedule`.
+    """Decisions about a step: the input of `schedule`.
 
-    A value made in the forward pass and read in the backward pass (or needed to make such a value again) is kept,
-    unless it is named here.
+    A forward value that the backward pass reads (or needs to recompute such a value) is saved as it is, unless it is
+    listed here.
     """
 
     recompute: frozenset[int] = frozenset()
-    """Ids of forward values (bases) that are freed after their last use in the forward pass, and made again."""
+    """Ids of forward values (bases) that are freed after their last use in the forward pass, and recomputed."""
     kept_as: frozenset[tuple[str, int]] = frozenset()
-    """(Name of a lever, id of a forward value) of values that are kept in a form of that lever instead. Where the form
-    serves direct readers only, ``recompute`` and other forms say what becomes of the value for the others."""
+    """(Name of a lever, id of a forward value): values that are saved in a form of that lever. If the form serves
+    direct readers only, ``recompute`` and other forms decide about the value for the other readers."""
     gradients: GradientUse = STAYS
-    """What becomes of each parameter's gradient once it is complete and nothing reads the parameter any more. (A
-    parameter with hooks that may change it gets its gradient then in any case.)"""
+    """Use of each parameter's gradient once it is complete and nothing reads the parameter any more. (A parameter with
+    hooks that may change it gets its gradient then in any case.)"""
     in_place: bool = True
-    """Results take over the memory of values that die, where an op allows it."""
+    """Results overwrite operands that are freed, where an op allows it."""
     pieces: frozenset[int] | None = None
-    """Ops that do so piece by piece (they have a ``scratch_into``), which can be slower; None: all that can."""
+    """Ops that work in place piece by piece (they have a ``scratch_into``), which can be slower. None: all that can."""
     fused: bool = False
-    """The engine ``inductor`` runs it: each half as fused kernels, not op by op."""
+    """Run by the engine ``inductor``: each pass as fused kernels, not op by op."""
     joined: bool = False
-    """There, a convolution's derivative that is two ops is one kernel, where that takes no more than the peak
+    """With ``fused``: the two ops of a convolution's derivative are a single kernel, where that does not raise the peak
     (`memplan.planning.inductor.merge_convolution_backward`)."""
 
     def kept_by(self, lever: str) -> frozenset[int]:
-        """Return the values that are kept in a form of one lever."""
+        """Return the values that are saved in a form of ``lever``."""
         return frozenset(value for name, value in self.kept_as if name == lever)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that the engine does. What ``frees`` names is freed right after it."""
+    """A single action of the engine. The values in ``frees`` are freed right after it."""
 
     kind: ActionKind
-    """run an op; store a value in a kept form, or fetch it back (where these are copies that run beside the ops, store
-    and fetch begin them, and stored and fetched wait until they are done); write a new value into one that was handed
-    in; receive the tangents (the backward pass begins); give a complete gradient away."""
+    """run: run an op. store, fetch: store a value in a kept form, or fetch it back; for an asynchronous copy to or from
+    host memory they begin the copy, and stored, fetched wait for its end. write: write a new value into an input or
+    buffer. receive: receive the tangents (the backward pass begins). give: hand a complete gradient over."""
     op: int | None = None
     """run: index of the op."""
     value: int | None = None
-    """store to fetched: the value (not its kept form). write: the value handed in that is changed. give: the value
-    (parameter or input) whose gradient is given."""
+    """store to fetched: the value (not its kept form). write: the input or buffer that is changed. give: the parameter
+    or input whose gradient is given."""
     source: int | None = None
-    """write: the value that is copied into it. give: the gradient."""
+    """write: the value that is copied into ``value``. give: the gradient."""
     reads: tuple[int, ...] = ()
-    """Bases and kept forms that must be there."""
+    """Bases and kept forms that must be live."""
     makes: tuple[int, ...] = ()
-    """Of the same, what is there afterwards: of a copy, its memory. What else the op makes is discarded at once."""
+    """Bases and kept forms that it allocates; for a copy, the memory of its target. Other results are freed at once."""
     recomputed: bool = False
-    """run: again, in the backward pass."""
+    """run: recomputed in the backward pass."""
     into: int | None = None
-    """run: base whose memory the first of ``makes`` takes over; it is gone afterwards, and not named in ``frees``."""
+    """run: base that the first of ``makes`` overwrites. It is gone afterwards, without being named in ``frees``."""
     form: int | None = None
     """store to fetched: id of the kept form. run: id of the kept form that the op reads instead of the value itself."""
     copies: bool = False
-    """give: the receiver gets a copy, because the gradient's memory is not its alone or is laid out otherwise."""
+    """give: the receiver gets a copy, because the gradient shares its memory or has other strides."""
     frees: tuple[int, ...] = ()
 
     def called(self, graph: JointGraph) -> GraphOp:
-        """run: the op that is called."""
+        """The op that a run action calls: for a recomputed op, its ``rerun``."""
         assert self.op is not None, "only ops are called"
         return graph.ops[self.op].rerun if self.recomputed else graph.ops[self.op]

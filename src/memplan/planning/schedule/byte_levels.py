@@ -1,4 +1,4 @@
-"""Schedule -> the bytes that are there during every action: what a planned step needs, counted one by one."""
+"""Count the live bytes during every action of a schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.schedule.actions import Action, Choices
-from memplan.planning.schedule.scheduler import Schedule, taken
+from memplan.planning.schedule.scheduler import Schedule, frees_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Levels:
     """Bytes on the device while a schedule runs."""
 
     forward: tuple[int, ...]
-    """During each action of the forward pass: the most while it runs."""
+    """During each action of the forward pass: the highest level while it runs."""
     backward: tuple[int, ...]
     """During each action of the backward pass."""
     update: int
@@ -26,19 +26,19 @@ class Levels:
 
     @property
     def peak(self) -> int:
-        """Return the highest level of both passes."""
+        """The highest level of the step."""
         return max(*self.forward, *self.backward, self.update, self.boundary)
 
     @property
     def where(self) -> int | None:
-        """Index of the first action at the peak, the backward pass counted on after the forward pass; None where the
-        peak is the optimizer's update."""
+        """Index of the first action at the peak, counted through both passes; None if the peak is elsewhere, as in the
+        optimizer's update."""
         levels = (*self.forward, *self.backward)
         return levels.index(self.peak) if self.peak in levels else None
 
 
 def base_level(graph: JointGraph, choices: Choices, surroundings: Surroundings) -> int:
-    """Bytes that are there from the beginning of the step to its end."""
+    """Bytes that are live from the beginning of the step to its end."""
     level = surroundings.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
     if choices.gradients.adds:
         level += sum(graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
@@ -57,7 +57,7 @@ def levels(schedule: Schedule, surroundings: Surroundings | None = None) -> Leve
 
 
 class ActionBytes:
-    """What each action of a schedule takes beyond what it makes."""
+    """Bytes that the actions of a schedule allocate beyond the values they make."""
 
     def __init__(self, schedule: Schedule, around: Surroundings) -> None:
         self.graph, self.choices, self.around = schedule.graph, schedule.choices, around
@@ -85,13 +85,13 @@ class ActionBytes:
         return 0
 
     def kept_copy(self, action: Action) -> int:
-        """Bytes of the copy of a gradient that the receiver keeps."""
-        if action.kind != "give" or action.value is None or taken(self.graph, self.choices, action.value):
+        """Bytes of the copy of a gradient that the receiver keeps after a give; 0 for other actions."""
+        if action.kind != "give" or action.value is None or frees_gradient(self.graph, self.choices, action.value):
             return 0
         return self._copy(action)
 
     def owned(self, values: Iterable[int]) -> int:
-        """Bytes of the memory that these own."""
+        """Bytes of the memory that the values own."""
         return sum(self.graph.values[value].bytes for value in values)
 
     def _scratch(self, action: Action, op: GraphOp) -> int:
@@ -109,7 +109,7 @@ class _Walk(ActionBytes):
         self.level = base_level(schedule.graph, schedule.choices, around)
 
     def step(self, action: Action) -> int:
-        """Bytes while the action runs; ``level`` is what is left after it."""
+        """Return the bytes while the action runs, and set ``level`` to those after it."""
         replaced = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
         self.level += self.owned(action.makes) - replaced + self.kept_copy(action)
         during = self.level + self.transient(action)

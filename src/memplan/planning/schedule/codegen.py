@@ -1,10 +1,9 @@
-"""A Schedule as runnable Python: what the engine executes, and what a person reads.
+"""Write a schedule as runnable Python, for the engine to execute and for people to read.
 
-``forward(inputs)`` takes everything that is handed in, and returns (outputs, saved). ``backward(inputs, saved,
-tangents)`` is a generator: it yields lists of (value, gradient), each as soon as its gradients are complete, and needs
-each list to be emptied by who takes it. All lists that are handed in are emptied: every value is in one variable only,
-and is deleted after its last use.
-"""
+``forward(inputs)`` takes all resident values, and returns (outputs, saved). ``backward(inputs, saved, tangents)`` is a
+generator of lists of (value, gradient), each yielded as soon as its gradients are complete; the caller has to empty
+each list. The functions empty the lists they are called with: every value is in a single variable, which is deleted
+after the last use, so that its memory is freed there."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ _RESERVED = frozenset(
     ]
 )
 _OTHER_SIGNS = frozenset({"aten._conj.default", "aten._neg_view.default"})
-"""Views that read what they look at with another sign."""
+"""Views whose elements have another sign than the memory they read."""
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -58,70 +57,55 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
     """Write the text of a module with ``forward`` and ``backward``.
 
     Args:
-        schedule: what it does.
-        marked: call ``mark`` with the position of each action, of both passes one after the other, before what it does,
-            and ``laid_out`` with what it makes, and the strides and the dtype that this has.
+        schedule: the actions of both functions.
+        marked: call ``mark`` with the position of each action, counted through both passes, before the action, and
+            ``laid_out`` with each value it makes, and the strides and dtype of this value.
 
     Raises:
         RecordingError: an op takes an argument that cannot be written down.
     """
     writer = _Writer(schedule, marked=marked)
-    forward = [*_described(_FORWARD, schedule), *writer.forward()]
-    backward = [*_described(_BACKWARD, schedule), *writer.backward()]
-    kernels = (
-        ["import memplan.planning.ops.piecewise"]
-        if any("torch.ops.memplan." in line for line in forward + backward)
-        else []
-    )
+    forward = ["def forward(inputs):", *writer.forward()]
+    backward = ["def backward(inputs, saved, tangents):", f'    """{_saved_summary(schedule)}."""', *writer.backward()]
+    imports = ["import torch", "from torch import device, inf, nan"]
+    if any("torch.ops.memplan." in line for line in forward + backward):
+        imports.append("import memplan.planning.ops.piecewise")
     levers = dict.fromkeys(schedule.graph.form[a.form].lever for a in schedule.forward if a.form is not None)
-    kernels += [line for name in levers for line in registry.find(name).imports]
-    head = ["import torch", "from torch import device, inf, nan", *kernels, "", "aten = torch.ops.aten"]
+    imports += [line for name in levers for line in registry.find(name).imports]
+    head = [*imports, "", "aten = torch.ops.aten"]
     return "\n".join((*head, "", "", *forward, "", "", *backward, ""))
 
 
-_FORWARD = "def forward(inputs):"
-_BACKWARD = "def backward(inputs, saved, tangents):"
-
-
 def read_in_backward(schedule: Schedule) -> frozenset[int]:
-    """Return the values handed in that the backward pass reads; it takes anything for the others."""
-    return frozenset(
-        value
-        for action in schedule.backward
-        for value in _needed(schedule.graph, action)
-        if schedule.graph.values[value].kind in RESIDENT
-    )
+    """Return the resident values that the backward pass reads. Its caller may pass anything for the others."""
+    values = schedule.graph.values
+    bases = {values[value].base for action in schedule.backward for value in action.reads}
+    return frozenset(base for base in bases if values[base].kind in RESIDENT)
 
 
 def gives(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Return the values whose gradients each list holds that ``backward`` yields."""
-    return tuple(tuple(_of(action) for action in group) for given, group in _grouped(schedule) if given)
+    """Return, for each list that ``backward`` yields, the values whose gradients are in it."""
+    return tuple(tuple(_value(action) for action in group) for is_give, group in _grouped(schedule) if is_give)
 
 
 def _grouped(schedule: Schedule) -> Iterable[tuple[bool, list[Action]]]:
-    for given, group in groupby(schedule.backward, lambda action: action.kind == "give"):
-        yield given, list(group)
+    for is_give, group in groupby(schedule.backward, lambda action: action.kind == "give"):
+        yield is_give, list(group)
 
 
-def _of(action: Action) -> int:
+def _value(action: Action) -> int:
     assert action.value is not None
     return action.value
 
 
-def _needed(graph: JointGraph, action: Action) -> tuple[int, ...]:
-    return tuple(graph.base(value) for value in action.reads)
-
-
-def _described(line: str, schedule: Schedule) -> list[str]:
-    graph = schedule.graph
-    again = sum(action.recomputed for action in schedule.backward)
-    size = sum(graph.values[value].bytes for value in schedule.saved)
-    text = f"saved for it: {format_bytes(size)} in {len(schedule.saved)} values; ops run again: {again}"
-    return [line, f'    """{text}."""'] if line == _BACKWARD else [line]
+def _saved_summary(schedule: Schedule) -> str:
+    recomputed = sum(action.recomputed for action in schedule.backward)
+    size = sum(schedule.graph.values[value].bytes for value in schedule.saved)
+    return f"saved for it: {format_bytes(size)} in {len(schedule.saved)} values; ops run again: {recomputed}"
 
 
 class _Writer:
-    """Actions as lines."""
+    """Writes the actions as lines of Python."""
 
     def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
         self.schedule, self.graph, self.marked, self.place = schedule, schedule.graph, marked, 0
@@ -132,10 +116,10 @@ class _Writer:
     # -- the two functions
 
     def forward(self) -> list[str]:
-        """Return the body of the forward pass."""
+        """Return the lines of the forward pass."""
         self.lines = []
         self.section("what is handed in")
-        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.read(self.schedule.forward))
+        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.read_in_forward())
         self.section("forward")
         for action in self.schedule.forward:
             self.action(action)
@@ -148,7 +132,7 @@ class _Writer:
         return self.lines
 
     def backward(self) -> list[str]:
-        """Return the body of the backward pass."""
+        """Return the lines of the backward pass."""
         self.lines = []
         values = self.graph.values
         self.section("what is handed in, what was saved, and the gradients of the outputs")
@@ -157,46 +141,47 @@ class _Writer:
         tangents = [v.id for v in values if v.kind == "tangent"]
         self.unpack(tangents, "tangents", set(tangents))
         self.section("backward")
-        for given, actions in _grouped(self.schedule):
-            if given:
+        for is_give, actions in _grouped(self.schedule):
+            if is_give:
                 self.give(actions)
             else:
                 for action in actions:
                     self.action(action)
         return self.lines
 
-    def read(self, actions: Iterable[Action]) -> set[int]:
-        """Return what is handed in and read, or written, by any of these actions, or returned."""
-        found = {value for action in actions for value in _needed(self.graph, action)}
-        found |= {_of(action) for action in actions if action.kind == "write"}
-        return found | {self.graph.base(value) for value in self.graph.outputs}
+    def read_in_forward(self) -> set[int]:
+        """Return the bases that the forward pass reads, writes or returns."""
+        actions = self.schedule.forward
+        bases = {self.graph.base(value) for action in actions for value in action.reads}
+        bases |= {_value(action) for action in actions if action.kind == "write"}
+        return bases | {self.graph.base(value) for value in self.graph.outputs}
 
     def unpack(self, values: Sequence[int], source: str, used: Iterable[int]) -> None:
-        """Name what a list holds, and empty it."""
-        kept = set(used)
-        if kept & set(values):
-            self.wrapped("[", [self.names[v] if v in kept else "_" for v in values], f"] = {source}")
-        if kept & set(values) != set(values):
+        """Unpack the list ``source`` into variables, only for the used values, and empty it."""
+        used = set(used)
+        if used & set(values):
+            self.wrapped("[", [self.names[v] if v in used else "_" for v in values], f"] = {source}")
+        if used & set(values) != set(values):
             self.write("_ = None")
         self.write(f"{source}.clear()")
 
     # -- actions
 
     def action(self, action: Action) -> None:
-        """Return one action, and what it frees."""
+        """Write a single action and the deletion of the values it frees."""
         self.mark(1)
         if action.kind == "run":
             self.run(action)
         elif action.kind == "write":
             assert action.source is not None
-            target = self.graph.values[_of(action)]
+            target = self.graph.values[_value(action)]
             self.write(f"{self.names[target.id]}.copy_({self.expression(action.source)})", f"writes {target.path}")
         elif action.form is not None:
             self.keep(action, self.graph.form[action.form])
         self.delete(action.frees if action.into is None else (action.into, *action.frees))
 
     def run(self, action: Action) -> None:
-        """Call an op and name what it makes."""
+        """Write the call of an op, its results assigned to variables."""
         op = action.called(self.graph)
         names = [self.names[v] if v is not None and v in action.makes else "_" for v in op.outputs]
         left = ", ".join(names) + "," * (op.multiple and len(names) == 1)
@@ -206,7 +191,7 @@ class _Writer:
         self.lay_out(action.makes)
 
     def called(self, op: GraphOp, action: Action) -> Called:
-        """Return the call that really runs: with a kept form in place of a value, or in the memory of one."""
+        """Return the call that the engine runs: the op itself, the op on a kept form, or the op in place."""
         if action.form is not None:
             form = self.graph.form[action.form]
             return registry.find(form.lever).read_directly(self.graph, form, op, in_place=action.into is not None)
@@ -217,7 +202,8 @@ class _Writer:
         return form.target, op.args, {**op.kwargs, **({} if form.out is None else {form.out: Ref(over.value)})}
 
     def keep(self, action: Action, form: KeptForm) -> None:
-        """Store a value in a kept form or fetch it back; of a copy that runs beside the ops, begin it or wait."""
+        """Write the store of a value in a kept form or its fetch; for asynchronous copies, their beginning or the
+        wait."""
         if action.kind in ("stored", "fetched"):
             self.write(f"{_copy(self.names[form.kept])}.wait()")
             self.write(f"del {_copy(self.names[form.kept])}")
@@ -225,51 +211,52 @@ class _Writer:
         lever, stores = registry.find(form.lever), action.kind == "store"
         called = lever.store(self.graph, form) if stores else lever.fetch(self.graph, form)
         comment = " ".join(filter(None, (lever.comments[0 if stores else 1], form.how)))
-        made = self.graph.values[form.kept if stores else form.value]
+        target_value = self.graph.values[form.kept if stores else form.value]
         if form.is_copied:
             target, args, kwargs = called
             size = format_bytes(self.graph.values[form.value].bytes)
-            left = f"{self.names[made.id]}, {_copy(self.names[form.kept])}"
+            left = f"{self.names[target_value.id]}, {_copy(self.names[form.kept])}"
             self.write(f"{left} = {target}({', '.join(self.arguments(args, kwargs, None))})", f"{comment} {size}")
         else:
-            self.call(self.names[made.id], called, f"{comment}, {format_bytes(made.bytes)}")
-            self.lay_out([made.id])
+            self.call(self.names[target_value.id], called, f"{comment}, {format_bytes(target_value.bytes)}")
+            self.lay_out([target_value.id])
 
     def call(self, left: str, called: Called, note: str, op: GraphOp | None = None) -> None:
-        """Assign what a call returns."""
+        """Write ``left = call``."""
         target, args, kwargs = called
         self.wrapped(f"{left} = {_qualified(target, op)}(", self.arguments(args, kwargs, op), ")", note)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], op: GraphOp | None) -> list[str]:
-        """Return what an op is called with, as text."""
+        """Return the arguments of a call as texts."""
         named = [f"{_identifier(name, op)}={self.argument(part, op)}" for name, part in kwargs.items()]
         return [self.argument(part, op) for part in args] + named
 
     def mark(self, actions: int) -> None:
-        """Say which actions begin."""
+        """With ``marked``, write the call of ``mark`` with the position of the next action; count ``actions``
+        positions."""
         if self.marked:
             self.write(f"mark({self.place})")
         self.place += actions
 
     def lay_out(self, values: Iterable[int]) -> None:
-        """Say how what was made is laid out, and in what dtype."""
+        """With ``marked``, write the calls of ``laid_out`` with the strides and dtype of these values."""
         for value in values if self.marked else ():
-            name, made = self.names[value], self.graph.values[value]
-            self.write(f"{name} = laid_out({name}, {made.stride}, torch.{made.dtype})")
+            name, tensor = self.names[value], self.graph.values[value]
+            self.write(f"{name} = laid_out({name}, {tensor.stride}, torch.{tensor.dtype})")
 
     def give(self, actions: Sequence[Action]) -> None:
-        """Yield gradients that are complete at the same time."""
+        """Write the yield of the gradients that are given together."""
         self.mark(len(actions))
         parts, dead = list[str](), dict[int, None]()
         for action in actions:
             assert action.source is not None
             copied = ".clone()" if action.copies else ""
-            parts.append(f"({_of(action)}, {self.expression(action.source)}{copied})")
+            parts.append(f"({_value(action)}, {self.expression(action.source)}{copied})")
             dead.update(dict.fromkeys(action.frees))
             base = self.graph.base(action.source)
             if self.graph.values[base].kind == "result" and self.last_read[base] in actions:
-                dead[base] = None  # what the receiver keeps is to be in no hands but theirs
-        paths = ", ".join(self.graph.values[_of(action)].path for action in actions)
+                dead[base] = None  # the receiver holds the only reference to what it keeps
+        paths = ", ".join(self.graph.values[_value(action)].path for action in actions)
         self.wrapped("given = [", parts, "]", f"gradient of {paths}")
         self.delete(dead)
         self.write("yield given")
@@ -277,45 +264,45 @@ class _Writer:
     # -- text
 
     def expression(self, value: int) -> str:
-        """Return a value that owns memory by its name, a view by the calls that look into it."""
+        """Return the expression of a value: the variable of one that owns memory, the call that makes a view."""
         value = self.simplest(value)
-        found = self.graph.values[value]
-        if not found.is_view:
+        tensor = self.graph.values[value]
+        if not tensor.is_view:
             return self.names[value]
-        assert found.op is not None, "a view is made by an op"
-        op = self.graph.ops[found.op]
+        assert tensor.op is not None, "a view is made by an op"
+        op = self.graph.ops[tensor.op]
         call = f"{_qualified(op.target, op)}({', '.join(self.arguments(op.args, op.kwargs, op))})"
         return f"{call}[{op.outputs.index(value)}]" if op.multiple else call
 
     def simplest(self, value: int) -> int:
-        """Return the first value of a chain of views that looks at all of the memory just as this one does: a matrix
-        that was transposed twice is the matrix."""
+        """Return the first value in the chain of views of ``value`` that has the same shape, strides and dtype over all
+        of the memory. A matrix transposed twice is the matrix itself."""
         values = self.graph.values
-        last = found = values[value]
+        last = source = values[value]
         whole = math.prod(last.shape) * op_schema.itemsize(last.dtype) == values[last.base].bytes
         if not whole or not op_schema.is_dense(last):
             return value
-        while found.op is not None and found.is_view:
-            op = self.graph.ops[found.op]
+        while source.op is not None and source.is_view:
+            op = self.graph.ops[source.op]
             if op.target in _OTHER_SIGNS or not op.args or not isinstance(op.args[0], Ref):
                 break
-            found = values[op.args[0].value]
-            if (found.shape, found.stride, found.dtype) == (last.shape, last.stride, last.dtype):
-                value = found.id
+            source = values[op.args[0].value]
+            if (source.shape, source.stride, source.dtype) == (last.shape, last.stride, last.dtype):
+                value = source.id
         return value
 
     def argument(self, part: Any, op: GraphOp | None) -> str:
         """Return an argument as text.
 
         Raises:
-            RecordingError: it is neither a value nor plain data.
+            RecordingError: the argument is neither a value nor plain data.
         """
         if isinstance(part, Ref):
             return self.expression(part.value)
         if isinstance(part, tuple):
-            return "(" + "".join(f"{self.argument(one, op)}, " for one in part).rstrip() + ")"
+            return "(" + "".join(f"{self.argument(item, op)}, " for item in part).rstrip() + ")"
         if isinstance(part, list):
-            return "[" + ", ".join(self.argument(one, op) for one in part) + "]"
+            return "[" + ", ".join(self.argument(item, op) for item in part) + "]"
         if isinstance(part, torch.device):
             return f"device({str(part)!r})"
         if type(part) in _PLAIN:
@@ -328,9 +315,9 @@ class _Writer:
         )
 
     def note(self, op: GraphOp, action: Action) -> str:
-        """Return where an op comes from."""
-        made = sum(self.graph.values[value].bytes for value in action.makes)
-        parts = [op.layer, op.where or "", format_bytes(made) if made and action.into is None else ""]
+        """Return the comment of an op: its layer, source line and bytes."""
+        size = sum(self.graph.values[value].bytes for value in action.makes)
+        parts = [op.layer, op.where or "", format_bytes(size) if size and action.into is None else ""]
         if action.into is not None:
             parts.append(f"in the memory of {self.names[action.into]}")
         return ("again: " if action.recomputed else "") + ", ".join(part for part in parts if part)
@@ -348,7 +335,7 @@ class _Writer:
         self.lines.append(f"    {text}" + (f"  # {note}" if note else ""))
 
     def wrapped(self, before: str, parts: Sequence[str], after: str, note: str = "") -> None:
-        """Return a line with a list in it, over several lines where it is too long."""
+        """Write a list between ``before`` and ``after``, over several lines if it is too long for one line."""
         line = before + ", ".join(parts) + after
         if len(line) + 4 <= WIDTH:
             return self.write(line, note)
@@ -369,28 +356,28 @@ class _Writer:
 
 
 def _names(graph: JointGraph) -> list[str]:
-    """A variable for each value: of what is handed in what it is in the model, else the value's own name."""
-    taken, names = set(_RESERVED), list[str]()
+    """Return a variable name for each value: of parameters and buffers their path in the model, else the value's
+    name."""
+    used, names = set(_RESERVED), list[str]()
     for value in graph.values:
         own = {"input": f"input_{value.path}", "tangent": f"tangent_{value.path}"}.get(value.kind, value.name)
         wanted = value.path if value.kind in ("parameter", "buffer") else own
         name = re.sub(r"\W", "_", wanted, flags=re.ASCII)
         if not name or name[0].isdigit() or keyword.iskeyword(name):
             name = f"{value.kind}_{name}"
-        while name in taken or (value.kind == "host" and _copy(name) in taken):
+        while name in used or (value.kind == "host" and _copy(name) in used):
             name += "_"
-        taken |= {name, _copy(name)} if value.kind == "host" else {name}
+        used |= {name, _copy(name)} if value.kind == "host" else {name}
         names.append(name)
     return names
 
 
 def _copy(host: str) -> str:
-    """The variable for a copy that still runs beside the ops."""
+    """Return the variable of the handle of an asynchronous copy."""
     return f"{host}_copy"
 
 
 def _qualified(target: str, op: GraphOp | None) -> str:
-    """An op as it is called."""
     for part in target.split("."):
         _identifier(part, op)
     return target if target.startswith("aten.") else f"torch.ops.{target}"

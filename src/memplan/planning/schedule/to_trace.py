@@ -1,4 +1,4 @@
-"""Schedule -> Trace: a planned step as the same kind of value as a recorded one, for the same simulator."""
+"""Turn a schedule into a trace, so that planned and recorded steps go through the same simulator."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ _CAUSES: dict[Kind, Cause] = {
 
 
 def timeline_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Timeline:
-    """Bytes over time of a planned step, by the simulator that recorded steps go through."""
+    """Simulate a planned step: its bytes over time."""
     return simulate(trace_of(schedule, surroundings))
 
 
 def trace_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Trace:
-    """Return a planned step as a Trace: what is resident is built, the schedule is the one step."""
+    """Return a planned step as a Trace: resident memory is allocated first, then the schedule is the only step."""
     return _Tracer(schedule, surroundings or Surroundings()).trace()
 
 
 @dataclass
 class _Entry:
-    """A storage in the making."""
+    """A storage whose end may not be known yet."""
 
     bytes: int
     cause: Cause
-    born: int
+    allocated: int
+    """Tick of its allocation."""
     value: Value | None
     op: int | None
-    died: int | None = None
+    freed: int | None = None
+    """Tick of its free."""
     name: str = ""
 
 
@@ -56,7 +58,7 @@ class _Tracer:
         self.schedule, self.graph, self.around = schedule, schedule.graph, surroundings
         self.device = surroundings.home.target.name
         self.bytes = ActionBytes(schedule, surroundings)
-        self.parameters_gradients = {
+        self.gradient_paths = {
             self.graph.base(gradient): self.graph.values[of].path
             for of, gradient in self.graph.gradients
             if self.graph.values[of].kind == "parameter"
@@ -64,27 +66,27 @@ class _Tracer:
         self.saved = set(schedule.saved)
         self.tick = 0
         self.entries: list[_Entry] = []
-        self.at: dict[int, int] = {}
-        """By value that owns memory: the storage it lies in now."""
+        self.storage_of: dict[int, int] = {}
+        """By value that owns memory: index of its current storage."""
         self.ops: list[Op] = []
         self.op_of: dict[int, int] = {}
-        """By op of the graph: its op in the trace, where it ran first."""
+        """By op of the graph: index of its first run in the trace."""
 
     def trace(self) -> Trace:
-        """Walk all actions."""
-        self._build()
+        """Build the trace of all actions."""
+        self._allocate_resident()
         begin = self.tick
         for action in self.schedule.forward:
-            self._act(action, "forward")
+            self._run(action, "forward")
         for action in self.schedule.backward:
-            self._act(action, "backward")
+            self._run(action, "backward")
         if self.around.update and not self.schedule.choices.gradients.updates:
             start = self.tick
-            self._passing(self.around.update, len(self.ops))
-            self._note("optimizer.step", "optimizer", start)
+            self._allocate_temporary(self.around.update, len(self.ops))
+            self._add_op("optimizer.step", "optimizer", start)
         storages = tuple(
             Storage(
-                number, e.bytes, e.cause, e.born, e.died, e.op, e.value.dtype if e.value else "",
+                number, e.bytes, e.cause, e.allocated, e.freed, e.op, e.value.dtype if e.value else "",
                 e.value.shape if e.value else (), self.device, e.name,
             )
             for number, e in enumerate(self.entries)
@@ -100,57 +102,57 @@ class _Tracer:
             end=self.tick,
         )
 
-    def _build(self) -> None:
+    def _allocate_resident(self) -> None:
         for value in self.graph.values:
             if value.kind in RESIDENT and not value.is_view:
-                self.at[value.id] = self._born(value.bytes, _CAUSES[value.kind], value, None, value.path)
+                self.storage_of[value.id] = self._allocate(value.bytes, _CAUSES[value.kind], value, None, value.path)
         if self.schedule.choices.gradients.adds:
             for of, _ in self.graph.gradients:
                 value = self.graph.values[of]
                 if value.kind == "parameter":
-                    self._born(value.own_bytes, "parameter_gradient", value, None, value.path)
+                    self._allocate(value.own_bytes, "parameter_gradient", value, None, value.path)
         for cause, size in self.around.by_cause().items():
-            self._born(size, cause, None, None, "")
+            self._allocate(size, cause, None, None, "")
 
     # -- storages
 
-    def _born(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
+    def _allocate(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
         self.tick += 1
         self.entries.append(_Entry(size, cause, self.tick, value, op, name=name))
         return len(self.entries) - 1
 
-    def _dies(self, entry: int) -> None:
+    def _release(self, entry: int) -> None:
         self.tick += 1
-        self.entries[entry].died = self.tick
+        self.entries[entry].freed = self.tick
 
-    def _passing(self, size: int, op: int) -> None:
+    def _allocate_temporary(self, size: int, op: int) -> None:
         if size:
-            self._dies(self._born(size, "temporary", None, op))
+            self._release(self._allocate(size, "temporary", None, op))
 
     def _make(self, value: int, op: int, phase: Phase, into: int | None) -> None:
-        found = self.graph.values[value]
-        cause, name = self._cause(found, phase)
+        tensor = self.graph.values[value]
+        cause, name = self._cause(tensor, phase)
         if into is None:
-            self.at[value] = self._born(found.bytes, cause, found, op, name)
+            self.storage_of[value] = self._allocate(tensor.bytes, cause, tensor, op, name)
             return
-        entry = self.at[value] = self.at.pop(into)
-        if cause in ("parameter_gradient", "saved"):  # what it is for outlasts what it was made for
+        entry = self.storage_of[value] = self.storage_of.pop(into)
+        if cause in ("parameter_gradient", "saved"):  # the final use names the storage
             self.entries[entry].cause, self.entries[entry].name = cause, name
 
     def _cause(self, value: Value, phase: Phase) -> tuple[Cause, str]:
-        if value.id in self.parameters_gradients:
-            return "parameter_gradient", self.parameters_gradients[value.id]
-        if value.kind == "tangent" or (phase == "backward" and self._made_in_backward(value)):
+        if value.id in self.gradient_paths:
+            return "parameter_gradient", self.gradient_paths[value.id]
+        if value.kind == "tangent" or (phase == "backward" and self._is_backward(value)):
             return "activation_gradient", ""
         return ("saved" if phase == "forward" and value.id in self.saved else "activation"), ""
 
-    def _made_in_backward(self, value: Value) -> bool:
+    def _is_backward(self, value: Value) -> bool:
         maker = self.graph.maker.get(value.id)
         return maker is not None and maker.phase == "backward"
 
     # -- actions
 
-    def _act(self, action: Action, phase: Phase) -> None:
+    def _run(self, action: Action, phase: Phase) -> None:
         start, op = self.tick, len(self.ops)
         transient = self.bytes.transient(action)
         frees_meanwhile = transient < 0
@@ -158,24 +160,24 @@ class _Tracer:
             transient += self._free(action)
         for position, value in enumerate(self._on_device(action.makes)):
             self._make(value, op, phase, action.into if position == 0 else None)
-        self._passing(transient, op)
+        self._allocate_temporary(transient, op)
         copy = self.bytes.kept_copy(action)
         if copy and action.value is not None:
             of = self.graph.values[action.value]
-            self._born(copy, "parameter_gradient", of, op, of.path)
+            self._allocate(copy, "parameter_gradient", of, op, of.path)
         if not frees_meanwhile:
             self._free(action)
-        self._note(self._name(action), phase, start, action)
+        self._add_op(self._name(action), phase, start, action)
 
     def _free(self, action: Action) -> int:
-        """Free what the action frees: so many bytes."""
+        """Free the values of ``action.frees`` and return their bytes."""
         freed = [value for value in self._on_device(action.frees) if not self.graph.values[value].held]
         for value in freed:
-            self._dies(self.at.pop(value))
+            self._release(self.storage_of.pop(value))
         return sum(self.graph.values[value].bytes for value in freed)
 
     def _on_device(self, values: Iterable[int]) -> list[int]:
-        """Without copies in host memory."""
+        """The values without those in host memory."""
         return [value for value in values if self.graph.values[value].kind != "host"]
 
     def _name(self, action: Action) -> str:
@@ -189,7 +191,7 @@ class _Tracer:
             return "the loss, outside of the plan"
         return f"memplan.{action.kind}"
 
-    def _note(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:
+    def _add_op(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:
         index = len(self.ops)
         reads: Iterable[int] = () if action is None else action.reads
         graph_op = None if action is None or action.op is None else action.called(self.graph)
@@ -197,8 +199,8 @@ class _Tracer:
         self.ops.append(
             Op(
                 index, name, phase, 0, graph_op.layer if graph_op else "", graph_op.where if graph_op else None, start,
-                self.tick, tuple(Operand("", self.at[v]) for v in reads if v in self.at),
-                tuple(self.at[v] for v in (action.makes if action else ()) if v in self.at),
+                self.tick, tuple(Operand("", self.storage_of[v]) for v in reads if v in self.storage_of),
+                tuple(self.storage_of[v] for v in (action.makes if action else ()) if v in self.storage_of),
                 gradient_of=gradient_of, recomputed=bool(action and action.recomputed),
             )
         )  # fmt: skip

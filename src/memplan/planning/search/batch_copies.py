@@ -1,4 +1,4 @@
-"""Time the copies of many candidates at once: as `memplan.planning.schedule.host_copies` does for one.
+"""Times of host copies for many candidates at once: the vectorized form of `memplan.planning.schedule.host_copies`.
 
 Arrays are over (copies, candidates). Copies that a candidate does not use are needed in slot NEVER.
 """
@@ -19,7 +19,7 @@ NEVER = np.iinfo(np.int32).max
 
 
 class Copies:
-    """The copies of some candidates.
+    """The copies to and from host memory of some candidates.
 
     Args:
         flat: the graph.
@@ -29,43 +29,43 @@ class Copies:
 
     def __init__(self, flat: FlatGraph, used: Bools, first: npt.NDArray[Any]) -> None:
         self.flat, self.used = flat, used
-        self.some = np.flatnonzero(used.any(axis=1))
-        """Copies that any candidate uses; all that follows is about these."""
-        self.needed = np.where(used, first, NEVER)[self.some].astype(np.int64)
+        self.used_copies = np.flatnonzero(used.any(axis=1))
+        """Copies that any candidate uses. All arrays below have a row for each of these."""
+        self.needed = np.where(used, first, NEVER)[self.used_copies].astype(np.int64)
         self.count = used.shape[1]
-        forms = [flat.copied[at] for at in self.some]
+        forms = [flat.copied[at] for at in self.used_copies]
         self.rows = np.array([flat.form_rows[form] for form in forms], dtype=np.int64)
         self.seconds = np.array([host_copies.seconds_of(flat.forms[form]) for form in forms])
-        taken = (used[at] * flat.forms[flat.copied[at]].use_seconds for at in self.some)
-        self.use_seconds = sum(taken, np.zeros(self.count))
+        seconds = (used[at] * flat.forms[flat.copied[at]].use_seconds for at in self.used_copies)
+        self.use_seconds = sum(seconds, np.zeros(self.count))
         self.out = [int(at) for at in np.lexsort((self.rows, flat.maker[self.rows]))]
-        """In the order in which they are copied out."""
+        """The copies in the order in which they are copied to the host."""
         self.back = np.argsort(self.needed, axis=0, kind="stable")
-        """By candidate, in the order in which they are needed: rows are in the order of values."""
+        """By candidate: the copies in the order in which they are needed, ties in the order of values."""
         self.begins = np.array(host_copies.backward_begins(flat.graph))
         self.stored, self.fetched = self._stored(), self._fetched()
 
     def uses(self, row: int) -> Bools:
-        """Return which candidates keep a forward value as a copy."""
+        """Return which candidates keep forward value ``row`` as a copy in host memory."""
         at = np.flatnonzero(self.rows == row)
         return self.needed[at[0]] < NEVER if len(at) else np.zeros(self.count, dtype=bool)
 
     def _stored(self) -> Ints:
-        """The position of the forward op after which each is freed."""
+        """Position of the forward op after which each copied value is freed on the device."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))
-        found = np.zeros(self.needed.shape, dtype=np.int64)
+        freed_after = np.zeros(self.needed.shape, dtype=np.int64)
         done = np.zeros(self.count)
         for at in self.out:
             row, used = self.rows[at], self.needed[at] < NEVER
             end = np.maximum(done, ends[self.flat.maker[row]]) + self.seconds[at]
             done = np.where(used, end, done)
             position = np.minimum(np.searchsorted(ends, end), len(ends) - 1)
-            found[at] = np.maximum(position, self.flat.used_last[row])
-        return found
+            freed_after[at] = np.maximum(position, self.flat.used_last[row])
+        return freed_after
 
     def _fetched(self) -> Ints:
-        """The slot at whose beginning the copy back of each begins."""
-        found = np.full(self.needed.shape, NEVER, dtype=np.int64)
+        """Slot at whose beginning each copy back to the device begins."""
+        slots = np.full(self.needed.shape, NEVER, dtype=np.int64)
         latest, every = np.full(self.count, np.inf), np.arange(self.count)
         for at in self.back[::-1]:
             needed = self.needed[at, every]
@@ -74,36 +74,39 @@ class Copies:
             begin = np.minimum(self.begins[slot - 1], latest) - self.seconds[at]
             latest = np.where(used, begin, latest)
             before = np.maximum(np.searchsorted(self.begins, begin, side="right"), 1)
-            found[at, every] = np.where(used, np.minimum(slot, before), NEVER)
-        return found
+            slots[at, every] = np.where(used, np.minimum(slot, before), NEVER)
+        return slots
 
-    def held_in_forward(self, positions: int) -> tuple[Ints, Ints]:
-        """Return, by position and candidate, the bytes of values that are there longer than for the ops alone, after
-        each op's own frees; and of these, what is freed right then."""
-        held = np.zeros((positions + 1, self.count), dtype=np.int64)
+    def live_in_forward(self, positions: int) -> tuple[Ints, Ints]:
+        """Return two arrays over (forward op, candidate).
+
+        First the bytes that are live after the op only because their copy is not done yet, then the part of them that
+        is freed at that op.
+        """
+        live = np.zeros((positions + 1, self.count), dtype=np.int64)
         freed = np.zeros((positions + 1, self.count), dtype=np.int64)
         every = np.arange(self.count)
         for at, row in enumerate(self.rows):
             size = np.where(self.needed[at] < NEVER, self.flat.bytes[row], 0)
-            held[self.flat.used_last[row]] += size
+            live[self.flat.used_last[row]] += size
             freed[self.stored[at], every] += size
-        held[1:] -= freed[:-1]
-        return np.cumsum(held, axis=0)[:-1], freed[:-1]
+        live[1:] -= freed[:-1]
+        return np.cumsum(live, axis=0)[:-1], freed[:-1]
 
-    def taken_in_backward(self, slots: int) -> Ints:
-        """Bytes that are taken at the beginning of each slot, by candidate."""
-        taken = np.zeros((slots, self.count), dtype=np.int64)
+    def allocated_in_backward(self, slots: int) -> Ints:
+        """Return an array over (slot, candidate): bytes allocated at the beginning of a slot for copies back."""
+        allocated = np.zeros((slots, self.count), dtype=np.int64)
         for at, row in enumerate(self.rows):
             some = np.flatnonzero(self.needed[at] < NEVER)
-            taken[self.fetched[at, some], some] += self.flat.bytes[row]
-        return taken
+            allocated[self.fetched[at, some], some] += self.flat.bytes[row]
+        return allocated
 
     def waits(self, storing: Floats, spent: Floats) -> Floats:
-        """Seconds that each candidate waits.
+        """Return the seconds that the step waits for copies, by candidate.
 
         Args:
-            storing: by forward op, seconds of what is stored after it.
-            spent: by slot, seconds of what is made again or fetched in it.
+            storing: by forward op, the seconds of the stores after it.
+            spent: by slot, the seconds of the recomputed ops and fetches in it.
         """
         return self._waits_out(storing) + self._waits_back(spent)
 
@@ -112,10 +115,10 @@ class Copies:
         done = np.zeros(self.count)
         for at in self.out:
             maker = self.flat.maker[self.rows[at]]
-            made = ends[maker] - storing[maker]
-            end = np.maximum(done, made) + self.seconds[at]
+            begin = ends[maker] - storing[maker]
+            end = np.maximum(done, begin) + self.seconds[at]
             done = np.where(self.needed[at] < NEVER, end, done)
-        # What is waited for before the end is done by then: see host_copies.
+        # A wait before the end of the pass is for a copy that is done by then: see host_copies.
         return np.maximum(done - ends[-1], 0.0)
 
     def _waits_back(self, spent: Floats) -> Floats:
@@ -124,7 +127,7 @@ class Copies:
         every = np.arange(self.count)
         needed = np.take_along_axis(self.needed, self.back, axis=0)
         waited = np.zeros((len(self.rows) + 1, self.count))
-        """After so many of them were needed."""
+        """Seconds waited after the first k copies were needed."""
         done = np.zeros(self.count)
         for k, at in enumerate(self.back):
             used = needed[k] < NEVER

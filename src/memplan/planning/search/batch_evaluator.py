@@ -1,9 +1,8 @@
 """Peak and added seconds of many choices at once, without building their schedules.
 
-Arrays are over (rows, candidates); Python loops over ops only. A backward pass over the forward ops finds in which
-slot each value is first and last needed there, a forward pass follows the bytes of what is made again within its
-slot, and sums over slots give the rest. ``byte_levels.levels`` of ``schedule`` is the plain account of the same; the
-two are equal.
+Arrays are over (rows, candidates); Python loops over ops only. A backward pass over the forward ops determines in which
+slot each value is first and last needed, a forward pass counts the bytes of recomputed values within their slots, and
+cumulative sums over slots give the levels. The result equals ``byte_levels.levels`` of each candidate's schedule.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from memplan.planning.search.candidates import Columns, Evaluated, Levels, Profi
 from memplan.planning.search.flat_graph import FlatGraph, Ints
 
 CHUNK = 512
-"""Candidates that are evaluated together: what they need then stays in the processor's cache."""
+"""Candidates that are evaluated together, so that their arrays stay in the processor's cache."""
 
 
 class Evaluator:
@@ -39,7 +38,7 @@ class Evaluator:
         self.rows = len(self.flat.droppable) + len(self.flat.forms)
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
-        """Return the candidate that stands for choices."""
+        """Return the candidate for ``choices``. See `choices` for the way back."""
         flat = self.flat
         return np.array(
             [value in choices.recompute for value in flat.droppable]
@@ -48,23 +47,23 @@ class Evaluator:
         )
 
     def choices(self, column: npt.NDArray[np.bool_]) -> Choices:
-        """Return the choices that a candidate stands for, without those that make no difference."""
+        """Return the choices of a candidate, without those that have no effect on its schedule."""
         flat = self.flat
         drops = frozenset(v for v, chosen in zip(flat.droppable, column, strict=False) if chosen)
-        some = zip(flat.forms, column[len(flat.droppable) :], strict=True)
-        kept = frozenset((form.lever, form.value) for form, chosen in some if chosen)
-        made = schedule(flat.graph, Choices(drops, kept, flat.gradients))
-        again = {value for action in made.backward if action.recomputed for value in action.makes}
-        used = (flat.graph.form[a.form] for a in made.forward if a.kind == "store" and a.form is not None)
-        return Choices(frozenset(again), frozenset((form.lever, form.value) for form in used), flat.gradients)
+        form_bits = zip(flat.forms, column[len(flat.droppable) :], strict=True)
+        forms = frozenset((form.lever, form.value) for form, chosen in form_bits if chosen)
+        planned = schedule(flat.graph, Choices(drops, forms, flat.gradients))
+        recomputed = {value for action in planned.backward if action.recomputed for value in action.makes}
+        used = (flat.graph.form[a.form] for a in planned.forward if a.kind == "store" and a.form is not None)
+        return Choices(frozenset(recomputed), frozenset((form.lever, form.value) for form in used), flat.gradients)
 
     def evaluate(self, columns: Columns, budget: int | Profile | None = None, *, squared: int = 0) -> Evaluated:
         """Compute peak, added seconds and excess over the budget of every candidate.
 
         Args:
             columns: the candidates.
-            budget: in bytes; as a profile, one for each position.
-            squared: so many times the bytes over the budget are squared before they are summed.
+            budget: in bytes, the same for the whole step, or a profile with a budget for each position.
+            squared: how many times the bytes over the budget are squared before they are summed.
         """
         count = columns.shape[1]
         peak, seconds = np.zeros(count, dtype=np.int64), np.zeros(count)
@@ -81,7 +80,7 @@ class Evaluator:
         return Evaluated(peak, seconds, excess, load, needed)
 
     def profiles(self, columns: Columns) -> list[Profile]:
-        """Return the bytes at every position of every candidate."""
+        """Return the bytes at every position, a profile for each candidate."""
         return [
             Profile(batch.forward[:, at], batch.slots[:, at], int(batch.update[at]))
             for start in range(0, columns.shape[1], CHUNK)
@@ -90,29 +89,29 @@ class Evaluator:
         ]
 
     def _batch(self, columns: Columns) -> Levels:
-        return Batch(self.flat, columns).run() if self.flat.regular else _one_by_one(self, columns)
+        return Batch(self.flat, columns).run() if self.flat.regular else _by_schedules(self, columns)
 
 
-def _one_by_one(evaluator: Evaluator, columns: Columns) -> Levels:
-    """The same through schedules, for graphs with what the batch does not know."""
+def _by_schedules(evaluator: Evaluator, columns: Columns) -> Levels:
+    """Build every candidate's schedule: slow, for graphs that `Batch` does not support (`FlatGraph.regular`)."""
     flat, parts, seconds = evaluator.flat, list[Sequence[Ints]](), list[float]()
     for column in columns.T:
-        made = schedule(flat.graph, evaluator.choices(column))
-        found = levels(made, flat.around)
+        planned = schedule(flat.graph, evaluator.choices(column))
+        planned_levels = levels(planned, flat.around)
         forward = np.zeros(len(flat.forward), dtype=np.int64)
         slots = np.zeros(flat.slots, dtype=np.int64)
         at = 0
-        for action, level in zip(made.forward, found.forward, strict=True):
+        for action, level in zip(planned.forward, planned_levels.forward, strict=True):
             at = at + 1 if action.kind == "run" else at
             forward[max(at - 1, 0)] = max(forward[max(at - 1, 0)], level)
-        slot, ended = 0, False
-        for action, level in zip(made.backward, found.backward, strict=True):
-            if ended and action.kind != "give":
-                slot, ended = slot + 1, False
+        slot, op_ran = 0, False
+        for action, level in zip(planned.backward, planned_levels.backward, strict=True):
+            if op_ran and action.kind != "give":
+                slot, op_ran = slot + 1, False
             slots[slot] = max(slots[slot], level)
-            ended = ended or action.kind == "receive" or (action.kind == "run" and not action.recomputed)
-        parts.append((forward, slots, np.array(found.update)))
-        seconds.append(made.seconds)
+            op_ran = op_ran or action.kind == "receive" or (action.kind == "run" and not action.recomputed)
+        parts.append((forward, slots, np.array(planned_levels.update)))
+        seconds.append(planned.seconds)
     forward, slots, update = (np.stack([part[k] for part in parts], axis=-1) for k in range(3))
     everything = np.ones((len(flat.values), columns.shape[1]), dtype=bool)
     return Levels(forward, slots, update, np.array(seconds), everything)

@@ -1,4 +1,4 @@
-"""Candidates of the search, many at once, and what they come to."""
+"""Candidates of the search, many at once, and their evaluation."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ import numpy.typing as npt
 from memplan.planning.search.flat_graph import Ints
 
 Columns = npt.NDArray[np.bool_]
-"""(decisions, candidates): which values are made again, then which kept forms are used."""
+"""(decisions, candidates): which values are recomputed, then which kept forms are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One entry a candidate."""
+    """Evaluation of some candidates: arrays with an entry for each."""
 
     peak: Ints
     seconds: npt.NDArray[np.float64]
     excess: npt.NDArray[np.float64]
-    """Bytes over the budget (or their squares) summed over all positions: what tells near misses apart, where the peak
-    alone does not."""
+    """Bytes over the budget (or their squares), summed over all positions: it ranks near misses with the same peak."""
     load: npt.NDArray[np.float64]
-    """Bytes, summed over all positions: what tells apart how much of the room candidates leave."""
+    """Bytes, summed over all positions: it ranks candidates by how much memory they leave free."""
     needed: npt.NDArray[np.bool_]
-    """(forward values, candidates): which values the backward pass needs in some way."""
+    """(forward values, candidates): which values the backward pass needs in any form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The levels of one candidate."""
+    """Bytes at every position of the step, for a single candidate."""
 
     forward: Ints
-    """The most during each forward op and what follows it before the next."""
+    """Highest level during each forward op and the actions before the next."""
     slots: Ints
-    """The most during each slot of the backward pass."""
+    """Highest level during each slot of the backward pass."""
     update: int
 
     def at_least(self, level: int) -> Profile:
-        """Return the profile raised to so many bytes at every position."""
+        """Return the profile raised to at least ``level`` bytes at every position."""
         return Profile(np.maximum(self.forward, level), np.maximum(self.slots, level), max(self.update, level))
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Bytes of some candidates at every position, a column each, and what they add."""
+    """Bytes at every position and added seconds of some candidates: (positions, candidates)."""
 
     forward: Ints
     slots: Ints

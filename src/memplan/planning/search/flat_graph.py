@@ -1,8 +1,8 @@
-"""A joint graph as flat lists and arrays: what the batch evaluator needs of it, looked up once.
+"""A joint graph as flat lists and arrays, for the batch evaluator.
 
-Forward values are numbered by themselves ("rows"), in the order of their ids; the backward pass is a row of *slots*:
-slot 0 is the moment at which the tangents are received, slot j the j-th backward op with all that is made again just
-before it.
+Forward values have numbers of their own ("rows"), in the order of their ids. The backward pass is a sequence of
+*slots*: in slot 0 the tangents are received; slot j is the j-th backward op, with everything that is recomputed or
+fetched just before it. A complete gradient is *given*: handed to autograd or to the optimizer.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from memplan.planning.graph.resident import Surroundings
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import base_level
-from memplan.planning.schedule.scheduler import changed_at_once, copied, taken
+from memplan.planning.schedule.scheduler import changed_at_once, copied_gradients, frees_gradient
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """A gradient that is given away."""
+    """The hand-over of a complete gradient."""
 
     slot: int
-    """After which backward op, if nothing that is made again reads the parameter later."""
+    """Slot after whose backward op it happens, unless a recomputed op reads the parameter later."""
     copy: int
-    """Bytes of the copy that stays."""
+    """Bytes of the gradient's copy that the receiver keeps."""
     transient: int
-    """Bytes that the optimizer holds for the moment."""
+    """Bytes that the optimizer allocates during its update."""
     freed: int
-    """Bytes of the gradient that are freed by it."""
+    """Bytes of the gradient that are freed afterwards."""
     parameter: int | None
-    """The parameter that may change at once, so that its last read comes first; None if it does not."""
+    """The parameter, if it may change at once: then its last read has to come before. None if it does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOp:
-    """A forward op in terms of rows."""
+    """A forward op, its values as rows."""
 
     op: GraphOp
     makes: tuple[int, ...]
     reads: tuple[int, ...]
-    """Rows of the forward values that it reads, ascending."""
+    """Rows of the forward values it reads, ascending."""
     parameters: tuple[int, ...]
-    """Parameters that it reads and that may change once their gradient is given."""
+    """Parameters it reads that may change once their gradient is given."""
     overwrites: tuple[int, ...]
     during: int
-    """Bytes that its results, kept or not, and its scratch take."""
-    taken: int
-    """By how much less it takes where its first result takes over memory."""
+    """Bytes of all its results and its scratch."""
+    in_place_saved: int
+    """Bytes less if its first result overwrites an operand."""
 
 
 class FlatGraph:
-    """The graph with one use of its gradients, beside the same surroundings."""
+    """The graph with a fixed use of its gradients, as arrays."""
 
     def __init__(self, graph: JointGraph, around: Surroundings, gradients: GradientUse = STAYS) -> None:
         self.graph, self.around, self.gradients = graph, around, gradients
@@ -69,90 +69,91 @@ class FlatGraph:
         self.row = {value: row for row, value in enumerate(self.values)}
         self.bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)
         self.is_output = np.array([value in self.outputs for value in self.values], dtype=bool)
-        again = recomputable(graph)
-        self.droppable = tuple(value for value in self.values if value in again)
+        can_rerun = recomputable(graph)
+        self.droppable = tuple(value for value in self.values if value in can_rerun)
         self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
         self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.outputs)
         """Kept forms by rank: copies last."""
         self.form_rows = [self.row[form.value] for form in self.forms]
         self.form_bytes = [graph.values[form.kept].bytes for form in self.forms]
         self.copied = range(sum(not form.is_copied for form in self.forms), len(self.forms))
-        """Which forms are copies that run beside the ops."""
+        """Indices of the forms that are copies to host memory."""
         self.plain = range(self.copied.start)
-        """Which are not."""
-        self.forms_of: dict[int, list[int]] = defaultdict(list)
+        """Indices of the other forms."""
+        self.plain_forms_of: dict[int, list[int]] = defaultdict(list)
         """By row: its plain forms."""
-        self.whole_of: dict[int, list[int]] = defaultdict(list)
-        """By row, ascending: the forms, copies too, that the value can be fetched from. The first that is chosen is."""
+        self.fetchable_forms_of: dict[int, list[int]] = defaultdict(list)
+        """By row, ascending: the forms, copies included, that the value can be fetched from. The first chosen form is
+        used."""
         for at, row in sorted(enumerate(self.form_rows), key=lambda item: (item[1], item[0])):
             if at in self.plain:
-                self.forms_of[row].append(at)
+                self.plain_forms_of[row].append(at)
             if self.forms[at].whole:
-                self.whole_of[row].append(at)
+                self.fetchable_forms_of[row].append(at)
         self.gives: tuple[Give, ...] = ()
         self.waits = False
-        """Whether some of them wait for the last read of a parameter."""
+        """Whether any give waits for the last read of its parameter."""
         self._backward_statics()
         self._forward_ops()
         self._forward_frees()
         self._readers()
         self.maker = np.array([0] * len(self.values), dtype=np.int64)
-        """Which forward op makes each row's value."""
+        """By row: the forward op that makes the value."""
         for at, op in enumerate(self.forward):
             self.maker[list(op.makes)] = at
-        self._sums()
+        self._shared_arrays()
         self.regular = self._is_regular()
 
     # -- backward
 
     def _backward_statics(self) -> None:
-        """Last uses and bytes of what does not depend on the choices: gradients and tangents."""
+        """Last uses and bytes of gradients and tangents: they do not depend on the choices."""
         graph = self.graph
         self.slots = len(graph.backward_ops) + 1
         last = dict.fromkeys(self.tangents, 0)
         for slot, op in enumerate(graph.backward_ops, 1):
             last.update((value, slot) for value in (*op.reads, *op.makes))
-        kept = self._give_all(last)
-        given = {graph.base(gradient) for _, gradient in graph.gradients}
+        staying = self._give_all(last)
+        gradients = {graph.base(gradient) for _, gradient in graph.gradients}
         self.during = np.zeros(self.slots, dtype=np.int64)
         self.net = np.zeros(self.slots, dtype=np.int64)
         self.first_result = np.zeros(self.slots, dtype=np.int64)
-        self.taken = np.zeros(self.slots, dtype=bool)
-        """Whether the slot's op takes over memory of something else than a forward value."""
+        self.in_place = np.zeros(self.slots, dtype=bool)
+        """Whether the slot's op overwrites an operand that is no forward value."""
         self.during[0] = self.net[0] = sum(graph.values[value].bytes for value in self.tangents)
         self.during[0] += self.around.outside
-        fixed = self.resident | self.outputs | kept | given | {v for v in self.tangents if graph.values[v].held}
+        fixed = self.resident | self.outputs | staying | gradients | {v for v in self.tangents if graph.values[v].held}
         for value, slot in last.items():
             if value not in fixed and value not in self.row:
                 self.net[slot] -= graph.values[value].bytes
         self.overwritten: list[tuple[int, int]] = []
-        """(slot, row) of forward values whose memory a backward op can take over."""
+        """(slot, row) of forward values that a backward op can overwrite with its result."""
         for slot, op in enumerate(graph.backward_ops, 1):
-            made = sum(graph.values[value].bytes for value in op.makes)
-            self.during[slot] = made + op.discarded + op.scratch
-            self.net[slot] += made
+            result_bytes = sum(graph.values[value].bytes for value in op.makes)
+            self.during[slot] = result_bytes + op.discarded + op.scratch
+            self.net[slot] += result_bytes
             if op.makes:
                 self.first_result[slot] = graph.values[op.makes[0]].bytes + op.scratch_saved
                 candidates = [v for v in op.overwrites if v not in fixed and v not in self.tangents]
-                self.taken[slot] = any(last[v] == slot for v in candidates if v not in self.row)
+                self.in_place[slot] = any(last[v] == slot for v in candidates if v not in self.row)
                 self.overwritten += [(slot, self.row[v]) for v in candidates if v in self.row]
 
     def _give_all(self, last: dict[int, int]) -> set[int]:
-        """Fill ``gives``; the bases of gradients that stay."""
+        """Fill ``gives`` and return the bases of gradients that the receiver keeps."""
         graph, choices = self.graph, Choices(gradients=self.gradients)
         users = Counter(graph.base(gradient) for _, gradient in graph.gradients)
-        copies = copied(graph, choices)
-        drafts, kept = list[tuple[int, int, int, int, int | None]](), set[int]()
+        copies = copied_gradients(graph, choices)
+        drafts, staying = list[tuple[int, int, int, int, int | None]](), set[int]()
         for of, gradient in graph.gradients:
             base, size = graph.base(gradient), graph.values[of].own_bytes * (of in copies)
-            changed, used_up = changed_at_once(graph, choices, of), taken(graph, choices, of)
+            changed, freed = changed_at_once(graph, choices, of), frees_gradient(graph, choices, of)
             slot = max(last.get(base, 0), last.get(graph.base(of), 0) if changed else 0)
-            if of not in copies and not used_up:
-                kept.add(base)
+            if of not in copies and not freed:
+                staying.add(base)
             updated = self.gradients.updates and graph.values[of].kind == "parameter"
             transient = self.around.update_of.get(of, 0) + size if updated else 0
-            drafts.append((slot, 0 if used_up else size, transient, base, graph.base(of) if changed else None))
-        fixed = self.resident | self.outputs | kept
+            drafts.append((slot, 0 if freed else size, transient, base, graph.base(of) if changed else None))
+        fixed = self.resident | self.outputs | staying
         final = {base: at for at, (_, _, _, base, _) in sorted(enumerate(drafts), key=lambda d: (d[1][0], d[0]))}
         self.gives = tuple(
             Give(
@@ -163,7 +164,7 @@ class FlatGraph:
         )  # fmt: skip
         self.waits = any(parameter is not None for *_, parameter in drafts)
         self.shared_waits = any(users[base] > 1 and parameter is not None for *_, base, parameter in drafts)
-        return kept
+        return staying
 
     # -- forward
 
@@ -184,29 +185,34 @@ class FlatGraph:
             )
 
         self.forward = tuple(flat(op) for op in graph.forward_ops)
-        self.rerun = tuple(one if one.op.again is None else flat(one.op.again) for one in self.forward)
-        """What runs where the results of each are made again."""
-        self.rebuilt = [flat(self._as_op(self.forms[at])) for at in self.plain]
-        """Fetching each plain form, as if it were an op."""
-        self.rebuilds_at = [
-            [(form, row) for row in op.makes for form in self.forms_of.get(row, ()) if self.forms[form].also_reads]
+        self.rerun = tuple(op if op.op.again is None else flat(op.op.again) for op in self.forward)
+        """By forward op: the op that recomputes its results."""
+        self.fetch_ops = [flat(self._fetch_op(self.forms[at])) for at in self.plain]
+        """By plain form: its fetch as an op."""
+        self.operand_fetches_at = [
+            [
+                (form, row)
+                for row in op.makes
+                for form in self.plain_forms_of.get(row, ())
+                if self.forms[form].also_reads
+            ]
             for op in self.forward
         ]
-        """By forward op: the forms of its results that are fetched with other operands, and their rows."""
-        self.fetches_of = {
-            row: those
-            for row, forms in self.whole_of.items()
-            if (those := [at for at in forms if at in self.plain and not self.forms[at].also_reads])
+        """By forward op: the forms of its results whose fetch needs other operands, and their rows."""
+        self.simple_fetches_of = {
+            row: fetched
+            for row, forms in self.fetchable_forms_of.items()
+            if (fetched := [at for at in forms if at in self.plain and not self.forms[at].also_reads])
         }
-        """By row, ascending: the plain forms that are fetched of nothing else."""
-        self.given_at = defaultdict[int, list[int]](list)
-        """Parameter -> its gives."""
+        """By row, ascending: the plain forms whose fetch needs no other operands."""
+        self.gives_of = defaultdict[int, list[int]](list)
+        """Parameter -> indices of its gives."""
         for at, give in enumerate(self.gives):
             if give.parameter is not None:
-                self.given_at[give.parameter].append(at)
+                self.gives_of[give.parameter].append(at)
 
-    def _as_op(self, form: KeptForm) -> GraphOp:
-        """An op that does what fetching does, so that a fetch with other operands is one more way to run it again."""
+    def _fetch_op(self, form: KeptForm) -> GraphOp:
+        """The fetch of a form as an op, so that it is handled like the recomputation of the value."""
         scratch, maker = form.fetch_scratch, self.graph.maker[form.value]
         return replace(
             maker, reads=form.also_reads, makes=(form.value,), discarded=0, scratch=scratch, overwrites=(),
@@ -214,7 +220,7 @@ class FlatGraph:
         )  # fmt: skip
 
     def _forward_frees(self) -> None:
-        """Where each value is used last in the forward pass: by an op, or written into something after one."""
+        """Last use of each value in the forward pass: by an op, or by a write after an op."""
         position = {op.op.index: at for at, op in enumerate(self.forward)}
         last = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
         self.used_last = np.array([position[last[value]] for value in self.values], dtype=np.int64)
@@ -229,29 +235,31 @@ class FlatGraph:
                 self.written[row] = True
 
     def _readers(self) -> None:
-        """Backward ops that read each forward value itself; and those that may read a kept form of it."""
-        may: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """Backward ops that read each forward value itself, and ops that can read a kept form of it instead."""
+        readers_of_form: dict[tuple[int, int], list[int]] = defaultdict(list)
         for at in self.plain:
             for op in self.forms[at].direct:
-                may[op, self.form_rows[at]].append(at)
+                readers_of_form[op, self.form_rows[at]].append(at)
         self.readers: list[list[int]] = [[] for _ in self.values]
         self.direct: list[tuple[int, list[tuple[int, int]]]] = []
         """(slot, [(form, row), ...] in the order of the op's reads)."""
         for slot, op in enumerate(self.graph.backward_ops, 1):
             rows = [self.row[value] for value in op.reads if value in self.row]
-            direct = [(at, row) for row in rows for at in may.get((op.index, row), ())]
+            direct = [(at, row) for row in rows for at in readers_of_form.get((op.index, row), ())]
             if direct:
                 self.direct.append((slot, direct))
             for row in rows:
-                if (op.index, row) not in may:
+                if (op.index, row) not in readers_of_form:
                     self.readers[row].append(slot)
 
-    def _sums(self) -> None:
-        """What all candidates have in common, as arrays."""
+    def _shared_arrays(self) -> None:
+        """Arrays that are the same for all candidates."""
         none = np.iinfo(np.int32).max
         self.first_read = np.array([slots[0] if slots else none for slots in self.readers], dtype=np.int32)
         self.last_read = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
-        self.made = np.array([sum(int(self.bytes[row]) for row in op.makes) for op in self.forward], dtype=np.int64)
+        self.result_bytes = np.array(
+            [sum(int(self.bytes[row]) for row in op.makes) for op in self.forward], dtype=np.int64
+        )
         self.forward_during = np.array([op.during for op in self.forward], dtype=np.int64)
         self.forward_overwrites = [
             (at, over)
@@ -261,18 +269,19 @@ class FlatGraph:
         ]
         self.by_freed = np.argsort(self.freed_at, kind="stable")
         self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
-        self.given = np.zeros(self.slots, dtype=np.int64)
-        """Bytes that the gradients given away in each slot change; and the most meanwhile."""
-        self.given_most = np.zeros(self.slots, dtype=np.int64)
+        self.gives_net = np.zeros(self.slots, dtype=np.int64)
+        """By slot: change of the level by the gradients that are given there."""
+        self.gives_peak = np.zeros(self.slots, dtype=np.int64)
+        """By slot: highest level while these are given."""
         for give in self.gives:
-            self.given[give.slot] += give.copy
-            level = self.given[give.slot] + give.transient
-            self.given_most[give.slot] = max(self.given_most[give.slot], level)
-            self.given[give.slot] -= give.freed
+            self.gives_net[give.slot] += give.copy
+            level = self.gives_net[give.slot] + give.transient
+            self.gives_peak[give.slot] = max(self.gives_peak[give.slot], level)
+            self.gives_net[give.slot] -= give.freed
 
     def _is_regular(self) -> bool:
-        """Whether the batch evaluator knows all that the graph has. What it does not know is rare: a gradient that is a
-        forward value or something handed in, gradients that wait and share memory, writes after backward ops."""
+        """Whether the batch evaluator supports the graph. Three rare cases are not supported: a gradient that is a
+        forward value or an input, gradients that wait and share memory, and writes after backward ops."""
         bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
         foreign = any(v in self.row or v in self.resident for v in bases)

@@ -1,7 +1,7 @@
-"""Local search on single values: repair what is over the budget, then take back what costs most.
+"""Local search on single values: repair a candidate that is over the budget, then undo the choices that cost most.
 
-A round evaluates all moves at once, ranks them and tries the best one, the best two, and so on: moves in different
-places of a network hardly touch each other, so a round can make many.
+A round evaluates all moves at once, ranks them and tries the best, the best two, and so on: moves in different places
+of a network rarely affect each other, so a round can apply many.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from memplan.planning.search.candidates import Columns, Evaluated, Profile
 Column = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Move = tuple[tuple[int, ...], tuple[bool, ...]]
-"""Rows of a column, and what they become."""
+"""Rows of a column, and their new values."""
 
 TINY = 1e-9
-"""Seconds; less is no difference."""
+"""Seconds. Smaller differences count as equal."""
 SAME = 1e-12
-"""Share of an excess; less is how sums of squares are rounded."""
+"""Share of an excess. Smaller differences are rounding errors of sums of squares."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A candidate and what it comes to."""
+    """A candidate and its evaluation (see `Evaluated`)."""
 
     column: Column
     peak: int
@@ -41,17 +41,17 @@ class State:
 
     @property
     def fits(self) -> bool:
-        """Return whether it is within the budget."""
+        """Whether the candidate is within the budget."""
         return self.excess == 0
 
     def better(self, other: State) -> bool:
-        """Return whether it is nearer to the budget, or costs less."""
+        """Whether it has less excess than ``other`` or, if both fit the budget, adds fewer seconds."""
         if not self.fits or not other.fits:
             return self.excess < other.excess * (1 - SAME)
         return self.seconds < other.seconds - TINY
 
 
-class Local:
+class LocalSearch:
     """Local search under one budget."""
 
     def __init__(
@@ -62,38 +62,38 @@ class Local:
         small: int = 0,
         squared: int = 0,
     ) -> None:
-        """What has at most ``small`` bytes is left alone. ``budget`` and ``squared``: see `Evaluator.evaluate`."""
+        """Values of at most ``small`` bytes are never changed. ``budget`` and ``squared``: see `Evaluator.evaluate`."""
         self.squared = squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
-        self.drops = len(self.flat.droppable)
+        self.drop_count = len(self.flat.droppable)
         self.row = {int(row): at for at, row in enumerate(self.flat.drop_rows)}
         self.large = self.flat.bytes[self.flat.drop_rows] > small
-        self.fixed = self._moves()
+        self.all_moves = self._all_moves()
 
     def state(self, column: Column) -> State:
         """Evaluate a candidate."""
-        return _at(self._evaluated(column[:, None]), column[:, None], 0)
+        return _state_at(self._evaluate(column[:, None]), column[:, None], 0)
 
-    def _evaluated(self, columns: Columns) -> Evaluated:
+    def _evaluate(self, columns: Columns) -> Evaluated:
         return self.evaluator.evaluate(columns, self.budget, squared=self.squared)
 
     # -- moves
 
-    def _moves(self) -> list[Move]:
-        """Moves that do not depend on where the search is: those that change nothing there are left out later."""
+    def _all_moves(self) -> list[Move]:
+        """All moves, for any state. `moves` leaves out those without effect in a given state."""
         flat, moves = self.flat, list[Move]()
         for at in np.flatnonzero(self.large).tolist():
             moves += [((at,), (True,)), ((at,), (False,))]
         for op in flat.rerun:
-            made = [self.row[row] for row in op.makes if row in self.row and self.large[self.row[row]]]
-            read = [self.row[row] for row in op.reads if row in self.row and self.large[self.row[row]]]
-            if len(made) > 1:
-                moves += [(tuple(made), (True,) * len(made)), (tuple(made), (False,) * len(made))]
-            for at in made:
-                if read:
-                    rows = (at, *read)
-                    moves += [(rows, (True, *[False] * len(read))), (rows, (False, *[True] * len(read)))]
-        for at, form in enumerate(flat.forms, self.drops):
+            results = [self.row[row] for row in op.makes if row in self.row and self.large[self.row[row]]]
+            operands = [self.row[row] for row in op.reads if row in self.row and self.large[self.row[row]]]
+            if len(results) > 1:
+                moves += [(tuple(results), (True,) * len(results)), (tuple(results), (False,) * len(results))]
+            for at in results:
+                if operands:
+                    rows = (at, *operands)
+                    moves += [(rows, (True, *[False] * len(operands))), (rows, (False, *[True] * len(operands)))]
+        for at, form in enumerate(flat.forms, self.drop_count):
             drop = self.row.get(flat.row[form.value])
             moves += [((at,), (True,)), ((at,), (False,))]
             if drop is not None and form.is_copied:
@@ -102,111 +102,121 @@ class Local:
                 moves += [((at, drop), (formed, dropped)) for formed in (True, False) for dropped in (True, False)]
         return moves
 
-    def settled(self, state: State) -> State:
-        """Mark what nobody needs as to be made again: then a later need does not keep it. Nothing changes now."""
+    def drop_unneeded(self, state: State) -> State:
+        """Mark values that nothing reads as recomputed, so that they are not kept if a later move makes them needed.
+        Peak and seconds stay the same."""
         column = state.column.copy()
-        column[: self.drops] |= ~state.needed[self.flat.drop_rows] & self.large
+        column[: self.drop_count] |= ~state.needed[self.flat.drop_rows] & self.large
         return replace(state, column=column)
 
     def moves(self, state: State) -> list[Move]:
-        """Return the moves that change something."""
+        """Return the moves that have an effect in this state, without duplicates."""
         column, needed = state.column.tolist(), state.needed[self.flat.drop_rows].tolist()
-        found = dict[tuple[tuple[int, bool], ...], Move]()
-        for rows, bits in self.fixed:
+        unique = dict[tuple[tuple[int, bool], ...], Move]()
+        for rows, bits in self.all_moves:
             changes = tuple(
                 (row, bit) for row, bit in zip(rows, bits, strict=True)
                 if column[row] != bit
             )  # fmt: skip
-            if not changes or (len(changes) == 1 and changes[0][0] < self.drops and not needed[changes[0][0]]):
+            if not changes or (len(changes) == 1 and changes[0][0] < self.drop_count and not needed[changes[0][0]]):
                 continue
-            found.setdefault(changes, (tuple(r for r, _ in changes), tuple(b for _, b in changes)))
-        return list(found.values())
+            unique.setdefault(changes, (tuple(r for r, _ in changes), tuple(b for _, b in changes)))
+        return list(unique.values())
 
     # -- repair
 
     def repair(self, start: State, rounds: int = 40, locked: Iterable[int] = ()) -> State:
-        """Move a state towards the budget, by moves that save most bytes over it for each second they add."""
-        state, hold = start, set(locked)
+        """Reduce the excess over the budget by the moves that save most excess for each second they add.
+
+        Rows in ``locked`` do not change. The result does not fit where no move helps or the rounds are used up.
+        """
+        state, locked = start, set(locked)
         for _ in range(rounds):
             if state.fits:
                 break
-            moves = [m for m in self.moves(state) if hold.isdisjoint(m[0])]
+            moves = [m for m in self.moves(state) if locked.isdisjoint(m[0])]
             if not moves:
                 break
-            found = self._evaluated(applied(state.column, moves))
-            gain, cost = state.excess - found.excess, found.seconds - state.seconds
+            evaluated = self._evaluate(apply_moves(state.column, moves))
+            gain, cost = state.excess - evaluated.excess, evaluated.seconds - state.seconds
             order = [
                 int(k)
                 for k in np.argsort(-gain / np.maximum(cost, TINY), kind="stable")
                 if gain[k] > SAME * state.excess
             ]
-            best = self._prefix(state, [moves[k] for k in order]) if order else self._two(state, moves, found)
+            best = (
+                self._apply_prefix(state, [moves[k] for k in order])
+                if order
+                else self._repair_by_pair(state, moves, evaluated)
+            )
             if best is None or not best.better(state):
                 break
-            state = self.settled(best)
+            state = self.drop_unneeded(best)
         return state
 
-    def _two(self, state: State, moves: Sequence[Move], found: Evaluated, few: int = 32) -> State | None:
-        """The best two moves together, of those that do least harm: where no single one helps."""
-        near = [moves[int(k)] for k in np.lexsort((found.seconds, found.excess))[:few]]
+    def _repair_by_pair(self, state: State, moves: Sequence[Move], evaluated: Evaluated, few: int = 32) -> State | None:
+        """Apply the best pair of the ``few`` moves with the least excess: used where no single move helps."""
+        near = [moves[int(k)] for k in np.lexsort((evaluated.seconds, evaluated.excess))[:few]]
         pairs = [
-            (one[0] + other[0], one[1] + other[1])
-            for one, other in combinations(near, 2)
-            if set(one[0]).isdisjoint(other[0])
+            (rows + other_rows, bits + other_bits)
+            for (rows, bits), (other_rows, other_bits) in combinations(near, 2)
+            if set(rows).isdisjoint(other_rows)
         ]
         if not pairs:
             return None
-        columns = applied(state.column, pairs)
-        tried = self._evaluated(columns)
-        return _at(tried, columns, int(np.lexsort((tried.seconds, tried.excess))[0]))
+        columns = apply_moves(state.column, pairs)
+        tried = self._evaluate(columns)
+        return _state_at(tried, columns, int(np.lexsort((tried.seconds, tried.excess))[0]))
 
-    def _prefix(self, state: State, moves: Sequence[Move]) -> State:
-        """The best of the first move, the first two, and so on; the first that fits, if one does."""
+    def _apply_prefix(self, state: State, moves: Sequence[Move]) -> State:
+        """Apply the shortest prefix of ``moves`` that fits the budget, else the prefix with the least excess."""
         lengths = _lengths(len(moves))
-        found, columns = self._try(state.column, moves, lengths)
-        fits = np.flatnonzero(found.excess == 0)
+        evaluated, columns = self._evaluate_prefixes(state.column, moves, lengths)
+        fits = np.flatnonzero(evaluated.excess == 0)
         if len(fits):
             high = lengths[int(fits[0])]
             low = lengths[int(fits[0]) - 1] if fits[0] else 0
             if high - low > 1:
                 between = [*range(low + 1, high, max(1, (high - low) // 32)), high]
-                found, columns = self._try(state.column, moves, between)
-                fits = np.flatnonzero(found.excess == 0)
-            return _at(found, columns, int(fits[0]))
-        return _at(found, columns, int(np.argmin(found.excess)))
+                evaluated, columns = self._evaluate_prefixes(state.column, moves, between)
+                fits = np.flatnonzero(evaluated.excess == 0)
+            return _state_at(evaluated, columns, int(fits[0]))
+        return _state_at(evaluated, columns, int(np.argmin(evaluated.excess)))
 
-    def _try(self, column: Column, moves: Sequence[Move], lengths: Sequence[int]) -> tuple[Evaluated, Columns]:
+    def _evaluate_prefixes(
+        self, column: Column, moves: Sequence[Move], lengths: Sequence[int]
+    ) -> tuple[Evaluated, Columns]:
         columns = np.repeat(column[:, None], len(lengths), axis=1)
-        for at, length in enumerate(lengths):
-            taken = set[int]()
+        for k, length in enumerate(lengths):
+            changed = set[int]()
             for rows, bits in moves[:length]:
-                if taken.isdisjoint(rows):
-                    taken.update(rows)
-                    columns[list(rows), at] = bits
-        return self._evaluated(columns), columns
+                if changed.isdisjoint(rows):
+                    changed.update(rows)
+                    columns[list(rows), k] = bits
+        return self._evaluate(columns), columns
 
     # -- improve
 
     def improve(self, start: State, rounds: int = 60, *, pairs: bool = True) -> State:
-        """Reduce the seconds within the budget: by single moves, and where none helps, by pairs of one that saves and
-        one that makes room for it."""
+        """Reduce the added seconds within the budget: by single moves and, where none helps, by pairs of a move that
+        saves seconds and a move that frees bytes for it."""
         state = start
         for _ in range(rounds):
             moves = self.moves(state)
             if not moves or not state.fits:
                 break
-            found = self._evaluated(applied(state.column, moves))
-            better = self._several(state, moves, found)
+            evaluated = self._evaluate(apply_moves(state.column, moves))
+            better = self._improve_by_singles(state, moves, evaluated)
             if better is None and pairs:
-                better = self._pair(state, moves, found)
+                better = self._improve_by_pairs(state, moves, evaluated)
             if better is None:
                 break
-            state = self.settled(better)
+            state = self.drop_unneeded(better)
         return state
 
     def shake(self, start: State, times: int, *, pairs: bool = True, enough: float = 0.0) -> State:
-        """Keep a value against the budget, repair without giving it up, improve; where that ends lower, go on there.
-        ``enough`` are seconds below which there is nothing to gain."""
+        """Escape local optima, up to ``times`` times: force a move that exceeds the budget, repair with that move
+        locked, improve, and continue from the result if it adds fewer seconds. Stops at ``enough`` seconds."""
         best, tried = start, set[tuple[int, ...]]()
         for _ in range(times):
             if best.seconds <= enough:
@@ -214,65 +224,70 @@ class Local:
             moves = self.moves(best)
             if not moves:
                 break
-            found = self._evaluated(applied(best.column, moves))
-            worth = (best.seconds - found.seconds) / np.maximum(found.excess, 1.0)
+            evaluated = self._evaluate(apply_moves(best.column, moves))
+            worth = (best.seconds - evaluated.seconds) / np.maximum(evaluated.excess, 1.0)
             order = [int(k) for k in np.argsort(-worth, kind="stable") if worth[k] > 0 and moves[k][0] not in tried]
             if not order:
                 break
             move = moves[order[0]]
             tried.add(move[0])
-            state = self.state(applied(best.column, [move])[:, 0])
+            state = self.state(apply_moves(best.column, [move])[:, 0])
             state = self.repair(state, locked=move[0])
             if state.fits:
                 state = self.improve(state, 20, pairs=pairs)
                 best = state if state.better(best) else best
         return best
 
-    def _several(self, state: State, moves: Sequence[Move], found: Evaluated) -> State | None:
-        saved = state.seconds - found.seconds
-        good = np.flatnonzero((found.excess == 0) & (saved > TINY))
+    def _improve_by_singles(self, state: State, moves: Sequence[Move], evaluated: Evaluated) -> State | None:
+        """Apply many moves that fit by themselves, ranked by seconds saved, then by seconds saved per byte; None if no
+        prefix of either ranking is better."""
+        saved = state.seconds - evaluated.seconds
+        good = np.flatnonzero((evaluated.excess == 0) & (saved > TINY))
         if not len(good):
             return None
-        taken = np.maximum(found.load[good] - state.load, 1.0)
+        bytes_added = np.maximum(evaluated.load[good] - state.load, 1.0)
         best: State | None = None
-        for worth in (saved[good], saved[good] / taken):
+        for worth in (saved[good], saved[good] / bytes_added):
             order = [moves[int(good[k])] for k in np.argsort(-worth, kind="stable")]
-            tried, columns = self._try(state.column, order, _lengths(len(order)))
+            tried, columns = self._evaluate_prefixes(state.column, order, _lengths(len(order)))
             fits = np.flatnonzero(tried.excess == 0)
             if len(fits):
-                one = _at(tried, columns, int(fits[np.argmin(tried.seconds[fits])]))
-                best = one if best is None or one.better(best) else best
+                candidate = _state_at(tried, columns, int(fits[np.argmin(tried.seconds[fits])]))
+                best = candidate if best is None or candidate.better(best) else best
         return best if best is not None and best.better(state) else None
 
-    def _pair(
-        self, state: State, moves: Sequence[Move], found: Evaluated, few: int = 24, many: int = 40
+    def _improve_by_pairs(
+        self, state: State, moves: Sequence[Move], evaluated: Evaluated, few: int = 24, many: int = 40
     ) -> State | None:
-        saved, room = state.seconds - found.seconds, state.load - found.load
-        savers = [int(k) for k in np.argsort(-saved / np.maximum(found.excess, 1.0), kind="stable") if saved[k] > TINY]
+        """Apply pairs of a move that saves seconds and a move that frees bytes; None if no pair fits and saves."""
+        saved, room = state.seconds - evaluated.seconds, state.load - evaluated.load
+        savers = [
+            int(k) for k in np.argsort(-saved / np.maximum(evaluated.excess, 1.0), kind="stable") if saved[k] > TINY
+        ]
         savers = sorted(set(savers[: few // 2]) | set(np.argsort(-saved, kind="stable")[: few // 2].tolist()))
-        makers = [
+        freers = [
             int(k) for k in np.argsort(np.maximum(-saved, TINY) / np.maximum(room, 1.0), kind="stable") if room[k] > 0
         ]
         pairs = list[Move]()
-        for one in savers:
-            for other in makers[:many]:
-                if saved[one] + saved[other] > TINY and set(moves[one][0]).isdisjoint(moves[other][0]):
-                    pairs.append((moves[one][0] + moves[other][0], moves[one][1] + moves[other][1]))
+        for saver in savers:
+            for freer in freers[:many]:
+                if saved[saver] + saved[freer] > TINY and set(moves[saver][0]).isdisjoint(moves[freer][0]):
+                    pairs.append((moves[saver][0] + moves[freer][0], moves[saver][1] + moves[freer][1]))
         if not pairs:
             return None
-        columns = applied(state.column, pairs)
-        tried = self._evaluated(columns)
+        columns = apply_moves(state.column, pairs)
+        tried = self._evaluate(columns)
         good = np.flatnonzero((tried.excess == 0) & (tried.seconds < state.seconds - TINY))
         if not len(good):
             return None
         ordered = [pairs[int(k)] for k in good[np.argsort(tried.seconds[good], kind="stable")]]
-        again, columns = self._try(state.column, ordered, _lengths(len(ordered)))
-        fits = np.flatnonzero(again.excess == 0)
-        return _at(again, columns, int(fits[np.argmin(again.seconds[fits])]))
+        combined, columns = self._evaluate_prefixes(state.column, ordered, _lengths(len(ordered)))
+        fits = np.flatnonzero(combined.excess == 0)
+        return _state_at(combined, columns, int(fits[np.argmin(combined.seconds[fits])]))
 
 
-def applied(column: Column, moves: Sequence[Move]) -> Columns:
-    """Apply each move to one candidate: a new candidate for each."""
+def apply_moves(column: Column, moves: Sequence[Move]) -> Columns:
+    """Return one new candidate for each move: ``column`` with that move applied."""
     columns = np.repeat(column[:, None], len(moves), axis=1)
     for at, (rows, bits) in enumerate(moves):
         columns[list(rows), at] = bits
@@ -280,7 +295,7 @@ def applied(column: Column, moves: Sequence[Move]) -> Columns:
 
 
 def _lengths(count: int) -> list[int]:
-    """1, 2, 3, ... then in larger strides, up to all."""
+    """Prefix lengths to try: 1, 2, 3, ... then in steps of a quarter, up to ``count``."""
     lengths, at = list[int](), 1
     while at < count:
         lengths.append(at)
@@ -288,12 +303,12 @@ def _lengths(count: int) -> list[int]:
     return [*lengths, count]
 
 
-def _at(found: Evaluated, columns: Columns, at: int) -> State:
+def _state_at(evaluated: Evaluated, columns: Columns, k: int) -> State:
     return State(
-        columns[:, at].copy(),
-        int(found.peak[at]),
-        float(found.seconds[at]),
-        float(found.excess[at]),
-        float(found.load[at]),
-        found.needed[:, at].copy(),
+        columns[:, k].copy(),
+        int(evaluated.peak[k]),
+        float(evaluated.seconds[k]),
+        float(evaluated.excess[k]),
+        float(evaluated.load[k]),
+        evaluated.needed[:, k].copy(),
     )

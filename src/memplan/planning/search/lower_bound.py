@@ -1,30 +1,30 @@
-"""What no schedule can beat: a lower bound of the peak, and of the seconds that a budget adds.
+"""Lower bounds of the peak, and of the seconds that a schedule within a budget adds.
 
-Both rest on what every schedule of this space has in common. Take a position of the backward pass, the run of op j.
+Both follow from properties of every schedule. Take a position of the backward pass, the run of op j.
 
-- What does not depend on the choices is there: what is resident, the outputs, the gradients made and not yet given
-  away, the op's own results and scratch (less one result, where it can take over memory).
-- A forward value that the backward pass reads at or before j and at or after j is there, since it is made again at
-  most once and lives until its last use. So is one that cannot be made again and is read at or after j; if it can be
-  kept in another form, at least that: in host memory, none of its bytes.
+- Memory that does not depend on the choices is live: resident values, the outputs, gradients that are made and not yet
+  given, the op's own results and scratch (less its first result, if that can overwrite an operand).
+- A forward value that the backward pass reads at or before j and at or after j is live: it is recomputed at most once,
+  and lives until its last use. A value that cannot be recomputed and is read at or after j is live, too; if it can be
+  kept in another form, at least that form is (a form in host memory takes no bytes on the device).
 
-These two, with what the forward pass needs anyway (a value lives from its op to the last op that reads it), give
+These two, and the live ranges of the forward pass (a value lives from its op to the last op that reads it), give
 `lower_bound`.
 
-For the seconds, say for every forward value v and op o, and for some positions j, whether the value is there at j
-(``there[v, j]``), whether the op runs again after j (``again[o, j]``), whether a kept form is there at j
-(``form[v, j]``) and whether the value is kept as a copy beside the ops (``copy[v]``). Every schedule has
+For the seconds, take variables for every forward value v and op o, and for some positions j: whether the value is live
+at j (``there[v, j]``), whether the op runs again after j (``again[o, j]``), whether a kept form is live at j
+(``form[v, j]``) and whether the value is kept as a copy in host memory (``copy[v]``). Every schedule has
 
     there[v, j] + again[op of v, j] + form[v, j] + copy[v] >= 1             for v read by the backward pass after j
     there[u, j] + again[op of u, j] + form[u, j] + copy[u] >= again[o, j]   for u read by an op o
-    sum over v of bytes[v] * there[v, j] + (kept forms, alike) <= budget - (what is there at j anyway)
+    sum over v of bytes[v] * there[v, j] + (the same of kept forms) <= budget - (other live bytes at j)
     again[o] >= again[o, j]
-    wait + what a pass takes and adds >= sum of the seconds of all copies of the pass
+    wait + seconds of a pass, with those it adds >= sum of the seconds of all copies of the pass
 
 and adds at least the seconds of all o with ``again[o]``, and the waits of both passes. With all of them in [0, 1]
-instead of {0, 1}, the smallest sum is the optimum of a linear program, and so a lower bound of what any schedule within
-the budget adds (`Relaxation`). The fewer positions, the lower the bound; it holds for any set of them. Values of few
-bytes are taken to be there always.
+instead of {0, 1}, the smallest sum is the optimum of a linear program, and so a lower bound of the seconds that any
+schedule within the budget adds (`Relaxation`). It holds for any set of positions; fewer positions make it lower. Values
+of few bytes are assumed to be live at all positions, at no cost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def lower_bound(graph: JointGraph, surroundings: Surroundings | None = None, *, gradients: GradientUse = STAYS) -> int:
-    """Bytes that every schedule of the graph needs at its peak, at least."""
+    """Return a lower bound in bytes of the peak of every schedule of the graph."""
     around = Surroundings() if surroundings is None else surroundings
     return Unavoidable(FlatGraph(graph, around, gradients)).peak
 
@@ -58,21 +58,21 @@ class Fractions:
 
     seconds: float
     keep: Floats
-    """For every forward value: whether it is there between the forward and the backward pass."""
+    """By forward value: the share in [0, 1] of it that is live between the forward and the backward pass."""
     forms: Floats
-    """For every kept form: whether it is there then."""
+    """By kept form: the share of it that is live then."""
 
 
 class Unavoidable:
-    """What is there at every position whatever is chosen."""
+    """Bytes that are live at every position whatever the choices are."""
 
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
         may_drop = set(flat.drop_rows.tolist())
         self.forced = np.array([row not in may_drop for row in range(len(flat.values))], dtype=bool)
-        """Values that cannot be made again."""
+        """Values that cannot be recomputed."""
         self.smallest = flat.bytes.copy()
-        """Bytes that a value needs when it is kept in whatever form."""
+        """Bytes of each value's smallest form, itself included."""
         for row, size in zip(flat.form_rows, flat.form_bytes, strict=True):
             self.smallest[row] = min(self.smallest[row], size)
         self._reads()
@@ -85,7 +85,7 @@ class Unavoidable:
         return int(max(self.forward.max(initial=0), self.slots.max(), self.end))
 
     def _reads(self) -> None:
-        """First and last slot in which a value is read as it is; 0 and -1 where none does."""
+        """First and last slot in which each value itself is read; 0 and -1 where no op reads it."""
         flat = self.flat
         readers = [list(slots) for slots in flat.readers]
         self.read = np.array([bool(slots) for slots in readers], dtype=bool)
@@ -100,8 +100,8 @@ class Unavoidable:
         self.any_last = np.array(list(latest), dtype=np.int64)
 
     def counted(self, row: int, slot: int, forward: int | None) -> int:
-        """Bytes that the levels of a position (a slot, or a forward op) count for a forward value that is not surely
-        there as it is."""
+        """Bytes that the level of a position (a slot, or a forward op) already counts for a forward value that need not
+        be live itself there: those of its smallest form, or 0."""
         small = int(self.smallest[row])
         if forward is not None:
             return small if self.forced[row] and self.any_last[row] >= 0 else 0
@@ -111,90 +111,90 @@ class Unavoidable:
     def _forward(self) -> Ints:
         flat = self.flat
         stays = self.forced & (self.any_last >= 0) & ~flat.is_output
-        rest = np.where(flat.is_output, flat.bytes, np.where(stays, self.smallest, 0))
-        level, found = flat.base, np.zeros(len(flat.forward), dtype=np.int64)
+        still_live = np.where(flat.is_output, flat.bytes, np.where(stays, self.smallest, 0))
+        level, levels = flat.base, np.zeros(len(flat.forward), dtype=np.int64)
         frees: list[list[int]] = [[] for _ in flat.forward]
         for row, at in enumerate(flat.freed_at):
             frees[at].append(row)
         for at, op in enumerate(flat.forward):
-            taken = max(0, op.taken) if op.overwrites and op.makes else 0
-            found[at] = level + op.during - taken
+            in_place_saved = max(0, op.in_place_saved) if op.overwrites and op.makes else 0
+            levels[at] = level + op.during - in_place_saved
             level += sum(int(flat.bytes[row]) for row in op.makes)
-            level -= sum(int(flat.bytes[row] - rest[row]) for row in frees[at])
-        return found
+            level -= sum(int(flat.bytes[row] - still_live[row]) for row in frees[at])
+        return levels
 
     def _slots(self) -> tuple[Ints, int]:
-        """The level in every slot, and at the end of the backward pass or during the optimizer's update."""
+        """The level in every slot, and the level at the end of the backward pass or during the optimizer's update."""
         flat = self.flat
         level = np.zeros(flat.slots + 1, dtype=np.int64)
         level[1:] = np.cumsum(flat.net)
         for give in flat.gives:
-            # Where the graph is not regular or the parameter may be read again, a copy may be made later than here: it
-            # is sure at the end only.
+            # Where the graph is not regular or a recomputed op may read the parameter, the copy may be made later: only
+            # at the end it is live for certain.
             level[give.slot + 1 if flat.regular and give.parameter is None else -1 :] += give.copy
             level[give.slot + 1 :] -= give.freed
-        there = np.zeros(flat.slots + 1, dtype=np.int64)
-        """Differences of what forward values need."""
+        values_live = np.zeros(flat.slots + 1, dtype=np.int64)
+        """Bytes of forward values: differences between slots, then levels."""
         for row in np.flatnonzero(~flat.is_output):
             start = 0 if self.forced[row] else int(self.first[row])
             if self.read[row]:
                 if start < self.first[row]:
-                    there[start] += self.smallest[row]
-                    there[self.first[row]] -= self.smallest[row]
-                there[self.first[row]] += flat.bytes[row]
-                there[self.last[row] + 1] -= flat.bytes[row]
-        there = np.cumsum(there)[:-1]
+                    values_live[start] += self.smallest[row]
+                    values_live[self.first[row]] -= self.smallest[row]
+                values_live[self.first[row]] += flat.bytes[row]
+                values_live[self.last[row] + 1] -= flat.bytes[row]
+        values_live = np.cumsum(values_live)[:-1]
         for row in np.flatnonzero(~flat.is_output):
             for slot in set(self.direct[row]):
                 if not (self.read[row] and self.first[row] <= slot <= self.last[row]) and not (
                     self.forced[row] and self.read[row] and slot < self.first[row]
                 ):
-                    there[slot] += self.smallest[row]
+                    values_live[slot] += self.smallest[row]
         outputs = int(flat.bytes[flat.is_output].sum())
         self.fixed = flat.base + outputs + level[:-1] + self._during()
         end = flat.base + outputs + int(level[-1]) + (0 if flat.gradients.updates else flat.around.update)
-        return self.fixed + there, end
+        return self.fixed + values_live, end
 
     def _during(self) -> Ints:
-        """The least that each slot's op takes: in place where it can be, with a kept form as operand where it can."""
+        """Fewest bytes of each slot's op: in place, and with a kept form as operand, where these are possible."""
         flat = self.flat
-        in_place = flat.taken.copy()
+        in_place = flat.in_place.copy()
         in_place[[slot for slot, _ in flat.overwritten]] = True
         during = flat.during - np.where(in_place, np.maximum(flat.first_result, 0), 0)
         for slot, candidates in flat.direct:
             op = flat.graph.backward_ops[slot - 1]
             scratch = min(flat.forms[at].direct_scratch for at, _ in candidates)
-            taken = flat.first_result[slot] - op.scratch_saved if in_place[slot] else 0
-            during[slot] = min(during[slot], flat.during[slot] - op.scratch + scratch - taken)
+            saved = flat.first_result[slot] - op.scratch_saved if in_place[slot] else 0
+            during[slot] = min(during[slot], flat.during[slot] - op.scratch + scratch - saved)
         return during
 
 
 class Relaxation:
-    """The linear program of one graph, for any budget."""
+    """The linear program of a graph, for any budget."""
 
     def __init__(self, flat: FlatGraph, *, small: int = 0, size: int = 8_000) -> None:
-        """Values of at most ``small`` bytes are left out; ``size`` bounds the number of variables, more or less."""
-        self.flat, self.least, self.small = flat, Unavoidable(flat), small
+        """Values of at most ``small`` bytes are left out. ``size`` roughly bounds the number of variables."""
+        self.flat, self.unavoidable, self.small = flat, Unavoidable(flat), small
         self.program = Program()
         self.ops = self.program.variables(op.op.seconds for op in flat.rerun)
         self.forms = self.program.variables(self._cost_of_form(at) for at in range(len(flat.forms)))
-        """The first of the variables that say which forms are used."""
+        """The first of the variables that say which forms are used, in the order of ``flat.forms``."""
         self._wait_for_copies()
         self.maker = {row: at for at, op in enumerate(flat.forward) for row in op.makes}
-        self.may = set(flat.drop_rows.tolist())
+        self.recomputable = set(flat.drop_rows.tolist())
         room = max(1, size // max(1, len(flat.values) + len(flat.forward)))
-        self.kept: dict[int, int] = {}
-        """Row -> the variable that says whether it is there between the passes."""
-        self.formed: dict[int, int] = {}
-        """Form -> the variable that says whether it is there then."""
+        self.keep_variables: dict[int, int] = {}
+        """Row -> the variable that says whether the value is live between the passes."""
+        self.form_variables: dict[int, int] = {}
+        """Form -> the variable that says whether the form is live then."""
         for slot in self._slots(min(room, 16)):
             _Position(self, slot, None)
         for at in self._forward(min(room // 4, 4)):
             _Position(self, 0, at)
 
     def seconds(self, budget: int) -> Fractions | None:
-        """Seconds that every schedule within the budget adds at least; None where there is none."""
-        if budget < self.least.peak:
+        """Solve for the fewest seconds that schedules within ``budget`` bytes add; None where there is no solution."""
+        if budget < self.unavoidable.peak:
             return None
         solution = self.program.solve(budget)
         if solution is None:
@@ -202,23 +202,23 @@ class Relaxation:
         seconds, x = solution
         keep = np.ones(len(self.flat.values))
         forms = np.zeros(len(self.flat.forms))
-        for row, variable in self.kept.items():
+        for row, variable in self.keep_variables.items():
             keep[row] = x[variable]
         for at in self.flat.copied:
             forms[at] = x[self.forms + at]
-        for at, variable in self.formed.items():
+        for at, variable in self.form_variables.items():
             forms[at] = x[variable]
         return Fractions(max(seconds, 0.0), keep, forms)
 
     def _wait_for_copies(self) -> None:
-        """All copies of a pass are done by its end: what they take beyond it, and beyond what is added to it, the step
-        waits. A variable is of [0, 1]: here, of the seconds of all copies."""
+        """Add the condition that the step waits for the copies that are not done by the end of their pass. The variable
+        is the wait as a share of the seconds of all copies, since variables are in [0, 1]."""
         flat = self.flat
         seconds = [seconds_of(flat.forms[at]) for at in flat.copied]
         whole = sum(seconds)
         if not whole:
             return
-        copies = [(self.forms + at, -one) for at, one in zip(flat.copied, seconds, strict=True)]
+        copies = [(self.forms + at, -duration) for at, duration in zip(flat.copied, seconds, strict=True)]
         stores = [(self.forms + at, flat.forms[at].store_seconds) for at in flat.plain]
         fetches = [(self.forms + at, flat.forms[at].fetch_seconds) for at in flat.plain]
         again = [(self.ops + at, op.op.seconds) for at, op in enumerate(flat.rerun)]
@@ -229,136 +229,145 @@ class Relaxation:
 
     def _cost_of_form(self, at: int) -> float:
         form = self.flat.forms[at]
-        fetched = form.whole and not form.is_copied and self.least.read[self.flat.form_rows[at]]
+        fetched = form.whole and not form.is_copied and self.unavoidable.read[self.flat.form_rows[at]]
         return form.use_seconds + (form.fetch_seconds if fetched else 0.0)
 
     def _slots(self, count: int) -> list[int]:
-        """The first slot, and those where most is there if all is kept."""
-        flat, least = self.flat, self.least
+        """The first slot, and the slots with the highest levels if all values are kept."""
+        flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(flat.slots + 1, dtype=np.int64)
-        for row in np.flatnonzero(least.read & ~least.forced & ~flat.is_output):
+        for row in np.flatnonzero(unavoidable.read & ~unavoidable.forced & ~flat.is_output):
             change[0] += flat.bytes[row]
-            change[least.first[row]] -= flat.bytes[row]
-        return sorted({0} | _highest(least.slots + np.cumsum(change)[:-1], count - 1))
+            change[unavoidable.first[row]] -= flat.bytes[row]
+        return sorted({0} | _highest(unavoidable.slots + np.cumsum(change)[:-1], count - 1))
 
     def _forward(self, count: int) -> list[int]:
-        """Forward ops where most is there if all is kept."""
-        flat, least = self.flat, self.least
+        """The forward ops with the highest levels if all values are kept."""
+        flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(len(flat.forward) + 1, dtype=np.int64)
-        for row in np.flatnonzero(least.read & ~least.forced & ~flat.is_output):
+        for row in np.flatnonzero(unavoidable.read & ~unavoidable.forced & ~flat.is_output):
             change[flat.freed_at[row] + 1] += flat.bytes[row]
-        return sorted(_highest(least.forward + np.cumsum(change)[:-1], count))
+        return sorted(_highest(unavoidable.forward + np.cumsum(change)[:-1], count))
 
 
 class _Position:
-    """The variables and conditions of one position: of a slot, or of a forward op."""
+    """The variables and conditions of a position: a slot, or a forward op."""
 
-    def __init__(self, of: Relaxation, slot: int, forward: int | None) -> None:
-        self.of, self.slot, self.forward = of, slot, forward
+    def __init__(self, relaxation: Relaxation, slot: int, forward: int | None) -> None:
+        self.relaxation, self.slot, self.forward = relaxation, slot, forward
         self.main = forward is None and slot == 0
-        self.there: dict[int, int] = {}
+        """Whether this is the position between the passes."""
+        self.live: dict[int, int] = {}
+        """Row -> variable: the value is live here."""
         self.forms: dict[int, int] = {}
-        self.again: dict[int, int] = {}
-        self.followed = set[int]()
-        """Forms whose other operands are demanded."""
+        """Form -> variable: the form is live here."""
+        self.reruns: dict[int, int] = {}
+        """Op -> variable: the op is recomputed after this position."""
+        self.required_operands = set[int]()
+        """Forms whose other operands already have conditions."""
         self.sizes: list[tuple[int, int]] = []
-        flat, least = of.flat, of.least
+        """(variable, bytes that it adds to the level)."""
+        flat, unavoidable = relaxation.flat, relaxation.unavoidable
         stack, seen = list[int](), set[int]()
         for row in range(len(flat.values)):
-            if self._free(row):
+            if self._is_unconditional(row):
                 continue
-            if least.read[row] and least.last[row] > slot:
-                self._demand(row, None, whole=True)
+            if unavoidable.read[row] and unavoidable.last[row] > slot:
+                self._require(row, None, whole=True)
                 stack.append(row)
-            if least.direct[row] and max(least.direct[row]) > slot:
-                self._demand(row, None, whole=False)
+            if unavoidable.direct[row] and max(unavoidable.direct[row]) > slot:
+                self._require(row, None, whole=False)
                 stack.append(row)
         while stack:
             row = stack.pop()
-            stack += self._demand_for_forms(row)
-            op = of.maker[row]
-            if op in seen or row not in of.may:
+            stack += self._require_operands_of_forms(row)
+            op = relaxation.maker[row]
+            if op in seen or row not in relaxation.recomputable:
                 continue
             seen.add(op)
             for read in flat.rerun[op].reads:
-                if not self._free(read):
-                    self._demand(read, self._again(op), whole=True)
+                if not self._is_unconditional(read):
+                    self._require(read, self._rerun_variable(op), whole=True)
                     stack.append(read)
-        level = int(least.slots[slot] if forward is None else least.forward[forward])
-        of.program.limit(self.sizes, level)
+        level = int(unavoidable.slots[slot] if forward is None else unavoidable.forward[forward])
+        relaxation.program.limit(self.sizes, level)
         if self.main:
-            of.kept, of.formed = self.there, self.forms
+            relaxation.keep_variables, relaxation.form_variables = self.live, self.forms
 
-    def _free(self, row: int) -> bool:
-        """Whether a value is there anyway, or taken to be."""
-        flat, least = self.of.flat, self.of.least
-        if flat.is_output[row] or flat.bytes[row] <= self.of.small:
+    def _is_unconditional(self, row: int) -> bool:
+        """Whether a value needs no condition: it is live whatever the choices are, or assumed to be."""
+        flat, unavoidable = self.relaxation.flat, self.relaxation.unavoidable
+        if flat.is_output[row] or flat.bytes[row] <= self.relaxation.small:
             return True
         if self.forward is not None:
             return bool(flat.freed_at[row] >= self.forward)
-        return bool(least.read[row] and least.first[row] <= self.slot <= least.last[row])
+        return bool(unavoidable.read[row] and unavoidable.first[row] <= self.slot <= unavoidable.last[row])
 
-    def _demand(self, row: int, user: int | None, *, whole: bool) -> None:
-        """The value has to be there or to be made again: in any case, or if an op runs again. ``whole``: a form
-        that the value cannot be fetched from does not help."""
-        of = self.of
-        terms = [(self._there(row), 1.0)]
-        if row in of.may:
-            terms.append((self._again(of.maker[row]), 1.0))
-        flat = of.flat
-        terms += [(self._form(at, row), 1.0) for at in flat.forms_of.get(row, ()) if flat.forms[at].whole or not whole]
-        terms += [(of.forms + at, 1.0) for at in flat.whole_of.get(row, ()) if at in flat.copied]
+    def _require(self, row: int, user: int | None, *, whole: bool) -> None:
+        """Add the condition that a value is live, kept in a form, or recomputed: always, or only if variable ``user``
+        is 1. With ``whole``, only forms count that the value can be fetched from."""
+        relaxation = self.relaxation
+        terms = [(self._live_variable(row), 1.0)]
+        if row in relaxation.recomputable:
+            terms.append((self._rerun_variable(relaxation.maker[row]), 1.0))
+        flat = relaxation.flat
+        terms += [
+            (self._form_variable(at, row), 1.0)
+            for at in flat.plain_forms_of.get(row, ())
+            if flat.forms[at].whole or not whole
+        ]
+        terms += [(relaxation.forms + at, 1.0) for at in flat.fetchable_forms_of.get(row, ()) if at in flat.copied]
         if user is not None:
             terms.append((user, -1.0))
-        of.program.at_least(terms, 1.0 if user is None else 0.0)
+        relaxation.program.at_least(terms, 1.0 if user is None else 0.0)
 
-    def _demand_for_forms(self, row: int) -> list[int]:
-        """Demand what fetching the value from forms reads beside them: rows that are demanded now."""
-        flat, demanded = self.of.flat, list[int]()
-        for at in flat.forms_of.get(row, ()):
+    def _require_operands_of_forms(self, row: int) -> list[int]:
+        """Add the conditions for the other operands of the value's fetches, and return the rows of these operands."""
+        flat, rows = self.relaxation.flat, list[int]()
+        for at in flat.plain_forms_of.get(row, ()):
             form = flat.forms[at]
-            if at not in self.forms or at in self.followed or not form.whole or form.direct:
-                continue  # one with direct readers may be there for them alone
-            self.followed.add(at)
-            for read in flat.rebuilt[at].reads:
-                if not self._free(read):
-                    self._demand(read, self.forms[at], whole=True)
-                    demanded.append(read)
-        return demanded
+            if at not in self.forms or at in self.required_operands or not form.whole or form.direct:
+                continue  # a form with direct readers may be kept for them alone
+            self.required_operands.add(at)
+            for read in flat.fetch_ops[at].reads:
+                if not self._is_unconditional(read):
+                    self._require(read, self.forms[at], whole=True)
+                    rows.append(read)
+        return rows
 
-    def _there(self, row: int) -> int:
-        if row not in self.there:
-            self.there[row] = self.of.program.variable(0.0)
-            counted = self.of.least.counted(row, self.slot, self.forward)
-            self.sizes.append((self.there[row], int(self.of.flat.bytes[row]) - counted))
-        return self.there[row]
+    def _live_variable(self, row: int) -> int:
+        if row not in self.live:
+            self.live[row] = self.relaxation.program.variable(0.0)
+            counted = self.relaxation.unavoidable.counted(row, self.slot, self.forward)
+            self.sizes.append((self.live[row], int(self.relaxation.flat.bytes[row]) - counted))
+        return self.live[row]
 
-    def _again(self, op: int) -> int:
+    def _rerun_variable(self, op: int) -> int:
         if self.main:
-            return self.of.ops + op
-        if op not in self.again:
-            self.again[op] = self.of.program.variable(0.0)
-            self.of.program.at_least([(self.of.ops + op, 1.0), (self.again[op], -1.0)], 0.0)
-        return self.again[op]
+            return self.relaxation.ops + op
+        if op not in self.reruns:
+            self.reruns[op] = self.relaxation.program.variable(0.0)
+            self.relaxation.program.at_least([(self.relaxation.ops + op, 1.0), (self.reruns[op], -1.0)], 0.0)
+        return self.reruns[op]
 
-    def _form(self, at: int, row: int) -> int:
+    def _form_variable(self, at: int, row: int) -> int:
         if at not in self.forms:
-            self.forms[at] = self.of.program.variable(0.0)
-            self.of.program.at_least([(self.of.forms + at, 1.0), (self.forms[at], -1.0)], 0.0)
-            counted = self.of.least.counted(row, self.slot, self.forward)
-            self.sizes.append((self.forms[at], int(self.of.least.smallest[row]) - counted))
+            self.forms[at] = self.relaxation.program.variable(0.0)
+            self.relaxation.program.at_least([(self.relaxation.forms + at, 1.0), (self.forms[at], -1.0)], 0.0)
+            counted = self.relaxation.unavoidable.counted(row, self.slot, self.forward)
+            self.sizes.append((self.forms[at], int(self.relaxation.unavoidable.smallest[row]) - counted))
         return self.forms[at]
 
 
 class Program:
-    """A linear program in [0, 1], written row by row."""
+    """A linear program over variables in [0, 1], built condition by condition."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
         self.rows: list[tuple[list[tuple[int, float]], float]] = []
-        """Terms and what they are to come to, at least."""
+        """Terms (variable, coefficient), and the least value of their sum."""
         self.limits: list[tuple[list[tuple[int, int]], int]] = []
-        """Terms in bytes, and bytes that are there anyway."""
+        """Terms (variable, bytes), and the other live bytes."""
 
     def variable(self, cost: float) -> int:
         """Add a variable and return its index."""
@@ -366,35 +375,36 @@ class Program:
         return len(self.costs) - 1
 
     def variables(self, costs: Iterable[float]) -> int:
-        """Add some variables and return the index of the first."""
+        """Add a variable for each cost and return the index of the first."""
         first = len(self.costs)
         self.costs += costs
         return first
 
     def at_least(self, terms: list[tuple[int, float]], value: float) -> None:
-        """Add a condition: the terms sum to at least a value."""
+        """Add a condition: the terms sum to at least ``value``."""
         self.rows.append((terms, value))
 
     def limit(self, terms: list[tuple[int, int]], level: int) -> None:
-        """Add a condition: the bytes of the terms and the level are within the budget."""
+        """Add a condition: the bytes of the terms plus ``level`` are within the budget."""
         self.limits.append((terms, level))
 
     def solve(self, budget: int) -> tuple[float, Floats] | None:
-        """Solve for the smallest cost under a budget: that and the variables, or None where no solution is found."""
+        """Minimize the cost under a budget. Return the cost and the variables, or None if there is no solution."""
         from scipy.optimize import linprog
 
         if any(level > budget for _, level in self.limits):
             return None
-        demands, wants, limits, unit = self._matrices
+        demands, lower, limits, unit = self._matrices
         right = np.array([(budget - level) / unit for _, level in self.limits])
-        found = linprog(
-            self.costs, A_ub=_stack(demands, limits), b_ub=np.concatenate([wants, right]), bounds=(0, 1), method="highs"
+        solution = linprog(
+            self.costs, A_ub=_stack(demands, limits), b_ub=np.concatenate([lower, right]), bounds=(0, 1), method="highs"
         )
-        return (float(found.fun), np.asarray(found.x)) if found.status == 0 else None
+        return (float(solution.fun), np.asarray(solution.x)) if solution.status == 0 else None
 
     @cached_property
     def _matrices(self) -> tuple[Any, Floats, Any, float]:
-        """Both kinds of conditions as `<=`; bytes in units of the largest value, as solvers like it."""
+        """Both kinds of conditions as `<=`; bytes in units of the largest value, for the solver's numerical
+        stability."""
         unit = float(max((size for terms, _ in self.limits for _, size in terms), default=1) or 1)
         demands = _sparse([[(column, -entry) for column, entry in terms] for terms, _ in self.rows], len(self.costs))
         limits = _sparse([[(c, size / unit) for c, size in terms] for terms, _ in self.limits], len(self.costs))
@@ -417,7 +427,7 @@ def _stack(first: Any, second: Any) -> Any:
 
 
 def _highest(levels: Ints, count: int) -> set[int]:
-    """Indices of the highest level in each of so many parts."""
+    """Split the levels into ``count`` parts and return the index of the highest level in each."""
     if not len(levels) or count < 1:
         return set()
     parts = np.array_split(np.arange(len(levels)), min(count, len(levels)))

@@ -1,4 +1,4 @@
-"""A budget -> the choices with the fewest added seconds whose schedule fits it; and the smallest budget there is."""
+"""Find the choices that fit a memory budget with the fewest added seconds, and the smallest budget that can be met."""
 
 from __future__ import annotations
 
@@ -15,68 +15,68 @@ from memplan.planning.levers.registry import LEVERS
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.candidates import Profile
-from memplan.planning.search.local_search import Column, Local, State
+from memplan.planning.search.local_search import Column, LocalSearch, State
 from memplan.planning.search.lower_bound import Fractions, Relaxation
 
 STEEP = 3
-"""So many times bytes over a budget that is out of reach are squared, to get the highest position down."""
+"""How often the bytes over an unreachable budget are squared, to lower the highest position of the step first."""
 EVEN = 1
-"""Likewise, to get down all that is high."""
+"""Likewise, to lower all high positions."""
 CLOSE = 1.005
-"""A result within so much of its lower bound is not improved further."""
+"""A result within this factor of its lower bound is not improved further."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heuristics:
-    """Switches of the search. Each makes it faster or better; none is needed for a right answer."""
+    """Switches of the search. Each makes it faster or its result better; the result is valid without any of them."""
 
     relaxation: bool = True
     """Start from the linear relaxation (bound.Relaxation), rounded."""
     encodings: bool = True
-    """Keep values in smaller forms. Off: they are kept or made again."""
+    """Keep values in smaller encodings. Off: they are kept as they are or recomputed."""
     offload: bool = True
-    """Let values wait in host memory, in plans for a card."""
+    """Offload values to host memory, in plans for a CUDA card."""
     small_values: bool = True
-    """Leave alone values of less than 1/4096 of the largest: keep them."""
+    """Always keep values smaller than 1/4096 of the largest."""
     improve: bool = True
     """Local search on single values for fewer seconds, once the budget is met."""
     pairs: bool = True
-    """And on pairs: a value kept again, and another that makes room for it."""
+    """Local search also on pairs: keep a value that was recomputed, and free another to make room for it."""
     shakes: int = 6
-    """How often the search keeps a value against the budget, repairs, and improves from there."""
+    """How often the search leaves a local optimum: it keeps a value in spite of the budget, repairs and improves."""
     rounds: int = 60
-    """Rounds of local search, at most, in one go."""
+    """Most rounds of one local search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found."""
+    """Choices that fit the budget."""
 
     choices: Choices
     peak: int
     """Bytes, over the whole step."""
     seconds: float
-    """That recomputing values, and keeping them in other forms, adds."""
+    """Seconds that recomputed values and encodings add to the step."""
     lower_bound_seconds: float
-    """No schedule within the budget adds less."""
+    """No schedule within the budget adds fewer seconds."""
     notes: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
-        """Seconds between what was found and what is proven to be needed."""
+        """Seconds above the proven lower bound."""
         return max(0.0, self.seconds - self.lower_bound_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """No schedule within the budget was found."""
+    """The search reached no schedule within the budget."""
 
     smallest: int
     """The smallest peak that was reached."""
     choices: Choices
-    """Those that reach it."""
+    """The choices with that peak."""
     lower_bound: int
-    """Bytes that no schedule can do without: under that, a budget is proven to be too small."""
+    """Bytes that every schedule needs: a smaller budget is proven to be impossible."""
     notes: tuple[str, ...] = ()
 
 
@@ -88,7 +88,7 @@ def search(
     gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
 ) -> Found | Infeasible:
-    """Find the choices that add the fewest seconds within a budget of bytes, as far as the search can tell.
+    """Find choices within ``budget`` bytes that add as few seconds as the search can reach.
 
     The result is the same for the same arguments on every machine.
     """
@@ -114,13 +114,16 @@ def frontier(
     gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
 ) -> list[Found]:
-    """Plan from all kept to the floor, at budgets in even steps; none adds more seconds than one of a smaller peak."""
+    """Plan at ``points`` evenly spaced budgets, from the floor to the peak with all values kept, largest peak first.
+
+    A result that adds at least as many seconds as one of the same or a smaller peak is left out.
+    """
     return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).frontier(points)
 
 
-def _switched(graph: JointGraph, use: Heuristics) -> JointGraph:
-    """Return the graph without the forms of levers that are switched off."""
-    off = {lever.name for lever in LEVERS if lever.switch and not getattr(use, lever.switch)}
+def _without_switched_off(graph: JointGraph, switches: Heuristics) -> JointGraph:
+    """Remove the kept forms of levers that are switched off."""
+    off = {lever.name for lever in LEVERS if lever.switch and not getattr(switches, lever.switch)}
     return replace(graph, forms=tuple(form for form in graph.forms if form.lever not in off)) if off else graph
 
 
@@ -130,10 +133,10 @@ def _by_peak(state: State) -> tuple[int, float]:
 
 @dataclass
 class Search:
-    """Searches on one graph, for any number of budgets: what they share is worked out once.
+    """Searches on one graph, for any number of budgets, with shared intermediate results.
 
-    ``steady`` is the same graph with seconds that are no measurements: by these the floor is found, so that a budget
-    that was told to be enough is found to be so in another process, too, where kernels take other times.
+    ``steady`` is the same graph with modelled instead of measured seconds. The floor is searched on it, so that another
+    process with other measurements arrives at the same smallest budget.
     """
 
     graph: JointGraph
@@ -143,61 +146,61 @@ class Search:
     steady: JointGraph | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.use = self.heuristics or Heuristics()
-        self.graph = _switched(self.graph, self.use)
+        self.switches = self.heuristics or Heuristics()
+        self.graph = _without_switched_off(self.graph, self.switches)
         self.around = self.surroundings or Surroundings()
         self.evaluator = Evaluator(self.graph, self.surroundings, gradients=self.gradients)
         self.flat = self.evaluator.flat
-        self.drops = len(self.flat.droppable)
+        self.drop_count = len(self.flat.droppable)
         small = int(self.flat.bytes.max(initial=0)) // 4096
-        self.small = small if self.use.small_values else 0
+        self.small = small if self.switches.small_values else 0
         self.relaxation = Relaxation(self.flat, small=small)
-        self.lower_bound = self.relaxation.least.peak
+        self.lower_bound = self.relaxation.unavoidable.peak
         self.kept = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.known: list[State] = []
-        """Good states of earlier searches: starts for the next."""
+        """Results of earlier budgets: starts for the next search."""
         self._solved: dict[int, Fractions | None] = {}
-        self._near: dict[tuple[int, int], Found] = {}
+        self._nearest_results: dict[tuple[int, int], Found] = {}
 
     def within(self, budget: int) -> Found | Infeasible:
         """Search as `search` does."""
         if self.kept.peak <= budget:
-            return self._found(self.kept, budget)
+            return self._result(self.kept, budget)
         if budget < self.lower_bound:
             return self._infeasible()
         state = self._best(budget, known=self.known)
         if state is None and self._lowest.peak <= budget:
-            state = self._polished(budget, [self._lowest.column])
-        return self._infeasible() if state is None else self._found(state, budget)
+            state = self._optimize(budget, [self._lowest.column])
+        return self._infeasible() if state is None else self._result(state, budget)
 
     def floor(self) -> Found:
         """Search as `floor` does."""
-        return self._found(self._cheapest, self._cheapest.peak)
+        return self._result(self._cheapest, self._cheapest.peak)
 
     def nearest(self, budget: int, squared: int = EVEN) -> Found:
-        """Find what comes nearest to a budget that nothing keeps, over all positions; and of what is nowhere over it by
-        more than that, the fewest seconds.
+        """Find the choices with the least excess over an unreachable budget, summed over all positions of the step; of
+        those that are nowhere higher, the choices with the fewest seconds.
 
-        Where the peak of a step cannot be lower, this lowers what else there is: all that is high (``EVEN``), or the
-        highest first (``STEEP``).
+        Where the peak of the step cannot be lowered, this lowers the other positions: all high positions (``EVEN``), or
+        the highest first (``STEEP``).
         """
-        if (budget, squared) not in self._near:
-            self._near[budget, squared] = self._as_near(budget, squared)
-        return self._near[budget, squared]
+        if (budget, squared) not in self._nearest_results:
+            self._nearest_results[budget, squared] = self._nearest(budget, squared)
+        return self._nearest_results[budget, squared]
 
-    def _as_near(self, budget: int, squared: int) -> Found:
-        nearest = self._repaired(budget, [self._lowest.column, self._everything, self.kept.column], squared)
+    def _nearest(self, budget: int, squared: int) -> Found:
+        nearest = self._repaired(budget, [self._lowest.column, self._all_recomputed, self.kept.column], squared)
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))
         state = local.state(nearest.column)
-        if self.use.improve:
-            state = local.improve(state, self.use.rounds, pairs=self.use.pairs)
-            state = local.shake(state, self.use.shakes, pairs=self.use.pairs)
+        if self.switches.improve:
+            state = local.improve(state, self.switches.rounds, pairs=self.switches.pairs)
+            state = local.shake(state, self.switches.shakes, pairs=self.switches.pairs)
         return Found(self.evaluator.choices(state.column), state.peak, state.seconds, 0.0, self._notes())
 
     @cached_property
     def same_everywhere(self) -> Search:
-        """Return the same by ``steady``, whatever was searched for here before."""
+        """The same search on ``steady``: its result does not depend on measured times or on earlier searches."""
         if self.steady is None:
             return self
         return Search(self.steady, self.surroundings, gradients=self.gradients, heuristics=self.heuristics)
@@ -206,62 +209,63 @@ class Search:
         """Search as `frontier` does."""
         low, high = self._lowest.peak, self.kept.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
-        found, best = list[Found](), None
+        results, best = list[Found](), None
         for budget in budgets:
-            one = self.within(budget)
-            if isinstance(one, Found) and (best is None or one.seconds < best.seconds or one.peak < best.peak):
-                best = one
-                found.append(one)
-        return found[::-1]
+            result = self.within(budget)
+            if isinstance(result, Found) and (best is None or result.seconds < best.seconds or result.peak < best.peak):
+                best = result
+                results.append(result)
+        return results[::-1]
 
     # -- one budget
 
-    def _local(self, budget: int | Profile, squared: int = 0) -> Local:
-        return Local(self.evaluator, budget, small=self.small, squared=squared)
+    def _local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
+        return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)
 
     def _best(self, budget: int, *more: Column, known: Sequence[State] = ()) -> State | None:
         starts = [*more, self.kept.column]
-        if self.use.relaxation:
-            starts += self._relaxed(budget)
+        if self.switches.relaxation:
+            starts += self._rounded_relaxation(budget)
         near = sorted(known, key=lambda state: abs(state.peak - budget))[:2]
-        return self._polished(budget, [*starts, *(state.column for state in near)])
+        return self._optimize(budget, [*starts, *(state.column for state in near)])
 
-    def _relaxed(self, budget: int) -> list[Column]:
-        """The rounded relaxation."""
+    def _rounded_relaxation(self, budget: int) -> list[Column]:
+        """The solution of the linear relaxation, rounded to a candidate; empty if it has none."""
         fractions = self._fractions(budget)
         if fractions is None:
             return []
         column = np.zeros(self.evaluator.rows, dtype=bool)
         rows = self.flat.drop_rows
-        column[: self.drops] = (fractions.keep[rows] < 0.5) & (self.flat.bytes[rows] > self.small)
-        column[self.drops :] = fractions.forms > 0.5
+        column[: self.drop_count] = (fractions.keep[rows] < 0.5) & (self.flat.bytes[rows] > self.small)
+        column[self.drop_count :] = fractions.forms > 0.5
         return [column]
 
-    def _polished(self, budget: int, starts: Iterable[Column]) -> State | None:
-        """The best of what repair and improvement make of the starts; None if none fits."""
+    def _optimize(self, budget: int, starts: Iterable[Column]) -> State | None:
+        """Repair and improve every start. Return the state within the budget that adds the fewest seconds, or None."""
         local, fits, seen = self._local(budget), list[State](), set[bytes]()
         for start in starts:
-            state = local.settled(local.state(start))
+            state = local.drop_unneeded(local.state(start))
             if state.column.tobytes() in seen:
                 continue
             seen.add(state.column.tobytes())
-            state = local.repair(state, self.use.rounds)
+            state = local.repair(state, self.switches.rounds)
             if state.fits:
-                fits.append(local.improve(state, self.use.rounds, pairs=False) if self.use.improve else state)
+                fits.append(local.improve(state, self.switches.rounds, pairs=False) if self.switches.improve else state)
         if not fits:
             return None
         best = min(fits, key=lambda state: state.seconds)
         fractions = self._fractions(budget)
         enough = 0.0 if fractions is None else fractions.seconds * CLOSE
-        if self.use.improve and best.seconds > enough:
-            best = local.improve(best, self.use.rounds, pairs=self.use.pairs)
-            best = local.shake(best, self.use.shakes, pairs=self.use.pairs, enough=enough)
+        if self.switches.improve and best.seconds > enough:
+            best = local.improve(best, self.switches.rounds, pairs=self.switches.pairs)
+            best = local.shake(best, self.switches.shakes, pairs=self.switches.pairs, enough=enough)
         self.known.append(best)
         return best
 
     # -- the floor
 
-    # Not from states of earlier searches: what a budget is refused with is to be found again when it is given.
+    # Searched without the states of earlier searches: an error names the floor as the smallest budget, and a later
+    # search with that budget has to reach it again.
 
     @property
     def floor_peak(self) -> int:
@@ -270,37 +274,40 @@ class Search:
 
     @cached_property
     def _cheapest(self) -> State:
-        """Of so small a peak, the one with the fewest seconds."""
+        """The state with the fewest seconds at the smallest peak."""
         return self._best(self._lowest.peak, self._lowest.column) or self._lowest
 
     @cached_property
     def _lowest(self) -> State:
-        """Of the smallest peak, whatever it adds."""
+        """A state with the smallest peak, whatever seconds it adds."""
         return self._local(0).state(self.same_everywhere._lowest_column)
 
     def _repaired(self, budget: int, starts: Sequence[Column], squared: int) -> State:
-        """Repair each start, and return the one with the fewest bytes over the budget."""
+        """Repair every start and return the state with the least excess over the budget."""
         local = self._local(budget, squared)
-        repaired = (local.repair(local.settled(local.state(start)), self.use.rounds) for start in starts)
+        repaired = (local.repair(local.drop_unneeded(local.state(start)), self.switches.rounds) for start in starts)
         return min(repaired, key=lambda state: (state.excess, state.seconds))
 
     @property
-    def _everything(self) -> Column:
-        """All made again that can be."""
+    def _all_recomputed(self) -> Column:
+        """The candidate that recomputes every value it can."""
         column = np.zeros(self.evaluator.rows, dtype=bool)
-        column[: self.drops] = self.flat.bytes[self.flat.drop_rows] > self.small
+        column[: self.drop_count] = self.flat.bytes[self.flat.drop_rows] > self.small
         return column
 
     @cached_property
     def _lowest_column(self) -> Column:
-        """What comes nearest to a little less than the lower bound; then by halving the distance to it, from the lowest
-        state so far; where that does not get further, from others."""
-        starts = [self.kept.column, self._everything]
+        """The candidate with the smallest peak.
+
+        Starts from the states nearest to a budget just below the lower bound, then bisects between the lower bound and
+        the lowest peak so far.
+        """
+        starts = [self.kept.column, self._all_recomputed]
         low, zero = self.lower_bound, self._local(0)
-        under = low - (self.kept.peak - low) // 50  # so that what is at the bound already counts, too
+        under = low - (self.kept.peak - low) // 50  # so that positions exactly at the bound have an excess, too
         near = (self._repaired(under, [start], STEEP).column for start in starts)
         best = min((zero.state(column) for column in (*starts, *near)), key=_by_peak)
-        while best.peak - low > best.peak // 400:  # the last steps take as long as the first, and bring next to nothing
+        while best.peak - low > best.peak // 400:  # a step takes as long for the last bytes
             budget = low + (best.peak - low) // 2
             tried = self._lower(budget, [best.column], starts)
             best = min(best, tried, key=_by_peak)
@@ -309,13 +316,13 @@ class Search:
         return best.column
 
     def _lower(self, budget: int, starts: list[Column], others: list[Column]) -> State:
-        """The first start that can be repaired to the budget, or the one that came nearest. What the others come to is
-        where they start from next time."""
+        """Return the first start that can be repaired to the budget, else the state with the lowest peak. Every tried
+        candidate of ``others`` is replaced by its repaired state, from which the next call continues."""
         local, best = self._local(budget), None
-        for at, start in enumerate((*starts, *others), -len(starts)):
-            state = local.repair(local.settled(local.state(start)), self.use.rounds)
-            if at >= 0:
-                others[at] = state.column
+        for k, start in enumerate((*starts, *others), -len(starts)):
+            state = local.repair(local.drop_unneeded(local.state(start)), self.switches.rounds)
+            if k >= 0:
+                others[k] = state.column
             if best is None or state.peak < best.peak:
                 best = state
             if state.fits:
@@ -330,7 +337,7 @@ class Search:
             self._solved[budget] = self.relaxation.seconds(budget)
         return self._solved[budget]
 
-    def _found(self, state: State, budget: int) -> Found:
+    def _result(self, state: State, budget: int) -> Found:
         fractions = self._fractions(budget) if state.seconds > 0 else None
         bound = 0.0 if fractions is None else min(fractions.seconds, state.seconds)
         return Found(self.evaluator.choices(state.column), state.peak, state.seconds, bound, self._notes())
@@ -341,7 +348,7 @@ class Search:
         return Infeasible(lowest.peak, choices, self.lower_bound, self._notes())
 
     def _notes(self) -> tuple[str, ...]:
-        switched = [one.name for one in fields(self.use) if not getattr(self.use, one.name)]
+        switched = [switch.name for switch in fields(self.switches) if not getattr(self.switches, switch.name)]
         notes = [f"switched off in the search: {', '.join(switched)}"] if switched else []
         if not self.flat.regular:
             notes.append(

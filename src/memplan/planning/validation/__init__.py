@@ -1,1 +1,1 @@
-"""An independent checker: slow, obvious, shares no code with the search."""
+"""Check schedules independently: slow and obvious code that shares nothing with the search."""

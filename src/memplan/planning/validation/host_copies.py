@@ -1,7 +1,6 @@
-"""Check the copies that run beside the ops: nothing is read before it has arrived, and nothing is freed or written over
-while it is copied.
+"""Check asynchronous copies: no value is read before it has arrived, and none is freed or overwritten during its copy.
 
-What there is to be read at all, and its bytes, is for `memplan.planning.validation.validate`.
+Whether values are live, and their bytes, is checked by `memplan.planning.validation.validate`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from memplan.errors import ScheduleError
 from memplan.planning.schedule.scheduler import Schedule
 
 BEGINS = {"store": "stored", "fetch": "fetched"}
-"""What begins a copy, and what ends it."""
+"""Kind of action that begins a copy -> kind that waits for its end."""
 ENDS = ("stored", "fetched")
 
 
@@ -21,16 +20,16 @@ def check_copies(schedule: Schedule) -> None:
     copies = {form.kept: form for form in schedule.graph.forms if form.copy_seconds is not None}
     for phase, actions in (("forward", schedule.forward), ("backward", schedule.backward)):
         underway: dict[int, tuple[int, str]] = {}
-        """By where a copy goes: where it comes from, and what ends it."""
+        """Target of a copy -> its source, and the kind of action that waits for its end."""
         for at, action in enumerate(actions):
             place = f"{phase} action {at} ({action.kind})"
             form = None if action.form is None else copies.get(action.form)
-            value, there = (-1, -1) if form is None else (form.value, form.kept)
-            source, target = (value, there) if action.kind in ("store", "stored") else (there, value)
+            value, on_host = (-1, -1) if form is None else (form.value, form.kept)
+            source, target = (value, on_host) if action.kind in ("store", "stored") else (on_host, value)
             if action.kind in ENDS:
                 ended = underway.pop(target, None)
                 _need(ended == (source, action.kind), place, f"no such copy of value {action.value} is underway")
-            arriving, leaving = {*underway}, {begun for begun, _ in underway.values()}
+            arriving, leaving = {*underway}, {copied for copied, _ in underway.values()}
             too_soon = arriving.intersection(action.reads)
             _need(not too_soon, place, f"{_names(schedule, too_soon)} is not there yet")
             gone = {*action.frees} | ({action.into} if action.into is not None else set[int]())

@@ -1,6 +1,6 @@
-"""Check schedules independently: slow, obvious, and without a line in common with what makes or counts them.
+"""Check schedules independently: slow, obvious, and without a line in common with the code that makes or counts them.
 
-It notes which memory is live and still as it was made: an op that reads nothing else makes what it should.
+It tracks which memory is live and unchanged since its op: an op that reads only such memory computes the right result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from memplan.planning.validation.host_copies import ENDS, check_copies
 def validate(
     graph: JointGraph, schedule: Schedule, budget: int | None = None, surroundings: Surroundings | None = None
 ) -> int:
-    """Count the peak of a schedule. Raises ScheduleError where it is not within budget, or not what the graph says."""
+    """Return the peak of a schedule in bytes. Raises ScheduleError if it exceeds the budget or does not compute the
+    graph."""
     check_copies(schedule)
     return _Walk(graph, schedule, float("inf") if budget is None else budget, surroundings or Surroundings()).walk()
 
@@ -30,17 +31,19 @@ class _Walk:
         self.resident = {v.id for v in graph.values if v.base == v.id and v.kind in RESIDENT}
         self.outputs = {graph.values[value].base for value in graph.outputs}
         trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
-        self.live, self.changed, self.theirs = {*self.resident}, set[int](), set[int]()  # theirs left with a gradient
-        self.ran, self.again, self.written, self.given = list[int](), {*graph.irreplaceable}, set[int](), set[int]()
-        # by kind of action, form and value: what is read, what is made, and scratch
-        can = self.can = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
-        can["receive", None, None] = set[int](), self.tangents, around.outside
+        self.live, self.changed = {*self.resident}, set[int]()
+        self.delivered = set[int]()  # gradients whose memory the receiver keeps
+        self.recomputed = {*graph.irreplaceable}  # these never may be
+        self.ran, self.written, self.given = list[int](), set[int](), set[int]()
+        # by kind of action, form and value: values read, values made, and scratch
+        allowed = self.allowed = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
+        allowed["receive", None, None] = set[int](), self.tangents, around.outside
         for f in graph.forms:
-            can["store", f.kept, f.value] = {f.value}, {f.kept}, f.store_scratch
+            allowed["store", f.kept, f.value] = {f.value}, {f.kept}, f.store_scratch
             if f.whole:
-                can["fetch", f.kept, f.value] = {f.kept, *f.also_reads}, {f.value}, f.fetch_scratch
+                allowed["fetch", f.kept, f.value] = {f.kept, *f.also_reads}, {f.value}, f.fetch_scratch
             for kind in ENDS if f.copy_seconds is not None else ():
-                can[kind, f.kept, f.value] = {f.value, f.kept}, set[int](), 0
+                allowed[kind, f.kept, f.value] = {f.value, f.kept}, set[int](), 0
         self.peak = self.level = around.held_bytes + sum(trained) * self.use.adds + self.size(self.resident)
 
     def walk(self) -> int:
@@ -51,28 +54,30 @@ class _Walk:
                 self.need(action.kind == "run" or action.into is action.op is None, "only ops do that")
                 self.do(action, phase)
                 for value in action.frees:
-                    self.drop(value)
+                    self.free(value)
             self.place = f"the end of the {phase} pass"
             if phase == "forward":
                 saved = self.live - self.resident - self.outputs
                 self.need(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
-                self.changed |= self.outputs - self.resident - {*self.plan.saved}  # what is not handed on
+                self.changed |= (
+                    self.outputs - self.resident - {*self.plan.saved}
+                )  # values that the backward pass does not get
         self.need(self.ran == [o.index for o in self.graph.ops if o.makes or o.discarded or o.once], "not all ran once")
         due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.given
         self.need(not due, f"the write or the gradient of {self.names(due)} is missing")
-        odd = self.live ^ (self.resident | self.outputs | self.theirs)
+        odd = self.live ^ (self.resident | self.outputs | self.delivered)
         self.need(not odd, f"{self.names(odd)} should have been freed, or should not")
-        self.put((), 0 if self.use.updates else self.around.update)
+        self.allocate((), 0 if self.use.updates else self.around.update)
         return self.peak
 
     def do(self, action: Action, phase: str) -> None:
-        value, source = (-1 if one is None else one for one in (action.value, action.source))
-        form = self.can.get((action.kind, action.form, action.value))
+        value, source = (-1 if number is None else number for number in (action.value, action.source))
+        form = self.allowed.get((action.kind, action.form, action.value))
         if action.kind == "run" and action.op is not None:
             self.run(action, self.graph.ops[action.op], phase)
         elif form is not None and form[1].isdisjoint(self.graph.irreplaceable - self.tangents):
             self.check(action, form[0], form[1])
-            self.put(form[1], form[2])
+            self.allocate(form[1], form[2])
         elif (action.kind, phase) == ("write", "forward"):
             self.check(action, (self.values[source].base,), ())
             self.need((value, source) in self.graph.mutations and value not in self.written, "not this, or not twice")
@@ -86,9 +91,10 @@ class _Walk:
         scratch = op.scratch - op.scratch_saved * (action.into is not None)
         makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
         if action.recomputed:
-            allowed = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
-            self.need(allowed and self.again.isdisjoint(makes), f"{op.target} must not run again here, or so often")
-            self.again |= makes
+            may = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
+            may = may and self.recomputed.isdisjoint(makes)
+            self.need(may, f"{op.target} must not run again here, or so often")
+            self.recomputed |= makes
             norm = op.target == "aten._native_batch_norm_legit_functional.default"
             if norm and op.args[5] is True and makes <= {*op.outputs[:3]}:
                 idle = {self.values[arg.value].base for arg in op.args[3:5] if isinstance(arg, Ref)}
@@ -96,17 +102,17 @@ class _Walk:
             self.need(op.phase == phase and [op.index] > self.ran[-1:], f"{op.target} is out of its order")
             self.ran.append(op.index)
         if action.form is not None:
-            found = [f for f in self.graph.forms if f.kept == action.form and op.index in f.direct and f.value in reads]
-            self.need(bool(found), f"{op.target} cannot read a kept form of it")
-            reads[reads.index(found[0].value)], scratch = found[0].kept, found[0].direct_scratch
+            forms = [f for f in self.graph.forms if f.kept == action.form and op.index in f.direct and f.value in reads]
+            self.need(bool(forms), f"{op.target} cannot read a kept form of it")
+            reads[reads.index(forms[0].value)], scratch = forms[0].kept, forms[0].direct_scratch
         self.check(action, reads, action.makes, idle)
         self.need(makes <= {*op.makes}, f"{op.target} makes no {self.names(action.makes)}")
         if action.into is not None:
             fits = action.makes[:1] == op.makes[:1] and self.size([action.into]) == self.size(op.makes[:1])
             fits = fits and action.into in {*op.overwrites} & {*reads} - self.tangents
             self.need(fits, f"{op.target} must not write over {self.names([action.into])}")
-            self.drop(action.into)
-        self.put(makes, op.discarded + scratch + self.size({*op.makes} - makes))
+            self.free(action.into)
+        self.allocate(makes, op.discarded + scratch + self.size({*op.makes} - makes))
 
     def give(self, action: Action, of: int, source: int, phase: str) -> None:
         values, base, parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
@@ -117,11 +123,12 @@ class _Walk:
         shared = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
         foreign = base in self.resident | self.outputs | self.tangents or values[source].stride != values[of].stride
         self.need(action.copies or adds or not (shared or foreign), "a gradient that is not its alone must be copied")
-        self.put((), (copy := values[of].own_bytes * action.copies) + updates * self.around.update_of.get(of, 0))
+        self.allocate((), (copy := values[of].own_bytes * action.copies) + updates * self.around.update_of.get(of, 0))
         if not (updates or adds):
             self.level += copy
-            self.theirs |= set[int]() if action.copies else {base}
-        self.changed |= self.theirs | {*[values[of].base] * (updates or values[of].hooked)}  # who has it may change it
+            self.delivered |= set[int]() if action.copies else {base}
+        self.changed |= self.delivered  # the receiver may change them
+        self.changed |= {values[of].base} if updates or values[of].hooked else set[int]()
         self.given.add(of)
 
     def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:
@@ -130,15 +137,15 @@ class _Walk:
         self.need(not (it := self.changed & {*reads} - {*idle}), f"{self.names(it)} has changed since, or is not saved")
         self.need(self.live.isdisjoint(makes), f"{self.names(self.live & {*makes})} is there already")
 
-    def put(self, makes: Collection[int], transient: int) -> None:
+    def allocate(self, makes: Collection[int], transient: int) -> None:
         self.live.update(makes)
         self.level += self.size(makes)
         self.peak = max(self.peak, self.level + transient)
         self.need(self.peak <= self.budget, f"{self.level + transient} bytes live, the budget is {self.budget}")
 
-    def drop(self, value: int) -> None:
-        kept = value in self.resident or value in self.outputs or value in self.theirs
-        self.need(value in self.live and not kept, f"{self.names([value])} is not there to be freed, or has to stay")
+    def free(self, value: int) -> None:
+        stays = value in self.resident or value in self.outputs or value in self.delivered
+        self.need(value in self.live and not stays, f"{self.names([value])} is not there to be freed, or has to stay")
         self.live.remove(value)
         self.level -= 0 if self.values[value].held else self.size([value])
 

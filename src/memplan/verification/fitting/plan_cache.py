@@ -18,7 +18,7 @@ from memplan.planning.inductor.candidate_search import judged
 from memplan.planning.inductor.partition import Fused
 from memplan.planning.planner import Planner
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.reuse_choices import taken_over, without_loss
+from memplan.planning.schedule.reuse_choices import translate_choices, without_loss
 from memplan.planning.schedule.scheduler import Schedule, schedule, with_fewest_pieces
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, fits
@@ -154,7 +154,7 @@ class Plans:
             if planned.captured.graph.fingerprint == captured.graph.fingerprint:
                 return Reused(captured, planned.schedule, planned.surroundings, planned.fused)
         for planned in candidates:
-            choices = taken_over(planned.schedule.choices, planned.captured.graph, captured.graph)
+            choices = translate_choices(planned.schedule.choices, planned.captured.graph, captured.graph)
             reused = None if choices is None else self._if_within_budget(captured, choices, planned.surroundings)
             if reused is not None:
                 return reused
