@@ -14,8 +14,8 @@ from memplan.trace.recording.join_events import STEP
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.put_back import Outside
 from memplan.trace.recording.session import Running, Target, collect_cycles, recording_runs, run_steps
+from memplan.trace.recording.state_restore import OutsideState
 from memplan.trace.records import HOST
 
 _COMPILED = (
@@ -40,7 +40,7 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
     """Run the step under a dispatch mode, and put back what it changed; of memory, see that of a type of device."""
     place = Place()
     observer = Observer(place, real=True, on_card=device != HOST)
-    outside = Outside(place, observer.ledger) if device == HOST else None
+    outside = OutsideState(place, observer.ledger) if device == HOST else None
     profile = _torch.memory_profile()
     mode = _torch.EagerMode(_marked(observer, outside))
     compiled: list[str] = []
@@ -62,7 +62,7 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
         with recording_runs(measurement(place, device)), profile, mode:
             run_steps(build, steps, observer, marks)
     if outside is not None:  # else it is the last run of its process
-        outside.put_back()
+        outside.restore()
     return Named(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
 
 
@@ -106,7 +106,7 @@ class StepMarks:
     def built(self) -> None:
         """See what building made."""
         self._observer.place.building = False
-        self._observer.marks.mark_modules()
+        self._observer.ownership.mark_modules()
         self._end_part()
         self.first = self._observer.ledger.clock
 
@@ -128,12 +128,12 @@ class StepMarks:
             self.last()
 
 
-def _marked(observer: Observer, outside: Outside | None) -> _torch.Dispatch:
+def _marked(observer: Observer, outside: OutsideState | None) -> _torch.Dispatch:
     """Return the observer's dispatch, each op inside of a range of the profiler that carries its index."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         if outside is not None:
-            outside.before(func, args, kwargs)
+            outside.save_before(func, args, kwargs)
 
         def run_marked(op: Any) -> Any:
             with _torch.marker(str(len(observer.notes) - 1)):

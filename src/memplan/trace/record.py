@@ -259,8 +259,8 @@ class _Recording:
         self._standins.largest.share = self._bounds.share
         self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
-        self._observer.taken_for_granted = self._standins.assumed.granted
-        self._observer.foreign_kernel = self._standins.assumed.foreign
+        self._observer.on_assumption = self._standins.assumed.result_assumed
+        self._observer.on_library_op = self._standins.assumed.library_op
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
         self._bounds_of_steps: list[int] = []
@@ -273,7 +273,7 @@ class _Recording:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
             self._observer.card = self._card
-            self._observer.read_apart = self._standins.assumed.apart
+            self._observer.on_mixed_devices = self._standins.assumed.mixed_devices
             self._mode.going = self._card.going_where_named
             stream = lambda: self._observer.ledger.stream  # noqa: E731
             self._observer.semantics = known(
@@ -343,7 +343,7 @@ class _Recording:
             stack.enter_context(self._standins.installed())
             if self._card is not None and self._target.card is not None:
                 composites = stack.enter_context(
-                    fake_cuda.installed(self._card, self._target.card, self._standins.assumed.chosen)
+                    fake_cuda.installed(self._card, self._target.card, self._standins.assumed.kernel_chosen)
                 )
                 self._mode.replacements, self._differing = composites, composites.differing
             stack.enter_context(self._mode.recording())
@@ -406,7 +406,7 @@ class _Recording:
             if not self._card.settled and any(cuda.is_own(note.name) for note in observer.notes):
                 raise _Unsettled
             self._card.end_build()
-        observer.marks.mark_modules()
+        observer.ownership.mark_modules()
         self._end_part()
 
     def stepped(self) -> None:

@@ -10,7 +10,7 @@ from memplan.checks.mended.changed_step import Unmendable, Unmended
 from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
 from memplan.trace.record import record_for
-from memplan.trace.recording.held_numbers import LARGEST_NUMBER
+from memplan.trace.recording.held_scalars import LARGEST_SCALAR
 from memplan.trace.recording.session import choose_target
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
@@ -104,7 +104,7 @@ def _born_in(trace: Trace) -> dict[int, list[Storage]]:
 
 def _is_kernels(storage: Storage) -> bool:
     """Return whether a kernel took a storage for itself; the number of a product, which autograd holds, is none."""
-    return not storage.dtype and storage.died is not None and storage.bytes > LARGEST_NUMBER
+    return not storage.dtype and storage.died is not None and storage.bytes > LARGEST_SCALAR
 
 
 def _pair(op: Op, own: list[Storage], other: list[Storage], sizes: Sizes) -> Iterator[Storage]:

@@ -53,14 +53,14 @@ def finish(observer: Observer, first_step: int) -> Finished:
     updated = {op.writes[0] for op in ops if op.phase == "optimizer" and op.writes and op.writes[0] in _operands(op)}
     for entry in observer.ledger.entries:
         cause = _cause(entry, observer, ops, sharers, updated, first_step)
-        weight = observer.marks.gradients.get(entry.id, entry.id)
+        weight = observer.ownership.gradients.get(entry.id, entry.id)
         frames[entry.id] = Storage(
             entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, entry.device,
             names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())), entry.low, entry.stream, entry.used_on,
         )  # fmt: skip
     seen = observer.forms
     returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in seen.returned)
-    marks = observer.marks
+    marks = observer.ownership
     ungraded = tuple(sorted(marks.optimized - marks.graded))
     return Finished(
         ops, list(frames.values()), names.layers, tuple(seen.forms), returned,
@@ -152,7 +152,7 @@ def _operands(op: Op) -> set[int]:
 
 def _owner(note: Note, observer: Observer, names: _Names) -> str:
     """Return the layer of the one weight whose value or gradient an op handles; "" where it handles several."""
-    gradients = observer.marks.gradients
+    gradients = observer.ownership.gradients
     found = {
         names.owners[weight]
         for entry in (*(storage for _, storage in note.reads), *note.writes)
@@ -232,7 +232,7 @@ def _cause(
     updated: set[int],
     first_step: int,
 ) -> Cause:
-    marks = observer.marks
+    marks = observer.ownership
     if entry.id in marks.workspaces:
         return "workspace"
     if entry.id in marks.weights:

@@ -104,7 +104,7 @@ class Standins:
         entry = self._observer.ledger.find(tensor)
         if _is_seed(self._observer, entry):
             return 0
-        overflow = entry is not None and entry.id in self._observer.marks.found_inf
+        overflow = entry is not None and entry.id in self._observer.ownership.found_inf
         self._last = values = self.largest.of(tensor)
         self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
         healthy = None if overflow else answer_of_healthy(entry, self._observer.notes, self._observer.ledger.entries)
@@ -169,8 +169,8 @@ class Standins:
             stack.enter_context(splits_by_value(tell, self._observer.ranges.of, self.largest.other_way))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
-            stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
-            stack.enter_context(_torch.spectra_seen(self._observer.in_values_alone))
+            stack.enter_context(_torch.linear_seen(self._observer.engine.set_in_linear))
+            stack.enter_context(_torch.spectra_seen(self._observer.set_without_vectors))
             stack.enter_context(_torch.random_states_seen(self._random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
             stack.enter_context(self.calls.unasked())
