@@ -184,7 +184,7 @@ def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
 
 
 def _roles(source: Op, read: Operand, recomputed: dict[int, list[tuple[str, str]]]) -> list[str]:
-    """Return the roles (an argument's name, "result", "kept") of a storage in the forward op whose backward reads it."""
+    """Return the roles (argument name, "result", "kept") of a storage in the forward op whose backward reads it."""
     if read.storage in source.writes:
         # in place: the formula of an op that overwrote its input can only mean the result
         return ["result"]
