@@ -184,8 +184,12 @@ class Assumption:
 
 
 def loud(assumptions: Iterable[Assumption]) -> list[Assumption]:
-    """Return the assumptions without which figures may be others, or the step may fail, when it really runs."""
-    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse", "library", "dry")]
+    """Return the assumptions that, if wrong, change figures or let the real step fail."""
+    return [
+        assumption
+        for assumption in assumptions
+        if assumption.kind in ("branch", "bound", "host", "sparse", "library", "dry")
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Trace(Displayed):
 
 
 def at_least(trace: Trace) -> Trace:
-    """Return the same trace where everything that is known as an interval takes the least of it."""
+    """Return the trace with every interval of bytes replaced by its lower end."""
     if all(storage.low is None for storage in trace.storages):
         return trace
     storages = tuple(
