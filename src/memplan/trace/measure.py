@@ -110,10 +110,10 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
         plain, unended, watch = _plain(build, steps)
     joined = join(named.parts, named.entries, named.record, plain, lines=watch.rows())
     notes += named.notes + unended + of_outside(joined.outside)
-    if joined.apart:
+    if joined.unpaired:
         notes += (
-            f"{format_bytes(joined.apart)} have no layer and no cause: they are allocated only where nothing names the "
-            f"ops, in {_few(joined.otherwise)}",
+            f"{format_bytes(joined.unpaired)} have no layer and no cause: they are allocated only where nothing "
+            f"names the ops, in {_few(joined.differing_calls)}",
         )
     elif joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)

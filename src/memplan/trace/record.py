@@ -380,10 +380,10 @@ class _Recording:
             optimized=parts.optimized,
             ungraded=parts.ungraded,
         )
-        questions = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
-        if not questions or self._target.cudnn is None or self._target.card is None:
+        queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
+        if not queries or self._target.cudnn is None or self._target.card is None:
             return trace
-        return with_workspaces(trace, questions, self._target.cudnn, self._target.card)
+        return with_workspaces(trace, queries, self._target.cudnn, self._target.card)
 
     @property
     def tick(self) -> int:

@@ -1,4 +1,4 @@
-"""A step as one value, with its file."""
+"""The Trace: a step as data, which can be saved to a file."""
 
 from __future__ import annotations
 

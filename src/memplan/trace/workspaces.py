@@ -18,15 +18,15 @@ _DESCRIBED = "for a described card; a real one can choose others, mostly for wei
 """Source: benchmarks/results/cudnn.md."""
 
 
-def with_workspaces(trace: Trace, asked: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
+def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
     """Return the trace with workspaces in bytes where cuDNN answers; the others stay intervals.
 
     A measurement on a real card of this name with this version of cuDNN takes precedence over cuDNN's answer for a
-    described card. ``asked``: storage -> question.
+    described card. ``queries``: storage -> what to ask.
     """
-    answers = ask(library, card, (query.question for query in asked.values()))
+    answers = ask(library, card, (query.question for query in queries.values()))
     storages, engines, measured, answered = list(trace.storages), list[Engines](), list[int](), 0
-    for storage, query in asked.items():
+    for storage, query in queries.items():
         plans = answers.plans.get(query.question, ())
         if query.plan == "first" and query.question in answers.measured:
             measured.append(storage)

@@ -115,7 +115,7 @@ def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None
                     owned[kind].append(entry.id)
                     names.storages.setdefault(entry.id, f"{path}.{name}" + (f".{part}" if part else ""))
                     names.owners.setdefault(entry.id, path)
-    where = format_frame(observer.place.made.get(id(module)))
+    where = format_frame(observer.place.made_at.get(id(module)))
     return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]), where)
 
 

@@ -21,8 +21,8 @@ class Joined:
     """The parts of a measured Trace.
 
     ``lost``: bytes of allocations that belong to no op and no tensor. ``outside``: bytes of tensors that existed
-    before and that the step read. ``otherwise``: names of the calls that allocate differently under a dispatch mode.
-    ``apart``: bytes that they allocate only without one.
+    before and that the step read. ``differing_calls``: names of calls that allocate differently under a dispatch mode.
+    ``unpaired``: bytes that they allocate only without one.
     """
 
     ops: tuple[Op, ...]
@@ -32,8 +32,8 @@ class Joined:
     end: int
     lost: int
     outside: int
-    otherwise: tuple[str, ...]
-    apart: int
+    differing_calls: tuple[str, ...]
+    unpaired: int
     forms: tuple[Form, ...]
     returned: tuple[Returned, ...]
     lines: tuple[FunctionLines, ...]

@@ -98,6 +98,7 @@ class Observer:
         self.sequences = Sequences()
         self.ownership = Ownership(place, self.ledger, self.notes)
         self.read_equal: Callable[[], bool] | None = None
+        """Returns the assumed result of `torch.equal`."""
         self.on_mixed_devices: Callable[[str], None] | None = None
         """Receives the name of an op that reads tensors of both host and card, which CUDA refuses."""
         self.on_assumption: Callable[[str], None] | None = None
@@ -105,6 +106,7 @@ class Observer:
         self.on_library_op: Callable[[str], None] | None = None
         """Receives the name of an operator of a library or of the user, whose workspace is unknown."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
+        """Returns the assumed value of a scalar read."""
         self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         """Returns the fake tensor of a real one from outside of the recording."""
         self.card: Residence | None = None

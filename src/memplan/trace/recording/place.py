@@ -73,8 +73,8 @@ def user_frame() -> tuple[str, int] | None:
 def instruction(frame: FrameType) -> int:
     """Return the offset of the instruction that a frame runs.
 
-    Where Python calls a function without a frame of C (`x[i]` by a `__getitem__` in Python), from the third time on
-    `f_lasti` is that of the last cache behind the instruction.
+    When a specialized instruction calls a Python function inline (`x[i]` by a `__getitem__` in Python), `f_lasti` is
+    that of the last inline cache after the instruction.
     """
     at, code = frame.f_lasti, frame.f_code.co_code
     while dis.opname[code[at]] == "CACHE":
@@ -83,30 +83,34 @@ def instruction(frame: FrameType) -> int:
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return a copy of a frame's variables that the frame does not keep.
+    """Return a copy of a frame's local variables without extending their lifetimes.
 
-    Up to Python 3.12 a function's frame holds on to the dict that ``f_locals`` returns, and so to tensors that the
-    function drops later.
+    Up to Python 3.12 a function's frame holds the dict that ``f_locals`` returns, and so tensors that the function
+    drops later.
     """
     values = frame.f_locals
-    found = dict(values)
+    variables = dict(values)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         values.clear()
-    return found
+    return variables
 
 
 def format_frame(frame: tuple[str, int] | None) -> str | None:
-    """``file:line`` with the path relative to the working directory, or to the place of its package."""
+    """Return ``file:line``, relative to the working directory or to the folder that its package is imported from."""
     if frame is None:
         return None
     return f"{_short(frame[0])}:{frame[1]}"
 
 
 def _short(path: str) -> str:
-    here = os.getcwd() + os.sep
+    working_directory = os.getcwd() + os.sep
     packages = [root for root in map(os.path.abspath, sys.path) if root.endswith(("site-packages", "dist-packages"))]
-    # an installed package before the working directory, which a virtual environment may lie in
-    roots = [*(root + os.sep for root in packages), here, *(os.path.abspath(root) + os.sep for root in sys.path)]
+    # site-packages first: the virtual environment may be inside the working directory
+    roots = [
+        *(root + os.sep for root in packages),
+        working_directory,
+        *(os.path.abspath(root) + os.sep for root in sys.path),
+    ]
     return next((path[len(root) :] for root in roots if path.startswith(root)), os.path.basename(path))
 
 
@@ -117,7 +121,7 @@ class Place:
         self.building = True
         self.step = -1
         self.modules: dict[int, weakref.ref[nn.Module]] = {}
-        self.made: dict[int, tuple[str, int] | None] = {}
+        self.made_at: dict[int, tuple[str, int] | None] = {}
         """id() of a module -> user line that was running when it registered its first parameter or buffer."""
         self.called: list[int] = []
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
@@ -206,11 +210,11 @@ class Place:
         known = self.modules.get(id(module))
         if known is None or known() is not module:
             self.modules[id(module)] = weakref.ref(module)
-            self.made.pop(id(module), None)
+            self.made_at.pop(id(module), None)
         if isinstance(value, nn.Module):
             self.add_modules(value)  # an averaged model registers a copy, whose own parts were never registered
-        if id(module) not in self.made and self.building and isinstance(value, torch.Tensor):
-            self.made[id(module)] = user_frame()
+        if id(module) not in self.made_at and self.building and isinstance(value, torch.Tensor):
+            self.made_at[id(module)] = user_frame()
 
     def _copied(self, restore: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
         """Return `Module.__setstate__`, which `copy.deepcopy` and unpickling call, registering the module, too."""

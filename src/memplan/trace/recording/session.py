@@ -297,7 +297,7 @@ _MAX_COLLECTIONS = 32
 
 
 def collect_cycles() -> None:
-    """Run Python's collector until it frees nothing: of cycles linked by autograd nodes, each run frees only one."""
+    """Run Python's collector until it frees nothing: of cycles linked by autograd nodes, a run frees only the first."""
     for _ in range(_MAX_COLLECTIONS):
         if not gc.collect():
             return
@@ -518,23 +518,23 @@ def _located_error(observer: Observer, what: str, error: Exception) -> MemplanEr
             where=where,
         )
     text = str(error).strip().split("\n")[0] or "no message"
-    found = f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}"
+    problem = f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}"
     expected = RUNS
     what_runs = "build()" if what == "build" else "the step"
     do = f"Run {what_runs} without memplan: mend it where it raises the same there; else use memplan.measure(build)"
     if _is_of_nested(error):
-        found = f"{what} uses nested tensors (torch.nested), which memplan neither records nor measures"
+        problem = f"{what} uses nested tensors (torch.nested), which memplan neither records nor measures"
         expected = "tensors of one shape each"
         do = "Pad the sequences (torch.nn.utils.rnn.pad_sequence), or pack them (pack_padded_sequence)"
     elif _CUDA.search(text) and observer.card is not None:
-        found = f"{what} asks for a GPU in a way that a recording does not answer: {text.rstrip('.')[:200]}"
+        problem = f"{what} asks for a GPU in a way that a recording does not answer: {text.rstrip('.')[:200]}"
         expected = "of CUDA only what can be answered without a GPU: tensors, devices, streams, events, autocast"
         do = "Leave the call out of build and step while they are recorded"
     elif _CUDA.search(text):
-        found = f"{what} puts something on CUDA"
+        problem = f"{what} puts something on CUDA"
         expected = "the CPU, which the step is recorded for"
         do = "Name a card: --device h100, in Python device='h100' (memplan devices lists them)"
-    return StepError(found, expected=expected, do=do, layer=layer, where=where)
+    return StepError(problem, expected=expected, do=do, layer=layer, where=where)
 
 
 def _is_of_nested(error: Exception) -> bool:
