@@ -14,25 +14,11 @@ from memplan._json import MOST_BYTES
 from memplan.errors import InputError
 from memplan.trace.naming.parsing import offer
 
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]
-}
+_DTYPE_NAMES = (
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64",
+    "complex128", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+_DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 _SHORT = {
     "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16",
     "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32",

@@ -23,12 +23,7 @@ from memplan.trace.spec import as_spec, batch_of, dtype_of, is_shape, like, real
 
 CUDA = "cuda"
 
-_AUTOCAST = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-}
+_AUTOCAST = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,11 @@ from memplan.trace.semantics.kinds import NONE, Extra, Semantics
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
-# Ops without storage, kernel or meaning for memory; left out so that a trace reads like the step.
 _CLONE = "aten.clone.default"
 _EQUAL = ("aten.equal.default", "aten.allclose.default")
 _ONES = "aten.ones_like.default"
 # CUDA allows these to read both devices: copies, indices and lengths on the host, step counters of optimizers
-_ACROSS = (
+_MAY_MIX_DEVICES = (
     "aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused",
     "aten._pack_padded_sequence", "aten._ctc_loss",
 )  # fmt: skip
@@ -40,21 +39,11 @@ _LIFT = "aten.lift_fresh.default"
 _NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero
 _SCALAR = "aten._local_scalar_dense.default"
 _EMPTY = torch.ops.aten.empty.memory_format
-_SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
-
-
-_OF_TORCH = (
-    "aten.",
-    "prim.",
-    "prims.",
-    "profiler.",
-    "mkldnn.",
-    "memplan.",
-    "_c10d",
-    "c10d",
-    "inductor.",
-    "higher_order",
-)
+# ops without storage, kernel or effect on memory, which a trace leaves out
+_UNRECORDED = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
+_TORCH_NAMESPACES = (
+    "aten.", "prim.", "prims.", "profiler.", "mkldnn.", "memplan.", "_c10d", "c10d", "inductor.", "higher_order",
+)  # fmt: skip
 
 
 class Residence(Protocol):
@@ -71,17 +60,17 @@ class Residence(Protocol):
 class _Signature:
     """The parts of an op's schema that we need, computed once per op."""
 
-    __slots__ = ("from_library", "mutable", "name", "positions", "silent", "writes")
+    __slots__ = ("from_library", "mutable", "name", "positions", "unrecorded", "writes")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
         self.positions = _torch.tensor_arguments(func)
         self.mutable = _torch.is_mutable(func)
         self.writes = _torch.written_arguments(func) if self.mutable else []
-        self.silent = self.name in _SILENT or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
+        self.unrecorded = self.name in _UNRECORDED or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
         if not self.name.startswith(("aten.", "prim.", "profiler.")):
-            self.silent = False  # an operator of a library or of the user
-        self.from_library = not self.name.startswith(_OF_TORCH)
+            self.unrecorded = False  # an operator of a library or of the user
+        self.from_library = not self.name.startswith(_TORCH_NAMESPACES)
 
     def written_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the values of the arguments that a call of the op writes."""
@@ -133,7 +122,7 @@ class Observer:
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = _Signature(func)
-        if signature.silent:
+        if signature.unrecorded:
             if self.read_scalar is not None and signature.name == _SCALAR:
                 return self.read_scalar(args[0], run)
             if args and (_torch.is_sparse(args[0]) or self._is_outside(signature, args[0])):
@@ -250,34 +239,40 @@ class Observer:
     def _operands(
         self, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[str, int]], tuple[str, ...], bool]:
-        """Return (name, storage) of the tensors that an op reads, the names that need a gradient, and whether one is on
-        the card."""
+        """Return an op's reads as (name, storage), the names that need a gradient, and whether any is on the card."""
         reads: list[tuple[str, int]] = []
         needs: list[str] = []
         on_card = on_host = False
         for position, name in signature.positions:
             value = args[position] if position < len(args) else kwargs.get(name)
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
-                if isinstance(item, torch.Tensor):
-                    parts = self.ledger.parts(item, None)
-                    if parts[-1].op is None and self._is_outside(signature, item):
-                        self.ledger.outside(item, self.fake_of(item))
-                    reads += [(name, entry.id) for entry in parts]
-                    if parts[-1].device == ON_CARD:
-                        on_card = True
-                    elif item.dim():
-                        on_host = True
-                    if item.requires_grad:
-                        if not self.ledger.real and not isinstance(item, _torch.FakeTensor):
-                            raise _made_outside(item)
-                        if not needs or needs[-1] != name:
-                            needs.append(name)
-                        # not while building, where a parameter may still be replaced, and we would keep it alive
-                        known = self.place.building or reads[-1][1] in self.ownership.weights
-                        if not known and isinstance(item, nn.Parameter):
-                            self.ownership.add(self.ownership.weights, item, "")
-                            self.ownership.unowned.append(weakref.ref(item))
-        if on_card and on_host and self.on_mixed_devices is not None and not signature.name.startswith(_ACROSS):
+                if not isinstance(item, torch.Tensor):
+                    continue
+                parts = self.ledger.parts(item, None)
+                if parts[-1].op is None and self._is_outside(signature, item):
+                    self.ledger.outside(item, self.fake_of(item))
+                reads += [(name, entry.id) for entry in parts]
+                if parts[-1].device == ON_CARD:
+                    on_card = True
+                elif item.dim():
+                    on_host = True
+                if not item.requires_grad:
+                    continue
+                if not self.ledger.real and not isinstance(item, _torch.FakeTensor):
+                    raise _outside_error(item)
+                if not needs or needs[-1] != name:
+                    needs.append(name)
+                # not while building, where a parameter may still be replaced, and we would keep it alive
+                known = self.place.building or reads[-1][1] in self.ownership.weights
+                if not known and isinstance(item, nn.Parameter):
+                    self.ownership.add(self.ownership.weights, item, "")
+                    self.ownership.unowned.append(weakref.ref(item))
+        if (
+            on_card
+            and on_host
+            and self.on_mixed_devices is not None
+            and not signature.name.startswith(_MAY_MIX_DEVICES)
+        ):
             self.on_mixed_devices(signature.name)
         return reads, tuple(needs), on_card
 
@@ -316,7 +311,7 @@ class Observer:
     def _phase_after_backward(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], grad_enabled: bool
     ) -> Phase:
-        """Ops on gradients between backward and the next forward (clipping, say) belong to the optimizer."""
+        """Return "optimizer" for ops on weights and gradients (clipping, a hand-written update), else "forward"."""
         if self._after_backward and not self.ownership.updating:
             self.leave_backward()
         if grad_enabled and needs:
@@ -365,7 +360,7 @@ def _result(
     return result
 
 
-def _made_outside(tensor: torch.Tensor) -> StepError:
+def _outside_error(tensor: torch.Tensor) -> StepError:
     return StepError(
         f"the step uses a real parameter of shape {tuple(tensor.shape)} that was made outside of build",
         expected="a build that makes the model itself, so that recording neither allocates nor changes it",

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
+import numpy
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, dataset
 
@@ -280,17 +281,14 @@ def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
 @contextmanager
 def random_kept() -> Iterator[None]:
     """Restore the random states of torch, Python and numpy afterwards."""
-    state, python_state, numpy_state = torch.default_generator.get_state(), random.getstate(), _numpy_state()
+    state, python_state, numpy_state = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
         if not torch.equal(torch.default_generator.get_state(), state):
             torch.default_generator.set_state(state)
         random.setstate(python_state)
-        if numpy_state is not None:
-            import numpy
-
-            numpy.random.set_state(numpy_state)
+        numpy.random.set_state(numpy_state)
 
 
 _MAX_COLLECTIONS = 32
@@ -423,14 +421,6 @@ def _loaded_in_order() -> Iterator[None]:
         for sampler, order in samplers:
             patches.enter_context(_torch.patched(sampler, __iter__=order))
         yield
-
-
-def _numpy_state() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy.random.get_state()
 
 
 def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundaries) -> None:

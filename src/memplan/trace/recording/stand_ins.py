@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 
 from memplan import _torch
@@ -229,8 +230,6 @@ class Standins:
         return self._item(tensor) if tensor.dim() == 0 else [self._tolist(row) for row in tensor.unbind()]
 
     def _numpy(self, tensor: Any) -> Any:
-        import numpy
-
         if tensor.constant is not None:
             with _torch.no_modes():
                 return _holding(tensor.constant.numpy(), tensor)
@@ -341,8 +340,6 @@ def _is_seed(observer: Observer, entry: Entry | None) -> bool:
 
 def _holding(array: Any, tensor: torch.Tensor) -> Any:
     """Return the array with a reference to the tensor, whose memory a real array would share."""
-    import numpy
-
     return numpy.asarray(SimpleNamespace(__array_interface__=array.__array_interface__, of=(array, tensor)))
 
 
