@@ -168,28 +168,23 @@ def _record(
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
-            if reached(error.__cause__) and not raised_by_statement(error.__cause__):
+            cause, guarded = error.__cause__, raised_by_statement(error.__cause__)
+            if reached(cause) and not guarded:
                 return recording, _unknown_argument(error)
             line = recording.last_bound
-            if line is not None and line == _line_of(error):
+            if cause is not None and not guarded and line is not None and line == frame_of_error(cause):
                 at = line, recording.last_execution
-                count = selected_beside(error.__cause__, recording.last_taken)
+                count = selected_beside(cause, recording.last_taken)
                 if count is None or at in counts or len(counts) == _MAX_COUNTS:
                     return recording, _wrong_count(error, line, counted=at in counts)
                 counts[at] = count
                 continue
-            decision, guarded = recording.last_decision, raised_by_statement(error.__cause__)
+            decision = recording.last_decision
             if decision is None or decision in overrides or len(overrides) == _MAX_GUARDS or not guarded:
                 return recording, error if first is None else _both_directions(first, error, overrides)
             first, overrides = first or error, overrides | {decision}
         except RecordingError as error:
             return recording, error if first is None else _both_directions(first, error, overrides)
-
-
-def _line_of(error: StepError) -> Line | None:
-    """Return the user's line at which an op raised, or None if a statement raised."""
-    cause = error.__cause__
-    return None if cause is None or raised_by_statement(cause) else frame_of_error(cause)
 
 
 def _unknown_argument(error: StepError) -> DataDependentError:

@@ -55,13 +55,13 @@ def join(
     """
     named = without_mode(named)
     calls = matched_calls(named.calls, plain.calls)
-    seen, events = _Events(named), _Events(plain)
-    same = _same_allocations(seen, named, events, plain, calls)
-    in_seen = _numbers(entries, _on_clock(parts.ops, seen, named.ranges), seen)
-    number_of = {entry: same[number] for entry, number in in_seen.items() if number in same}
+    named_events, events = _Events(named), _Events(plain)
+    same = _same_allocations(named_events, named, events, plain, calls)
+    in_named = _numbers(entries, _on_clock(parts.ops, named_events, named.ranges), named_events)
+    number_of = {entry: same[number] for entry, number in in_named.items() if number in same}
     ops = _on_clock(parts.ops, events, _ranges(named, plain, calls))
     op_of = _ops_of_calls(named, plain, calls)
-    tick = [events.tick(start) for start in _starts_of_steps(plain)]
+    steps = [events.tick(start) for start in _starts_of_steps(plain)]
     known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}
     paired, read = set(same.values()), {operand.storage for op in parts.ops for operand in op.reads}
     starts = [op.start for op in ops]
@@ -76,28 +76,25 @@ def join(
             workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
             lost += 0 if explained or workspace else allocation.bytes
             storage = Storage(number, 0, "workspace" if workspace else "temporary", 0, None, op)
-        storages.append(_with_allocation(storage, number, allocation, tick[0]))
+        storages.append(_with_allocation(storage, number, allocation, steps[0]))
     unpaired = [allocation for number, allocation in enumerate(events.allocations) if number not in paired]
+    outside = [entry for entry in entries if entry.id in read and entry.op is None and entry.id not in in_named]
     return Joined(
-        tuple(_renumbered(op, number_of) for op in ops),
-        tuple(storages),
-        tuple(
-            replace(
-                layer,
-                weights=_renumbered_all(layer.weights, number_of),
-                buffers=_renumbered_all(layer.buffers, number_of),
-            )
+        ops=tuple(_renumbered(op, number_of) for op in ops),
+        storages=tuple(storages),
+        layers=tuple(
+            replace(layer, weights=_ids(layer.weights, number_of), buffers=_ids(layer.buffers, number_of))
             for layer in parts.layers
         ),
-        tuple(tick),
-        len(events.times),
-        lost,
-        sum(entry.bytes for entry in entries if entry.id in read and entry.op is None and entry.id not in in_seen),
-        _names_of(unpaired, plain.calls),
-        sum(allocation.bytes for allocation in unpaired),
-        tuple(_form(form, number_of) for form in parts.forms),
-        tuple(replace(module, tensors=_views(module.tensors, number_of)) for module in parts.returned),
-        on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
+        steps=tuple(steps),
+        end=len(events.times),
+        lost=lost,
+        outside=sum(entry.bytes for entry in outside),
+        differing_calls=_names_of(unpaired, plain.calls),
+        unpaired=sum(allocation.bytes for allocation in unpaired),
+        forms=tuple(_form(form, number_of) for form in parts.forms),
+        returned=tuple(replace(module, tensors=_views(module.tensors, number_of)) for module in parts.returned),
+        lines=on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
     )
 
 
@@ -174,13 +171,13 @@ class _Events:
 
 
 def _same_allocations(
-    seen: _Events, named: _torch.Profile, events: _Events, plain: _torch.Profile, calls: dict[int, int]
+    named_events: _Events, named: _torch.Profile, events: _Events, plain: _torch.Profile, calls: dict[int, int]
 ) -> dict[int, int]:
     """Return allocation under the mode -> allocation of the plain run.
 
     Allocations within matched calls match by size, in order. A call without a match counts as part of its parent.
     """
-    in_named = _by_call(seen, named.calls, set(calls))
+    in_named = _by_call(named_events, named.calls, set(calls))
     in_plain = _by_call(events, plain.calls, set(calls.values()))
     same: dict[int, int] = {}
     for call, other in calls.items():
@@ -266,7 +263,7 @@ def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, 
 
 def _renumbered(op: Op, number_of: dict[int, int]) -> Op:
     reads = tuple(Operand(r.name, number_of[r.storage]) for r in op.reads if r.storage in number_of)
-    return replace(op, reads=reads, writes=_renumbered_all(op.writes, number_of))
+    return replace(op, reads=reads, writes=_ids(op.writes, number_of))
 
 
 def _form(form: Form, number_of: dict[int, int]) -> Form:
@@ -278,5 +275,5 @@ def _views(views: Iterable[View], number_of: dict[int, int]) -> tuple[View, ...]
     return tuple(replace(view, storage=number_of.get(view.storage, -1 - view.storage)) for view in views)
 
 
-def _renumbered_all(entries: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:
+def _ids(entries: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:
     return tuple(number_of[entry] for entry in entries if entry in number_of)
