@@ -1,4 +1,4 @@
-"""A step with branches that values decide, recorded both ways: what it takes at most."""
+"""Explores both directions of branches that values decide, to find the trace with the largest peak."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from memplan.trace.recording.values.readings import Choice, Reading, Site, Use, 
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
-_MOST = 4
-"""Branches at most that are recorded both ways, as many readings, and as many of both that only another way shows; of
-others it is said that they were not."""
+_MAX_CHOICES = 4
+"""Branches explored at most, scalar reads at most, and further choices of both at most that only appear in other
+recordings. The assumptions say which were not explored."""
 
 
 def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Trace:
-    """Return the trace of the way that takes more, and say of each branch and of each reading what its ways take.
+    """Return the trace with the largest peak, with assumptions that compare the outcomes of each choice.
 
     Args:
-        trace: as recorded.
-        choices: lines at which a value decided that the recording does not know, and what was read and taken at its
-            largest, in order.
-        again: records the step otherwise.
+        trace: of the first recording.
+        choices: its lines at which an unknown value decided a branch, and its scalar reads, in order.
+        again: records the step with overrides.
     """
     search = _Search(trace, choices, again)
     search.run()
@@ -35,124 +34,118 @@ def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Tra
 
 
 class _Search:
-    """Takes one choice after the other otherwise, beside those that made the step take more."""
+    """Overrides the choices of a recording in turn, on top of the overrides with the largest peak so far."""
 
     def __init__(self, trace: Trace, choices: Sequence[Choice], again: Again) -> None:
-        self._trace, self._again, self._straight = trace, again, peak_live_bytes(trace.counted)
-        self._taken = Way()
+        self._trace, self._again, self._first_peak = trace, again, peak_live_bytes(trace.counted)
+        self._overrides = Way()
+        """Of the trace with the largest peak so far, `_trace`."""
         self._branches: dict[Line, tuple[int, Assumption | None]] = {}
-        self._readings = dict[Reading, Tried | None]()
-        """None: nothing depends on it."""
-        self._each = EachValue(again)
-        self._seen, self._more = {_key(one): one for one in choices}, _MOST
+        """Line -> larger peak of its two directions in bytes, and what to report."""
+        self._reads = dict[Reading, Tried | None]()
+        """None: the peak does not depend on it."""
+        self._values = EachValue(again)
+        self._seen, self._left = {_key(choice): choice for choice in choices}, _MAX_CHOICES
 
     def run(self) -> None:
-        """Record what is to be recorded."""
-        first = list(self._seen.values())
-        self._each_of([one for one in first if not isinstance(one, Reading)])
-        readings = [one for one in first if isinstance(one, Reading)]
-        matter = self._each.that_matter(readings, self._taken, peak_live_bytes(self._trace.counted))
-        self._readings |= dict.fromkeys(readings if not matter else ())
-        self._each_of(matter)
+        """Record the step with each choice overridden, branches first."""
+        choices = list(self._seen.values())
+        self._explore([choice for choice in choices if not isinstance(choice, Reading)])
+        reads = [choice for choice in choices if isinstance(choice, Reading)]
+        matter = self._values.that_matter(reads, self._overrides, peak_live_bytes(self._trace.counted))
+        self._reads |= dict.fromkeys(reads if not matter else ())
+        self._explore(matter)
 
-    def _each_of(self, choices: Sequence[Choice]) -> None:
-        queue: list[_Next] = [(one, None, 0) for one in choices[:_MOST]]
+    def _explore(self, choices: Sequence[Choice]) -> None:
+        queue: list[_Pending] = [(choice, None, 0) for choice in choices[:_MAX_CHOICES]]
         while queue:
-            choice, way, peak = queue.pop(0)
-            if way is None:
-                if self._taken and not isinstance(choice, Reading):  # beside what is taken otherwise, then alone
-                    queue.insert(0, (choice, Way(), self._straight))
-                way, peak = self._taken, peak_live_bytes(self._trace.counted)
-            queue[:0] = (
-                self._of_reading(choice, way, peak) if isinstance(choice, Reading) else self._of_line(choice, way, peak)
-            )
+            choice, base, peak = queue.pop(0)
+            if base is None:
+                if self._overrides and not isinstance(choice, Reading):  # on top of the overrides, then without them
+                    queue.insert(0, (choice, Way(), self._first_peak))
+                base, peak = self._overrides, peak_live_bytes(self._trace.counted)
+            if isinstance(choice, Reading):
+                queue[:0] = self._explore_read(choice, base, peak)
+            else:
+                queue[:0] = self._explore_branch(choice, base, peak)
 
-    def _of_reading(self, reading: Reading, way: Way, peak: int) -> list[_Next]:
-        tried = self._readings[reading] = self._each.of(reading, way, peak)
-        found = [(other, one) for one, other in tried.found.items() if isinstance(other, Trace)]
-        return [new for other, one in found for new in self._found(other, way | {one}, tried.below[one])]
+    def _explore_read(self, read: Reading, base: Way, peak: int) -> list[_Pending]:
+        tried = self._reads[read] = self._values.of(read, base, peak)
+        traces = [(value, trace) for value, trace in tried.outcomes.items() if isinstance(trace, Trace)]
+        return [new for value, trace in traces for new in self._add(trace, base | {value}, tried.choices[value])]
 
-    def _of_line(self, line: Line, way: Way, peak: int) -> list[_Next]:
-        other, below, reached = self._again(way | {line})
-        weight = max(peak, peak_live_bytes(other.counted)) if isinstance(other, Trace) and line in reached else 0
-        if line not in self._branches or weight >= self._branches[line][0]:
-            self._branches[line] = weight, _of_line(line, peak, other, self._trace, reached=line in reached)
-        return self._found(other, way | {line}, below) if isinstance(other, Trace) else []
+    def _explore_branch(self, line: Line, base: Way, peak: int) -> list[_Pending]:
+        other, choices, effective = self._again(base | {line})
+        larger = max(peak, peak_live_bytes(other.counted)) if isinstance(other, Trace) and line in effective else 0
+        if line not in self._branches or larger >= self._branches[line][0]:
+            self._branches[line] = larger, _branch_row(line, peak, other, self._trace, reached=line in effective)
+        return self._add(other, base | {line}, choices) if isinstance(other, Trace) else []
 
-    def _found(self, other: Trace, way: Way, below: Sequence[Choice]) -> list[_Next]:
-        """Note what another way takes; return the choices that only it shows, as many as are followed."""
-        new = [one for one in below if _key(one) not in self._seen]
-        self._seen |= {_key(one): one for one in new}
-        # where peaks are the same, a program that makes more steps is what is shown
-        more = len(other.steps) - len(self._trace.steps)
-        theirs, ours = peak_live_bytes(other.counted), peak_live_bytes(self._trace.counted)
-        if theirs * (SAME if more > 0 else 1) > ours * (SAME if more < 0 else 1):
-            self._trace, self._taken = other, way
-        followed, self._more = new[: self._more], self._more - len(new[: self._more])
-        return [(one, way, peak_live_bytes(other.counted)) for one in followed]
+    def _add(self, trace: Trace, overrides: Way, choices: Sequence[Choice]) -> list[_Pending]:
+        """Keep a trace if its peak is the largest so far, and return its new choices, as many as are explored."""
+        new = [choice for choice in choices if _key(choice) not in self._seen]
+        self._seen |= {_key(choice): choice for choice in new}
+        peak, largest = peak_live_bytes(trace.counted), peak_live_bytes(self._trace.counted)
+        # at equal peaks, the trace of a program that runs more steps is the one to show
+        more_steps = len(trace.steps) - len(self._trace.steps)
+        if peak * (SAME if more_steps > 0 else 1) > largest * (SAME if more_steps < 0 else 1):
+            self._trace, self._overrides = trace, overrides
+        explored = new[: self._left]
+        self._left -= len(explored)
+        return [(choice, overrides, peak) for choice in explored]
 
     def result(self) -> Trace:
-        """Return the trace of the way that takes most, with what is to be said."""
-        said = [self._said(one) for one in self._seen.values()]
-        rows = dict.fromkeys(row for row in said if row is not None)
-        places = {format_frame(one) for one in self._seen.values() if not isinstance(one, Reading)}
-        kept = [one for one in self._trace.assumptions if one.where not in places or not _is_of_branch(one)]
-        ordered = sorted((*rows, *kept), key=lambda row: row.kind not in ("branch", "bound"))
+        """Return the trace with the largest peak, with the assumptions about all choices."""
+        rows = [self._row(choice) for choice in self._seen.values()]
+        branches = {format_frame(choice) for choice in self._seen.values() if not isinstance(choice, Reading)}
+        others = [row for row in self._trace.assumptions if row.where not in branches or not _is_of_branch(row)]
+        assumptions = dict.fromkeys(row for row in rows if row is not None)
+        ordered = sorted((*assumptions, *others), key=lambda row: row.kind not in ("branch", "bound"))
         return replace(self._trace, assumptions=tuple(ordered))
 
-    def _said(self, choice: Choice) -> Assumption | None:
+    def _row(self, choice: Choice) -> Assumption | None:
         if not isinstance(choice, Reading):
-            return self._branches.get(choice, (0, None))[1] or _not_tried(choice)
-        tried = self._readings.get(choice, Tried(choice, Way(), 0))
-        return sampled(choice) if tried is None else tried.row(self._taken, len(self._trace.steps))
+            return self._branches.get(choice, (0, None))[1] or _unexplored(choice)
+        tried = self._reads.get(choice, Tried(choice, Way(), 0))
+        return sampled(choice) if tried is None else tried.row(self._overrides, len(self._trace.steps))
 
 
-_Next = tuple[Choice, Way | None, int]
-"""A choice that is to be taken otherwise, beside which others (None: those that made the step take more), and the peak
-of these alone."""
+_Pending = tuple[Choice, Way | None, int]
+"""A choice to explore, the overrides to add it to (None: those with the largest peak), and their peak in bytes."""
 
 
 def _key(choice: Choice) -> Line | tuple[Site, Use]:
     return (choice.site, choice.use) if isinstance(choice, Reading) else choice
 
 
-def _of_line(
+def _branch_row(
     line: Line, peak: int, other: Trace | RecordingError | None, shown: Trace, *, reached: bool
 ) -> Assumption | None:
-    """Return what has to be said of a branch, recorded the other way; None where there is nothing."""
+    """Return the Assumption that compares ``peak`` with the recording in the other direction, or None."""
+    where = format_frame(line)
     if isinstance(other, Trace) and not reached:
-        return _not_tried(line)
-    row = _of_branch(format_frame(line), peak, other)
-    return None if row is None else _with_rounds(row, shown)
-
-
-def _of_branch(where: str | None, peak: int, other: Trace | RecordingError | None) -> Assumption | None:
+        return _unexplored(line)
     if isinstance(other, Trace):
-        return _compared(where, peak, peak_live_bytes(other.counted))
-    if isinstance(other, RecordingError):
-        return Assumption("scalar", _ENDS.format(how=shorten(other.found, 120, placeholder=" ...")), where)
-    return None
-
-
-def _with_rounds(row: Assumption, trace: Trace) -> Assumption:
-    """Add to what is said of a branch that it is in a loop: some rounds may go one way and others the other."""
-    rounds = sum(one.count for one in trace.assumptions if one.where == row.where and _is_of_branch(one))
-    times = rounds // max(len(trace.steps), 1)
+        least, most = sorted((peak, peak_live_bytes(other.counted)))
+        if most <= SAME * least:
+            row = Assumption("scalar", _SAME_PEAK.format(peak=format_bytes(most)), where)
+        else:
+            row = Assumption("bound", _DIFFER.format(most=format_bytes(most), least=format_bytes(least)), where)
+    elif isinstance(other, RecordingError):
+        row = Assumption("scalar", _ENDS.format(how=shorten(other.found, 120, placeholder=" ...")), where)
+    else:
+        return None
+    counts = [known.count for known in shown.assumptions if known.where == where and _is_of_branch(known)]
+    times = sum(counts) // max(len(shown.steps), 1)
     if times <= 1:
         return row
-    kind = "scalar" if row.kind == "scalar" else "branch"  # what some one way and some the other take was not recorded
+    # in a loop: iterations that go different directions in the same step were not recorded
+    kind = "scalar" if row.kind == "scalar" else "branch"
     return replace(row, kind=kind, text=row.text + _ROUNDS.format(times=times))
 
 
-def _not_tried(line: Line) -> Assumption:
+def _unexplored(line: Line) -> Assumption:
     return Assumption("branch", _ONE_WAY, format_frame(line))
-
-
-def _compared(where: str | None, one: int, two: int) -> Assumption:
-    if max(one, two) <= SAME * min(one, two):
-        return Assumption("scalar", _SAME_PEAK.format(peak=format_bytes(max(one, two))), where)
-    most, least = format_bytes(max(one, two)), format_bytes(min(one, two))
-    return Assumption("bound", _DIFFER.format(most=most, least=least), where)
 
 
 _ENDS = "a value decides a branch: the other way {how}"

@@ -1,4 +1,4 @@
-"""A trace as JSON text, and back: one op or storage a line. Reading trusts nothing: a file can come from a stranger."""
+"""Writes a trace as JSON text, one op or storage a line, and reads it back with full validation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD = (
     "schema", "origin", "device", "torch", "steps", "end", "notes", "other_kernels", "calls", "assumptions",
 )  # fmt: skip
 _OPTIONAL = ("counters", "engines", "measured", "lines", "passes", "collected", "optimized", "ungraded")
-"""Sections that most traces have not."""
+"""Sections that are omitted when empty."""
 _Trace = TypeVar("_Trace")
 
 
@@ -80,12 +80,12 @@ def loads(text: str, kind: type[_Trace], source: str) -> _Trace:
 
 
 def _complete_rows(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections with a value for every field of each record: positions are its index, a view is one part."""
-    made = data.pop("made", ())
+    """Return the sections with a value for every field of each record: adds indices, and nests the fields of views."""
+    lines = data.pop("made", ())
     return data | {
         "ops": [[index, *row] for index, row in enumerate(data["ops"])],
         "storages": [[index, *row] for index, row in enumerate(data["storages"])],
-        "layers": [[*row, where] for row, where in itertools.zip_longest(data["layers"], made)],
+        "layers": [[*row, where] for row, where in itertools.zip_longest(data["layers"], lines)],
         "forms": [
             [op, [[name, view] for name, *view in reads], writes, options]
             for op, reads, writes, options in data.get("forms", ())
@@ -94,7 +94,7 @@ def _complete_rows(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(trace: Any) -> None:
-    """Check that every reference has a target, and that every life has a beginning before its end."""
+    """Raise Unreadable for a reference without a target, or a storage that is not allocated before it is freed."""
     ops, storages, end = len(trace.ops), len(trace.storages), trace.end
     _within("steps", trace.steps, end + 1)
     _within("steps of ops", (op.step for op in trace.ops), len(trace.steps))
@@ -121,12 +121,20 @@ def _check(trace: Any) -> None:
         raise Unreadable("two events share a tick, or one is at 0")
     for layer in trace.layers:
         _within(f"storages of layer {layer.name!r:.40}", (*layer.weights, *layer.buffers), storages)
-    _within("storages of engines", (one.storage for one in trace.engines), storages)
+    _within("storages of engines", (engines.storage for engines in trace.engines), storages)
     _within("measured storages", trace.measured, storages)
-    if not all(one.plans for one in trace.engines):
+    if not all(engines.plans for engines in trace.engines):
         raise Unreadable("a workspace has engines, and none is named")
-    _within("ticks of lines", (tick for one in trace.lines for s in one.spans for tick in (s.start, s.end)), end + 1)
-    _within("ticks of backward passes", (tick for one in trace.passes for tick in (one.start, one.end)), end + 1)
+    _within(
+        "ticks of lines",
+        (tick for lines in trace.lines for span in lines.spans for tick in (span.start, span.end)),
+        end + 1,
+    )
+    _within(
+        "ticks of backward passes",
+        (tick for backward in trace.passes for tick in (backward.start, backward.end)),
+        end + 1,
+    )
     _within("ticks of the collector", trace.collected, end + 1)
     _within("optimized storages", (*trace.optimized, *trace.ungraded), storages)
     _within("ops of forms", (form.op for form in trace.forms), ops)

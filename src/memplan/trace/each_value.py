@@ -1,4 +1,4 @@
-"""What is read in a step, recorded as other values: what the step takes at most."""
+"""Records a step with other values of the scalars that it reads, to bound its memory."""
 
 from __future__ import annotations
 
@@ -16,154 +16,157 @@ from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
 Again = Callable[[Way], tuple[Trace | RecordingError | None, Sequence[Choice], Way]]
-"""Records the step once more, with these choices taken otherwise; what comes of it, its choices, and which of those
-taken otherwise it reached."""
+"""Records the step again with these overrides -> (trace or error, its choices, the overrides that took effect)."""
 
-_RECORDINGS = 64
-"""Recordings at most for what is read."""
+_MAX_RECORDINGS = 64
+"""Recordings at most, over all scalar reads."""
 SAME = 1.01
-"""Peaks count as the same up to this factor."""
+"""Peaks that differ by at most this factor count as equal."""
 
 
 class EachValue:
-    """Records a step with what is read taken as other values.
-
-    Args:
-        again: records the step once more.
-    """
+    """Records a step with overrides for the scalars that it reads, each set of overrides once."""
 
     def __init__(self, again: Again) -> None:
         self._again = again
-        self._left = _RECORDINGS
+        self._left = _MAX_RECORDINGS
         self._known = dict[Way, tuple[Trace | RecordingError | None, Sequence[Choice], Way]]()
 
-    def that_matter(self, readings: Sequence[Reading], beside: Way, peak: int) -> list[Reading]:
-        """Return those of which anything depends; all are taken otherwise at once, since most are only printed.
+    def that_matter(self, reads: Sequence[Reading], base: Way, peak: int) -> list[Reading]:
+        """Return all of the scalar reads if any changes the peak, else none.
+
+        All are overridden at once, since most are only printed.
 
         Args:
-            readings: of the first recording.
-            beside: what else is taken otherwise.
-            peak: of that way, in bytes.
+            reads: of the first recording.
+            base: overrides of everything else.
+            peak: with ``base`` alone, in bytes.
         """
-        for each in zip_longest(*(one.others for one in readings)):
-            way = beside.union(one for one in each if one is not None)
-            trace, _, reached = self._recorded(way)
-            if not isinstance(trace, Trace) or peak_live_bytes(trace.counted) != peak or reached != way:
-                return sorted(readings, key=lambda one: -one.use)
+        for values in zip_longest(*(read.others for read in reads)):
+            overrides = base.union(value for value in values if value is not None)
+            trace, _, effective = self._record(overrides)
+            if not isinstance(trace, Trace) or peak_live_bytes(trace.counted) != peak or effective != overrides:
+                return sorted(reads, key=lambda read: -read.use)
         return []
 
-    def of(self, reading: Reading, way: Way, peak: int) -> Tried:
-        """Return what comes of taking a reading otherwise, and the choices that are only there then.
+    def of(self, read: Reading, base: Way, peak: int) -> Tried:
+        """Record the step with the other values of a scalar read.
 
         Args:
-            reading: what is read.
-            way: what else is taken otherwise.
-            peak: of that way, in bytes, with the reading at its largest.
+            read: the scalar read.
+            base: overrides of everything else.
+            peak: with the read at its largest, in bytes.
         """
-        tried = Tried(reading, way, peak)
-        for values in (reading.others, reading.all_others if reading.use > Use.SIZE else ()):
-            for one in values:
-                self._try(tried, one)
-            if all(isinstance(one, Trace) and peak_live_bytes(one.counted) == peak for one in tried.found.values()):
-                return tried  # it matters in none of them
-        by_peak = sorted(tried.peaks, key=lambda one: -tried.peaks[one])
-        several = [one for one in by_peak if one is None or len(one.values) == 1]
-        if reading.is_few and len(several) > 1:
-            for one in reading.in_turn([reading.high if one is None else one.values[0] for one in several]):
-                self._try(tried, one)
+        tried = Tried(read, base, peak)
+        for values in (read.others, read.all_others if read.use > Use.SIZE else ()):
+            for value in values:
+                self._try(tried, value)
+            traces = tried.outcomes.values()
+            if all(isinstance(trace, Trace) and peak_live_bytes(trace.counted) == peak for trace in traces):
+                return tried  # the value does not matter
+        by_peak = sorted(tried.peaks, key=lambda value: -tried.peaks[value])
+        single = [value for value in by_peak if value is None or len(value.values) == 1]
+        if read.is_few and len(single) > 1:
+            numbers = [read.high if value is None else value.values[0] for value in single]
+            for value in read.in_turn(numbers):
+                self._try(tried, value)
         return tried
 
-    def _try(self, tried: Tried, one: Taken) -> None:
+    def _try(self, tried: Tried, value: Taken) -> None:
         tried.cut |= self._left <= 0
-        if one not in tried.found and not tried.cut:
-            other, choices, reached = self._recorded(tried.way | {one})
-            tried.found[one] = None if isinstance(other, Trace) and one not in reached else other
-            tried.below[one] = choices
+        if value not in tried.outcomes and not tried.cut:
+            outcome, choices, effective = self._record(tried.base | {value})
+            tried.outcomes[value] = None if isinstance(outcome, Trace) and value not in effective else outcome
+            tried.choices[value] = choices
 
-    def _recorded(self, way: Way) -> tuple[Trace | RecordingError | None, Sequence[Choice], Way]:
-        if way not in self._known:
+    def _record(self, overrides: Way) -> tuple[Trace | RecordingError | None, Sequence[Choice], Way]:
+        if overrides not in self._known:
             self._left -= 1
-            self._known[way] = self._again(way)
-        return self._known[way]
+            self._known[overrides] = self._again(overrides)
+        return self._known[overrides]
 
 
 @dataclass
 class Tried:
-    """What comes of taking a reading otherwise."""
+    """The recordings of a step with other values of a scalar read."""
 
-    reading: Reading
-    way: Way
+    read: Reading
+    base: Way
+    """Overrides of everything else."""
     peak: int
-    """Of the way with the reading at its largest, in bytes."""
-    found: dict[Taken, Trace | RecordingError | None] = field(default_factory=dict)
-    """None: the step did not read it there."""
-    below: dict[Taken, Sequence[Choice]] = field(default_factory=dict)
+    """With the read at its largest, in bytes."""
+    outcomes: dict[Taken, Trace | RecordingError | None] = field(default_factory=dict)
+    """None: the step did not reach the read."""
+    choices: dict[Taken, Sequence[Choice]] = field(default_factory=dict)
     """Choices of these recordings."""
     cut: bool = False
-    """Whether there were too many recordings to take it as all that it can be."""
+    """Whether `_MAX_RECORDINGS` left values untried."""
 
     @property
     def peaks(self) -> dict[Taken | None, int]:
-        """Return the peak of each way that ran, in bytes; None: with the reading at its largest."""
-        found = {one: peak_live_bytes(trace.counted) for one, trace in self.found.items() if isinstance(trace, Trace)}
-        return {None: self.peak, **found}
+        """Return the peak of each recording, in bytes; None: with the read at its largest."""
+        traces = {value: trace for value, trace in self.outcomes.items() if isinstance(trace, Trace)}
+        return {None: self.peak, **{value: peak_live_bytes(trace.counted) for value, trace in traces.items()}}
 
     def row(self, shown: Way, steps: int) -> Assumption | None:
-        """Return what has to be said of the reading; None where there is nothing.
+        """Return the Assumption to report for this scalar read, or None.
 
         Args:
-            shown: the way that is shown.
-            steps: how many were recorded.
+            shown: overrides of the trace that the user sees.
+            steps: recorded steps.
         """
-        reading, is_shown = self.reading, not shown.isdisjoint(self.found)
-        if reading.use <= Use.COMPARED and not is_shown:  # what is followed of it has been said
+        read, is_shown = self.read, not shown.isdisjoint(self.outcomes)
+        if read.use <= Use.COMPARED and not is_shown:  # its size or branch has an assumption already
             return None
-        text = self._not_bounded() or self._compared(is_shown, reading.times // steps)
-        where = format_frame(reading.site.line)
-        return sampled(reading) if text is None else Assumption("bound", text, where)
+        text = self._unbounded_text() or self._comparison_text(is_shown, read.times // steps)
+        return sampled(read) if text is None else Assumption("bound", text, format_frame(read.site.line))
 
-    def _not_bounded(self) -> str | None:
-        """Return what has to be said of values that were not recorded, or of which no peak came."""
-        if self.cut or not self.found:
-            return _UNTRIED.format(end=self._end(None))
-        failed = {one: error for one, error in self.found.items() if not isinstance(error, Trace)}
-        if self.reading.is_few:  # such values end the step when it really runs, too
-            failed = {one: error for one, error in failed.items() if type(error) is not StepError}
-        for one, error in failed.items():
+    def _unbounded_text(self) -> str | None:
+        """Return the text for values that were not recorded or whose recording failed, or None."""
+        if self.cut or not self.outcomes:
+            return _UNTRIED.format(end=self._value_text(None))
+        failed = {value: error for value, error in self.outcomes.items() if not isinstance(error, Trace)}
+        if self.read.is_few:  # values that raise here raise in the real step, too
+            failed = {value: error for value, error in failed.items() if type(error) is not StepError}
+        for value, error in failed.items():
             how = shorten(error.found, 120, placeholder=" ...") if error is not None else "was not recorded"
-            return _NO_SMALLEST.format(end=self._end(None), other=self._end(one), how=how)
+            return _NO_SMALLEST.format(end=self._value_text(None), other=self._value_text(value), how=how)
         return None
 
-    def _compared(self, is_shown: bool, times: int) -> str | None:
-        """Return what ways of taking it take; ``times``: how often it is read in a step, where each can be another."""
-        reading, peaks = self.reading, self.peaks
-        most, least = max(peaks, key=lambda one: peaks[one]), min(peaks, key=lambda one: peaks[one])
-        of_many = reading.use in (Use.KEPT, Use.CHOOSES) and not reading.is_few
-        in_turn = times > 1 and (of_many or reading.is_few) and peaks[most] > peaks[least]
-        if peaks[most] <= SAME * peaks[least] and not is_shown and not in_turn:
+    def _comparison_text(self, is_shown: bool, times: int) -> str | None:
+        """Return the text that compares the largest and the smallest peak, or None if they are equal.
+
+        ``times``: reads per step, each of which may give another value.
+        """
+        read, peaks = self.read, self.peaks
+        most, least = max(peaks, key=lambda value: peaks[value]), min(peaks, key=lambda value: peaks[value])
+        is_sampled = read.use in (Use.KEPT, Use.CHOOSES) and not read.is_few
+        order_matters = times > 1 and (is_sampled or read.is_few) and peaks[most] > peaks[least]
+        if peaks[most] <= SAME * peaks[least] and not is_shown and not order_matters:
             return None
-        said = _END.format(
-            end=self._end(most), most=format_bytes(peaks[most]), less=format_bytes(peaks[least]), other=self._end(least)
-        )
-        said += _CHOOSES.format(low=reading.low, high=reading.high) if of_many else ""
-        return said + _ORDERS.format(times=times) if in_turn else said
+        text = _END.format(
+            end=self._value_text(most), most=format_bytes(peaks[most]),
+            less=format_bytes(peaks[least]), other=self._value_text(least),
+        )  # fmt: skip
+        text += _CHOOSES.format(low=read.low, high=read.high) if is_sampled else ""
+        return text + _ORDERS.format(times=times) if order_matters else text
 
-    def _end(self, taken: Taken | None) -> str:
-        """Return how a reading is taken; None: at its largest."""
-        ends = self.reading.site.ends or _ENDS
-        if taken is None:
+    def _value_text(self, value: Taken | None) -> str:
+        """Return "as the largest it can be" (for None), "as the smallest", "as 3", ..."""
+        ends = self.read.site.ends or _ENDS
+        if value is None:
             return ends[0]
-        if taken.values in ((), (self.reading.low,)):
+        if value.values in ((), (self.read.low,)):
             return ends[1]
-        return f"as {taken.values[0]:g}" if len(taken.values) == 1 else "as one value after the other"
+        return f"as {value.values[0]:g}" if len(value.values) == 1 else "as one value after the other"
 
 
-def sampled(reading: Reading) -> Assumption | None:
-    """Return what has to be said of a reading of which nothing depended where it was taken otherwise."""
-    if reading.use is not Use.CHOOSES or reading.is_few:
+def sampled(read: Reading) -> Assumption | None:
+    """Return the Assumption for a scalar read that did not change the peak but had too many values to try all."""
+    if read.use is not Use.CHOOSES or read.is_few:
         return None
-    text = _SAMPLED.format(low=reading.low, high=reading.high, times=len(reading.others))
-    return Assumption("scalar", text, format_frame(reading.site.line))
+    text = _SAMPLED.format(low=read.low, high=read.high, times=len(read.others))
+    return Assumption("scalar", text, format_frame(read.site.line))
 
 
 _SAMPLED = (

@@ -1,4 +1,4 @@
-"""What the user's code prints while it is recorded, held back and counted: its values are stand-ins."""
+"""Captures and counts what the user's code prints during a recording, since its values are placeholders."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from memplan import _torch
 
-_LAST = 5
-"""Lines that an error brings along."""
+_NOTED_LINES = 5
+"""Last lines that are added to an error."""
 _DEBUGGERS = ("pdb", "cmd", "bdb", "ipdb", "IPython", "pudb")
 _is_shown = ContextVar("_is_shown", default=False)
 
 
 @contextmanager
 def output_shown() -> Iterator[None]:
-    """Show in here what is printed during recordings."""
+    """Within this context, recordings show what is printed."""
     token = _is_shown.set(True)
     try:
         yield
@@ -29,28 +29,28 @@ def output_shown() -> Iterator[None]:
 
 
 class Printed:
-    """Lines that were held back."""
+    """Captured lines."""
 
     def __init__(self) -> None:
         self.lines = 0
-        self._last = deque[str](maxlen=_LAST)
+        self._last = deque[str](maxlen=_NOTED_LINES)
         self._open: dict[int, str] = {}
-        """Line that is still being written, by stream."""
+        """id() of a stream -> its unfinished line."""
         self._threads: set[int] = set()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold back in here what this thread writes to stdout and stderr, by handlers of logging and progress bars that
-        were made before, too. An error takes the last lines along.
+        """Within this context, capture what this thread prints; an error gets the last lines as a note.
 
-        It is the streams' own ``write`` that is replaced: whoever holds a stream calls that.
+        It patches ``write`` of stdout and stderr, so that logging handlers and progress bars that hold these streams
+        are captured, too.
         """
         if _is_shown.get():
             yield
             return
         with ExitStack() as stack:
-            for stream in {id(one): one for one in (sys.stdout, sys.stderr) if hasattr(one, "__dict__")}.values():
-                stack.enter_context(_torch.patched(stream, write=self._instead(stream.write, id(stream))))
+            for stream in {id(out): out for out in (sys.stdout, sys.stderr) if hasattr(out, "__dict__")}.values():
+                stack.enter_context(_torch.patched(stream, write=self._capturing(stream.write, id(stream))))
             stack.enter_context(self.in_thread())
             try:
                 yield
@@ -63,33 +63,33 @@ class Printed:
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
-        """Hold back what this thread writes, too."""
-        here = threading.get_ident()
-        self._threads.add(here)
+        """Within this context, capture what this thread writes, too."""
+        thread = threading.get_ident()
+        self._threads.add(thread)
         try:
             yield
         finally:
-            self._threads.discard(here)
+            self._threads.discard(thread)
 
     def note(self) -> tuple[str, ...]:
-        """Return what has to be said of it, if there is anything."""
+        """Return the note about captured lines, none if nothing was printed."""
         if not self.lines:
             return ()
         lines = "1 line that it printed is" if self.lines == 1 else f"{self.lines} lines that it printed are"
         return (f"{lines} not shown: values are stand-ins (--show-output, show_output=True)",)
 
-    def _instead(self, write: Callable[[str], Any], stream: int) -> Callable[[str], Any]:
-        def write_here(text: str) -> Any:
-            asked_by = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if threading.get_ident() not in self._threads or asked_by in _DEBUGGERS:
+    def _capturing(self, write: Callable[[str], Any], stream: int) -> Callable[[str], Any]:
+        def capture(text: str) -> Any:
+            package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if threading.get_ident() not in self._threads or package in _DEBUGGERS:
                 return write(text)
-            *whole, rest = (self._open.get(stream, "") + text).split("\n")
-            for line in whole:
+            *lines, unfinished = (self._open.get(stream, "") + text).split("\n")
+            for line in lines:
                 self._count(line)
-            self._open[stream] = rest.rpartition("\r")[2] or rest  # a progress bar draws itself anew
+            self._open[stream] = unfinished.rpartition("\r")[2] or unfinished  # a progress bar redraws its line
             return len(text)
 
-        return write_here
+        return capture
 
     def _end_lines(self) -> None:
         for line in self._open.values():

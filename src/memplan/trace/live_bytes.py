@@ -15,7 +15,7 @@ def live_bytes(storages: Iterable[Storage], size: Callable[[Storage], int] = _re
     """Yield (tick, live bytes right after it) for each allocation and free, in order.
 
     Args:
-        storages: that are counted.
+        storages: to count.
         size: bytes of a storage: as requested, or in blocks.
     """
     changes = list[tuple[int, int]]()

@@ -1,4 +1,4 @@
-"""Observe: run the step for real and write down what it did allocate."""
+"""Measures a step: runs it for real and returns what it allocated."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def measure(
         >>> memplan.measure(build, device="h100", dry=True, environment="~/cuda-env")  # doctest: +SKIP
     """
     check_steps(steps)
-    # suspended: of a program that measures something itself
+    # suspended, since the step itself may measure something
     with recording_suspended(), called("memplan.measure", profiles=not dry):
         return _measured(build, device, steps, dry, environment, snapshot, contribute)
 
@@ -110,10 +110,10 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
         plain, unended, watch = _plain(build, steps)
     joined = join(named.parts, named.entries, named.record, plain, lines=watch.rows())
     notes += named.notes + unended + of_outside(joined.outside)
-    if joined.apart:
+    if joined.unpaired:
         notes += (
-            f"{format_bytes(joined.apart)} have no layer and no cause: they are allocated only where nothing names the "
-            f"ops, in {_few(joined.otherwise)}",
+            f"{format_bytes(joined.unpaired)} have no layer and no cause: they are allocated only where nothing "
+            f"names the ops, in {_few(joined.differing_calls)}",
         )
     elif joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
@@ -137,11 +137,7 @@ _UNENDED = "a thread that the step started is still running: what it allocates i
 
 
 def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...], LineWatch]:
-    """Run the step as it is, seen by the profiler alone, with the threads that it starts.
-
-    Returns:
-        What the profiler saw, what has to be said about it, and the lines of what is followed.
-    """
+    """Run the step under the profiler only, with the threads that it starts; return profile, notes and line watch."""
     profile = _torch.memory_profile()
     with _torch.eager_instead_of_compiled(lambda: None), _torch.threads_watched() as threads, profile:
         place = Place()
@@ -155,16 +151,16 @@ def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...], Li
 
 
 def _refuse(why: str, **options: object) -> None:
-    """Raise UsageError for options that were given where there are none."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
+    """Raise UsageError if an option is not None; ``why`` completes the message."""
+    used = [name for name, value in options.items() if value is not None]
+    if used:
         raise UsageError(
-            f"{' and '.join(given)} {why}", expected="none there", do="Leave it out, or name the card: docs/measure.md"
+            f"{' and '.join(used)} {why}", expected="none there", do="Leave it out, or name the card: docs/measure.md"
         )
 
 
 def is_cuda(device: str | None) -> bool:
-    """Return whether a device is this machine's GPU, by torch's name."""
+    """Return whether ``device`` names this machine's GPU ("cuda", "cuda:0", "gpu")."""
     return device is not None and re.fullmatch(r"cuda(:\d+)?|gpu", str(device).strip().lower()) is not None
 
 
@@ -172,7 +168,7 @@ def own_gpu() -> Device:
     """Return this machine's GPU.
 
     Raises:
-        DeviceError: there is none, or torch does not see it.
+        DeviceError: there is no GPU that torch sees.
     """
     card = own_card()
     if card is None:

@@ -1,4 +1,4 @@
-"""A step run for real, seen by torch's profiler: under a dispatch mode, or as it is."""
+"""Runs a step for real under torch's profiler and a dispatch mode."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from memplan.trace.recording.join_events import STEP
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.put_back import Outside
 from memplan.trace.recording.session import Running, Target, collect_cycles, recording_runs, run_steps
+from memplan.trace.recording.state_restore import OutsideState
 from memplan.trace.records import HOST
 
 _COMPILED = (
@@ -26,21 +26,21 @@ _COMPILED = (
 
 @dataclass(frozen=True)
 class Named:
-    """What a run under a dispatch mode gave."""
+    """Results of a run under a dispatch mode."""
 
     observer: Observer
     parts: Finished
     entries: list[Entry]
-    """Storages that the ledger knew when the last step had ended: a program goes on behind it."""
+    """Storages of the ledger when the last step ended; a program may run on."""
     record: _torch.Profile
     notes: tuple[str, ...]
 
 
 def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
-    """Run the step under a dispatch mode, and put back what it changed; of memory, see that of a type of device."""
+    """Run the step under a dispatch mode and a memory profile of ``device``; on the CPU, undo what it changed."""
     place = Place()
     observer = Observer(place, real=True, on_card=device != HOST)
-    outside = Outside(place, observer.ledger) if device == HOST else None
+    outside = OutsideState(place, observer.ledger) if device == HOST else None
     profile = _torch.memory_profile()
     mode = _torch.EagerMode(_marked(observer, outside))
     compiled: list[str] = []
@@ -62,12 +62,12 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
         with recording_runs(measurement(place, device)), profile, mode:
             run_steps(build, steps, observer, marks)
     if outside is not None:  # else it is the last run of its process
-        outside.put_back()
+        outside.restore()
     return Named(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
 
 
 def measurement(place: Place, device: str = HOST) -> Running:
-    """Return what a program that is measured sees of that: what memplan does meanwhile is no part of it."""
+    """Return the `Running` of a measurement, within which memplan's own work can be suspended."""
 
     @contextmanager
     def suspended() -> Iterator[None]:
@@ -84,9 +84,9 @@ def _nothing() -> None:
 
 
 class StepMarks:
-    """Marks in the profiler's record where the parts of a run begin, and the end of the last.
+    """Boundaries that mark the profiler's record where steps begin and end.
 
-    Marks are empty ranges: a program's steps begin and end within ranges of its own.
+    Marks are empty ranges, since a program's steps may begin and end within ranges of its own.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -96,22 +96,22 @@ class StepMarks:
         self.after: Callable[[], None] = _nothing
         """Called after building and after each step."""
         self.last: Callable[[], None] = _nothing
-        """Called at the end."""
+        """Called after the last step."""
 
     @property
     def tick(self) -> int:
-        """Return the present tick of the ledger, which is not that of the trace."""
+        """Return the current tick of the ledger, which differs from the trace's."""
         return self._observer.ledger.clock
 
     def built(self) -> None:
-        """See what building made."""
+        """Register the modules that `build` made."""
         self._observer.place.building = False
-        self._observer.marks.mark_modules()
+        self._observer.ownership.mark_modules()
         self._end_part()
         self.first = self._observer.ledger.clock
 
     def stepped(self) -> None:
-        """See what a step leaves."""
+        """Register what a step leaves."""
         self._observer.end_step()
         self._end_part()
 
@@ -123,17 +123,17 @@ class StepMarks:
             pass
 
     def ended(self) -> None:
-        """Do what is to be done last, while what the run made is alive."""
+        """Call `last` while model and optimizer are alive."""
         with _torch.marker(_torch.END_MARK):
             self.last()
 
 
-def _marked(observer: Observer, outside: Outside | None) -> _torch.Dispatch:
-    """Return the observer's dispatch, each op inside of a range of the profiler that carries its index."""
+def _marked(observer: Observer, outside: OutsideState | None) -> _torch.Dispatch:
+    """Return the observer's dispatch, with each op in a profiler range named by its index."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         if outside is not None:
-            outside.before(func, args, kwargs)
+            outside.save_before(func, args, kwargs)
 
         def run_marked(op: Any) -> Any:
             with _torch.marker(str(len(observer.notes) - 1)):

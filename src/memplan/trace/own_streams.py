@@ -1,7 +1,7 @@
-"""Random streams of a recording's own: what it draws and seeds leaves the process's streams alone.
+"""Private random streams for recordings, so that these leave the process's streams alone.
 
 Fake tensors draw nothing, but a step also seeds, reads and sets torch's stream, and draws from those of Python and
-numpy. To save these before a recording and restore them afterwards would wind back what other threads draw meanwhile.
+numpy. Saving and restoring the process's streams would rewind what other threads draw meanwhile.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from memplan import _torch
 
 _threads = list[int]()
-"""Threads that draw from the recording's streams: those that record, and those that they start."""
+"""Threads that draw from the recording's streams: recording threads, and threads that they start."""
 
 
 @contextmanager
 def in_thread() -> Iterator[None]:
-    """Let this thread draw from the recording's streams."""
+    """Within this context, this thread draws from the recording's streams."""
     _threads.append(threading.get_ident())
     try:
         yield
@@ -33,24 +33,24 @@ def in_thread() -> Iterator[None]:
 
 @contextmanager
 def own_streams() -> Iterator[None]:
-    """Give this thread streams of its own, in the state of the process's.
+    """Within this context, this thread has private streams, which start in the state of the process's.
 
-    A function that the user's code has taken out of its module (``from random import random``) still draws from the
-    process's stream. That is put back only where no other thread is there that may have drawn from it.
+    A function imported from its module (``from random import random``) still draws from the process's stream, which
+    is restored only if no other thread exists that may have drawn from it.
     """
-    before, within = _states(), _is_ours()
+    before, nested = _states(), _is_ours()
     try:
-        with nullcontext() if within else _begun():
+        with nullcontext() if nested else _streams_replaced():
             yield
     finally:
-        if within or threading.active_count() == 1:
+        if nested or threading.active_count() == 1:
             for get, put, state in before:
                 if not same_state(get(), state):
                     put(state)
 
 
 @contextmanager
-def _begun() -> Iterator[None]:
+def _streams_replaced() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(in_thread())
         stack.enter_context(_torch.generator_replaced(_is_ours))
@@ -69,33 +69,36 @@ def _is_ours() -> bool:
 
 
 def _states() -> list[tuple[Callable[[], Any], Callable[[Any], None], Any]]:
-    """Return how the state of each stream of the process is read and set, and what it is."""
-    found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    """Return (getter, setter, current state) of each stream of the process."""
+    accessors: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         (torch.get_rng_state, torch.set_rng_state),
         (random.getstate, random.setstate),
     ]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found.append((numpy.random.get_state, numpy.random.set_state))
-    return [(get, put, get()) for get, put in found]
+        accessors.append((numpy.random.get_state, numpy.random.set_state))
+    return [(get, put, get()) for get, put in accessors]
 
 
-def same_state(one: Any, other: Any) -> bool:
+def same_state(state: Any, other: Any) -> bool:
     """Return whether two states of a stream are equal."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple):
-        return all(map(same_state, one, other))
-    return bool((one == other).all()) if hasattr(one, "all") else one == other
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, tuple):
+        return all(map(same_state, state, other))
+    return bool((state == other).all()) if hasattr(state, "all") else state == other
 
 
 @contextmanager
 def _replaced(module: Any, shared: Any, own: Any, others: dict[str, Any]) -> Iterator[None]:
-    """Call the methods of another generator where a module's functions are those of the shared one."""
+    """Within this context, functions of ``module`` call methods of ``own`` instead of ``shared`` in our threads.
+
+    ``own`` starts in the state of ``shared``; ``others`` are further functions to replace.
+    """
     names = [name for name, value in vars(module).items() if getattr(value, "__self__", None) is shared]
     (own.setstate if module is random else own.set_state)((module.getstate if module is random else module.get_state)())
 
-    def instead(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def redirected(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         function = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -104,5 +107,5 @@ def _replaced(module: Any, shared: Any, own: Any, others: dict[str, Any]) -> Ite
         return call
 
     methods = {name: getattr(own, name) for name in names} | others
-    with _torch.patched(module, **{name: instead(name, method) for name, method in methods.items()}):
+    with _torch.patched(module, **{name: redirected(name, method) for name, method in methods.items()}):
         yield

@@ -1,4 +1,4 @@
-"""What a program did besides its step: how it ended, what it loaded, what was held back."""
+"""Facts about a program run as a whole: how it ended, what it loaded, which of its effects were sandboxed."""
 
 from __future__ import annotations
 
@@ -6,70 +6,70 @@ from dataclasses import dataclass
 from typing import Literal
 
 Ending = Literal["steps", "script", "exit", "no update", "time"]
-"""After the steps asked for; with the script itself; by its sys.exit; since nothing updated; since it took too long."""
+"""The requested steps were run; the script ended; it called sys.exit; no optimizer updated; it took too long."""
 HeldKind = Literal["file", "removed", "changed", "checkpoint", "network", "process"]
-"""A file or folder written; removed; with another mode, owner or times; a checkpoint; a connection; a program."""
+"""A file or folder written; removed; with changed mode, owner or times; a checkpoint; a connection; a program."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Something that the script would have done to the world, and that was not done."""
+    """An effect of the script on files, network or processes that was prevented."""
 
     kind: HeldKind
     what: str
     """The path, the address or the command."""
     where: str | None
-    """``file:line`` of the script's."""
+    """``file:line`` in the script."""
     count: int = 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a loader gave first."""
+    """The first batch of a data loader."""
 
     size: int | None
     """Leading dimension of its tensors, if they have one."""
     text: str
     """Its tensors, as "32x3x224x224, 32 (int64)"."""
     where: str | None
-    """``file:line`` where it was asked for."""
+    """``file:line`` that requested it."""
     taken: int
-    """Batches taken of the loader."""
+    """Number of batches that the script read from the loader."""
     length: int | None
-    """Batches that the loader has, None where it does not say."""
+    """Number of batches of the loader; None if unknown."""
     cut: bool
-    """Whether it was ended before its end, since its batches are alike and train nothing."""
+    """Whether the loader was stopped early, since its batches are alike and train nothing."""
     given: bool = False
     """Whether the user described the batch instead."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a script did besides its step."""
+    """Facts about a run of a script."""
 
     ending: Ending
     updates: int
-    """Updates of the optimizer that was updated least often."""
+    """Number of updates by the optimizer with the fewest."""
     code: int | str | None
-    """What the script called sys.exit with, if it did."""
+    """Argument of the script's call of sys.exit, if any."""
     batches: tuple[Batch, ...]
     held: tuple[Held, ...]
     lines: int
-    """Lines that it printed."""
+    """Number of lines that it printed."""
     absent: tuple[str, ...] = ()
-    """Classes of the data sets whose data are not there."""
+    """Classes of data sets whose data are missing on this machine."""
     really: bool = False
-    """Whether it ran for real."""
+    """Whether it ran on real tensors."""
     protection: str = ""
-    """What kept its effects from the system: namespaces, landlock, none."""
+    """Mechanism of the sandbox: namespaces, landlock, none."""
     unlisted: int = 0
-    """Effects beyond those in ``held``, of which only so many are listed."""
+    """Number of prevented effects that ``held`` does not list."""
     unwritten: tuple[tuple[str, str], ...] = ()
-    """Files that it was allowed to write, and that could not be written, with why."""
+    """(path, reason) of permitted files that could not be written."""
 
     @property
     def batch_size(self) -> int | None:
         """Size of the first training batch."""
-        sizes = [one.size for one in self.batches if one.size is not None]
-        training = [one.size for one in self.batches if one.size is not None and not one.cut]
+        sizes = [batch.size for batch in self.batches if batch.size is not None]
+        training = [batch.size for batch in self.batches if batch.size is not None and not batch.cut]
         return (training or sizes or [None])[0]

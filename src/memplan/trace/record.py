@@ -1,4 +1,4 @@
-"""Predict: run the step on fake tensors and write down what it would allocate."""
+"""Predicts the memory of a step: runs it on fake tensors and records what it would allocate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from memplan.trace.trace import Trace
 from memplan.trace.workspaces import with_workspaces
 
 Known = Callable[[Semantics], Semantics]
-"""Of a device's semantics, the same with what is known besides of its kernels."""
+"""Extends a device's semantics by what else is known of its kernels."""
 
 
 @public
@@ -103,128 +103,120 @@ def record(
 
 
 def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
-    """Record a step as `record` does, for a target that is chosen.
+    """Record a step as `record` does, for a `Target`.
 
-    Where a value decides a branch that the recording does not know, the step is recorded both ways.
+    Where an unknown value decides a branch, the step is recorded in both directions.
 
     Args:
         build: as for `record`.
         target: what to record for.
         steps: how often the step runs.
-        known: adds to the target's semantics what else is known of its kernels.
+        known: extends the target's semantics by what else is known of its kernels.
     """
-    with recording_suspended():  # of a program that records something itself
-        recording, trace = _placed(target, known, build, steps)
+    with recording_suspended():  # the step itself may record something
+        recording, trace = _record_on_device(target, known, build, steps)
 
-        def again(
-            other: Way,
-        ) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Way]:
-            way, found = _recorded(
-                target, recording.on_card, known, build, steps, recording.other | other, recording.counts
-            )
-            return found, way.choices, way.turned
+        def again(overrides: Way) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Way]:
+            overrides = recording.overrides | overrides
+            other, outcome = _record(target, recording.on_card, known, build, steps, overrides, recording.counts)
+            return outcome, other.choices, other.effective
 
         return with_both_ways(trace, recording.choices, again)
 
 
-def _placed(target: Target, known: Known, build: Runs, steps: int) -> tuple[_Recording, Trace]:
-    """Record a step, once more where it is known only afterwards which storages lie on the card."""
-    first, trace = _recorded(target, "unknown", known, build, steps)
+def _record_on_device(target: Target, known: Known, build: Runs, steps: int) -> tuple[_Recording, Trace]:
+    """Record a step, and again if only the first recording shows which storages are on the card."""
+    first, trace = _record(target, "unknown", known, build, steps)
     if isinstance(trace, RecordingError):
         if not first.named_late:
             raise trace
-        trace = None  # it may have failed because all of its tensors said that they lie on the card
+        trace = None  # it may have failed because all of its tensors claimed to be on the card
     if trace is not None and not first.named_late:
         return first, trace
-    second, again = _recorded(target, "named" if first.named_late else "everything", known, build, steps)
+    second, again = _record(target, "named" if first.named_late else "everything", known, build, steps)
     if isinstance(again, RecordingError):
         raise again
-    assert again is not None, "it is known where building's storages lie"
+    assert again is not None, "devices of the storages of build are settled"
     weights = [storage for storage in again.storages if storage.cause == "weight"]
     if trace is not None and weights and all(storage.device == HOST for storage in weights):
-        return first, trace  # CUDA was not named but derived from a tensor's device, which we had said is "cuda"
+        return first, trace  # the step derived "cuda" from the device that we reported for a tensor
     return second, again
 
 
-_COUNTS = 32
-"""Selections at most whose size is learned from the shapes beside them: each takes another recording."""
-_GUARDS = 8
-"""Branches at most that are taken the other way, so that a step does not end in an exception."""
+_MAX_COUNTS = 32
+"""Selections at most whose size is inferred from other shapes: each takes another recording."""
+_MAX_GUARDS = 8
+"""Branches at most that are overridden because the first direction raises an exception."""
 
 
-def _recorded(
+def _record(
     target: Target,
     on_card: OnCard,
     known: Known,
     build: Runs,
     steps: int,
-    other: Way = frozenset(),
+    overrides: Way = frozenset(),
     counts: Mapping[Execution, int] | None = None,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
-    """Record a step once; again where a value that is not known led into an exception, which is taken the other way.
+    """Record a step; where an unknown value led into an exception, override that branch and record it again.
 
-    ``counts``: executions of lines at which it is known how many elements values select.
+    ``counts``: executions of lines -> number of elements that values select there.
     """
     first, counts = None, dict(counts or {})
     while True:
-        recording = _Recording(target, on_card, known, other, counts)
+        recording = _Recording(target, on_card, known, overrides, counts)
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
-            if reached(error.__cause__) and not raised_by_statement(error.__cause__):
-                return recording, _of_an_unknown_value(error)
+            cause, guarded = error.__cause__, raised_by_statement(error.__cause__)
+            if reached(cause) and not guarded:
+                return recording, _unknown_argument(error)
             line = recording.last_bound
-            if line is not None and line == _line_of(error):
+            if cause is not None and not guarded and line is not None and line == frame_of_error(cause):
                 at = line, recording.last_execution
-                count = selected_beside(error.__cause__, recording.last_taken)
-                if count is None or at in counts or len(counts) == _COUNTS:
-                    return recording, _of_a_bound(error, line, counted=at in counts)
+                count = selected_beside(cause, recording.last_taken)
+                if count is None or at in counts or len(counts) == _MAX_COUNTS:
+                    return recording, _wrong_count(error, line, counted=at in counts)
                 counts[at] = count
                 continue
-            decision, guarded = recording.last_decision, raised_by_statement(error.__cause__)
-            if decision is None or decision in other or len(other) == _GUARDS or not guarded:
-                return recording, error if first is None else _neither(first, error, other)
-            first, other = first or error, other | {decision}
+            decision = recording.last_decision
+            if decision is None or decision in overrides or len(overrides) == _MAX_GUARDS or not guarded:
+                return recording, error if first is None else _both_directions(first, error, overrides)
+            first, overrides = first or error, overrides | {decision}
         except RecordingError as error:
-            return recording, error if first is None else _neither(first, error, other)
+            return recording, error if first is None else _both_directions(first, error, overrides)
 
 
-def _line_of(error: StepError) -> Line | None:
-    """Return the line of the user's at which an op raised; None where a statement raised."""
-    cause = error.__cause__
-    return None if cause is None or raised_by_statement(cause) else frame_of_error(cause)
-
-
-def _of_an_unknown_value(error: StepError) -> DataDependentError:
-    """Return the error of an op that refused a value which stands for one that a recording does not know."""
-    found = DataDependentError(
+def _unknown_argument(error: StepError) -> DataDependentError:
+    """Return the error to raise where an op refused the placeholder of an unknown value."""
+    unknown = DataDependentError(
         f"a value that was read is a size or an argument here, and recording has no values: {error.found}",
         expected="sizes and arguments that follow from the shapes of the inputs",
         do="Run memplan.measure(build) instead: it really runs the step",
     )
-    found.layer, found.where, found.__cause__ = error.layer, error.where, error.__cause__
-    return found
+    unknown.layer, unknown.where, unknown.__cause__ = error.layer, error.where, error.__cause__
+    return unknown
 
 
-def _of_a_bound(error: StepError, selected: Line, *, counted: bool) -> DataDependentError:
-    """Return the error of an op that does not fit how much is taken to be selected.
+def _wrong_count(error: StepError, selected: Line, *, counted: bool) -> DataDependentError:
+    """Return the error to raise where an op does not fit the number of elements assumed to be selected.
 
-    ``counted``: as much as the shapes beside it said, else the most there can be.
+    ``counted``: the number was inferred from other shapes; else it is the largest possible.
     """
     line = format_frame(selected)
-    taken = "as large as the shapes beside it say" if counted else "at its largest"
-    found = DataDependentError(
-        f"what values select at {line} is taken {taken}, and then {error.found}",
+    size = "as large as the shapes beside it say" if counted else "at its largest"
+    mismatch = DataDependentError(
+        f"what values select at {line} is taken {size}, and then {error.found}",
         expected="sizes that fit whatever is selected, or the share that is selected when it really runs",
         do=f"Give the share, as in --assume {line}=0.5 (assume={{'{line}': 0.5}}); or run memplan.measure(build)",
     )
-    found.layer, found.where, found.__cause__ = error.layer, error.where, error.__cause__
-    return found
+    mismatch.layer, mismatch.where, mismatch.__cause__ = error.layer, error.where, error.__cause__
+    return mismatch
 
 
-def _neither(first: StepError, later: RecordingError, other: Way) -> StepError:
-    """Return the first error, with what came of taking branches the other way."""
-    places = ", ".join(sorted(str(format_frame(one)) for one in other if not isinstance(one, Taken)))
+def _both_directions(first: StepError, later: RecordingError, overrides: Way) -> StepError:
+    """Return the first error, with what happened in the other direction of the overridden branches."""
+    places = ", ".join(sorted(str(format_frame(line)) for line in overrides if not isinstance(line, Taken)))
     then = "it ends so, too" if later.found == first.found else later.found
     joined = StepError(
         f"{first.found}; a value decides at {places} that a recording does not know, and the other way {then}",
@@ -238,32 +230,32 @@ _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call 
 
 
 class _Recording:
-    """The parts that record a step, put together."""
+    """A single recording of a step on fake tensors."""
 
     def __init__(
-        self, target: Target, on_card: OnCard, known: Known, other: Way, counts: Mapping[Execution, int]
+        self, target: Target, on_card: OnCard, known: Known, overrides: Way, counts: Mapping[Execution, int]
     ) -> None:
         self.on_card: OnCard = on_card
         self.counts = counts
-        """Executions of lines at which it is known how many elements values select."""
-        self.other = other
-        """Lines at which a value decides for the other way, and what is read that is not taken at its largest."""
+        """Executions of lines -> number of elements that values select there."""
+        self.overrides = overrides
+        """Branches that go the other way, and scalar reads with other values than their largest."""
         self._target = target
         self._place = Place()
         self._printed = Printed()
         self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
         self._mode = _torch.FakeMode(self._observer.dispatch)
-        self._standins = Standins(self._observer, self._mode, other)
+        self._standins = Standins(self._observer, self._mode, overrides)
         self._observer.fake_of = self._mode.fake_of
         self._bounds = Bounds(target.assumed, self._standins.bounded, self._observer.ranges.of, counts)
         self._standins.largest.share = self._bounds.share
         self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
-        self._observer.taken_for_granted = self._standins.assumed.granted
-        self._observer.foreign_kernel = self._standins.assumed.foreign
+        self._observer.on_assumption = self._standins.assumed.result_assumed
+        self._observer.on_library_op = self._standins.assumed.library_op
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
-        self._bounds_of_steps: list[int] = []
+        self._step_ticks: list[int] = []
         """Ticks at which the first step began and each step ended."""
         self._collected: list[int] = []
         self._parts: Finished | None = None
@@ -273,7 +265,7 @@ class _Recording:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
             self._observer.card = self._card
-            self._observer.read_apart = self._standins.assumed.apart
+            self._observer.on_mixed_devices = self._standins.assumed.mixed_devices
             self._mode.going = self._card.going_where_named
             stream = lambda: self._observer.ledger.stream  # noqa: E731
             self._observer.semantics = known(
@@ -282,42 +274,42 @@ class _Recording:
 
     @property
     def named_late(self) -> bool:
-        """Return whether a step named CUDA first after building had named it nowhere."""
+        """Return whether the step named CUDA and `build` had not."""
         return self._card is not None and self._card.named_late
 
     @property
     def last_decision(self) -> Line | None:
-        """Return the line at which a value that is not known decided a branch last."""
+        """Return the last line at which an unknown value decided a branch."""
         return self._standins.last_decision
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Return the lines at which a value that is not known decided a branch, and what was read and may matter."""
+        """Return the lines at which unknown values decided branches, and the scalar reads that may matter."""
         return (*self._standins.branches, *self._standins.largest.readings)
 
     @property
-    def turned(self) -> Way:
-        """Return the choices that were taken otherwise where the step reached them."""
-        return self.other & {*self._standins.turned, *self._standins.largest.turned}
+    def effective(self) -> Way:
+        """Return the overrides that the step reached."""
+        return self.overrides & {*self._standins.turned, *self._standins.largest.turned}
 
     @property
     def last_bound(self) -> Line | None:
-        """Return the line at which values selected something last, which was taken at its largest."""
+        """Return the last line at which values selected elements, of which the most possible was assumed."""
         return self._standins.last_bound
 
     @property
     def last_execution(self) -> int:
-        """Return how often that line had selected something before."""
+        """Return how often that line had selected elements before."""
         return self._bounds.last_execution
 
     @property
     def last_taken(self) -> int:
-        """Return how many elements were taken to be selected there."""
+        """Return the number of elements assumed to be selected there."""
         return self._standins.last_taken
 
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
-        """Record what a thread of the step does: modes are of one thread each."""
+        """Record in a thread that the step starts, since modes are thread-local."""
         with in_thread(), self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
             yield
 
@@ -333,17 +325,16 @@ class _Recording:
         """Build and run the step.
 
         Returns:
-            The trace; None where building named CUDA nowhere and ran kernels of the CPU, which have to be recorded as
-            CUDA's.
+            The trace; None if `build` did not name CUDA and ran CPU kernels, which have to be recorded as CUDA's.
         """
         place, observer = self._place, self._observer
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
-            if not isinstance(build, Program):  # a script's process holds back its own
+            if not isinstance(build, Program):  # a script's process captures its own output
                 stack.enter_context(self._printed.held())
             stack.enter_context(self._standins.installed())
             if self._card is not None and self._target.card is not None:
                 composites = stack.enter_context(
-                    fake_cuda.installed(self._card, self._target.card, self._standins.assumed.chosen)
+                    fake_cuda.installed(self._card, self._target.card, self._standins.assumed.kernel_chosen)
                 )
                 self._mode.replacements, self._differing = composites, composites.differing
             stack.enter_context(self._mode.recording())
@@ -357,7 +348,7 @@ class _Recording:
             except _Unsettled:
                 return None
             benchmark = (_BENCHMARK,) if torch.backends.cudnn.benchmark else ()
-        parts, bounds = self._parts, self._bounds_of_steps
+        parts, bounds = self._parts, self._step_ticks
         assert parts is not None, "the run has ended"
         calls = tuple(self._card.calls) if self._card is not None else ()
         notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused + self._printed.note()
@@ -384,21 +375,21 @@ class _Recording:
             optimized=parts.optimized,
             ungraded=parts.ungraded,
         )
-        asked = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
-        if not asked or self._target.cudnn is None or self._target.card is None:
+        queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
+        if not queries or self._target.cudnn is None or self._target.card is None:
             return trace
-        return with_workspaces(trace, asked, self._target.cudnn, self._target.card)
+        return with_workspaces(trace, queries, self._target.cudnn, self._target.card)
 
     @property
     def tick(self) -> int:
-        """Return the present tick."""
+        """Return the current tick."""
         return self._observer.ledger.clock
 
     def built(self) -> None:
-        """See what building made.
+        """Register the modules that `build` made, and settle the devices of its storages.
 
         Raises:
-            _Unsettled: building has to be recorded as on a card.
+            _Unsettled: `build` has to be recorded again, on the card.
         """
         place, observer = self._place, self._observer
         place.building = False
@@ -406,34 +397,34 @@ class _Recording:
             if not self._card.settled and any(cuda.is_own(note.name) for note in observer.notes):
                 raise _Unsettled
             self._card.end_build()
-        observer.marks.mark_modules()
+        observer.ownership.mark_modules()
         self._end_part()
 
     def stepped(self) -> None:
-        """See what a step leaves."""
+        """Register what a step leaves, and collect garbage."""
         self._observer.end_step()
         self._end_part()
 
     def _end_part(self) -> None:
         self._collected.append(self._observer.ledger.clock)
         collect_cycles()
-        self._bounds_of_steps.append(self._observer.ledger.clock)
+        self._step_ticks.append(self._observer.ledger.clock)
         self._place.step += 1
 
     def ended(self) -> None:
-        """Make the parts of the trace, while the modules that name its layers are alive."""
+        """Build the trace's parts while the modules that name its layers are alive."""
         if self._lines is not None:
             self._lines.stop()
         self._observer.ledger.close()
-        self._parts = finish(self._observer, self._bounds_of_steps[0])
+        self._parts = finish(self._observer, self._step_ticks[0])
 
 
 class _Unsettled(BaseException):
-    """Building named CUDA nowhere and ran kernels of the CPU. Not an Exception: it goes through the user's code."""
+    """`build` did not name CUDA and ran CPU kernels. A BaseException, to pass through the user's ``except``."""
 
 
 def _environment() -> tuple[str, ...]:
-    """Return what of the environment decides how much is taken on a card, and is easily overlooked."""
+    """Return notes about environment variables that change the memory of a step on a card."""
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if not config:
         return ()

@@ -1,8 +1,7 @@
-"""A step as data: immutable values that know nothing of the stage that made them.
+"""The immutable records that make up a trace, the same for recorded and measured steps.
 
-Time in a trace is a clock of allocator events: every birth and every death of a storage is one tick, and an op
-spans the ticks ``start < t <= end``. So a recorded step, which knows only between which ops a storage lives, and a
-measured one, which knows every event of the allocator, are the same kind of value.
+Time in a trace is a clock of allocator events: every allocation and every free of a storage is a tick, and an op
+spans the ticks ``start < t <= end``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from memplan._json import SignedInt
 from memplan.cudnn.questions import ExecutionPlan
 
 SCHEMA = 2
-"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
+"""Version of the JSON format, raised whenever readers of the previous version would misread the new."""
 
 Phase = Literal["build", "forward", "backward", "optimizer"]
 
@@ -37,7 +36,7 @@ CallKind = Literal["empty_cache", "synchronize"]
 
 HOST = "cpu"
 ON_CARD = "cuda:0"
-"""Devices of storages: a step for a card has some in the host's memory, which do not count."""
+"""Devices of storages. In a step for a card, storages on the host do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One aten op as it was dispatched, after autograd and autocast and before its kernel."""
+    """An aten op as dispatched, after autograd and autocast and before its kernel."""
 
     index: int
     name: str
@@ -66,7 +65,7 @@ class Op:
     end: int
     reads: tuple[Operand, ...]
     writes: tuple[int, ...]
-    """Storages that the op's results lie in, whether born here, written in place or viewed."""
+    """Storages of the op's results, whether allocated here, written in place or viewed."""
     needs_grad: tuple[str, ...] = ()
     """Forward ops: names of the arguments for which a gradient will be computed."""
     gradient_of: int | None = None
@@ -77,7 +76,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Sharer:
-    """A forward op whose derivative formula reads a storage, and in which role it met it."""
+    """A forward op whose derivative formula reads a storage, with the storage's role in that op."""
 
     op: int
     role: str
@@ -95,22 +94,22 @@ class Storage:
     cause: Cause
     born: int
     died: int | None
-    """Tick of the release; None while it is held at the end."""
+    """Tick of the free; None if it is still allocated at the end."""
     op: int | None = None
-    """Index of the op that it was born in, if any."""
+    """Index of the op that allocated it, if any."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     """Of the first tensor seen on it."""
     device: str = HOST
     name: str = ""
-    """Name of the parameter or buffer that it holds (for gradients: whose gradient), else ""."""
+    """Name of the parameter or buffer in it, or of the parameter whose gradient it is; else ""."""
     sharers: tuple[Sharer, ...] = ()
     low: int | None = None
-    """Where nobody can say how much it takes: the least, in bytes; ``bytes`` are the most. None: exactly ``bytes``."""
+    """The lower end of its size in bytes if that is only known as an interval, which ends at ``bytes``; else None."""
     stream: int = 0
     """On a card: the stream whose pool it comes from."""
     used_on: tuple[int, ...] = ()
-    """Other streams that it was used on (`record_stream`): freed, it waits for them."""
+    """Other streams that use it (`record_stream`): when freed, it is reused only after their work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +122,12 @@ class Layer:
     """Storages of its own parameters (tied ones are named by every owner)."""
     buffers: tuple[int, ...] = ()
     made: str | None = None
-    """``file:line`` of the call that made it, where it was made while building and has parameters."""
+    """``file:line`` that created it, if that was while building and it has parameters or buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Something that the step asked of the card's allocator, at a tick of its own."""
+    """A call of the step to the card's allocator, with a tick of its own."""
 
     tick: int
     kind: CallKind
@@ -136,22 +135,22 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class BackwardPass:
-    """A call of autograd's engine, with the ticks at which it began and was over."""
+    """A call of autograd's engine, with the ticks at which it began and ended."""
 
     step: SignedInt
     start: int
     end: int
     keeps: Literal["", "retain_graph", "create_graph"]
-    """The flag of the call that keeps its graph; "" where it is freed."""
+    """The flag of the call that keeps the graph; "" if the graph is freed."""
     nested: bool
-    """Whether it ran within another one, as reentrant checkpointing does."""
+    """Whether it ran within another pass, as in reentrant checkpointing."""
     where: str | None
     """``file:line``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What torch's own counters of a card said: the peaks in bytes since they were reset."""
+    """Peaks of torch's own memory counters of a card, in bytes, since their last reset."""
 
     allocated: int
     reserved: int
@@ -159,10 +158,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What cuDNN runs in a workspace: its first plan, and the plans that torch tries where there is no room for it.
-
-    Of ``plans`` each takes less than the one before.
-    """
+    """cuDNN's plans for a workspace: its first, then those that torch tries if memory runs out, each smaller."""
 
     storage: int
     plans: tuple[ExecutionPlan, ...]
@@ -184,8 +180,12 @@ class Assumption:
 
 
 def loud(assumptions: Iterable[Assumption]) -> list[Assumption]:
-    """Return the assumptions without which figures may be others, or the step may fail, when it really runs."""
-    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse", "library", "dry")]
+    """Return the assumptions that, if wrong, change figures or let the real step fail."""
+    return [
+        assumption
+        for assumption in assumptions
+        if assumption.kind in ("branch", "bound", "host", "sparse", "library", "dry")
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,22 +193,22 @@ class View:
     """A tensor as a window on its storage; sizes, strides and offset in elements."""
 
     storage: SignedInt
-    """Negative where a measurement could not join it to an allocation; still the same for the same storage."""
+    """Negative if a measurement could not match it to an allocation; then still unique per storage."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
 
 
 Option = int | float | bool | str | None | tuple[Any, ...]
-"""An argument of an op that is no tensor: a number, a text, or a list of such."""
+"""A non-tensor argument of an op: a number, a text, or a list of such."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a forward op of the first step was called: what it read and gave, as views, and its other arguments.
+    """How a forward op of the first step was called: its tensors as views, and its other arguments.
 
-    ``reads`` and ``writes`` of the op itself say which storages these are; this says which parts of them, in which
-    shape, so that what happens to the positions of a tensor can be followed (`memplan.checks.fields`).
+    Unlike the op's own ``reads`` and ``writes``, views say which parts of a storage are accessed, in which shape
+    (`memplan.checks.fields` tracks positions by them).
     """
 
     op: int
@@ -217,19 +217,19 @@ class Form:
     options: tuple[tuple[str, Option], ...]
 
     def option(self, name: str, default: Option = None) -> Any:
-        """Return the value of an argument that is no tensor; the default where the op has none of that name."""
+        """Return the value of a non-tensor argument, or the default if the op has none of that name."""
         return next((value for known, value in self.options if known == name), default)
 
     def read(self, name: str) -> View | None:
-        """Return the first tensor given for an argument."""
+        """Return the first tensor of an argument, or None."""
         return next((view for known, view in self.reads if known == name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a module that was called from outside of all modules returned in the first step: its tensors, in order.
+    """The tensors that an outermost module call returned in the first step, in order.
 
-    ``after`` is the number of ops that had begun by then.
+    ``after``: number of ops that had begun by then.
     """
 
     layer: str
@@ -239,23 +239,23 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class LineSpan:
-    """Runs of a line that began at one tick and ended at another."""
+    """Executions of a line with the same start and end ticks."""
 
     line: int
     start: int
     end: int
     hits: int
-    """0 where a generator goes on in the middle of a line."""
+    """0 where a generator resumes in the middle of a line."""
     cut: bool = False
-    """Whether it was running when nothing more was watched."""
+    """Whether the line was still running when the recording stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionLines:
-    """A function that was followed line by line. What it calls belongs to the line that calls it."""
+    """A function followed line by line. What it calls belongs to the calling line."""
 
     name: str
     file: str
     source: tuple[tuple[int, str], ...]
-    """Numbers of its lines and their text; a statement over several lines counts for its first."""
+    """(number, text) of its lines; spans of a statement over several lines are those of its first."""
     spans: tuple[LineSpan, ...]

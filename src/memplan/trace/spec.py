@@ -1,4 +1,4 @@
-"""Tensors described rather than held: what an input will be, for a step that is made later."""
+"""Descriptions of tensors (shape, dtype, range of values) that become inputs when a step is built."""
 
 from __future__ import annotations
 
@@ -14,25 +14,11 @@ from memplan._json import MOST_BYTES
 from memplan.errors import InputError
 from memplan.trace.naming.parsing import offer
 
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]
-}
+_DTYPE_NAMES = (
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64",
+    "complex128", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+_DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 _SHORT = {
     "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16",
     "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32",
@@ -51,7 +37,7 @@ class Spec:
     seed: int = 0
 
     def make(self) -> torch.Tensor:
-        """Return the tensor; a fake one under a fake mode. Drawn from a generator of its own."""
+        """Return the tensor, drawn from a new generator with `seed`; a fake tensor under a fake mode."""
         generator = torch.Generator().manual_seed(self.seed)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             values = torch.randn(self.shape, generator=generator)
@@ -98,27 +84,27 @@ def spec(
         )
     sizes = match["shape"]
     shape = () if sizes == "scalar" else tuple(int(size) for size in sizes.split("x"))
-    chosen = dtype_of(match["dtype"] or dtype or "float32")
+    resolved = dtype_of(match["dtype"] or dtype or "float32")
     if match["high"] is not None:
         high = int(match["high"])
-    _check_range(text, chosen, low, high)
-    if math.prod(size or 1 for size in shape) * chosen.itemsize > MOST_BYTES:
+    _check_range(text, resolved, low, high)
+    if math.prod(size or 1 for size in shape) * resolved.itemsize > MOST_BYTES:
         raise InputError(f"input {text!r} has more bytes than can be counted", expected="a tensor", do="Give its sizes")
-    return Spec(shape, chosen, low, high, seed)
+    return Spec(shape, resolved, low, high, seed)
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
-    """Return the dtype of a name, such as "bfloat16" or "bf16"; a dtype unchanged.
+    """Return the dtype named, say, "bfloat16" or "bf16"; a dtype unchanged.
 
     Raises:
         InputError: no such dtype.
     """
     if isinstance(name, torch.dtype):
         return name
-    found = _DTYPES.get(_SHORT.get(name, name))
-    if found is None:
+    dtype = _DTYPES.get(_SHORT.get(name, name))
+    if dtype is None:
         raise InputError(f"dtype {name!r}", expected=f"one of {', '.join(_DTYPES)}", do=offer(str(name), _DTYPES))
-    return found
+    return dtype
 
 
 def _check_range(text: str, dtype: torch.dtype, low: float | None, high: float | None) -> None:
@@ -133,9 +119,9 @@ def _check_range(text: str, dtype: torch.dtype, low: float | None, high: float |
 
 
 def as_spec(value: Any, *, shapes: bool = True) -> Any:
-    """Return a text as a Spec, and a shape, a tuple of sizes; everything else unchanged.
+    """Return a text or a tuple of sizes as a Spec; everything else unchanged.
 
-    ``shapes``: whether tuples of sizes are shapes: by keyword, models take sizes themselves.
+    ``shapes``: whether tuples of sizes are shapes. As keyword arguments they are values: models take sizes themselves.
     """
     if shapes and is_shape(value):
         return Spec(tuple(value))
@@ -143,13 +129,12 @@ def as_spec(value: Any, *, shapes: bool = True) -> Any:
 
 
 def is_shape(value: Any) -> bool:
-    """Return whether a value is a shape: a tuple of whole numbers."""
+    """Return whether a value is a shape: a non-empty tuple of non-negative integers."""
     return isinstance(value, tuple) and bool(value) and all(type(size) is int and size >= 0 for size in value)
 
 
 def realize(value: Any) -> Any:
-    """Make a tensor of a Spec, and a new one like a real tensor (values are kept where there is memory for
-    them)."""
+    """Return the value with each Spec made into a tensor and each tensor copied by `like`."""
     if isinstance(value, Spec):
         return value.make()
     if isinstance(value, torch.Tensor):
@@ -162,25 +147,29 @@ def realize(value: Any) -> Any:
 
 
 def like(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return a tensor of the same shape, strides and dtype, by default on the CPU: fake under a fake mode, else a
-    copy. A sparse one has as many elements, at the same indices."""
+    """Return a copy with the same shape, strides and dtype on ``device``; a fake tensor under a fake mode.
+
+    A sparse tensor is cloned, with its indices.
+    """
     from memplan import _torch
 
     if _torch.is_sparse(tensor):
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if not isinstance(made, _torch.FakeTensor) and tensor.device.type != "meta":
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if not isinstance(new, _torch.FakeTensor) and tensor.device.type != "meta":
         with torch.no_grad():
-            made.copy_(tensor)
-    return made.requires_grad_(tensor.requires_grad)
+            new.copy_(tensor)
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def with_batch(value: Any, old: int, new: int) -> Any:
-    """Return the same specs and tensors with a leading dimension of ``new`` wherever it was ``old``; sparse tensors,
-    whose other indices are not known, as they are."""
+    """Return the value with leading dimension ``new`` for specs and tensors that have ``old``.
+
+    Tensors become meta tensors; sparse tensors, whose new indices would be unknown, are unchanged.
+    """
     if isinstance(value, torch.Tensor) and value.shape[:1] == (old,) and value.layout == torch.strided:
-        made = torch.empty_strided((new, *value.shape[1:]), value.stride(), dtype=value.dtype, device="meta")
-        return made.requires_grad_(value.requires_grad)
+        resized = torch.empty_strided((new, *value.shape[1:]), value.stride(), dtype=value.dtype, device="meta")
+        return resized.requires_grad_(value.requires_grad)
     if isinstance(value, Spec):
         return replace(value, shape=(new, *value.shape[1:])) if value.shape[:1] == (old,) else value
     if isinstance(value, Mapping):
@@ -196,9 +185,9 @@ def batch_of(*values: Any) -> int | None:
         if isinstance(value, Mapping):
             value = list(value.values())
         if isinstance(value, (list, tuple)):
-            found = batch_of(*value)
-            if found is not None:
-                return found
+            batch = batch_of(*value)
+            if batch is not None:
+                return batch
         elif isinstance(value, (Spec, torch.Tensor)) and len(value.shape) > 0:
             return int(value.shape[0])
     return None

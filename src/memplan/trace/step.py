@@ -1,4 +1,4 @@
-"""From a module, its inputs and a loss to a ``build`` that `record` and `measure` take."""
+"""Makes a ``build`` for `record` and `measure` from a module, its inputs and a loss."""
 
 from __future__ import annotations
 
@@ -23,31 +23,26 @@ from memplan.trace.spec import as_spec, batch_of, dtype_of, is_shape, like, real
 
 CUDA = "cuda"
 
-_AUTOCAST = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-}
+_AUTOCAST = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What, besides the model, makes a step: see `memplan.explain`."""
+    """Inputs, loss, optimizer and modes of a model's training step: see `memplan.explain`."""
 
     inputs: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     targets: Any = ()
-    """One target, or a list or tuple of them; a tuple once checked."""
+    """A target, or a list or tuple of targets; a tuple once checked."""
     loss: Loss | None = None
     optimizer: Optimizer | None = None
     autocast: torch.dtype | str | None = None
     train: bool = True
     dtype: torch.dtype | str | None = None
-    """Of the model's floating-point parameters, where it is not to stay as made."""
+    """Dtype to convert the model's floating-point parameters to."""
 
     def checked(self) -> StepOptions:
-        """Return the same with texts and shapes turned into what they name.
+        """Return the options with texts and shapes resolved to specs, callables and dtypes.
 
         Raises:
             InputError: an input that does not describe a tensor; no such loss, optimizer or dtype.
@@ -61,7 +56,7 @@ class StepOptions:
             self,
             inputs=tuple(as_spec(value) for value in self.inputs),
             kwargs={name: as_spec(value, shapes=False) for name, value in self.kwargs.items()},
-            targets=tuple(as_spec(value) for value in _targets(self.targets)),
+            targets=tuple(as_spec(value) for value in _as_sequence(self.targets)),
             loss=None if self.loss is None else loss_of(self.loss),
             optimizer=None if self.optimizer is None else optimizer_of(self.optimizer),
             autocast=autocast,
@@ -70,7 +65,7 @@ class StepOptions:
 
     @property
     def callables(self) -> tuple[Callable[..., Any] | None, Callable[[Any], Any] | None]:
-        """Loss and optimizer of options that are checked."""
+        """Loss and optimizer of checked options."""
         loss, optimizer = self.loss, self.optimizer
         assert not isinstance(loss, str), "options were checked"
         assert not isinstance(optimizer, str), "options were checked"
@@ -78,11 +73,11 @@ class StepOptions:
 
     @property
     def batch(self) -> int | None:
-        """Leading dimension of the first input, None where there is none."""
+        """Leading dimension of the first input that has dimensions, or None."""
         return batch_of(*self.inputs, *self.kwargs.values())
 
     def with_batch(self, new: int) -> StepOptions:
-        """Return the same step with another leading dimension wherever an input, keyword or target has the batch's."""
+        """Return the options with leading dimension ``new`` for all inputs, keywords and targets that have `batch`."""
         old = self.batch
         if old is None:
             return self
@@ -94,16 +89,16 @@ class StepOptions:
         )
 
 
-def _targets(given: Any) -> Any:
-    """Return the targets, of which one may stand alone."""
-    return given if isinstance(given, (list, tuple)) and not is_shape(given) else (given,)
+def _as_sequence(targets: Any) -> Any:
+    """Return a list or tuple of targets unchanged, a single target (which may be a shape) as a tuple."""
+    return targets if isinstance(targets, (list, tuple)) and not is_shape(targets) else (targets,)
 
 
 def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build:
-    """Return a ``build`` for a module, a callable that makes one, or a ``build``.
+    """Return a ``build`` for a module, for a callable that returns a module, or for a ``build``.
 
-    A module that exists is copied, never changed; of what a callable makes, nothing is allocated while recording.
-    ``on_card``: module, inputs and targets go to "cuda"; a ``build`` says itself what does.
+    An existing module is copied, never changed. ``on_card``: module, inputs and targets are moved to "cuda"; a
+    ``build`` moves its own.
 
     Raises:
         TargetError: ``what`` is none of these.
@@ -119,12 +114,12 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
         )
 
     def build() -> Step:
-        made = copy_module(what) if isinstance(what, nn.Module) else what()
-        if isinstance(made, nn.Module):
-            return _step(made, options, CUDA if on_card else HOST)
-        if not callable(made):
+        result = copy_module(what) if isinstance(what, nn.Module) else what()
+        if isinstance(result, nn.Module):
+            return _step(result, options, CUDA if on_card else HOST)
+        if not callable(result):
             raise TargetError(
-                f"{_title(what)} returned {_describe(made)}",
+                f"{_title(what)} returned {_describe(result)}",
                 expected="a module, or a step: a callable without arguments that runs one training step",
                 do="Return one of these",
             )
@@ -134,28 +129,28 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
                 expected="only what a module needs; a step brings its own",
                 do="Leave them out, or pass a callable that returns the module",
             )
-        return made
+        return result
 
     return build
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """Return a copy whose parameters and buffers are new: fake under a fake mode, real ones with the same values else.
+    """Return a deep copy of a module, with fake tensors under a fake mode.
 
     Raises:
-        TargetError: the module holds something that cannot be copied.
+        TargetError: it cannot be copied.
     """
     memo: dict[int, Any] = {}
     for part in module.modules():
         own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
         for tensor in (*own, *_torch.tree_leaves(list(vars(part).values()))):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo and _torch.has_shape(tensor):
-                with _torch.no_modes():  # a fake mode would look at the .grad of one that is no leaf, which warns
+                with _torch.no_modes():  # a fake mode reads .grad, which warns for a tensor that is not a leaf
                     plain = tensor.detach()
-                made = like(plain)
-                made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-                memo[id(tensor)] = made
-            elif isinstance(tensor, torch.Generator):  # its state is real, and copied as it is
+                new = like(plain)
+                new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+                memo[id(tensor)] = new
+            elif isinstance(tensor, torch.Generator):  # it has a real state
                 with _torch.no_modes():
                     memo[id(tensor)] = copy.deepcopy(tensor)
     try:
@@ -185,7 +180,7 @@ def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
     if options.dtype is not None:
         assert isinstance(options.dtype, torch.dtype), "options were checked"
         model.to(options.dtype)
-    if model.training != options.train:  # a model in training keeps the layers that its owner put into evaluation
+    if model.training != options.train:  # a model in training mode may have layers in evaluation mode: leave these
         model.train(options.train)
     _check_inputs(model, options)
     inputs, kwargs, targets = _placed((options.inputs, dict(options.kwargs), options.targets), device)
@@ -209,8 +204,7 @@ def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
 
 
 def forward_of(model: nn.Module, options: StepOptions) -> Step:
-    """Return the forward pass alone, in evaluation mode and with grad: what a derivative needs is held until it is
-    over."""
+    """Return a step that runs only the forward pass, in evaluation mode with grad enabled."""
     model.eval()
     _check_inputs(model, options)
     inputs, kwargs = _placed((options.inputs, dict(options.kwargs)), HOST)
@@ -224,9 +218,9 @@ def forward_of(model: nn.Module, options: StepOptions) -> Step:
 
 
 def _placed(value: Any, device: str) -> Any:
-    """Specs and tensors as tensors on a device."""
-    made = realize(value)
-    return made if device == HOST else _torch.tree_map(lambda leaf: _moved(leaf, device), made)
+    """Return the value with specs made into tensors and all tensors on ``device``."""
+    realized = realize(value)
+    return realized if device == HOST else _torch.tree_map(lambda leaf: _moved(leaf, device), realized)
 
 
 def _moved(leaf: Any, device: str) -> Any:
@@ -265,7 +259,7 @@ def _optimizer(model: nn.Module, options: StepOptions) -> Any:
 def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
     if options.loss is not None:
         assert not isinstance(options.loss, str), "options were checked"
-        value = _given_loss(options.loss, output, targets)
+        value = _call_loss(options.loss, output, targets)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise InputError(
                 f"the loss returned {_describe(value)}",
@@ -277,22 +271,24 @@ def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output that the backward pass starts from, where no loss is given: its ``.loss`` where
-    that is a scalar, else the output itself where it is one, else all of its floating-point tensors that need a
-    gradient."""
-    given = getattr(output, "loss", None)
-    if isinstance(given, torch.Tensor) and given.numel() == 1:
-        return [given]
+    """Return the tensors of an output that the backward pass starts from if there is no loss function.
+
+    These are its ``.loss`` if that is a scalar, else the output itself if it is a scalar, else all of its
+    floating-point tensors that require a gradient.
+    """
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return [loss]
     if isinstance(output, torch.Tensor) and output.numel() == 1:
         return [output]
     return _float_tensors(output)
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return the scalar that stands for a loss where none is given: the sum of what `differentiable` names.
+    """Return the loss of an output without a loss function: the sum of its `differentiable` tensors.
 
     Raises:
-        InputError: there is nothing to start from.
+        InputError: there are none.
     """
     tensors = differentiable(output)
     if not tensors:
@@ -309,7 +305,7 @@ def default_loss(output: Any) -> torch.Tensor:
     return total
 
 
-def _given_loss(loss: Callable[..., Any], output: Any, targets: Any) -> Any:
+def _call_loss(loss: Callable[..., Any], output: Any, targets: Any) -> Any:
     try:
         return loss(output, *targets)
     except (MemplanError, *_torch.DATA_DEPENDENT):
@@ -319,32 +315,32 @@ def _given_loss(loss: Callable[..., Any], output: Any, targets: Any) -> Any:
         raise InputError(
             f"the loss raised {type(error).__name__}: {text}",
             expected=f"a loss that fits the model's output, {_describe(output)}, and {len(targets)} target(s)",
-            do=_of_targets(text, targets),
+            do=_target_advice(text, targets),
         ) from error
 
 
 WHOLE = re.compile(r"\b(Long|int64)\b")
-"""What torch says where it wants class numbers or indices, and was given other values."""
+"""Matches torch's errors about class numbers or indices of a wrong dtype."""
 
 
-def _of_targets(text: str, targets: Any) -> str:
-    """Return what to do about the error of a loss."""
+def _target_advice(text: str, targets: Any) -> str:
+    """Return what to do about the error ``text`` of a loss."""
     if not targets:
         return "Give the targets that it takes: targets (--target)"
-    if WHOLE.search(text) and any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in targets):
+    if WHOLE.search(text) and any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in targets):
         return "Describe class numbers as whole numbers below the number of classes, as in 8:int64<10"
     return "Check the loss and the targets"
 
 
 def _float_tensors(output: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for leaf in _parts(output):
         if isinstance(leaf, torch.Tensor):
             if leaf.is_floating_point() and leaf.requires_grad:
-                found.append(leaf)
+                tensors.append(leaf)
         elif isinstance(leaf, (list, tuple, Mapping)) or dataclasses.is_dataclass(leaf):
-            found += _float_tensors(leaf)
-    return found
+            tensors += _float_tensors(leaf)
+    return tensors
 
 
 def _parts(output: Any) -> Iterable[Any]:
@@ -356,20 +352,20 @@ def _parts(output: Any) -> Iterable[Any]:
 
 
 def _check_inputs(model: nn.Module, options: StepOptions) -> None:
-    """Whether forward() can be called so, before it fails somewhere inside."""
+    """Raise InputError if the inputs do not match the signature of ``forward``."""
     try:
         signature = inspect.signature(model.forward)
         signature.bind(*options.inputs, **options.kwargs)
     except TypeError as error:
-        given = f"{len(options.inputs)} input(s)" if options.inputs else "no input"
+        inputs = f"{len(options.inputs)} input(s)" if options.inputs else "no input"
         raise InputError(
-            f"{type(model).__name__}.forward{_parameters(model)} was given {given}"
+            f"{type(model).__name__}.forward{_parameters(model)} was given {inputs}"
             + (f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else "")
             + f" ({error})",
             expected="an input for each parameter without a default, and no other",
             do="Describe each with an --input (or memplan.spec), or by its name with a --kwarg",
         ) from None
-    except ValueError:  # a forward without a signature that Python can see
+    except ValueError:  # forward has no signature
         return
 
 

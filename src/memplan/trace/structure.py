@@ -1,4 +1,4 @@
-"""Tensors inside of other values: taken out in order, and put back."""
+"""Takes the tensors out of a nested value, and rebuilds the value around other tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 
 from memplan import _torch
 
-_CLOSED = (str, bytes, int, float, complex, type, torch.Tensor, nn.Module, torch.Generator)
-"""What nothing is taken out of."""
+_LEAVES = (str, bytes, int, float, complex, type, torch.Tensor, nn.Module, torch.Generator)
+"""Types that are not searched for tensors."""
 
 
 class _Slot:
@@ -23,25 +23,24 @@ class _Slot:
 
 
 TENSOR = _Slot()
-"""Stands for a tensor among the leaves of a Structure."""
+"""Marks the place of a tensor among the leaves of a Structure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How a value is put together from its tensors; what else is in it is kept as it was."""
+    """A nested value without its tensors."""
 
     spec: Any
     leaves: tuple[Any, ...]
-    """TENSOR, the `Holder` of further ones, or the leaf itself."""
+    """TENSOR, a `Holder` of further tensors, or the leaf itself."""
 
     def rebuild(self, tensors: Iterable[Any]) -> Any:
-        """Return the value with these in place of its tensors. Objects that held some are copies of the original
-        ones."""
-        left = iter(tensors)
-        return _torch.tree_unflatten([_filled(leaf, left) for leaf in self.leaves], self.spec)
+        """Return the value with these tensors, in order. Objects that contain tensors are copied."""
+        remaining = iter(tensors)
+        return _torch.tree_unflatten([_filled(leaf, remaining) for leaf in self.leaves], self.spec)
 
     def constants(self) -> Iterator[Any]:
-        """Return everything in it that is no tensor and holds none, in order."""
+        """Yield the leaves that are not tensors and contain none, in order."""
         for leaf in self.leaves:
             if isinstance(leaf, Holder):
                 yield from leaf.inside.constants()
@@ -51,21 +50,21 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """An object with tensors among its attributes or items (a dataclass, a cache), and what it is without them."""
+    """An object with tensors among its attributes or items (a dataclass, a cache), and its copy without them."""
 
     shell: Any
     inside: Structure
-    """Of two dicts: its attributes and its items that hold tensors."""
+    """Of a pair of dicts: its attributes and its items that contain tensors."""
 
     def filled(self, tensors: Iterator[Any]) -> Any:
         """Return a copy of the object with these tensors."""
         attributes, items = self.inside.rebuild(tensors)
-        made = _copied(self.shell)
+        copied = _shallow_copy(self.shell)
         for name, value in attributes.items():
-            object.__setattr__(made, name, value)
+            object.__setattr__(copied, name, value)
         for key, value in items.items():
-            dict.__setitem__(made, key, value)
-        return made
+            dict.__setitem__(copied, key, value)
+        return copied
 
 
 def _filled(leaf: Any, tensors: Iterator[Any]) -> Any:
@@ -75,17 +74,17 @@ def _filled(leaf: Any, tensors: Iterator[Any]) -> Any:
 
 
 def take_apart(value: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
-    """Return the tensors in a value, in order, and how they are put together.
+    """Return the tensors in a value, in order, and its structure.
 
-    Looks into lists, tuples and dicts, into what is registered with torch's pytree, and into objects that hold
-    tensors among their attributes; not into modules.
+    Searches lists, tuples, dicts, types registered with torch's pytree, and attributes and items of other objects;
+    not modules.
     """
     tensors: list[torch.Tensor] = []
-    structure = _apart(value, tensors, ())
+    structure = _structure(value, tensors, ())
     return tuple(tensors), structure
 
 
-def _apart(value: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Structure:
+def _structure(value: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Structure:
     leaves, spec = _torch.tree_flatten(value)
     return Structure(spec, tuple(_leaf(leaf, tensors, path) for leaf in leaves))
 
@@ -94,50 +93,50 @@ def _leaf(leaf: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Any:
     if isinstance(leaf, torch.Tensor):
         tensors.append(leaf)
         return TENSOR
-    if leaf is None or isinstance(leaf, _CLOSED) or id(leaf) in path:
+    if leaf is None or isinstance(leaf, _LEAVES) or id(leaf) in path:
         return leaf
     path = (*path, id(leaf))
-    attributes = {name: part for name, part in _attributes(leaf).items() if _holds(part, path)}
-    items = {key: part for key, part in leaf.items() if _holds(part, path)} if isinstance(leaf, dict) else {}
+    attributes = {name: part for name, part in _attributes(leaf).items() if _contains_tensor(part, path)}
+    items = {key: part for key, part in leaf.items() if _contains_tensor(part, path)} if isinstance(leaf, dict) else {}
     if not attributes and not items:
         return leaf
-    shell = _copied(leaf)
+    shell = _shallow_copy(leaf)
     for name in attributes:
         object.__setattr__(shell, name, None)
     for key in items:
         dict.__setitem__(shell, key, None)
-    return Holder(shell, _apart((attributes, items), tensors, path))
+    return Holder(shell, _structure((attributes, items), tensors, path))
 
 
-def _holds(value: Any, path: tuple[int, ...]) -> bool:
-    """Return whether there is a tensor in a value."""
+def _contains_tensor(value: Any, path: tuple[int, ...]) -> bool:
+    """Return whether a value contains a tensor."""
     for leaf in _torch.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             return True
-        if leaf is None or isinstance(leaf, _CLOSED) or id(leaf) in path:
+        if leaf is None or isinstance(leaf, _LEAVES) or id(leaf) in path:
             continue
         inner = (*path, id(leaf))
         items = list(leaf.values()) if isinstance(leaf, dict) else []
-        if any(_holds(part, inner) for part in (*_attributes(leaf).values(), *items)):
+        if any(_contains_tensor(part, inner) for part in (*_attributes(leaf).values(), *items)):
             return True
     return False
 
 
-def _copied(value: Any) -> Any:
-    """Return a shallow copy, made without the object's own way to copy itself, which may not stand a missing part."""
+def _shallow_copy(value: Any) -> Any:
+    """Return a shallow copy without calling ``__copy__``, which may fail on an object without its tensors."""
     try:
-        made = object.__new__(type(value)) if not isinstance(value, dict) else type(value).__new__(type(value))
+        copied = object.__new__(type(value)) if not isinstance(value, dict) else type(value).__new__(type(value))
     except TypeError:  # a class with a __new__ of its own in C
         return copy.copy(value)
     if isinstance(value, dict):
-        dict.update(made, value)
+        dict.update(copied, value)
     for name, part in _attributes(value).items():
-        object.__setattr__(made, name, part)
-    return made
+        object.__setattr__(copied, name, part)
+    return copied
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):  # which may have slots
-        found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} | found
-    return found
+        attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} | attributes
+    return attributes

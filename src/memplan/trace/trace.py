@@ -1,4 +1,4 @@
-"""A step as one value, with its file."""
+"""The Trace: a step as data, which can be saved to a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memplan.trace.records import (
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Trace(Displayed):
-    """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
+    """Steps as data: ops in order, storages with allocation, free, cause and sharers.
 
     ``origin``: predicted on fake tensors, measured in a real run, or measured on an emulated card (``dry``), which
     allocates as a real one and computes nothing.
@@ -57,32 +57,32 @@ class Trace(Displayed):
     notes: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
     other_kernels: tuple[str, ...] = ()
-    """Cards of the catalogue on which an op takes another kernel than it takes here: ask for them by name."""
+    """Cards of the catalogue on which an op runs another kernel than here."""
     schema: int = SCHEMA
     forms: tuple[Form, ...] = ()
-    """Of the forward ops of the first step, in their order."""
+    """Forward ops of the first step, in order."""
     returned: tuple[Returned, ...] = ()
-    """By the models of the first step, in order."""
+    """Results of outermost modules in the first step, in order."""
     counters: tuple[Counters, ...] = ()
-    """Of a dry run: what torch's own said of building and then of each step."""
+    """Dry runs: torch's own counters of building, then of each step."""
     engines: tuple[Engines, ...] = ()
-    """Of the workspaces that cuDNN was asked for, in the order of their storages."""
+    """Workspaces for which cuDNN was asked, in the order of their storages."""
     measured: tuple[int, ...] = ()
-    """Storages of these whose bytes are not cuDNN's answer but what a real card took with it."""
+    """Storages in ``engines`` whose bytes were measured on a real card instead of answered by cuDNN."""
     lines: tuple[FunctionLines, ...] = ()
-    """Of the functions that were followed line by line (`memplan.profile`), in the order in which they ran first."""
+    """Functions followed line by line (`memplan.profile`), in the order of their first calls."""
     passes: tuple[BackwardPass, ...] = ()
-    """Of a recording: in the order in which they were over."""
+    """Recordings: backward passes, in the order of their ends."""
     collected: tuple[int, ...] = ()
-    """Of a recording: ticks at which Python's collector began, after building and after each step."""
+    """Recordings: ticks at which garbage collection began, after building and after each step."""
     optimized: tuple[int, ...] = ()
-    """Of a recording: storages of the parameters that optimizers update and that require a gradient."""
+    """Recordings: storages of the parameters that optimizers update and that require a gradient."""
     ungraded: tuple[int, ...] = ()
     """Those of ``optimized`` that had no gradient at any update."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:
-        """Return the storages that count: all of a step on the CPU, those on the card of a step for one."""
+        """Return the storages that count: all for a step on the CPU, those on the card for a step on a card."""
         if self.device == HOST:
             return self.storages
         return tuple(storage for storage in self.storages if storage.device != HOST)
@@ -114,7 +114,7 @@ class Trace(Displayed):
 
 
 def at_least(trace: Trace) -> Trace:
-    """Return the same trace where everything that is known as an interval takes the least of it."""
+    """Return the trace with every interval of bytes replaced by its lower end."""
     if all(storage.low is None for storage in trace.storages):
         return trace
     storages = tuple(

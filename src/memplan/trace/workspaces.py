@@ -1,4 +1,4 @@
-"""Workspaces of convolutions in a recorded step, as cuDNN says them when it is asked."""
+"""Replaces the workspace intervals of convolutions in a trace by cuDNN's answers."""
 
 from __future__ import annotations
 
@@ -18,47 +18,44 @@ _DESCRIBED = "for a described card; a real one can choose others, mostly for wei
 """Source: benchmarks/results/cudnn.md."""
 
 
-def with_workspaces(trace: Trace, asked: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
-    """Return the step with the bytes of the workspaces that cuDNN was asked for; the others stay intervals.
+def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
+    """Return the trace with workspaces in bytes where cuDNN answers; the others stay intervals.
 
-    What a real card of this name took with this version of cuDNN comes before what cuDNN says of a described one.
-    ``asked`` maps a storage to what is asked for it. All are asked at once.
+    A measurement on a real card of this name with this version of cuDNN takes precedence over cuDNN's answer for a
+    described card. ``queries``: storage -> what to ask.
     """
-    answers = ask(library, card, (one.question for one in asked.values()))
+    answers = ask(library, card, (query.question for query in queries.values()))
     storages, engines, measured, answered = list(trace.storages), list[Engines](), list[int](), 0
-    for number, one in asked.items():
-        plans = answers.plans.get(one.question, ())
-        if one.plan == "first" and one.question in answers.measured:
-            measured.append(number)
-            plans = _as_measured(answers.measured[one.question], plans)
+    for storage, query in queries.items():
+        plans = answers.plans.get(query.question, ())
+        if query.plan == "first" and query.question in answers.measured:
+            measured.append(storage)
+            plans = _as_measured(answers.measured[query.question], plans)
         elif plans:
             answered += 1
         else:
             continue
         sizes = [plan.workspace for plan in plans]
         least, most = min(sizes), max(sizes)
-        if one.plan == "any":
+        if query.plan == "any":
             change = {"bytes": most, "low": None if least == most else least}
         else:
-            tried = stairs(plans if one.plan == "first" else _largest_first(plans))
-            engines.append(Engines(number, tried))
+            by_size = sorted(plans, key=lambda plan: -plan.workspace)
+            tried = stairs(plans if query.plan == "first" else tuple(by_size))
+            engines.append(Engines(storage, tried))
             change = {"bytes": tried[0].workspace, "low": None}
-        storages[number] = dataclasses.replace(storages[number], **change)
-    said = [f"{library.title} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
-    said += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with {library.title}, and these "
+        storages[storage] = dataclasses.replace(storages[storage], **change)
+    notes = [f"{library.title} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
+    notes += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with {library.title}, and these "
              "count"] * (len(measured) > 0)  # fmt: skip
     return dataclasses.replace(
-        trace, storages=tuple(storages), notes=(*trace.notes, *said, *answers.said), engines=tuple(engines),
+        trace, storages=tuple(storages), notes=(*trace.notes, *notes, *answers.said), engines=tuple(engines),
         measured=tuple(measured),
     )  # fmt: skip
 
 
-def _as_measured(took: int, plans: Plans) -> Plans:
-    """Return a plan that takes what a card took, with the engine of cuDNN's that takes as much, and what can follow."""
-    same = (plan.engine for plan in plans if round_to_blocks(plan.workspace) == round_to_blocks(took))
-    first = ExecutionPlan(next(same, "an engine that it did not name"), took)
-    return (first, *(plan for plan in plans if plan.workspace < took))
-
-
-def _largest_first(plans: Plans) -> Plans:
-    return tuple(sorted(plans, key=lambda plan: -plan.workspace))
+def _as_measured(size: int, plans: Plans) -> Plans:
+    """Return a plan with the measured workspace of ``size`` bytes, followed by the smaller plans."""
+    same = (plan.engine for plan in plans if round_to_blocks(plan.workspace) == round_to_blocks(size))
+    first = ExecutionPlan(next(same, "an engine that it did not name"), size)
+    return (first, *(plan for plan in plans if plan.workspace < size))

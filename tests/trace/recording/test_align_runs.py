@@ -31,6 +31,6 @@ def test_as_many_equal_items_as_can_be_in_order(first: list[str], second: list[s
 
 
 def test_what_hardly_has_anything_in_common_is_given_up() -> None:
-    many = align_runs._MOST_EDITS
+    many = align_runs._MAX_EDITS
     first, second = ["head", *(f"a{i}" for i in range(many)), "tail"], ["head", *(f"b{i}" for i in range(many)), "tail"]
     assert aligned(first, second) == [(0, 0), (many + 1, many + 1)]

@@ -43,7 +43,7 @@ def at_once(*calls: Callable[[], None]) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is waited for without a warning, which would be an error."""
-    monkeypatch.setattr(session, "_WAITING", 600.0)
+    monkeypatch.setattr(session, "_WARN_AFTER", 600.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -90,7 +90,7 @@ def test_one_that_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         said.append(text)
         told.set()
 
-    monkeypatch.setattr(session, "_WAITING", 0.01)
+    monkeypatch.setattr(session, "_WARN_AFTER", 0.01)
     monkeypatch.setattr(session.warnings, "warn", warn)
     thread = threading.Thread(target=lambda: found.append(peak()))
     with session.undisturbed():

@@ -10,7 +10,7 @@ from memplan.checks.mended.changed_step import ChangeError, NotRecorded
 from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
 from memplan.trace.record import record_for
-from memplan.trace.recording.held_numbers import LARGEST_NUMBER
+from memplan.trace.recording.held_scalars import LARGEST_SCALAR
 from memplan.trace.recording.session import choose_target
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
@@ -103,7 +103,7 @@ def _storages_by_op(trace: Trace) -> dict[int, list[Storage]]:
 
 def _is_temporary(storage: Storage) -> bool:
     """Return whether a storage is a kernel's temporary. Scalars that autograd keeps as tensors are not."""
-    return not storage.dtype and storage.died is not None and storage.bytes > LARGEST_NUMBER
+    return not storage.dtype and storage.died is not None and storage.bytes > LARGEST_SCALAR
 
 
 def _match_storages(op: Op, recorded: list[Storage], replayed: list[Storage], sizes: Sizes) -> Iterator[Storage]:

@@ -75,7 +75,7 @@ def find_leaks(window: Window, subject: Subject) -> list[Found]:
 def _groups(window: Window, subject: Subject) -> dict[_Place, _Group]:
     """Return the storages of the observed steps that outlived one, by where they were born."""
     assert window.parts is not None
-    ops, marks = window.parts.ops, window.observer.marks
+    ops, marks = window.parts.ops, window.observer.ownership
     owned = {_torch.storage_key(one.untyped_storage()) for one in subject.resident() if one.layout == torch.strided}
     readers = _first_readers(ops)
     groups: dict[_Place, _Group] = defaultdict(_Group)

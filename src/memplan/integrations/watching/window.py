@@ -118,7 +118,7 @@ class Window:
     def open(self) -> None:
         """Begin to note. What the subject has now was there before."""
         self._callbacks.enter_context(deferred(span=True))  # what dies or is noted in a step is not interrupted
-        ledger, marks = self.observer.ledger, self.observer.marks
+        ledger, marks = self.observer.ledger, self.observer.ownership
         for model in self._subject.models:
             self._place.add_modules(model)
         for optimizer in self._subject.optimizers:

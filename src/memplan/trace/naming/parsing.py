@@ -1,4 +1,4 @@
-"""From the text of an option to a value, and the words for a text that is none."""
+"""Parses texts of options into values, and offers near names in error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 
 def literal(text: str) -> Any:
-    """Return a Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case.
+    """Return the value of a Python literal, else the text; ``true``, ``false``, ``none`` in any case.
 
     Example:
         >>> literal("8"), literal("1e-3"), literal("(16, 32)"), literal("false"), literal("batch")
@@ -35,20 +35,20 @@ def named(pairs: Iterable[str], option: str) -> dict[str, str]:
     Raises:
         InputError: no "=", no name, a name twice.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         name = name.strip()
         if not equals or not name.isidentifier():
             raise InputError(f"{option} {pair!r}", expected=f"{option} name=value", do="Write it so")
-        if name in found:
+        if name in values:
             raise InputError(
-                f"{option} {name} was given twice ({found[name]} and {value})",
+                f"{option} {name} was given twice ({values[name]} and {value})",
                 expected="it once",
                 do="Leave one out",
             )
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def keywords(text: str, option: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def keywords(text: str, option: str) -> dict[str, Any]:
         call = None
     if (
         not isinstance(call, ast.Call)
-        or not isinstance(call.func, ast.Name)  # "a=1)(b=2" calls what a call returned
+        or not isinstance(call.func, ast.Name)  # "a=1)(b=2" would parse as f(a=1)(b=2)
         or call.args
         or any(word.arg is None for word in call.keywords)
     ):
@@ -72,7 +72,7 @@ def keywords(text: str, option: str) -> dict[str, Any]:
 
 
 def offer(name: str, among: Iterable[str]) -> str:
-    """Say ``Did you mean x?``, or list the names where none is near; "" where there are none."""
+    """Return ``Did you mean x?``, or a list of the names if none is near; "" for no names."""
     names = sorted(set(among))
     near = difflib.get_close_matches(name, names, n=3)
     if not near:
@@ -86,7 +86,7 @@ def offer(name: str, among: Iterable[str]) -> str:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """Return the parameters of a callable by name; None where Python cannot see them."""
+    """Return the parameters of a callable by name, or None if it has no signature."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -94,19 +94,19 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | N
 
 
 def check_arguments(
-    function: Callable[..., Any], given: Mapping[str, Any], *, title: str, option: str, first: int = 0
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, title: str, option: str, first: int = 0
 ) -> None:
-    """See that a callable takes the keyword arguments given, and that it needs no others.
+    """Check that a callable accepts these keyword arguments and requires no others.
 
     Args:
         function: the callable.
-        given: its arguments by name.
-        title: what to call it.
+        arguments: by name.
+        title: the callable's name in messages.
         option: the option that the arguments came from: ``--arg``.
-        first: how many positional arguments it gets besides.
+        first: number of positional arguments that precede them.
 
     Raises:
-        InputError: an argument that it does not have, or one that it needs and does not get.
+        InputError: an unknown argument, or a missing required one.
     """
     known = parameters(function)
     if known is None:
@@ -115,14 +115,14 @@ def check_arguments(
     free = [p.name for p in known.values() if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)][first:]
     takes_any = any(p.kind is kinds.VAR_KEYWORD for p in known.values())
     settable = [name for name in free if known[name].kind is not kinds.POSITIONAL_ONLY]
-    for name in given:
+    for name in arguments:
         if name not in settable and not takes_any:
             raise InputError(
                 f"{title} has no argument {name!r}",
                 expected=f"one of {_listed(settable)}" if settable else "none: it takes no arguments",
                 do=offer(name, settable) if _is_near(name, settable) else f"Change {option}, or leave it out",
             )
-    missing = [name for name in free if known[name].default is kinds.empty and name not in given]
+    missing = [name for name in free if known[name].default is kinds.empty and name not in arguments]
     if missing:
         raise InputError(
             f"{title} needs {_listed(missing)}, without a default",

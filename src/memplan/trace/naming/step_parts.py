@@ -1,4 +1,4 @@
-"""From the name of a loss or an optimizer to what it names: the same in the command and in Python."""
+"""Resolves names of losses and optimizers to callables, for the command line and for Python."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memplan.trace.naming.parsing import check_arguments, keywords, offer
 from memplan.trace.naming.targets import resolve
 
 Loss = Callable[..., Any] | str
-"""``loss(output, *targets)``, or the name of one: ``"cross_entropy"``, ``"package.module:callable"``."""
+"""``loss(output, *targets)``, or its name: ``"cross_entropy"``, ``"package.module:callable"``."""
 Optimizer = Callable[[Any], Any] | str
-"""Takes the parameters, or is the name of what does: ``"adamw"``, ``"sgd:lr=0.1,momentum=0.9"``."""
+"""A callable of the parameters, or its name: ``"adamw"``, ``"sgd:lr=0.1,momentum=0.9"``."""
 
 
-def loss_of(given: Loss, option: str = "loss") -> Callable[..., Any]:
-    """Return the loss of ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``; a callable unchanged.
+def loss_of(loss: Loss, option: str = "loss") -> Callable[..., Any]:
+    """Return the loss named ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``; a callable unchanged.
 
-    ``option`` is what messages call it.
+    ``option`` is its name in messages.
 
     Raises:
         InputError: no such loss.
@@ -29,68 +29,68 @@ def loss_of(given: Loss, option: str = "loss") -> Callable[..., Any]:
     from torch import nn
     from torch.nn import functional
 
-    if not isinstance(given, str):
-        return _called(given, option, "loss(output, *targets), or the name of one, such as 'cross_entropy'")
-    if ":" in given:
-        found: Any = resolve(given).what
+    if not isinstance(loss, str):
+        return _check_callable(loss, option, "loss(output, *targets), or the name of one, such as 'cross_entropy'")
+    if ":" in loss:
+        function: Any = resolve(loss).what
     else:
-        found = getattr(functional, given, None) or getattr(nn, given, None)
-        if not callable(found) or given.startswith("_") or inspect.ismodule(found):
-            losses = [other for other in dir(functional) if other.endswith(("_loss", "entropy", "_logits", "_div"))]
+        function = getattr(functional, loss, None) or getattr(nn, loss, None)
+        if not callable(function) or loss.startswith("_") or inspect.ismodule(function):
+            losses = [name for name in dir(functional) if name.endswith(("_loss", "entropy", "_logits", "_div"))]
             raise InputError(
-                f"there is no loss {given!r} in torch.nn.functional",
+                f"there is no loss {loss!r} in torch.nn.functional",
                 expected="the name of one, such as cross_entropy, or module:callable",
-                do=offer(given, losses),
+                do=offer(loss, losses),
             )
-    if inspect.isclass(found):
-        check_arguments(found, {}, title=given, option=option)
-        found = found()
-    return found
+    if inspect.isclass(function):
+        check_arguments(function, {}, title=loss, option=option)
+        function = function()
+    return function
 
 
-def optimizer_of(given: Optimizer, option: str = "optimizer") -> Callable[[Any], Any] | None:
-    """Return the optimizer of ``adamw``, ``sgd:lr=0.1,momentum=0.9`` or ``module:callable``; None for ``none``; a
-    callable unchanged.
+def optimizer_of(optimizer: Optimizer, option: str = "optimizer") -> Callable[[Any], Any] | None:
+    """Return the optimizer named ``adamw``, ``sgd:lr=0.1,momentum=0.9`` or ``module:callable``.
 
-    ``option`` is what messages call it.
+    ``none`` gives None; a callable is returned unchanged. ``option`` is its name in messages.
 
     Raises:
-        InputError: no such optimizer, or none with such options; one that is made already.
+        InputError: no such optimizer or option; an optimizer instance instead of a callable.
         TargetError: no such ``module:callable``.
     """
-    if not isinstance(given, str):
-        return _called(given, option, "a callable of the parameters (torch.optim.AdamW), or the name of one ('adamw')")
+    if not isinstance(optimizer, str):
+        expected = "a callable of the parameters (torch.optim.AdamW), or the name of one ('adamw')"
+        return _check_callable(optimizer, option, expected)
     known = _optimizers()
-    name, _, options = given.partition(":")
-    if name.lower() not in known and ":" in given:  # module:callable, with options behind another colon
-        name, _, options = given.rpartition(":") if "=" in given.rpartition(":")[2] else (given, "", "")
+    name, _, options = optimizer.partition(":")
+    if name.lower() not in known and ":" in optimizer:  # module:callable, with options after another colon
+        name, _, options = optimizer.rpartition(":") if "=" in optimizer.rpartition(":")[2] else (optimizer, "", "")
     if name.lower() == "none":
         return None
     arguments = keywords(options, option) if options else {}
     if ":" in name:
-        found = resolve(name).what
+        factory = resolve(name).what
     elif name.lower() in known:
-        found = known[name.lower()]
+        factory = known[name.lower()]
     else:
         raise InputError(
             f"there is no optimizer {name!r} in torch.optim",
             expected="the name of one, such as adamw, or module:callable",
             do=offer(name.lower(), known),
         )
-    check_arguments(found, arguments, title=f"the optimizer {name}", option=option, first=1)
-    return functools.partial(found, **arguments)
+    check_arguments(factory, arguments, title=f"the optimizer {name}", option=option, first=1)
+    return functools.partial(factory, **arguments)
 
 
-def _called(given: Any, option: str, expected: str) -> Any:
-    """Return what was given, if it can be called."""
-    if callable(given):
-        return given
-    kind = type(given).__name__
-    made = hasattr(given, "param_groups")
+def _check_callable(value: Any, option: str, expected: str) -> Any:
+    """Return the value; InputError if it is not callable."""
+    if callable(value):
+        return value
+    kind = type(value).__name__
+    is_instance = hasattr(value, "param_groups")
     raise InputError(
         f"{option} is of type {kind}, which cannot be called",
         expected=expected,
-        do=f"Pass what makes it: torch.optim.{kind}, or a lambda with its options" if made else "Pass one",
+        do=f"Pass what makes it: torch.optim.{kind}, or a lambda with its options" if is_instance else "Pass one",
     )
 
 

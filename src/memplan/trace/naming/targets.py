@@ -1,4 +1,4 @@
-"""From ``package.module:callable`` or ``path/to/file.py:callable`` to the callable."""
+"""Resolves ``package.module:callable`` or ``path/to/file.py:callable`` to the callable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memplan.errors import MemplanError, StepError, TargetError
 from memplan.trace.naming.parsing import offer
 
 FORM = "package.module:callable or path/to/file.py:callable"
-_PYTHONS = os.path.dirname(os.__file__) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
@@ -48,11 +48,11 @@ class Target:
 
 
 class ByName:
-    """The callable that a target names, for another process: what is sent is the text, resolved again over there.
+    """A target's callable that pickles as its text: the receiving process resolves it again.
 
     Args:
-        text: names it.
-        argv: arguments that it reads from ``sys.argv``, which is its own there.
+        text: of the target.
+        argv: its ``sys.argv[1:]``, set in the receiving process.
     """
 
     def __init__(self, text: str, argv: tuple[str, ...] = ()) -> None:
@@ -60,7 +60,7 @@ class ByName:
         sys.argv = [text.rpartition(":")[0], *argv]
         self._target = resolve(text)
         self.__qualname__ = self.__name__ = self._target.name
-        with suppress(TypeError, ValueError):  # Python cannot see the parameters of every callable
+        with suppress(TypeError, ValueError):  # not every callable has a signature
             self.__signature__ = inspect.signature(self._target.what)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class ByName:
 
 
 def resolve(text: str) -> Target:
-    """Find what a target names, importing its module or file.
+    """Return what a target names, importing its module or file.
 
     A file's folder goes on ``sys.path``, as when Python runs the file; for a module, the working directory.
 
@@ -92,29 +92,29 @@ def resolve(text: str) -> Target:
         raise _without_callable(text.rstrip(":"))
     module = import_place(place)
     try:
-        found: Any = operator.attrgetter(name)(module)
+        value: Any = operator.attrgetter(name)(module)
     except AttributeError:
         raise TargetError(
             f"{place} has no {name!r}",
             expected="the name of a callable in it",
             do=offer(name, callables(module)) or "Check the name",
         ) from None
-    except Exception as error:  # a module that imports its parts when they are asked for
+    except Exception as error:  # a module that imports its parts lazily
         raise _import_failed(place, error) from error
-    if not callable(found):
+    if not callable(value):
         raise TargetError(
-            f"{text} is of type {type(found).__name__}",
+            f"{text} is of type {type(value).__name__}",
             expected="a callable: one that makes a module, or a build that returns a step",
             do=offer(name, callables(module)) or "Name a callable",
         )
-    return Target(text, found)
+    return Target(text, value)
 
 
 def import_place(place: str) -> ModuleType:
     """Import the module or the file that a target's first part names.
 
     Raises:
-        TargetError: there is none, or its import raises; with file:line.
+        TargetError: there is no such module or file, or its import raises; with file:line.
     """
     if place.endswith(".py") or "/" in place or os.sep in place:
         return _import_file(place)
@@ -122,7 +122,7 @@ def import_place(place: str) -> ModuleType:
 
 
 def callables(module: ModuleType) -> list[str]:
-    """List the callables that a module itself defines; all public ones where it defines none."""
+    """Return the names of the public callables that a module defines; of those it imports if it defines none."""
     public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     own = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
     return own or list(public)
@@ -130,7 +130,7 @@ def callables(module: ModuleType) -> list[str]:
 
 @contextmanager
 def contained(what: str) -> Iterator[None]:
-    """Keep the user's code from ending the process: ``sys.exit`` in it becomes an error like any other.
+    """Turn ``sys.exit`` in the user's code into an error; ``what`` names that code.
 
     Raises:
         StepError: the code called ``sys.exit``.
@@ -151,19 +151,19 @@ def contained(what: str) -> Iterator[None]:
 
 
 def location(error: BaseException) -> str | None:
-    """Return ``file:line`` where an exception was raised: the innermost frame of the user's own code."""
+    """Return ``file:line`` of the innermost frame of the user's own code in a traceback, or None."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{short(error.filename)}:{error.lineno}"
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", _OURS))
     ]
-    others = _PYTHONS, "site-packages"
+    others = _STDLIB, "site-packages"
     own = [frame for frame in frames if not any(other in frame.filename for other in others)] or frames
     return f"{short(own[-1].filename)}:{own[-1].lineno}" if own else None
 
 
 def short(path: str) -> str:
-    """Return a path relative to the working directory, if it lies in it."""
+    """Return a path relative to the working directory if it is inside, else unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 
@@ -183,7 +183,7 @@ def _import_file(place: str) -> ModuleType:
 
 
 def _load(path: Path) -> ModuleType:
-    """Run a file as a module of its own name, unless another module has that name already."""
+    """Import a file as a module named by its stem, or a prefixed stem if another module has that name."""
     name = re.sub(r"\W", "_", path.stem)
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):
@@ -247,7 +247,7 @@ def _put_first(folder: str) -> None:
 
 
 def _without_callable(text: str) -> TargetError:
-    """Return the error of a target without a callable. Its file is read, not run: it may be a script that trains."""
+    """Return the error for a target without a callable. Its file is parsed, not run: it may be a training script."""
     names = _functions(text) if os.path.isfile(text) and text.endswith(".py") else None
     if names is None:
         return TargetError(f"{text!r} names no callable", expected=FORM, do="Write it so")
@@ -269,24 +269,25 @@ def _functions(path: str) -> list[str]:
 
 
 def _no_file(path: Path) -> TargetError:
-    beside = [f"{other.name}" for other in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
+    siblings = [file.name for file in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
     if os.path.isdir(path):
-        found = f"{path} is a folder"
+        problem = f"{path} is a folder"
     elif os.path.exists(path):
-        found = f"{path} is not a .py file"
+        problem = f"{path} is not a .py file"
     elif not os.path.isdir(path.parent):
-        found = f"there is no folder {path.parent} in {os.getcwd()}"
+        problem = f"there is no folder {path.parent} in {os.getcwd()}"
     else:
-        found = f"there is no file {path}"
-    return TargetError(found, expected="path/to/file.py:callable", do=offer(path.name, beside) or "Check the path")
+        problem = f"there is no file {path}"
+    do = offer(path.name, siblings) or "Check the path"
+    return TargetError(problem, expected="path/to/file.py:callable", do=do)
 
 
 def _no_module(place: str, missing: str) -> TargetError:
     parent, _, name = missing.rpartition(".")
     paths = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [os.getcwd()]
-    beside = [f"{parent}.{found.name}" if parent else found.name for found in pkgutil.iter_modules(paths)]
+    siblings = [f"{parent}.{module.name}" if parent else module.name for module in pkgutil.iter_modules(paths)]
     return TargetError(
         f"there is no module {missing}" + (f" for {place}" if missing != place else ""),
         expected=FORM,
-        do=offer(missing, beside) if beside and name else "Check the name, and that it is installed here",
+        do=offer(missing, siblings) if siblings and name else "Check the name, and that it is installed here",
     )

@@ -1,4 +1,4 @@
-"""Two runs of one step under the profiler, matched call by call: one under a dispatch mode, one as it is."""
+"""Matches the profiled calls of two runs of a step: under a dispatch mode, and without."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from collections.abc import Hashable, Sequence
 from memplan import _torch
 
 _ROOT, _MERGED = -1, -2
-_MOST_EDITS = 1000
-"""Beyond so many calls that only one run has, what is neither their common beginning nor their common end is left."""
+_MAX_EDITS = 1000
+"""Sequences that differ in more items than this are matched at their common beginning and end only."""
 
 
 def without_mode(profile: _torch.Profile) -> _torch.Profile:
-    """Return what a run under a mode would have been without it.
+    """Return the profile of a run under a mode as it would be without the mode.
 
-    An op that meets the mode is called twice, by the step and then by the mode: the two are one call.
+    An op under the mode is called twice, by the step and then by the mode: these are merged.
     """
-    one = list(range(len(profile.calls)))
+    merged = list(range(len(profile.calls)))
     calls = list(profile.calls)
     for number, call in enumerate(profile.calls):
-        parent = one[call.parent] if call.parent >= 0 else _ROOT
+        parent = merged[call.parent] if call.parent >= 0 else _ROOT
         calls[number] = call._replace(parent=parent)
-        # the mode may call the form that writes its first argument
+        # the mode may call the in-place variant
         if call.at_mark and parent != _ROOT and call.name.rstrip("_") == calls[parent].name.rstrip("_"):
-            one[number] = parent
+            merged[number] = parent
             calls[parent] = calls[parent]._replace(name=call.name, mark=call.mark, at_mark=True)
             calls[number] = call._replace(parent=_MERGED)
-    events = [event._replace(call=one[event.call] if event.call >= 0 else _ROOT) for event in profile.events]
+    events = [event._replace(call=merged[event.call] if event.call >= 0 else _ROOT) for event in profile.events]
     return _torch.Profile(events, calls, profile.ranges)
 
 
 def matched_calls(first: Sequence[_torch.Call], second: Sequence[_torch.Call]) -> dict[int, int]:
-    """Return the calls of a second run by those of a first: within matched calls, by name and in order."""
-    of_first, of_second = _children(first), _children(second)
+    """Return call of the first run -> call of the second. Children of matched calls match by name, in order."""
+    children_of_first, children_of_second = _children(first), _children(second)
     matched = {_ROOT: _ROOT}
     stack = [(_ROOT, _ROOT)]
     while stack:
-        one, other = stack.pop()
-        mine, theirs = of_first[one], of_second[other]
-        names = [first[call].name for call in mine], [second[call].name for call in theirs]
-        pairs = [(mine[i], theirs[j]) for i, j in aligned(*names)]
+        parent, other_parent = stack.pop()
+        children, others = children_of_first[parent], children_of_second[other_parent]
+        names = [first[call].name for call in children], [second[call].name for call in others]
+        pairs = [(children[i], others[j]) for i, j in aligned(*names)]
         matched.update(pairs)
         stack.extend(pairs)
     return matched
@@ -55,20 +55,17 @@ def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
 
 
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the places of equal items in two sequences, in order, as many as can be.
-
-    The algorithm is Myers', "An O(ND) difference algorithm" (1986), fast where the two hardly differ.
-    """
-    low = _common(first, second)
-    high = _common(first[low:][::-1], second[low:][::-1])
+    """Return the index pairs of a longest common subsequence, by Myers' "An O(ND) difference algorithm" (1986)."""
+    low = _common_prefix(first, second)
+    high = _common_prefix(first[low:][::-1], second[low:][::-1])
     head = [(i, i) for i in range(low)]
     tail = [(len(first) - i, len(second) - i) for i in range(high, 0, -1)]
     inner = _aligned(first[low : len(first) - high], second[low : len(second) - high])
     return [*head, *((low + i, low + j) for i, j in inner), *tail]
 
 
-def _common(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Return how many items at the beginning are equal."""
+def _common_prefix(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
@@ -76,10 +73,10 @@ def _common(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
 def _aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
     if not first or not second:
         return []
-    zero = _MOST_EDITS + 1
+    zero = _MAX_EDITS + 1
     reach = array("i", [0] * (2 * zero + 1))
     history: list[array[int]] = []
-    for edits in range(min(len(first) + len(second), _MOST_EDITS) + 1):
+    for edits in range(min(len(first) + len(second), _MAX_EDITS) + 1):
         history.append(reach[zero - edits - 1 : zero + edits + 2])
         for k in range(-edits, edits + 1, 2):
             x = reach[zero + k + 1] if _steps_down(reach, zero, k, edits) else reach[zero + k - 1] + 1
@@ -87,16 +84,16 @@ def _aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tupl
                 x += 1
             reach[zero + k] = x
             if x >= len(first) and x - k >= len(second):
-                return _way_back(history, len(first), len(second))
+                return _backtracked(history, len(first), len(second))
     return []
 
 
 def _steps_down(reach: array[int], zero: int, k: int, edits: int) -> bool:
-    """Return whether the furthest way to diagonal ``k`` leaves out an item of the second sequence last."""
+    """Return whether the furthest path to diagonal ``k`` ends by skipping an item of the second sequence."""
     return k == -edits or (k != edits and reach[zero + k - 1] < reach[zero + k + 1])
 
 
-def _way_back(history: Sequence[array[int]], x: int, y: int) -> list[tuple[int, int]]:
+def _backtracked(history: Sequence[array[int]], x: int, y: int) -> list[tuple[int, int]]:
     pairs: list[tuple[int, int]] = []
     for edits in range(len(history) - 1, -1, -1):
         reach, zero, k = history[edits], edits + 1, x - y

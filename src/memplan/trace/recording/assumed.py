@@ -1,4 +1,4 @@
-"""What a recording takes for granted of values and kernels that it does not know."""
+"""The assumptions of a recording about values and kernels that it cannot know."""
 
 from __future__ import annotations
 
@@ -6,74 +6,74 @@ from memplan.errors import DataDependentError
 from memplan.trace.recording.place import Line, format_frame, user_frame
 from memplan.trace.records import Assumption
 
-_ENDLESS = 100_000
-"""Reads of a value at one line after which the step is taken for a loop without end."""
+_MAX_READS = 100_000
+"""More reads of a value than this at one line mean a loop that never ends."""
 _SELECTS = "{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}"
 _COUNTED = "{op} is AS LARGE AS VALUES SAY: {taken:,} elements of {most:,} at most are taken, {why}"
 
 
 class Assumed:
-    """Assumptions by kind, text and line of the user's, each counted."""
+    """Counts assumptions by kind, text and user line."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, Line | None], int] = {}
+        self._counts: dict[tuple[str, str, Line | None], int] = {}
 
     def add(self, kind: str, text: str, line: Line | None = None) -> None:
-        """Count an assumption, made at a line or where the user's code is.
+        """Count an assumption at a line, by default the user's current line.
 
         Raises:
-            DataDependentError: it was made so often that a loop goes on for ever.
+            DataDependentError: it occurred so often that the step must be in an endless loop.
         """
         key = (kind, text, line or user_frame())
-        self._found[key] = self._found.get(key, 0) + 1
-        if self._found[key] > _ENDLESS:
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if self._counts[key] > _MAX_READS:
             raise DataDependentError(
-                f"a value was read {_ENDLESS} times at one line, most likely by a loop that its stand-in never ends",
+                f"a value was read {_MAX_READS} times at one line, most likely by a loop that its stand-in never ends",
                 expected="a loop that ends after a number of rounds known from shapes",
                 do="Run memplan.measure(build) instead: it really runs the step",
                 where=format_frame(key[2]),
             )
 
     def rows(self) -> tuple[Assumption, ...]:
-        """Return what was assumed: branches first, then in the order of their first use."""
+        """Return the assumptions: branches and bounds first, then in the order of their first use."""
         rows = [
             Assumption(kind, text, format_frame(frame), count)  # pyright: ignore[reportArgumentType]  # kinds below
-            for (kind, text, frame), count in self._found.items()
+            for (kind, text, frame), count in self._counts.items()
         ]
         return tuple(sorted(rows, key=lambda row: row.kind not in ("branch", "bound")))
 
-    def chosen(self, op: str, reason: str) -> None:
-        """Note that an op takes one of several kernels on the card, for a reason."""
+    def kernel_chosen(self, op: str, reason: str) -> None:
+        """Count an op for which CUDA has several kernels, with the reason for the assumed choice."""
         self.add("kernel", f"{op}: {reason}")
 
     def used(self, how: str) -> None:
-        """Note that something is made of a value that is not followed, but is hardly a size."""
+        """Count a scalar whose further use is not tracked and is unlikely to be a size. ``how`` completes the text."""
         self.add("scalar", f"a number that is read {how}")
 
-    def selected(self, op: str, taken: int, most: int, *, known: bool, counted: bool) -> None:
-        """Note how many elements an op is taken to select, or to have by numbers that it counts.
+    def selected(self, op: str, size: int, most: int, *, known: bool, counted: bool) -> None:
+        """Count an op whose result size depends on values.
 
         Args:
             op: its name.
-            taken: elements that are taken.
-            most: elements that there can be.
-            known: other shapes say how many.
-            counted: it selects nothing, but is as large as numbers say.
+            size: assumed number of elements.
+            most: upper bound of that number.
+            known: whether the size was inferred from other shapes.
+            counted: the op selects nothing; its operands' values give the size, as in `repeat_interleave`.
         """
-        why = "the most there can be" if taken == most else "as the shapes beside it say" if known else "as was assumed"
+        why = "the most there can be" if size == most else "as the shapes beside it say" if known else "as was assumed"
         form = _COUNTED if counted else _SELECTS
-        self.add("bound", form.format(op=op.removeprefix("_"), taken=taken, most=most, why=why))
+        self.add("bound", form.format(op=op.removeprefix("_"), taken=size, most=most, why=why))
 
-    def granted(self, text: str) -> None:
-        """Note what was taken for granted of a result that depends on values."""
+    def result_assumed(self, text: str) -> None:
+        """Count an assumption about a result that depends on values."""
         self.add("sparse", text)
 
-    def foreign(self, op: str) -> None:
-        """Note that an op is a library's or the user's."""
+    def library_op(self, op: str) -> None:
+        """Count an operator of a library or of the user, whose workspace is unknown."""
         name = op.rpartition(".")[0].replace(".", "::")
         self.add("library", f"{name}: what its kernel takes besides its results is not known and NOT COUNTED")
 
-    def apart(self, op: str) -> None:
-        """Note that an op reads tensors on the card and of the host."""
+    def mixed_devices(self, op: str) -> None:
+        """Count an op that reads tensors both on the card and on the host."""
         name = op.removeprefix("aten.").split(".")[0]
         self.add("host", f"{name} READS A TENSOR OF THE HOST beside one on the card: on CUDA it raises an error")

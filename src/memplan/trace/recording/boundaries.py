@@ -10,23 +10,23 @@ Build = Callable[[], Step]
 
 
 class Boundaries(Protocol):
-    """Told where the parts of a run begin and end."""
+    """Callbacks at the boundaries of a run's parts: building and steps."""
 
     @property
     def tick(self) -> int:
-        """Return the present tick of the trace that is made; that of a measurement is known at the end only."""
+        """Return the current tick of the recorded trace. In a measurement it is provisional."""
         ...
 
     def built(self) -> None:
-        """Note that everything the first step needs is made."""
+        """Called when building has ended, before the first step."""
         ...
 
     def stepped(self) -> None:
-        """Note that a step has ended."""
+        """Called after each step."""
         ...
 
     def ended(self) -> None:
-        """Note that the last step has ended, while what was made for it is still alive."""
+        """Called after the last step, while model and optimizer are still alive."""
         ...
 
 
@@ -36,22 +36,22 @@ class Program(Protocol):
 
     @property
     def title(self) -> str:
-        """Return what to call it in a message."""
+        """Return its name in messages."""
         ...
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
-        """Run it until it has made ``steps`` steps or ends, calling ``boundaries`` at each boundary.
+        """Run it until it ends or has run ``steps`` steps, calling ``boundaries`` at each boundary.
 
-        Each of these is called at least once; ``stepped`` at most ``steps`` times, and any of them may raise.
+        Each callback is called at least once, ``stepped`` at most ``steps`` times; any of them may raise.
         """
         ...
 
 
 class Programs:
-    """A program for each value of what its signature names, as of its ``batch``."""
+    """A family of programs, parameterized by the arguments of `program`, such as ``batch``."""
 
     def program(self, **arguments: Any) -> Program:
-        """Return the program with these values."""
+        """Return the program for these arguments."""
         raise NotImplementedError
 
 

@@ -14,22 +14,20 @@ from memplan.trace.records import Form, Option, View
 
 
 class Forms:
-    """Notes the forms of ops, and what modules returned."""
+    """Records how each op was called, and the tensors that modules returned."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.forms: list[Form] = []
         self.returned: list[tuple[int, int, tuple[View, ...]]] = []
-        """id() of the module, how many ops had begun, its tensors."""
+        """(id() of the module, number of ops begun by then, its tensors)."""
         self._ledger = ledger
         self._arguments: dict[Any, list[tuple[int, str, bool, Any]]] = {}
 
     def note(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note one op. ``func`` is None where the observer ran it in another form; such an op has no positions."""
-        if func is None:
-            return
+        """Record the call of op number ``op``."""
         reads: list[tuple[str, View]] = []
         options: list[tuple[str, Option]] = []
-        for position, name, is_tensor, default in self._of(func):
+        for position, name, is_tensor, default in self._arguments_of(func):
             value = args[position] if position < len(args) else kwargs.get(name, default)
             views = [(name, view) for view in self._views(value)] if is_tensor else []
             reads += views
@@ -38,17 +36,17 @@ class Forms:
         self.forms.append(Form(op, tuple(reads), tuple(self._views(result)), tuple(options)))
 
     def returns(self, module: int, after: int, result: Any) -> None:
-        """Note what a module returned."""
+        """Record what a module returned after ``after`` ops."""
         self.returned.append((module, after, tuple(self._views(list(tensors_in(result))))))
 
-    def _of(self, func: Any) -> list[tuple[int, str, bool, Any]]:
-        known = self._arguments.get(func)
-        if known is None:
-            known = self._arguments[func] = [
+    def _arguments_of(self, func: Any) -> list[tuple[int, str, bool, Any]]:
+        arguments = self._arguments.get(func)
+        if arguments is None:
+            arguments = self._arguments[func] = [
                 (position, argument.name, "Tensor" in str(argument.type), argument.default_value)
                 for position, argument in enumerate(_torch.arguments(func))
             ]
-        return known
+        return arguments
 
     def _views(self, value: Any) -> Iterator[View]:
         if isinstance(value, torch.Tensor):
@@ -76,7 +74,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _plain(value: Any) -> Option:
-    """Numbers, texts and lists of such; None for anything else, such as a dtype."""
+    """Return a number, a text or a list of such as a saved option; None for anything else, such as a dtype."""
     if isinstance(value, (bool, int, float, str)):
         return value if not isinstance(value, float) or value - value == 0 else str(value)
     if isinstance(value, (list, tuple)) and all(item is None or isinstance(item, (bool, int, float)) for item in value):

@@ -1,4 +1,4 @@
-"""From what was noted to a Trace: names of layers, causes of storages, who saved what."""
+"""Turns the records of an observer into the parts of a Trace: layer names, causes of storages, saved tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPY = "aten._to_copy.default"
 
 @dataclass(slots=True)
 class Finished:
-    """The parts of a Trace that recording and measuring make alike."""
+    """The parts of a Trace that recording and measuring share."""
 
     ops: list[Op]
     storages: list[Storage]
@@ -40,39 +40,38 @@ class _Names:
 def finish(observer: Observer, first_step: int) -> Finished:
     """Resolve names and causes. Call it while the step's models are alive.
 
-    ``first_step`` is the tick at which building ended.
+    ``first_step``: tick at which building ended.
     """
     names = _name(observer)
     ops = _ops(observer, names)
     sharers = _sharers(observer, ops)
     for entry in observer.ledger.entries:
-        for companion in entry.companions:  # a reserve is saved with the tensor that stands for it
+        for companion in entry.companions:  # a hidden storage is saved with its owner
             if entry.id in sharers:
                 sharers.setdefault(companion.id, sharers[entry.id])
     frames: dict[int, Storage] = {}
     updated = {op.writes[0] for op in ops if op.phase == "optimizer" and op.writes and op.writes[0] in _operands(op)}
     for entry in observer.ledger.entries:
         cause = _cause(entry, observer, ops, sharers, updated, first_step)
-        weight = observer.marks.gradients.get(entry.id, entry.id)
+        weight = observer.ownership.gradients.get(entry.id, entry.id)
         frames[entry.id] = Storage(
             entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, entry.device,
             names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())), entry.low, entry.stream, entry.used_on,
         )  # fmt: skip
-    seen = observer.forms
-    returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in seen.returned)
-    marks = observer.marks
-    ungraded = tuple(sorted(marks.optimized - marks.graded))
+    forms = observer.forms
+    returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in forms.returned)
+    ownership = observer.ownership
+    ungraded = tuple(sorted(ownership.optimized - ownership.graded))
     return Finished(
-        ops, list(frames.values()), names.layers, tuple(seen.forms), returned,
-        tuple(marks.passes), tuple(sorted(marks.optimized)), ungraded,
+        ops, list(frames.values()), names.layers, tuple(forms.forms), returned,
+        tuple(ownership.passes), tuple(sorted(ownership.optimized)), ungraded,
     )  # fmt: skip
 
 
 def module_names(place: Place) -> dict[int, str]:
-    """Return the path of each module by its id. Modules of the only model have the path that `named_modules` gives.
+    """Return id() of a module -> its path, as `named_modules` of its root gives it; the root's is its class name.
 
-    The root itself goes by its class name. Where there are several models (or losses that are modules), the paths
-    of each begin with its class name.
+    Where several roots are used (models, or losses that are modules), paths begin with the root's class name.
     """
     live = list(place.live_modules())
     children = {id(child) for module in live for child in module.children()}
@@ -81,11 +80,11 @@ def module_names(place: Place) -> dict[int, str]:
     called = set(place.called)
     used = [root for root in models if any(id(m) in called for m in root.modules())] or models
     result: dict[int, str] = {}
-    taken: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for root in used + [r for r in roots if r not in used]:
         kind = type(root).__name__
-        taken[kind] = taken.get(kind, 0) + 1
-        title = kind if taken[kind] == 1 else f"{kind}#{taken[kind]}"
+        counts[kind] = counts.get(kind, 0) + 1
+        title = kind if counts[kind] == 1 else f"{kind}#{counts[kind]}"
         prefix = "" if len(used) == 1 and root is used[0] else title + "."
         for path, module in root.named_modules():
             result.setdefault(id(module), prefix + path if path else title)
@@ -110,14 +109,14 @@ def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     for kind, tensors in enumerate((parameters, buffers)):
         for name, tensor in tensors:
-            for part, inner in _torch.inner_tensors(tensor).items():  # a quantized weight has several
+            for part, inner in _torch.inner_tensors(tensor).items():  # a quantized weight consists of several
                 entry = observer.ledger.find(inner)
                 if entry is not None:
                     owned[kind].append(entry.id)
                     names.storages.setdefault(entry.id, f"{path}.{name}" + (f".{part}" if part else ""))
                     names.owners.setdefault(entry.id, path)
-    made = format_frame(observer.place.made.get(id(module)))
-    return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]), made)
+    where = format_frame(observer.place.made_at.get(id(module)))
+    return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]), where)
 
 
 def _ops(observer: Observer, names: _Names) -> list[Op]:
@@ -151,66 +150,66 @@ def _operands(op: Op) -> set[int]:
 
 
 def _owner(note: Note, observer: Observer, names: _Names) -> str:
-    """Return the layer of the one weight whose value or gradient an op handles; "" where it handles several."""
-    gradients = observer.marks.gradients
-    found = {
+    """Return the layer of the only weight whose value or gradient an op reads or writes; "" if there are several."""
+    gradients = observer.ownership.gradients
+    owners = {
         names.owners[weight]
         for entry in (*(storage for _, storage in note.reads), *note.writes)
         if (weight := gradients.get(entry, entry)) in names.owners
     }
-    return found.pop() if len(found) == 1 else ""
+    return owners.pop() if len(owners) == 1 else ""
 
 
 def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
-    """For every storage that a derivative formula read: the forward ops whose formulas these were."""
+    """Return storage -> forward ops whose derivative formulas read it."""
     entries = observer.ledger.entries
-    found: dict[int, dict[tuple[int, str], Sharer]] = {}
-    again = _second_runs(ops)
+    by_storage: dict[int, dict[tuple[int, str], Sharer]] = {}
+    recomputed = _recomputed_roles(ops)
     for op in ops:
         if op.phase != "backward" or op.gradient_of is None:
             continue
         source = ops[op.gradient_of]
         for read in op.reads:
-            birth = entries[read.storage].op
-            maker = ops[birth] if birth is not None else None
+            allocating = entries[read.storage].op
+            maker = ops[allocating] if allocating is not None else None
             if maker is not None and maker.phase == "backward" and not maker.recomputed and maker.index > source.index:
                 continue
             if maker is not None and maker.phase == "optimizer":
                 continue
-            for role in _roles(source, read, again):
-                found.setdefault(read.storage, {}).setdefault(
+            for role in _roles(source, read, recomputed):
+                by_storage.setdefault(read.storage, {}).setdefault(
                     (source.index, role), Sharer(source.index, role, read.name)
                 )
-    return {storage: list(sharers.values()) for storage, sharers in found.items()}
+    return {storage: list(sharers.values()) for storage, sharers in by_storage.items()}
 
 
-def _roles(source: Op, read: Operand, again: dict[int, list[tuple[str, str]]]) -> list[str]:
-    """In which roles the forward op met a storage that its backward reads."""
+def _roles(source: Op, read: Operand, recomputed: dict[int, list[tuple[str, str]]]) -> list[str]:
+    """Return the roles (argument name, "result", "kept") of a storage in the forward op whose backward reads it."""
     if read.storage in source.writes:
         # in place: the formula of an op that overwrote its input can only mean the result
         return ["result"]
     roles = sorted({operand.name for operand in source.reads if operand.storage == read.storage})
-    # under checkpointing the formula reads what the op's second run met
-    roles = roles or sorted({role for name, role in again.get(read.storage, ()) if name == source.name})
+    # under checkpointing the formula reads the storages of the recomputed op
+    roles = roles or sorted({role for name, role in recomputed.get(read.storage, ()) if name == source.name})
     if not roles and read.name in {operand.name for operand in source.reads}:
-        roles = [read.name]  # a copy that the op made for its formula, which calls it by the same name
+        roles = [read.name]  # a copy that the op saved under the same name
     return roles or ["kept"]
 
 
-def _second_runs(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
-    """Storage -> (op, role) of the recomputed ops that read or made it."""
-    found: dict[int, list[tuple[str, str]]] = {}
+def _recomputed_roles(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
+    """Return storage -> (op name, role) of the recomputed ops that read or wrote it."""
+    roles: dict[int, list[tuple[str, str]]] = {}
     for op in ops:
         if op.recomputed:
             for operand in op.reads:
-                found.setdefault(operand.storage, []).append((op.name, operand.name))
+                roles.setdefault(operand.storage, []).append((op.name, operand.name))
             for storage in op.writes:
-                found.setdefault(storage, []).append((op.name, "result"))
-    return found
+                roles.setdefault(storage, []).append((op.name, "result"))
+    return roles
 
 
-def _is_brought(entry: Entry, op: Op, observer: Observer, ops: list[Op]) -> bool:
-    """Return whether a storage is a copy on the card of what the host made by itself: a batch that is moved there."""
+def _is_input_copy(entry: Entry, op: Op, observer: Observer, ops: list[Op]) -> bool:
+    """Return whether a storage is a copy on the card of what ops on the host computed: a batch moved there."""
     if entry.device == HOST or op.name != _COPY or not op.reads:
         return False
     sources, seen = [operand.storage for operand in op.reads], set[int]()
@@ -232,19 +231,19 @@ def _cause(
     updated: set[int],
     first_step: int,
 ) -> Cause:
-    marks = observer.marks
-    if entry.id in marks.workspaces:
+    ownership = observer.ownership
+    if entry.id in ownership.workspaces:
         return "workspace"
-    if entry.id in marks.weights:
+    if entry.id in ownership.weights:
         return "weight"
-    if entry.id in marks.buffers:
+    if entry.id in ownership.buffers:
         return "buffer"
-    if entry.id in marks.states:
+    if entry.id in ownership.states:
         return "optimizer_state"
-    if entry.id in marks.gradients:
+    if entry.id in ownership.gradients:
         return "parameter_gradient"
     if entry.born <= first_step and entry.id in updated:
-        return "optimizer_state"  # made while building and changed by every update: a hand-written momentum
+        return "optimizer_state"  # built before the first step and changed by every update: a hand-written momentum
     if entry.born <= first_step:
         return "temporary" if entry.died is not None and entry.died <= first_step else "input"
     op = ops[entry.op] if entry.op is not None else None
@@ -254,7 +253,7 @@ def _cause(
         return "temporary"
     if op.phase == "optimizer":
         return "temporary"
-    if op.phase == "forward" and ((not op.reads and not op.layer) or _is_brought(entry, op, observer, ops)):
+    if op.phase == "forward" and ((not op.reads and not op.layer) or _is_input_copy(entry, op, observer, ops)):
         return "input"
     if entry.id in sharers:
         return "saved"

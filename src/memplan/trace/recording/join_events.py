@@ -1,4 +1,4 @@
-"""What the allocator saw of a step as it is, joined to what a dispatch mode saw of the same step."""
+"""Joins the allocator's events of a plain run of a step to the ops and storages of a run under a dispatch mode."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from memplan.trace.records import Form, FunctionLines, Layer, Op, Operand, Retur
 class Joined:
     """The parts of a measured Trace.
 
-    ``lost`` are bytes of allocations that no op and no tensor explains, ``outside`` those of tensors that were there
-    before and that the step read; ``otherwise`` are the names of the calls that allocate otherwise under a dispatch
-    mode, and ``apart`` the bytes that they allocate only without one.
+    ``lost``: bytes of allocations that belong to no op and no tensor. ``outside``: bytes of tensors that existed
+    before and that the step read. ``differing_calls``: names of calls that allocate differently under a dispatch mode.
+    ``unpaired``: bytes that they allocate only without one.
     """
 
     ops: tuple[Op, ...]
@@ -32,8 +32,8 @@ class Joined:
     end: int
     lost: int
     outside: int
-    otherwise: tuple[str, ...]
-    apart: int
+    differing_calls: tuple[str, ...]
+    unpaired: int
     forms: tuple[Form, ...]
     returned: tuple[Returned, ...]
     lines: tuple[FunctionLines, ...]
@@ -47,21 +47,21 @@ def join(
     libraries: Callable[[str], bool] = lambda call: False,
     lines: tuple[FunctionLines, ...] = (),
 ) -> Joined:
-    """Return one storage for each of the allocator's allocations in the plain run, on the clock of its events.
+    """Return a storage for each allocation of the plain run, with ticks of its allocator's events.
 
-    Identity and cause come from the ledger's entry that lay at the same address at the same time in the run under the
-    mode, as far as calls and allocations of the two runs match. ``libraries`` says of which calls an allocation that
-    no tensor shows is a library's workspace.
+    Identity and cause come from the ledger entry at the same address and time in the run under the mode, as far as
+    calls and allocations of the two runs match. ``libraries`` returns whether a call's allocation without a tensor is
+    a library's workspace.
     """
     named = without_mode(named)
     calls = matched_calls(named.calls, plain.calls)
-    seen, events = _Events(named), _Events(plain)
-    same = _same_allocations(seen, named, events, plain, calls)
-    in_seen = _numbers(entries, _on_clock(parts.ops, seen, named.ranges), seen)
-    number_of = {entry: same[number] for entry, number in in_seen.items() if number in same}
+    named_events, events = _Events(named), _Events(plain)
+    same = _same_allocations(named_events, named, events, plain, calls)
+    in_named = _numbers(entries, _on_clock(parts.ops, named_events, named.ranges), named_events)
+    number_of = {entry: same[number] for entry, number in in_named.items() if number in same}
     ops = _on_clock(parts.ops, events, _ranges(named, plain, calls))
     op_of = _ops_of_calls(named, plain, calls)
-    tick = [events.tick(start) for start in _starts_of_steps(plain)]
+    steps = [events.tick(start) for start in _starts_of_steps(plain)]
     known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}
     paired, read = set(same.values()), {operand.storage for op in parts.ops for operand in op.reads}
     starts = [op.start for op in ops]
@@ -76,39 +76,40 @@ def join(
             workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
             lost += 0 if explained or workspace else allocation.bytes
             storage = Storage(number, 0, "workspace" if workspace else "temporary", 0, None, op)
-        storages.append(_measured(storage, number, allocation, tick[0]))
-    apart = [one for number, one in enumerate(events.allocations) if number not in paired]
+        storages.append(_with_allocation(storage, number, allocation, steps[0]))
+    unpaired = [allocation for number, allocation in enumerate(events.allocations) if number not in paired]
+    outside = [entry for entry in entries if entry.id in read and entry.op is None and entry.id not in in_named]
     return Joined(
-        tuple(_renumbered(op, number_of) for op in ops),
-        tuple(storages),
-        tuple(
-            replace(layer, weights=_all(layer.weights, number_of), buffers=_all(layer.buffers, number_of))
+        ops=tuple(_renumbered(op, number_of) for op in ops),
+        storages=tuple(storages),
+        layers=tuple(
+            replace(layer, weights=_ids(layer.weights, number_of), buffers=_ids(layer.buffers, number_of))
             for layer in parts.layers
         ),
-        tuple(tick),
-        len(events.times),
-        lost,
-        sum(entry.bytes for entry in entries if entry.id in read and entry.op is None and entry.id not in in_seen),
-        _names_of(apart, plain.calls),
-        sum(one.bytes for one in apart),
-        tuple(_form(form, number_of) for form in parts.forms),
-        tuple(replace(one, tensors=_views(one.tensors, number_of)) for one in parts.returned),
-        on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
+        steps=tuple(steps),
+        end=len(events.times),
+        lost=lost,
+        outside=sum(entry.bytes for entry in outside),
+        differing_calls=_names_of(unpaired, plain.calls),
+        unpaired=sum(allocation.bytes for allocation in unpaired),
+        forms=tuple(_form(form, number_of) for form in parts.forms),
+        returned=tuple(replace(module, tensors=_views(module.tensors, number_of)) for module in parts.returned),
+        lines=on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
     )
 
 
 STEP = "step"
-"""Mark where a step begins, with its number behind it."""
+"""Prefix of the profiler mark at which a step begins; the step's number follows."""
 
 
 def _starts_of_steps(plain: _torch.Profile) -> list[int]:
-    """Return when each step began, in ns."""
+    """Return the start time of each step, in ns."""
     names = takewhile(plain.ranges.__contains__, (f"{STEP}{number}" for number in count()))
-    return [plain.ranges[name][0] for name in names][:-1]  # behind the last step another seems to begin
+    return [plain.ranges[name][0] for name in names][:-1]  # the last mark is the end of the last step
 
 
-def _measured(storage: Storage, number: int, allocation: _Allocation, first_step: int) -> Storage:
-    """Return a storage with the number, the size and the life of its allocation."""
+def _with_allocation(storage: Storage, number: int, allocation: _Allocation, first_step: int) -> Storage:
+    """Return the storage with number, size and lifetime of its allocation."""
     cause = storage.cause
     if cause == "input" and allocation.died is not None and allocation.died <= first_step:
         cause = "temporary"
@@ -118,19 +119,19 @@ def _measured(storage: Storage, number: int, allocation: _Allocation, first_step
 
 @dataclass(slots=True)
 class _Allocation:
-    """One allocation as the allocator saw it; ticks are positions among all of its events, from 1."""
+    """An allocation in the allocator's record. Ticks are positions among all of its events, from 1."""
 
     number: int
     born: int
     bytes: int
     call: int
     address: int
-    """Below 0 where another thread made it."""
+    """Negative if another thread allocated it."""
     died: int | None = None
 
 
 class _Events:
-    """The allocator's events, numbered from 1, without the release of what was there before."""
+    """The allocator's events, numbered from 1, without frees of older allocations."""
 
     def __init__(self, record: _torch.Profile) -> None:
         self.allocations: list[_Allocation] = []
@@ -148,21 +149,21 @@ class _Events:
                 live[address] = _Allocation(len(self.allocations), tick, size, call, address)
                 self.allocations.append(live[address])
                 self._by_address.setdefault(address, []).append(live[address])
-        self._births = [allocation.born for allocation in self.allocations]
+        self._born_ticks = [allocation.born for allocation in self.allocations]
 
     def tick(self, time: int) -> int:
-        """Tick of the last event before a time in ns."""
+        """Return the tick of the last event up to a time in ns."""
         return bisect_right(self.times, time)
 
     def is_part(self, allocation: _Allocation, op: Op) -> bool:
-        """Return whether an allocation ends with an op, as the tensor does that stands for a number in Python."""
+        """Return whether nothing is allocated between an op and the free of an allocation, as of a wrapped scalar."""
         if allocation.died is None:
             return False
-        born = self._births
+        born = self._born_ticks
         return bisect_right(born, op.end) >= bisect_left(born, allocation.died)
 
     def find(self, address: int, tick: int) -> int | None:
-        """Return the allocation that lies at an address after a tick."""
+        """Return the number of the allocation that is live at an address after a tick."""
         for allocation in reversed(self._by_address.get(address, ())):
             if allocation.born <= tick:
                 return allocation.number if allocation.died is None or allocation.died > tick else None
@@ -170,36 +171,35 @@ class _Events:
 
 
 def _same_allocations(
-    seen: _Events, named: _torch.Profile, events: _Events, plain: _torch.Profile, calls: dict[int, int]
+    named_events: _Events, named: _torch.Profile, events: _Events, plain: _torch.Profile, calls: dict[int, int]
 ) -> dict[int, int]:
-    """Return the allocations of the plain run by those of the run under the mode.
+    """Return allocation under the mode -> allocation of the plain run.
 
-    They are the same if they lie within matched calls, by order and size; a call that only one of the runs has counts
-    as part of the call around it.
+    Allocations within matched calls match by size, in order. A call without a match counts as part of its parent.
     """
-    first = _by_call(seen, named.calls, set(calls))
-    second = _by_call(events, plain.calls, set(calls.values()))
+    in_named = _by_call(named_events, named.calls, set(calls))
+    in_plain = _by_call(events, plain.calls, set(calls.values()))
     same: dict[int, int] = {}
     for call, other in calls.items():
-        mine, theirs = first.get(call, []), second.get(other, [])
-        for i, j in aligned([one.bytes for one in mine], [one.bytes for one in theirs]):
-            same[mine[i].number] = theirs[j].number
+        first, second = in_named.get(call, []), in_plain.get(other, [])
+        for i, j in aligned([allocation.bytes for allocation in first], [allocation.bytes for allocation in second]):
+            same[first[i].number] = second[j].number
     return same
 
 
 def _by_call(events: _Events, calls: list[_torch.Call], among: set[int]) -> dict[int, list[_Allocation]]:
-    """Return the allocations by the innermost call among some that made them."""
-    found: dict[int, list[_Allocation]] = {}
+    """Group allocations by their innermost call that is in ``among``."""
+    grouped: dict[int, list[_Allocation]] = {}
     for allocation in events.allocations:
         call = allocation.call
         while call not in among:
             call = calls[call].parent
-        found.setdefault(call, []).append(allocation)
-    return found
+        grouped.setdefault(call, []).append(allocation)
+    return grouped
 
 
 def _ranges(named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]) -> dict[str, tuple[int, int]]:
-    """Return when each op ran in the plain run, by the mark that it had under the mode."""
+    """Return mark of an op under the mode -> (start, end) of the op in the plain run."""
     ranges: dict[str, tuple[int, int]] = {}
     for number, call in enumerate(named.calls):
         if call.at_mark and call.mark.isdigit() and number in calls and call.mark not in ranges:
@@ -209,19 +209,19 @@ def _ranges(named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int])
 
 
 def _ops_of_calls(named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]) -> dict[int, int]:
-    """Return the op that each call of the plain run is part of."""
+    """Return call of the plain run -> index of the op that it is part of."""
     op_of: dict[int, int] = {}
     for call, other in calls.items():
         if call >= 0 and named.calls[call].mark.isdigit():
             op_of[other] = int(named.calls[call].mark)
-    for number, call in enumerate(plain.calls):  # a call comes after the one around it
+    for number, call in enumerate(plain.calls):  # a call comes after its parent
         if number not in op_of and call.parent in op_of:
             op_of[number] = op_of[call.parent]
     return op_of
 
 
 def _names_of(allocations: Iterable[_Allocation], calls: list[_torch.Call]) -> tuple[str, ...]:
-    """Return the names of the outermost calls of allocations, the most frequent first."""
+    """Return the names of the allocations' outermost calls, most frequent first."""
     names: Counter[str] = Counter()
     for allocation in allocations:
         call = allocation.call
@@ -233,6 +233,7 @@ def _names_of(allocations: Iterable[_Allocation], calls: list[_torch.Call]) -> t
 
 
 def _on_clock(ops: list[Op], events: _Events, ranges: dict[str, tuple[int, int]]) -> list[Op]:
+    """Return the ops with ticks of ``events``; an op without a range takes none."""
     result: list[Op] = []
     tick = 0
     for op in ops:
@@ -243,14 +244,14 @@ def _on_clock(ops: list[Op], events: _Events, ranges: dict[str, tuple[int, int]]
 
 
 def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, int]:
-    """Entry -> allocation."""
+    """Return id of a ledger entry -> number of its allocation."""
     first_read: dict[int, int] = {}
     for op in ops:
         for read in op.reads:
             first_read.setdefault(read.storage, op.index)
     result: dict[int, int] = {}
     for entry in entries:
-        # an entry without an op was first seen as the operand of an op, and was there before it
+        # an entry without an op existed before the op that first read it
         op = entry.op if entry.op is not None else first_read.get(entry.id)
         if op is None:
             continue
@@ -262,7 +263,7 @@ def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, 
 
 def _renumbered(op: Op, number_of: dict[int, int]) -> Op:
     reads = tuple(Operand(r.name, number_of[r.storage]) for r in op.reads if r.storage in number_of)
-    return replace(op, reads=reads, writes=_all(op.writes, number_of))
+    return replace(op, reads=reads, writes=_ids(op.writes, number_of))
 
 
 def _form(form: Form, number_of: dict[int, int]) -> Form:
@@ -274,5 +275,5 @@ def _views(views: Iterable[View], number_of: dict[int, int]) -> tuple[View, ...]
     return tuple(replace(view, storage=number_of.get(view.storage, -1 - view.storage)) for view in views)
 
 
-def _all(entries: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:
+def _ids(entries: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:
     return tuple(number_of[entry] for entry in entries if entry in number_of)

@@ -1,4 +1,4 @@
-"""The book of a recording: which storages there are, when each was born and when it died."""
+"""The ledger of a recording: every storage with the ticks of its allocation and free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memplan.trace.semantics.kinds import Asked
 
 @dataclass(slots=True)
 class Entry:
-    """A storage while the recording runs."""
+    """A storage during a recording."""
 
     id: int
     bytes: int
@@ -27,23 +27,23 @@ class Entry:
     died: int | None = None
     key: int = 0
     address: int = 0
-    """Of the data, where the allocation is a real one."""
+    """Of the data, if the storage is real."""
     foreign: bool = False
-    """Memory that torch's allocator does not know, such as numpy's; it counts for 0 bytes."""
+    """Whether its memory is not from torch's allocator, such as numpy's; it then has 0 bytes."""
     device: str = HOST
     stream: int = 0
     used_on: tuple[int, ...] = ()
     low: int | None = None
     companions: tuple[Entry, ...] = ()
-    """Storages that no tensor shows and that die with this one, such as a reserve that a library keeps."""
+    """Hidden storages that are freed with this one, such as a library's reserve space."""
     asked: Asked | None = None
-    """What a library is asked for its size when the recording is over."""
+    """Question to a library about its size, asked after the recording."""
     reference: Any = None
 
 
 @dataclass(slots=True)
 class Note:
-    """An op while the recording runs."""
+    """An op during a recording."""
 
     name: str
     phase: Phase
@@ -56,14 +56,14 @@ class Note:
     writes: list[int]
     needs_grad: tuple[str, ...]
     sequence: int | None
-    """For a backward op, the sequence number of the node that runs it."""
+    """For a backward op, the sequence number of its autograd node."""
     grad_enabled: bool
     stream: int = 0
-    """Number of the card's stream that it runs on."""
+    """Number of the CUDA stream that it runs on."""
 
 
 class _Reference(weakref.ref[Any]):
-    """A weak reference that knows its entry; its callback runs the moment C++ frees the storage."""
+    """A weak reference to a storage, with its entry. The callback runs when C++ frees the storage."""
 
     __slots__ = ("entry",)
 
@@ -71,26 +71,27 @@ class _Reference(weakref.ref[Any]):
 
 
 class Ledger:
-    """Births and deaths of storages on a clock of allocator events."""
+    """Allocations and frees of storages on a clock of allocator events."""
 
     def __init__(self, *, real: bool, card: bool = False) -> None:
         self.real = real
         self.card = card
-        """Whether real storages may lie on a card."""
+        """Whether real storages may be on a card."""
         self.clock = 0
         self.entries: list[Entry] = []
         self._live: dict[int, Entry] = {}
         self._closed = False
         self.device = HOST
-        """Where a storage that is born now lies, and the stream it is made on."""
+        """Device of storages that are allocated now."""
         self.stream = 0
+        """Stream that allocates now."""
         self.before = 0
-        """Bytes of tensors that were there before."""
+        """Bytes of tensors that existed before the recording."""
         self.level = self.most = 0
-        """Bytes on the card now and at most, in blocks of 512."""
+        """Current and peak bytes on the card, in blocks of 512."""
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
-        """Return the entry of the tensor's storage, if it is known."""
+        """Return the entry of the tensor's storage, or None if it has none."""
         if tensor.layout != torch.strided:
             tensor = _torch.sparse_parts(tensor)[-1]
         elif not _torch.has_shape(tensor):
@@ -98,26 +99,25 @@ class Ledger:
         return self._live.get(_torch.storage_key(_torch.unwrapped(tensor).untyped_storage()))
 
     def entry(self, tensor: torch.Tensor, op: int | None) -> Entry:
-        """Return the entry of the tensor's storage; a storage never seen before is born now, in ``op``.
+        """Return the entry of the tensor's storage; a new storage is allocated now, by ``op``.
 
-        Of a sparse tensor, the entry is that of its values; its indices get one of their own.
+        For a sparse tensor it is the entry of the values; the indices get an entry, too.
         """
         if tensor.layout != torch.strided:
             return self.parts(tensor, op)[-1]
         storage = tensor.untyped_storage()
         key = _torch.storage_key(storage)
         entry = self._live.get(key)
-        return entry if entry is not None else self._born(storage, key, tensor, op)
+        return entry if entry is not None else self._allocate(storage, key, tensor, op)
 
     def parts(self, tensor: torch.Tensor, op: int | None) -> list[Entry]:
-        """Return the entries of all that a tensor is made of: of a sparse one its indices, then its values."""
+        """Return the entries of a tensor's storages: for a sparse tensor those of its indices, then of its values."""
         if tensor.layout == torch.strided:
             return [self.entry(tensor, op)]
         return [self.entry(part, op) for part in _torch.sparse_parts(tensor)]
 
     def resized(self, tensor: torch.Tensor, op: int) -> None:
-        """Note a storage that was resized in place as another allocation: the new one is made, then the old one
-        freed."""
+        """If the tensor's storage was resized in place, allocate the new size, then free the old."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -125,16 +125,16 @@ class Ledger:
         if entry is None or entry.foreign or entry.bytes == storage.nbytes():
             return
         entry.reference = None
-        self._born(storage, entry.key, tensor, op)
+        self._allocate(storage, entry.key, tensor, op)
         self.end(entry)
 
     def foreign(self, tensor: torch.Tensor, op: int | None) -> None:
-        """Note a tensor over memory that torch's allocator did not give."""
+        """Register a tensor whose memory is not from torch's allocator."""
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
 
     def outside(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
-        """Note a tensor that was there before the recording, and what stands for it: neither counts."""
+        """Register a tensor that existed before the recording, and its fake tensor: neither counts."""
         real = [entry for entry in self.parts(tensor, None) if entry.op is None]
         self.before += sum(entry.bytes for entry in real)
         for entry in (*real, *self.parts(fake, None)):
@@ -142,18 +142,18 @@ class Ledger:
                 entry.bytes, entry.foreign = 0, True
 
     def lifted(self, source: torch.Tensor, result: torch.Tensor, op: int) -> None:
-        """Note what `torch.tensor` copies, whose result counts, or what `torch.from_numpy` reads, in numpy's memory."""
+        """Register the source of `torch.tensor`, whose result counts, or `torch.from_numpy`, whose does not."""
         self.foreign(source, op)
         if not source.untyped_storage().resizable():
             self.foreign(result, op)
 
     def take_to(self, device: str) -> None:
-        """Put every storage on a device, and every one to come."""
+        """Move all storages to a device, and allocate there from now on."""
         self.device = device
         for entry in self.entries:
             if entry.died is None and entry.device == HOST:
                 entry.device = device
-                self._changed(entry.bytes)
+                self._change_level(entry.bytes)
             entry.device = device
 
     def hidden(
@@ -165,7 +165,7 @@ class Ledger:
         owner: torch.Tensor | None = None,
         asked: Asked | None = None,
     ) -> Entry:
-        """Return a storage that no tensor shows: it dies with ``owner``'s, or when `end` says so, or never."""
+        """Allocate a storage without a tensor. It is freed with the storage of ``owner``, by `end`, or never."""
         entry = self._add(size, op, "", ())
         entry.low, entry.asked = low, asked
         if owner is not None:
@@ -173,14 +173,14 @@ class Ledger:
         return entry
 
     def end(self, entry: Entry) -> None:
-        """Free a hidden storage."""
+        """Free a storage."""
         if entry.device != HOST:
-            self._changed(-entry.bytes)
+            self._change_level(-entry.bytes)
         self.clock += 1
         entry.died = self.clock
 
     def close(self) -> None:
-        """Stop recording deaths."""
+        """Stop recording frees."""
         self._closed = True
         for entry in self.entries:
             entry.reference = None
@@ -190,29 +190,29 @@ class Ledger:
         entry = Entry(len(self.entries), size, self.clock, op, dtype, shape, device=self.device, stream=self.stream)
         self.entries.append(entry)
         if entry.device != HOST:
-            self._changed(entry.bytes)
+            self._change_level(entry.bytes)
         return entry
 
-    def _changed(self, size: int) -> None:
+    def _change_level(self, size: int) -> None:
         self.level += round_to_blocks(size) if size > 0 else -round_to_blocks(-size)
         self.most = max(self.most, self.level)
 
-    def _born(self, storage: torch.UntypedStorage, key: int, tensor: torch.Tensor, op: int | None) -> Entry:
+    def _allocate(self, storage: torch.UntypedStorage, key: int, tensor: torch.Tensor, op: int | None) -> Entry:
         entry = self._add(storage.nbytes(), op, str(tensor.dtype)[6:], tuple(tensor.shape))
         reference = _Reference(storage, self._on_death)
         reference.entry = entry
         entry.reference, entry.key = reference, key
-        traced = self.real and isinstance(tensor, _torch.FakeTensor)  # by what the step itself compiles or plans
+        traced = self.real and isinstance(tensor, _torch.FakeTensor)  # the step itself compiles or plans
         if traced or tensor.device.type == "meta":  # sizes without memory
             entry.bytes, entry.foreign = 0, True
         elif self.real:
             if tensor.is_cuda:
                 entry.device = ON_CARD
-            if _torch.is_zero(tensor):  # a gradient of which torch knows that it is zero has no memory
+            if _torch.is_zero(tensor):  # a gradient known to be zero has no memory
                 entry.bytes, entry.foreign = 0, True
             elif "" in _torch.inner_tensors(tensor):
                 entry.address = storage.data_ptr()
-            else:  # all of its memory is that of the tensors that it is made of
+            else:  # a wrapper subclass: its memory is that of its inner tensors
                 entry.bytes, entry.foreign = 0, True
         self._live[key] = entry
         return entry
@@ -222,7 +222,7 @@ class Ledger:
         if self._closed or entry.reference is not reference:
             return
         if entry.device != HOST:
-            self._changed(-entry.bytes)
+            self._change_level(-entry.bytes)
         self.clock += 1
         entry.died = self.clock
         entry.reference = None

@@ -1,4 +1,4 @@
-"""Where a step is, at any moment: in which phase, in which module, at which line of the user's code."""
+"""Tracks where a step is: its phase, the running module, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KNOWN: dict[str, bool] = {}
 
 
 def is_users(filename: str) -> bool:
-    """Return whether code is the user's, or of a package: not of torch, numpy, memplan or Python itself."""
+    """Return whether a file is the user's or of another package: not of torch, numpy, memplan or Python itself."""
     known = _KNOWN.get(filename)
     if known is None:
         path = os.path.abspath(filename)
@@ -73,8 +73,8 @@ def user_frame() -> tuple[str, int] | None:
 def instruction(frame: FrameType) -> int:
     """Return the offset of the instruction that a frame runs.
 
-    Where Python calls a function without a frame of C (`x[i]` by a `__getitem__` in Python), from the third time on
-    `f_lasti` is that of the last cache behind the instruction.
+    When a specialized instruction calls a Python function inline (`x[i]` by a `__getitem__` in Python), `f_lasti` is
+    that of the last inline cache after the instruction.
     """
     at, code = frame.f_lasti, frame.f_code.co_code
     while dis.opname[code[at]] == "CACHE":
@@ -83,30 +83,34 @@ def instruction(frame: FrameType) -> int:
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return a copy of a frame's variables that the frame does not keep.
+    """Return a copy of a frame's local variables without extending their lifetimes.
 
-    Up to Python 3.12 a function's frame holds on to the dict that ``f_locals`` returns, and so to tensors that the
-    function drops later.
+    Up to Python 3.12 a function's frame holds the dict that ``f_locals`` returns, and so tensors that the function
+    drops later.
     """
     values = frame.f_locals
-    found = dict(values)
+    variables = dict(values)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         values.clear()
-    return found
+    return variables
 
 
 def format_frame(frame: tuple[str, int] | None) -> str | None:
-    """``file:line`` with the path relative to the working directory, or to the place of its package."""
+    """Return ``file:line``, relative to the working directory or to the folder that its package is imported from."""
     if frame is None:
         return None
     return f"{_short(frame[0])}:{frame[1]}"
 
 
 def _short(path: str) -> str:
-    here = os.getcwd() + os.sep
+    working_directory = os.getcwd() + os.sep
     packages = [root for root in map(os.path.abspath, sys.path) if root.endswith(("site-packages", "dist-packages"))]
-    # an installed package before the working directory, which a virtual environment may lie in
-    roots = [*(root + os.sep for root in packages), here, *(os.path.abspath(root) + os.sep for root in sys.path)]
+    # site-packages first: the virtual environment may be inside the working directory
+    roots = [
+        *(root + os.sep for root in packages),
+        working_directory,
+        *(os.path.abspath(root) + os.sep for root in sys.path),
+    ]
     return next((path[len(root) :] for root in roots if path.startswith(root)), os.path.basename(path))
 
 
@@ -117,8 +121,8 @@ class Place:
         self.building = True
         self.step = -1
         self.modules: dict[int, weakref.ref[nn.Module]] = {}
-        self.made: dict[int, tuple[str, int] | None] = {}
-        """id() of a module -> where it was made: what was running when it got its first parameter or buffer."""
+        self.made_at: dict[int, tuple[str, int] | None] = {}
+        """id() of a module -> user line that was running when it registered its first parameter or buffer."""
         self.called: list[int] = []
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self.compiled: tuple[str, int] | None = None
@@ -130,10 +134,10 @@ class Place:
         self._suspended = False
         self.on_module = _nothing
         self.on_result: Callable[[int, Any], None] = lambda module, result: None
-        """Told what a module returned that was called from outside of all modules."""
+        """Called with id() and result of a module that was called from outside of all modules."""
         self.on_update: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         self.on_backward: Callable[[_torch.Keeps], Callable[[], None]] = lambda keeps: _nothing
-        """Told when a backward pass begins; what it returns is called when that is over."""
+        """Called when a backward pass begins; the returned callback is called when it ends."""
         self.before_update = _nothing
         self.after_update = _nothing
 
@@ -143,8 +147,7 @@ class Place:
         return self._stack[-1] if self._stack else 0
 
     def phase(self) -> Phase:
-        """Return the phase by what is running; whether an op outside all of them updates weights is the observer's
-        to say."""
+        """Return the phase by what is running. Ops of a hand-written update count as forward: the observer decides."""
         if self.building:
             return "build"
         if _torch.in_backward():
@@ -154,21 +157,21 @@ class Place:
         return "forward"
 
     def live_modules(self) -> Iterator[nn.Module]:
-        """Yield every module seen that is still alive, in the order in which it was first seen."""
+        """Yield the modules that are still alive, in the order in which they were first seen."""
         for reference in list(self.modules.values()):
             module = reference()
             if module is not None:
                 yield module
 
     def live_optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Yield every optimizer that has made an update and is still alive."""
+        """Yield the optimizers that have run a step and are still alive."""
         for reference in list(self.optimizers.values()):
             optimizer = reference()
             if optimizer is not None:
                 yield optimizer
 
     def add_modules(self, root: nn.Module) -> None:
-        """Take note of a module and of all below it."""
+        """Register a module and its submodules."""
         for module in root.modules():
             known = self.modules.get(id(module))
             if known is None or known() is not module:
@@ -176,7 +179,7 @@ class Place:
 
     @contextmanager
     def suspending(self) -> Iterator[None]:
-        """Take no note of copied modules and of backward passes in here; the hooks are the caller's to suspend."""
+        """Within this context, ignore copied modules and backward passes; the caller suspends the hooks."""
         on_backward, self._suspended, self.on_backward = self.on_backward, True, lambda keeps: _nothing
         try:
             yield
@@ -185,7 +188,7 @@ class Place:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Set the hooks, remove them at the end whatever happens."""
+        """Within this context, the global hooks are installed."""
         with ExitStack() as stack:
             for handle in (
                 module_hooks.register_module_parameter_registration_hook(self._seen),
@@ -207,14 +210,14 @@ class Place:
         known = self.modules.get(id(module))
         if known is None or known() is not module:
             self.modules[id(module)] = weakref.ref(module)
-            self.made.pop(id(module), None)
+            self.made_at.pop(id(module), None)
         if isinstance(value, nn.Module):
-            self.add_modules(value)  # an averaged model registers a copy, of which nothing was registered
-        if id(module) not in self.made and self.building and isinstance(value, torch.Tensor):
-            self.made[id(module)] = user_frame()
+            self.add_modules(value)  # an averaged model registers a copy, whose own parts were never registered
+        if id(module) not in self.made_at and self.building and isinstance(value, torch.Tensor):
+            self.made_at[id(module)] = user_frame()
 
     def _copied(self, restore: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-        """Return `Module.__setstate__`, through which `copy.deepcopy` and unpickling make a module, noting it."""
+        """Return `Module.__setstate__`, which `copy.deepcopy` and unpickling call, registering the module, too."""
 
         def restore_and_note(module: nn.Module, state: Any) -> None:
             restore(module, state)
@@ -241,7 +244,7 @@ class Place:
         module = _torch.hooked_module(module)
         if result is None and sys.exc_info()[1] is not None and self.failed_in == 0:
             self.failed_in = self._stack[-1] if self._stack else 0
-        # a module that raised before its own hook ran leaves nothing behind; unwind to where it stands
+        # modules that raised have not run this hook: pop them, too
         if id(module) in self._stack:
             while self._stack.pop() != id(module):
                 pass
@@ -269,26 +272,26 @@ def _nothing() -> None:
 
 def frame_of_error(error: BaseException) -> tuple[str, int] | None:
     """Return file and line of the innermost frame of a traceback that is neither torch's nor ours."""
-    found = None
+    line = None
     trace = error.__traceback__
     while trace is not None:
         if is_users(trace.tb_frame.f_code.co_filename):
-            found = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            line = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
-    return found
+    return line
 
 
 def exception_of_user(error: errors.MemplanError) -> BaseException | None:
-    """Return the cause of an error where the user's own code raised it, and not what that called of torch's or ours."""
-    own = error.__cause__
-    if own is None or isinstance(own, errors.MemplanError):
+    """Return the cause of an error if the user's own code raised it, rather than torch or memplan; else None."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, errors.MemplanError):
         return None
-    frames = list(traceback.walk_tb(own.__traceback__))
-    return own if frames and is_users(frames[-1][0].f_code.co_filename) else None
+    frames = list(traceback.walk_tb(cause.__traceback__))
+    return cause if frames and is_users(frames[-1][0].f_code.co_filename) else None
 
 
 def raised_by_statement(error: BaseException | None) -> bool:
-    """Return whether a statement in Python raised an exception, as guards do, and not an op on its arguments."""
+    """Return whether a ``raise`` or ``assert`` raised an exception, as guards do, rather than an op."""
     frames = list(traceback.walk_tb(error.__traceback__ if error else None))
     if not frames or any(frame.f_code.co_name == "__torch_dispatch__" for frame, _ in frames):
         return False

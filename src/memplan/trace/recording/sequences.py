@@ -1,4 +1,4 @@
-"""Which forward op made which node of autograd, by the numbers that nodes get in the order in which they are made."""
+"""Which forward op created which autograd node, by the increasing sequence numbers of nodes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from memplan import _torch
 
 
 class Sequences:
-    """Numbers of autograd's nodes, read where an op is dispatched: what was made since the op before is its own."""
+    """Maps autograd nodes to ops: nodes created since the previous dispatch belong to the op dispatched now."""
 
     def __init__(self) -> None:
         self.ops: dict[int, int] = {}
-        """Number of a node -> index of the op that made it."""
+        """Sequence number of a node -> index of the op that created it."""
         self._last = _torch.sequence_number()
-        self._on_view: int | None = None
+        self._view_op: int | None = None
 
     def restart(self) -> None:
-        """Take what was made up to now for no op's."""
+        """Assign the nodes created so far to no op."""
         self._last = _torch.sequence_number()
 
     def follow(self, index: int, *, after_clone: bool, on_view: bool) -> None:
-        """Note the nodes that were made for an op.
+        """Assign the nodes created since the previous op.
 
         Args:
-            index: of the op that is dispatched now.
-            after_clone: it writes in place, right after an op that cloned: an op in place whose formula needs its input
-                clones that first.
-            on_view: it writes into a view and needs a gradient: autograd makes one more node of it when it is over
-                (torch/csrc/autograd/variable.cpp, `rebase_history`: CopySlices).
+            index: of the op dispatched now.
+            after_clone: the op is in place and follows a clone: an in-place op whose formula needs its input clones it
+                first, and the clone's nodes are its own.
+            on_view: the op writes into a view and needs a gradient: autograd adds a CopySlices node after it
+                (torch/csrc/autograd/variable.cpp, `rebase_history`).
         """
-        made = _torch.sequence_number()
+        newest = _torch.sequence_number()
         if after_clone:
-            for number in (made - 1, made):
+            for number in (newest - 1, newest):
                 if self.ops.get(number) == index - 1:
                     self.ops[number] = index
-        for number in range(self._last + 1, made + 1):
+        for number in range(self._last + 1, newest + 1):
             self.ops[number] = index
-        if self._on_view is not None and made > self._last:
-            self.ops[self._last + 1] = self._on_view
-        self._last = max(made, self._last)
-        self._on_view = index if on_view else None
+        if self._view_op is not None and newest > self._last:
+            self.ops[self._last + 1] = self._view_op
+        self._last = max(newest, self._last)
+        self._view_op = index if on_view else None

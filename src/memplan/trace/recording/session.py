@@ -1,4 +1,4 @@
-"""What predicting and measuring do around a step: random state kept, garbage collected at set times, errors located."""
+"""The environment of a recorded or measured step: random state, garbage collection, process settings, errors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
+import numpy
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, dataset
 
@@ -35,9 +36,9 @@ from memplan.trace.recording.place import format_frame, frame_of_error
 from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST
 
-# what torch says where a build without CUDA is asked for it, or a machine without a GPU
 RUNS = "a step that runs"
-"""What is expected where the user's own code raised."""
+"""What we expected where the user's own code raised."""
+# torch's errors where it has no CUDA, or the machine no GPU
 _CUDA = re.compile(
     r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver|"
     r"support create a new Stream",
@@ -51,7 +52,7 @@ CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensor
 
 
 def of_outside(size: int) -> tuple[str, ...]:
-    """Return what has to be said of the bytes of tensors from outside of ``build``, if there are any."""
+    """Return the note about ``size`` bytes of tensors from outside of ``build``, none for 0."""
     if not size:
         return ()
     return (f"{format_bytes(size)} of tensors that were made outside of build do not count: they were there before",)
@@ -65,31 +66,30 @@ class Target:
     card: Device | None = None
     notes: tuple[str, ...] = ()
     assumed: Mapping[str, float] = field(default_factory=dict[str, float])
-    """``FILE:LINE`` of an op that selects by value -> the share that is taken to be selected, instead of all."""
+    """``FILE:LINE`` of an op that selects by value -> assumed share of selected elements, instead of all."""
     cudnn: Cudnn | None = None
-    """The library that is asked for the workspaces of convolutions; intervals where there is none."""
+    """The library to ask for workspaces of convolutions; None: they are intervals."""
 
 
 Environment = str | os.PathLike[str] | bool | None
-"""Of the cuDNN to ask: the folder of an environment, its Python, or a version; None: this one, if it has cuDNN; False:
-none."""
+"""Where to find cuDNN: folder or Python of an environment, or a version; None: this environment; False: do not ask."""
 
 
 def choose_target(
     device: str | torch.device | None, assumed: Mapping[str, float] | None = None, cudnn: Environment = None
 ) -> Target:
-    """Return the device to plan for, and what has to be said about the choice.
+    """Return the device to plan for, with notes about the choice.
 
     Raises:
         DeviceError: no such device in the catalogue, or none on this machine; no cuDNN in the environment named.
-        UsageError: ``assumed`` is not as `Target` says it.
+        UsageError: ``assumed`` is not of the form that `Target` describes.
     """
-    chosen = _chosen(device)
-    library = None if chosen.card is None else find_cudnn(cudnn)
-    return replace(chosen, assumed=checked_shares(assumed), cudnn=library)
+    target = _target(device)
+    library = None if target.card is None else find_cudnn(cudnn)
+    return replace(target, assumed=checked_shares(assumed), cudnn=library)
 
 
-def _chosen(device: str | torch.device | None) -> Target:
+def _target(device: str | torch.device | None) -> Target:
     if device is None:
         own = own_card()
         return Target(own.name, own) if own is not None else Target(HOST, notes=(CUDA_DIFFERS,))
@@ -105,12 +105,12 @@ def _chosen(device: str | torch.device | None) -> Target:
 
 
 def own_card(place: torch.device | None = None) -> Device | None:
-    """Return this machine's GPU, the current one or the one of that name; None where there is none."""
+    """Return this machine's current GPU, or the GPU ``place``; None if there is none."""
     if not torch.cuda.is_available():
         return None
     number = torch.cuda.current_device() if place is None or place.index is None else place.index
-    found = torch.cuda.get_device_properties(number)
-    return of_properties(found.name, found.total_memory, found.major, found.minor, found.multi_processor_count)
+    gpu = torch.cuda.get_device_properties(number)
+    return of_properties(gpu.name, gpu.total_memory, gpu.major, gpu.minor, gpu.multi_processor_count)
 
 
 def check_steps(steps: int) -> None:
@@ -125,15 +125,15 @@ _R = TypeVar("_R")
 
 @contextmanager
 def called(name: str, *, profiles: bool = False) -> Iterator[None]:
-    """Run a public function's call in here, during which signals wait (`memplan._interrupts`).
+    """Context of a public function's call, during which signals wait (`memplan._interrupts`).
 
     Args:
         name: of the function.
         profiles: whether it starts torch's profiler.
 
     Raises:
-        UsageError: it is called within what changes ops (a transform of torch.func, torch.compile, a meta device), or
-            within a profiler where it starts one.
+        UsageError: the call is within a transform of torch.func, torch.compile or a meta device; or it starts a
+            profiler and one is running.
     """
     within = _torch.transform_of_caller()
     if within is not None:
@@ -146,7 +146,7 @@ def called(name: str, *, profiles: bool = False) -> Iterator[None]:
         with deferred():
             yield
         return
-    with alone():  # another thread that records, measures or fits is waited for: the profiler may be its own
+    with alone():  # waits for other threads that record, measure or fit: the running profiler may be theirs
         if not _torch.profiler_turn.take():
             raise UsageError(
                 f"{name} starts torch's profiler, and one is at work",
@@ -160,7 +160,7 @@ def called(name: str, *, profiles: bool = False) -> Iterator[None]:
 
 
 def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run each call of a public function as `called` does."""
+    """Decorate a public function: each call runs within `called`."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -170,20 +170,20 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-_WAITING = 1.0
-"""Seconds after which a recording that waits for another one says so."""
+_WARN_AFTER = 1.0
+"""Seconds after which a recording that waits for another one warns."""
 one_at_a_time = threading.RLock()
-"""Around what replaces functions of torch, or plans: one lock for both, so that no two threads wait for one another."""
+"""Held while functions of torch are patched, and while planning: a single lock, so that threads cannot deadlock."""
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Wait until no other thread records or plans: for its time, that replaces functions of torch for the process.
+    """Hold the process-wide lock of recording and planning, since these patch functions of torch.
 
-    Signals wait until what is replaced is as before, or for a safe point (`memplan._interrupts`).
+    Signals wait until the patches are undone, or for a safe point (`memplan._interrupts`).
     """
     with deferred():
-        if not one_at_a_time.acquire(timeout=_WAITING):
+        if not one_at_a_time.acquire(timeout=_WARN_AFTER):
             warnings.warn(
                 "memplan waits: another thread of this process is recording or planning, and one runs at a time",
                 stacklevel=2,
@@ -197,36 +197,36 @@ def alone() -> Iterator[None]:
 
 @dataclass
 class Running:
-    """A recording, or a measurement, that runs, as what the program in it calls of memplan sees it."""
+    """The running recording or measurement, as seen by memplan's functions that the step itself calls."""
 
     target: Target
     suspended: Callable[[], AbstractContextManager[None]]
-    """Returns a context that is no part of the recording."""
+    """Returns a context whose ops are not recorded."""
     really: bool = False
     """Whether tensors have data."""
     thread: int = field(default_factory=threading.get_ident)
     notes: dict[str, None] = field(default_factory=dict[str, None])
-    """What the trace is to say of these calls."""
+    """Notes about these calls, for the trace."""
 
 
 _running: list[Running | None] = []
-"""Recordings from the outermost on; None where the innermost is suspended."""
+"""Stack of recordings; None on top while the innermost is suspended."""
 
 
 def running_recording() -> Running | None:
-    """Return the recording that sees what this thread does now; None where none does."""
-    found = _running[-1] if _running else None
-    return found if found is not None and found.thread == threading.get_ident() else None
+    """Return the recording that sees the ops of this thread now, or None."""
+    running = _running[-1] if _running else None
+    return running if running is not None and running.thread == threading.get_ident() else None
 
 
 def is_suspended() -> bool:
-    """Return whether what runs now is no part of the recording or measurement around it."""
+    """Return whether the innermost recording or measurement is suspended."""
     return bool(_running) and _running[-1] is None
 
 
 @contextmanager
 def recording_runs(running: Running) -> Iterator[None]:
-    """Make it known while a recording runs."""
+    """Context in which `running_recording` returns ``running``."""
     _running.append(running)
     try:
         yield
@@ -236,7 +236,7 @@ def recording_runs(running: Running) -> Iterator[None]:
 
 @contextmanager
 def recording_suspended() -> Iterator[None]:
-    """Compute without being seen by the recording that runs, if any: planning is no part of a recorded step."""
+    """Suspend the running recording, if any: planning is no part of a recorded step."""
     running = running_recording()
     if running is None:
         yield
@@ -251,16 +251,16 @@ def recording_suspended() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
-    """Record without a trace: random streams are left alone, cyclic garbage collected between steps only.
+    """Run a step reproducibly and leave the process as it was: random streams, defaults, garbage collector.
 
-    One thread at a time, and with gradients: a step makes its own modes, whatever `torch.no_grad` the caller is within.
+    One thread at a time, with gradients enabled, whatever `torch.no_grad` the caller is within.
 
-    When Python's collector would free a cycle inside a step depends on everything else that the process did before,
-    so a prediction could not be the same twice.
+    Cyclic garbage is collected between steps only: otherwise, when a cycle is freed would depend on what the process
+    did before, and predictions would vary.
 
     Args:
-        cuda: a card is recorded for; for the CPU, `torch.cuda.is_available()` answers no.
-        real: tensors are real, and ops draw from torch's own stream, which is restored afterwards.
+        cuda: the step is recorded for a card; otherwise `torch.cuda.is_available()` returns False.
+        real: tensors are real, and ops draw from torch's own random stream, which is restored afterwards.
     """
     with (
         alone(),
@@ -270,7 +270,7 @@ def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
         torch.enable_grad(),
         _torch.without_anomaly_checks(),
         collector_held(),
-        _defaults_kept(),
+        _settings_restored(),
         _loaded_in_order(),
         unwatched(),
         nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
@@ -280,57 +280,54 @@ def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
 
 @contextmanager
 def random_kept() -> Iterator[None]:
-    """Leave the random states of torch, Python and numpy as they were, where real ops draw."""
-    state, python_state, numpy_state = torch.default_generator.get_state(), random.getstate(), _numpy_state()
+    """Restore the random states of torch, Python and numpy afterwards."""
+    state, python_state, numpy_state = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
         if not torch.equal(torch.default_generator.get_state(), state):
             torch.default_generator.set_state(state)
         random.setstate(python_state)
-        if numpy_state is not None:
-            import numpy
-
-            numpy.random.set_state(numpy_state)
+        numpy.random.set_state(numpy_state)
 
 
-_ROUNDS = 32
+_MAX_COLLECTIONS = 32
 
 
 def collect_cycles() -> None:
-    """Run Python's collector until it finds nothing: of cycles that autograd's nodes link, it sees one a round."""
-    for _ in range(_ROUNDS):
+    """Run Python's collector until it frees nothing: of cycles linked by autograd nodes, a run frees only the first."""
+    for _ in range(_MAX_COLLECTIONS):
         if not gc.collect():
             return
 
 
-_holding = ContextVar("_holding", default=False)
-"""Whether this is inside `collector_held`, and what is frozen is its."""
+_collector_is_held = ContextVar("_collector_is_held", default=False)
+"""Whether this is inside a `collector_held` that froze the older objects."""
 
 
 @contextmanager
 def collector_held() -> Iterator[None]:
-    """Collect cyclic garbage only where that is asked for alone, and only of what was made in here.
+    """Disable automatic garbage collection, and exclude objects that existed before from explicit collections.
 
-    Tracing and compiling make and hold so many objects that Python's collector takes a fifth of their time. What was
-    there before is none of our business, and walking it at every step would cost a third of a second each time. Within
-    a recording nothing is frozen: its own garbage would stay to its end.
+    Tracing and compiling allocate so many objects that Python's collector takes a fifth of their time, and scanning the
+    older objects at every step would cost a third of a second each time. Within a recording nothing is frozen, since
+    its own garbage would stay to its end.
     """
     if _running:
         yield
         return
-    enabled, inside = gc.isenabled(), _holding.get()
-    frees = not inside and not gc.get_freeze_count()  # what the user froze stays so, and nothing joins it
+    enabled, inside = gc.isenabled(), _collector_is_held.get()
+    frees = not inside and not gc.get_freeze_count()  # unfreezing would also thaw what the user froze
     gc.disable()
     if inside:
-        gc.collect()  # what others in here have left would stay to the end
+        gc.collect()  # garbage that is frozen would stay to the end
     if frees or inside:
         gc.freeze()
-    token = _holding.set(frees or inside)
+    token = _collector_is_held.set(frees or inside)
     try:
         yield
     finally:
-        _holding.reset(token)
+        _collector_is_held.reset(token)
         if frees:
             gc.unfreeze()
         if enabled:
@@ -338,14 +335,14 @@ def collector_held() -> Iterator[None]:
 
 
 @contextmanager
-def _defaults_kept() -> Iterator[None]:
-    """What a build sets for the whole process is as before: default device and dtype, cuDNN's switches."""
+def _settings_restored() -> Iterator[None]:
+    """Restore process-wide settings that a build may change: default device and dtype, cuDNN and matmul switches."""
     cudnn = torch.backends.cudnn
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    set_device, changed = torch.set_default_device, list[Any]()
+    set_device, devices = torch.set_default_device, list[Any]()
 
     def set_and_note(new: Any) -> None:
-        changed.append(new)
+        devices.append(new)
         set_device(new)
 
     switches, tf32 = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic), _allowed_tf32()
@@ -355,7 +352,7 @@ def _defaults_kept() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        if changed:  # asking torch now would ask for a GPU
+        if devices:  # get_default_device would initialize CUDA now
             set_device(None if device.type == HOST else device)
         if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != switches:  # torch may refuse to set them
             cudnn.enabled, cudnn.benchmark, cudnn.deterministic = switches
@@ -366,7 +363,7 @@ def _defaults_kept() -> Iterator[None]:
 
 
 def _allowed_tf32() -> bool | None:
-    """Return whether cuDNN may round to TF32; None where that is set for convolutions and recurrent ops apart."""
+    """Return whether cuDNN may round to TF32; None if convolutions and recurrent ops have different settings."""
     try:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
@@ -374,70 +371,66 @@ def _allowed_tf32() -> bool | None:
 
 
 class _InOrder(int):
-    """What stands for a permutation of as many numbers where it is read as a list."""
+    """Replaces `torch.randperm(n)`: its list is 0, 1, ..., n - 1."""
 
     def tolist(self) -> list[int]:
         return list(range(self))
 
 
-def _count(self: Any) -> Iterator[int]:
+def _in_sequence(self: Any) -> Iterator[int]:
     return (number % len(self.data_source) for number in range(self.num_samples))
 
 
-def _weighted(self: Any) -> Iterator[int]:
+def _weighted_in_sequence(self: Any) -> Iterator[int]:
     drawn = torch.multinomial(self.weights, self.num_samples, self.replacement, generator=self.generator)
     yield from (number % len(self.weights) for number in range(self.num_samples))
-    del drawn  # torch's sampler holds it until then
+    del drawn  # as torch's sampler, which holds it until the end
 
 
-def _subset(self: Any) -> Iterator[int]:
+def _subset_in_sequence(self: Any) -> Iterator[int]:
     return iter(self.indices)
 
 
-def _split(number: int, **_: Any) -> _InOrder:
+def _no_permutation(number: int, **_: Any) -> _InOrder:
     return _InOrder(number)
 
 
 @contextmanager
 def _loaded_in_order() -> Iterator[None]:
-    """Load data in this process, and leave in order what torch shuffles, draws or splits.
+    """Load data in this process instead of workers, and in order where torch would shuffle, sample or split it.
 
-    A worker process would have to take hooks and fake tensors along; what it holds is no part of the step anyway. Which
-    sample comes when is drawn from values that a recording does not have, and does not matter to memory.
+    Hooks and fake tensors cannot be sent to workers, whose memory is no part of the step. The order of samples depends
+    on random values that a recording does not have, and does not matter to memory.
     """
     init = DataLoader.__init__
 
     def init_here(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
+        arguments = inspect.signature(init).bind(self, *args, **kwargs).arguments
         for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
-            given.pop(name, None)
-        init(**given)
+            arguments.pop(name, None)
+        init(**arguments)
 
-    samplers = ((RandomSampler, _count), (WeightedRandomSampler, _weighted), (SubsetRandomSampler, _subset))
+    samplers = (
+        (RandomSampler, _in_sequence),
+        (WeightedRandomSampler, _weighted_in_sequence),
+        (SubsetRandomSampler, _subset_in_sequence),
+    )
     with ExitStack() as patches:
         patches.enter_context(_torch.patched(DataLoader, __init__=init_here))
-        patches.enter_context(_torch.patched(dataset, randperm=_split))  # by which random_split shuffles
+        patches.enter_context(_torch.patched(dataset, randperm=_no_permutation))  # by which random_split shuffles
         for sampler, order in samplers:
             patches.enter_context(_torch.patched(sampler, __iter__=order))
         yield
 
 
-def _numpy_state() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy.random.get_state()
-
-
 def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundaries) -> None:
-    """Build a step and run it ``steps`` times, or run a program with as many steps at most.
+    """Build a step and run it ``steps`` times, or run a program for at most as many steps.
 
     Args:
         build: as for `record`.
         steps: how often the step runs.
-        observer: knows where a step failed.
-        boundaries: called where the parts begin and end.
+        observer: knows the module in which a step failed.
+        boundaries: called when building and each step end.
 
     Raises:
         StepError: building or a step raised, or ``build`` did not return a step.
@@ -446,7 +439,7 @@ def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundarie
         with located(observer, build.title):
             build.run_steps(steps, boundaries)
         return
-    step = _built(build, observer)
+    step = _build(build, observer)
     boundaries.built()
     for number in range(steps):
         with located(observer, f"step {number + 1}"):
@@ -455,12 +448,8 @@ def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundarie
     boundaries.ended()
 
 
-def _built(build: Callable[[], Step], observer: Observer) -> Step:
-    """Call ``build`` and see that it returns a step.
-
-    Raises:
-        StepError: it raised, or it returned something else.
-    """
+def _build(build: Callable[[], Step], observer: Observer) -> Step:
+    """Return the step of ``build``; StepError if it raises or returns something else."""
     if not callable(build):
         raise StepError(
             f"{build!r} is not callable",
@@ -485,9 +474,9 @@ def _describe(value: object) -> str:
 
 
 class located:
-    """Turn whatever the user's code or torch raises into one message with the layer and the line.
+    """Context that turns exceptions of the user's code or torch into a MemplanError with layer and line.
 
-    A class: `contextlib.contextmanager` lets a StopIteration out as it is, where an error has it as its cause.
+    A class, since a `contextlib.contextmanager` would re-raise a StopIteration instead of the error that it causes.
     """
 
     def __init__(self, observer: Observer, what: str) -> None:
@@ -498,14 +487,15 @@ class located:
         """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise memplan's error in the place of one that is not; the original stays as its ``__cause__``."""
+        """Raise a MemplanError whose ``__cause__`` is the original exception."""
         if isinstance(error, Exception) and not isinstance(error, MemplanError):
-            raise _told(self._observer, self._what, error) from error
+            raise _located_error(self._observer, self._what, error) from error
 
 
-def _told(observer: Observer, what: str, error: Exception) -> MemplanError:
-    """Return what is raised in the place of an error of the user's code, or of torch's."""
-    layer, where = _locate(observer, error)
+def _located_error(observer: Observer, what: str, error: Exception) -> MemplanError:
+    """Return the MemplanError to raise for an exception of the user's code or torch."""
+    where = format_frame(frame_of_error(error))
+    layer = module_names(observer.place).get(observer.place.failed_in)
     if isinstance(error, _torch.DATA_DEPENDENT):
         func = getattr(error, "func", None)
         return DataDependentError(
@@ -518,33 +508,28 @@ def _told(observer: Observer, what: str, error: Exception) -> MemplanError:
             where=where,
         )
     text = str(error).strip().split("\n")[0] or "no message"
-    found = f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}"
+    problem = f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}"
     expected = RUNS
     what_runs = "build()" if what == "build" else "the step"
     do = f"Run {what_runs} without memplan: mend it where it raises the same there; else use memplan.measure(build)"
-    if _of_nested(error):
-        found = f"{what} uses nested tensors (torch.nested), which memplan neither records nor measures"
+    if _is_of_nested(error):
+        problem = f"{what} uses nested tensors (torch.nested), which memplan neither records nor measures"
         expected = "tensors of one shape each"
         do = "Pad the sequences (torch.nn.utils.rnn.pad_sequence), or pack them (pack_padded_sequence)"
     elif _CUDA.search(text) and observer.card is not None:
-        found = f"{what} asks for a GPU in a way that a recording does not answer: {text.rstrip('.')[:200]}"
+        problem = f"{what} asks for a GPU in a way that a recording does not answer: {text.rstrip('.')[:200]}"
         expected = "of CUDA only what can be answered without a GPU: tensors, devices, streams, events, autocast"
         do = "Leave the call out of build and step while they are recorded"
     elif _CUDA.search(text):
-        found = f"{what} puts something on CUDA"
+        problem = f"{what} puts something on CUDA"
         expected = "the CPU, which the step is recorded for"
         do = "Name a card: --device h100, in Python device='h100' (memplan devices lists them)"
-    return StepError(found, expected=expected, do=do, layer=layer, where=where)
+    return StepError(problem, expected=expected, do=do, layer=layer, where=where)
 
 
-def _of_nested(error: Exception) -> bool:
-    """Return whether an error comes from torch's nested tensors, or from an op that was given one."""
+def _is_of_nested(error: Exception) -> bool:
+    """Return whether an error comes from torch's nested tensors, or from an op on one."""
     if re.search(r"NestedTensorImpl|from the 'NestedTensor|nested_tensor", str(error)):  # errors list all backends
         return True
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("torch.nested") for frame, _ in frames)
-
-
-def _locate(observer: Observer, error: BaseException) -> tuple[str | None, str | None]:
-    where = format_frame(frame_of_error(error))
-    return module_names(observer.place).get(observer.place.failed_in), where

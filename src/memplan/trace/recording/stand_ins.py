@@ -1,4 +1,4 @@
-"""Answers for what a fake tensor cannot know: scalars read from it, and ways of torch that break on fake tensors."""
+"""Answers scalar reads from fake tensors, whose values are unknown, and patches what breaks on fake tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 
 from memplan import _torch
@@ -42,12 +43,14 @@ _BECOMES = "a value that is read BECOMES A SIZE: it is taken as {taken:,g}, {why
 
 
 def reached(error: BaseException | None) -> bool:
-    """Return whether a call that raised was given a stand-in: by the variables of the user's line and of torch's frames
-    below it, in lists and tuples, too."""
+    """Return whether a call that raised may have received a symbolic scalar.
+
+    It looks at local variables, also in lists and tuples, of the user's innermost frame and of the frames below it.
+    """
     frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     users = [number for number, frame in enumerate(frames) if is_users(frame.f_code.co_filename)]
-    inner = frames[users[-1] :] if users else []
-    return any(_has_standin(value) for frame in inner for value in frame.f_locals.values())
+    innermost = frames[users[-1] :] if users else []
+    return any(_has_standin(value) for frame in innermost for value in frame.f_locals.values())
 
 
 def _has_standin(value: Any) -> bool:
@@ -55,75 +58,79 @@ def _has_standin(value: Any) -> bool:
 
 
 class Standins:
-    """Scalars for a recording, with a list of where they were read.
+    """Answers every scalar read of a recording, and records where values decided branches and sizes.
 
     Args:
         observer, mode: of the recording.
-        other: lines at which a value that decides a branch is to decide for the other one, and what is read that is
-            taken as something else than its largest.
+        overrides: lines at which a branch goes the other way, and scalar reads with other values than their largest.
     """
 
-    def __init__(self, observer: Observer, mode: _torch.FakeMode, other: Collection[Line | Taken] = ()) -> None:
+    def __init__(self, observer: Observer, mode: _torch.FakeMode, overrides: Collection[Line | Taken] = ()) -> None:
         self._observer = observer
         self._mode = mode
         self.assumed = Assumed()
-        self._last_real = False
+        self._last_known = False
+        """Whether the last value read is known, or assumed once and for all: nothing tracks what it decides."""
         self._last: Range | None = None
-        """Range of the last value read; None where it is not known."""
+        """Range of the last value read; None if unknown."""
         self._sites = frozenset[Site]()
         """Where it was read."""
-        self._by_python = False
-        self.largest = Largest(observer.ranges.of, other)
+        self._read_by_method = False
+        """Whether a method of `installed` reads, which tracks the value itself."""
+        self.largest = Largest(observer.ranges.of, overrides)
         self.in_turn, self.uses, self.given = self.largest.in_turn, self.largest.uses, self.largest.given
         self.used = self.assumed.used
         self.calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
         self._installed: ExitStack | None = None
-        """Takes what is replaced once a number is read; None where nothing is to be replaced."""
-        self._other = other
+        """For patches that are needed once a number is read; None if they are in place, or nothing is installed."""
+        self._overrides = overrides
         self.last_decision: Line | None = None
-        """Line at which a value decided a branch last."""
+        """Last line at which a value decided a branch."""
         self.last_bound: Line | None = None
-        """Line at which values selected something last."""
+        """Last line at which values selected elements."""
         self.last_taken = 0
-        """How many elements were taken to be selected there."""
+        """Number of elements assumed to be selected there."""
         self.branches: dict[Line, None] = {}
-        """Lines at which a value decided a branch, in order, which can be taken the other way."""
+        """Lines at which a value decided a branch that can go the other way, in order."""
         self.turned = set[Line]()
-        """Lines at which a value decided a branch that was taken the other way."""
+        """Lines at which a branch went the other way."""
 
     def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
-        """Return what ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
-        self._last_real = True
+        """Return the result of ``aten._local_scalar_dense``: the value if known, else its upper bound, or 1.
+
+        A GradScaler's ``found_inf`` is 0.
+        """
+        self._last_known = True
         if not isinstance(tensor, _torch.FakeTensor) or tensor.constant is not None:
             return run(_torch.READ_SCALAR)
-        if self._redraws is not None:  # follows from the distribution; no branch to warn of
+        if self._redraws is not None:  # the number of rejections follows from the distribution; no branch to report
             self._redraws -= 1
             return self._redraws >= 0
         entry = self._observer.ledger.find(tensor)
         if _is_seed(self._observer, entry):
             return 0
-        overflow = entry is not None and entry.id in self._observer.marks.found_inf
+        overflow = entry is not None and entry.id in self._observer.ownership.found_inf
         self._last = values = self.largest.of(tensor)
-        self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
+        self._last_known = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
         healthy = None if overflow else answer_of_healthy(entry, self._observer.notes, self._observer.ledger.entries)
         value = 0 if overflow else healthy if healthy is not None else 1 if values is None else values[1]
-        if self._last_real:
+        if self._last_known:
             return value
         self._sites = self.largest.read(values)
         if values is not None:
             value = self.largest.taken(self._sites, values, value)
-            self._last_real = self.largest.is_taken(self._sites)
+            self._last_known = self.largest.is_taken(self._sites)
         if healthy is not None:
-            self._last_real = True  # what every such check expects; no branch to warn of
+            self._last_known = True  # what every such check expects; no branch to report
             self.assumed.add("scalar", f"a check for nan or inf was read and taken as {healthy}")
         elif overflow:
-            self._last_real = True  # the stand-in that every GradScaler expects; no branch to warn of
+            self._last_known = True  # what every GradScaler expects; no branch to report
             self.assumed.add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
         else:
             self.assumed.add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
-            if not (self._last_real or self._by_python or _is_subscript()) and is_whole(tensor):
+            if not (self._last_known or self._read_by_method or _is_subscript()) and is_whole(tensor):
                 value = self._as_plain(value)
         if tensor.dtype == torch.bool:
             return bool(value)
@@ -132,17 +139,16 @@ class Standins:
         return float(value) if tensor.dtype.is_floating_point else value
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """A value is handed to Python: what it becomes is seen there."""
-        before, self._by_python = self._by_python, True
+    def _in_method(self) -> Iterator[None]:
+        before, self._read_by_method = self._read_by_method, True
         try:
             yield
         finally:
-            self._by_python = before
+            self._read_by_method = before
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace, on fake tensors only, the methods that hand a value to Python; and what breaks on fake tensors."""
+        """Patch the methods of fake tensors that return values to Python, and what breaks on fake tensors."""
         fake = _torch.FakeTensor
         with ExitStack() as stack:
             stack.enter_context(
@@ -165,12 +171,12 @@ class Standins:
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             sliced = lambda values: self.becomes_size(values[0], values[1], user_frame())  # noqa: E731
             stack.enter_context(slices_by_value(sliced, self.largest.of, self._observer.ranges.origin))
-            tell = partial(self.assumed.add, "bound")
-            stack.enter_context(splits_by_value(tell, self._observer.ranges.of, self.largest.other_way))
+            report = partial(self.assumed.add, "bound")
+            stack.enter_context(splits_by_value(report, self._observer.ranges.of, self.largest.other_way))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
-            stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
-            stack.enter_context(_torch.spectra_seen(self._observer.in_values_alone))
+            stack.enter_context(_torch.linear_seen(self._observer.engine.set_in_linear))
+            stack.enter_context(_torch.spectra_seen(self._observer.set_without_vectors))
             stack.enter_context(_torch.random_states_seen(self._random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
             stack.enter_context(self.calls.unasked())
@@ -183,11 +189,11 @@ class Standins:
                 self.calls.end()
 
     def _unless_suspended(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that reads a value as a recording does, and as before where that is suspended."""
-        before = getattr(_torch.FakeTensor, name)
+        """Return a method that calls ``read``, or the original method while the recording is suspended."""
+        original = getattr(_torch.FakeTensor, name)
 
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (before if self._mode.suspended else read)(tensor, *args, **kwargs)
+            return (original if self._mode.suspended else read)(tensor, *args, **kwargs)
 
         return method
 
@@ -204,11 +210,11 @@ class Standins:
             self._redraws = None
 
     def _item(self, tensor: torch.Tensor) -> Any:
-        with self._reading():
+        with self._in_method():
             value = torch.Tensor.item(tensor)
-        if self._last_real or isinstance(value, complex):
+        if self._last_known or isinstance(value, complex):
             return value
-        if isinstance(value, bool):  # no class of ours can stand in for it, and what else is it read for
+        if isinstance(value, bool):  # bool cannot be subclassed, and is read to decide a branch
             return self.decides(value)
         self.calls.begin()
         if self._installed is not None:
@@ -224,8 +230,6 @@ class Standins:
         return self._item(tensor) if tensor.dim() == 0 else [self._tolist(row) for row in tensor.unbind()]
 
     def _numpy(self, tensor: Any) -> Any:
-        import numpy
-
         if tensor.constant is not None:
             with _torch.no_modes():
                 return _holding(tensor.constant.numpy(), tensor)
@@ -236,60 +240,63 @@ class Standins:
         values = self.largest.of(tensor) if is_whole(tensor) else None
         sites = self.largest.read(values)
         self.uses(sites, Use.PLAIN)
-        taken = 1 if values is None else self.largest.taken(sites, values, values[1])
-        self.assumed.add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {taken}")
-        if is_whole(tensor):  # numpy shows nobody what becomes of it
-            self.becomes_size(None if values is None else values[0], taken, user_frame())
-        return _holding(numpy.full(tuple(tensor.shape), taken, dtype=name), tensor)
+        filled = 1 if values is None else self.largest.taken(sites, values, values[1])
+        self.assumed.add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {filled}")
+        if is_whole(tensor):  # what numpy computes of it cannot be tracked: it may be a size
+            self.becomes_size(None if values is None else values[0], filled, user_frame())
+        return _holding(numpy.full(tuple(tensor.shape), filled, dtype=name), tensor)
 
     def _bool(self, tensor: torch.Tensor) -> bool:
-        with self._reading():
+        with self._in_method():
             value = torch.Tensor.__bool__(tensor)
-        return value if self._last_real else self.decides(value)
+        return value if self._last_known else self.decides(value)
 
     def _float(self, tensor: torch.Tensor) -> float:
-        with self._reading():
+        with self._in_method():
             value = torch.Tensor.__float__(tensor)
-        if not self._last_real and is_optimizing():
+        if not self._last_known and is_optimizing():
             self._losses += 1
-            return value / self._losses  # each differs from the one before: it goes on
-        if not self._last_real:
+            return value / self._losses  # a decreasing loss: the line search goes on
+        if not self._last_known:
             self.uses(self._sites, Use.PLAIN)
             if branches(user_frame()):
                 self.is_size()
         return value
 
     def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
-        with self._reading():
+        with self._in_method():
             value = convert(tensor)
-        if not self._last_real:
+        if not self._last_known:
             value = int(self._as_plain(value))
         return value
 
     def _index(self, tensor: torch.Tensor) -> int:
         value = self._int(tensor, torch.Tensor.__index__)
-        if not self._last_real and self._last is None:
+        if not self._last_known and self._last is None:
             raise _used_as_size()
         return value
 
     def equal(self) -> bool:
-        """Return what ``torch.equal`` answers."""
+        """Return the result of ``torch.equal``."""
         self.assumed.add("scalar", "two tensors were compared and taken as equal")
         return self.decides(True)
 
-    def bounded(self, op: str, taken: int, most: int, known: bool) -> None:
-        """Note that an op selects by value, and how much of it is taken to be selected; ``known``: by other shapes."""
-        self.last_bound, self.last_taken = user_frame(), taken
-        self.assumed.selected(op, taken, most, known=known, counted=op in SIZED_BY_NUMBERS)
+    def bounded(self, op: str, size: int, most: int, known: bool) -> None:
+        """Record that an op selects by value: by assumption ``size`` elements of at most ``most``.
+
+        ``known``: the size was inferred from other shapes.
+        """
+        self.last_bound, self.last_taken = user_frame(), size
+        self.assumed.selected(op, size, most, known=known, counted=op in SIZED_BY_NUMBERS)
 
     def decides(self, answer: bool) -> bool:
-        """Note that a value decides a branch, and return the answer to give."""
+        """Record that a value decides a branch, and return the direction to go."""
         iterates = goes_on()
         if iterates is not None:
             self.assumed.add("scalar", ITERATES)
             return iterates
         self.last_decision = frame = user_frame()
-        if frame is not None and frame in self._other:
+        if frame is not None and frame in self._overrides:
             self.turned.add(frame)
             self.assumed.add("scalar", _OTHER_WAY)
             return not answer
@@ -299,7 +306,7 @@ class Standins:
         return answer
 
     def becomes_size(self, low: Number | None, high: Number, line: Line | None) -> None:
-        """Note that a value becomes a size, or the length of a loop: the largest it can be, or one unknown."""
+        """Record that a value becomes a size or a loop bound: ``high``, its largest; ``low`` is None if unknown."""
         if low is None:
             self.is_size()
         else:
@@ -308,38 +315,36 @@ class Standins:
             self.assumed.add("bound", _BECOMES.format(taken=plain(high), why=why), line)
 
     def _as_plain(self, value: Number) -> Number:
-        """Return what the last value is taken as that becomes a plain number, which may be a size."""
+        """Record that the last value becomes a plain number, which may be a size, and return it."""
         self.uses(self._sites, Use.PLAIN)
         self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
         return value
 
     def is_size(self) -> None:
-        """Note that a value of which nothing is known becomes a size, or the length of a loop."""
+        """Record the assumption that an unbounded scalar was used as a size or loop bound."""
         self.last_decision = user_frame()
         self.assumed.add("branch", _DECIDES)
 
 
-_NEAR = 8
-"""Ops before the last in which the one that drew a seed is looked for: a seed is read as soon as it is drawn."""
+_SEED_OPS = 8
+"""A seed is read within so many ops after it was drawn."""
 
 
 def _is_seed(observer: Observer, entry: Entry | None) -> bool:
-    """Return whether a value was drawn among all integers, which nothing but a seed is."""
+    """Return whether a value was just drawn by `random_()` from all integers, as seeds are."""
     if entry is None or entry.dtype not in ("int64", "int32"):
         return False
-    near = reversed(observer.notes[-_NEAR:])
-    return next((note.name == "aten.random_.default" for note in near if entry.id in note.writes), False)
+    recent = reversed(observer.notes[-_SEED_OPS:])
+    return next((note.name == "aten.random_.default" for note in recent if entry.id in note.writes), False)
 
 
 def _holding(array: Any, tensor: torch.Tensor) -> Any:
-    """Return an array that keeps a tensor's memory, as the real one does, which lies in it."""
-    import numpy
-
+    """Return the array with a reference to the tensor, whose memory a real array would share."""
     return numpy.asarray(SimpleNamespace(__array_interface__=array.__array_interface__, of=(array, tensor)))
 
 
 def _check_numpy(card: Residence | None, tensor: Any) -> None:
-    """Raise what torch raises of a tensor that has no array; where nothing names CUDA, everything lies on the card."""
+    """Raise the error of `Tensor.numpy` for a tensor on the card or one that requires grad."""
     if tensor.device.type != HOST and card is not None and not card.everything:
         raise TypeError(
             f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
@@ -359,7 +364,7 @@ def _used_as_size() -> DataDependentError:
 
 
 def _is_subscript() -> bool:
-    """Return whether the user's innermost line reads a number in brackets: one index takes one element, whichever."""
+    """Return whether the user's innermost line subscripts: an index selects a single element, whatever its value."""
     frame = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -367,14 +372,13 @@ def _is_subscript() -> bool:
 
 
 def branches(frame: tuple[str, int] | None) -> bool:
-    """Return whether a line of source branches; asked where a value leaves us as a plain float and can be followed no
-    more."""
+    """Return whether a line of source branches: a plain float read there may decide the branch."""
     line = linecache.getline(*frame) if frame is not None else ""
     return _BRANCH.search(line) is not None
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """As torch.Tensor.__deepcopy__ does for a real tensor; for a fake one it would copy its mode, too."""
+    """Like torch.Tensor.__deepcopy__, which would also copy the mode of a fake tensor."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     if not tensor.is_leaf:

@@ -1,4 +1,4 @@
-"""The clock of lines in a real run: marks in the profiler's record, which later say between which events they lie."""
+"""The clock of followed lines in a real run: marks in the profiler's record, later mapped to allocator events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINE = "line"
 
 
 class LineClock:
-    """Counts from 0, and marks each of its ticks in the profiler's record."""
+    """Counts from 0 and marks each tick in the profiler's record."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -27,17 +27,17 @@ class LineClock:
 
 
 def time_of(profile: _torch.Profile, tick: int) -> int:
-    """Return when a `LineClock` ticked, in ns."""
+    """Return the time of a tick of `LineClock`, in ns."""
     return profile.ranges[f"{_LINE}{tick}"][0]
 
 
 def on_events(functions: Iterable[FunctionLines], tick: Callable[[int], int]) -> tuple[FunctionLines, ...]:
-    """Return lines on another clock, by its tick for each of theirs; runs that are alike there are one."""
-    moved: list[FunctionLines] = []
-    for one in functions:
+    """Convert spans to another clock by ``tick``, merging spans that become equal."""
+    converted: list[FunctionLines] = []
+    for function in functions:
         spans: dict[LineSpan, int] = {}
-        for span in one.spans:
-            there = replace(span, start=tick(span.start), end=tick(span.end), hits=0)
-            spans[there] = spans.get(there, 0) + span.hits
-        moved.append(replace(one, spans=tuple(replace(span, hits=hits) for span, hits in spans.items())))
-    return tuple(moved)
+        for span in function.spans:
+            key = replace(span, start=tick(span.start), end=tick(span.end), hits=0)
+            spans[key] = spans.get(key, 0) + span.hits
+        converted.append(replace(function, spans=tuple(replace(span, hits=hits) for span, hits in spans.items())))
+    return tuple(converted)

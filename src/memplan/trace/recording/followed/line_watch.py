@@ -1,7 +1,7 @@
-"""Which line of chosen functions runs, on a clock: the functions that `memplan.profile` decorates, and those asked for.
+"""Records when each line of chosen functions runs: those that `memplan.profile` decorates, and those requested.
 
-It is Python's own tracing (`sys.settrace`) of the thread that records; what a function calls, a module's forward or a
-backward pass, happens while the line that calls it runs.
+It traces the recording thread by `sys.settrace`. What a line calls, a module's forward or a backward pass, belongs to
+that line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODULE = "<module>"
 
 @dataclass(frozen=True)
 class Followed:
-    """Functions of a file: one by its name, or all of them and the file's own lines."""
+    """A function of a file, or all of the file's functions and its module-level lines."""
 
     file: str
     """Absolute path, without links."""
@@ -36,39 +36,39 @@ class Followed:
     """``name`` or ``Class.name``."""
 
     def has(self, code: CodeType, path: str) -> bool:
-        """Return whether code of a file is among them."""
+        """Return whether ``code``, from the file ``path``, is to be followed."""
         if path != self.file:
             return False
-        if self.function is None:  # comprehensions and lambdas belong to the line around them, classes run no step
+        if self.function is None:  # comprehensions and lambdas belong to the enclosing line; class bodies run no step
             own = not code.co_name.startswith("<") and code.co_flags & inspect.CO_OPTIMIZED
             return code.co_name == _MODULE or bool(own)
         return self.function in (code.co_name, code.co_qualname.replace(".<locals>", ""))
 
 
 class _Watched:
-    """A function that is followed."""
+    """A followed function, with the spans of its lines."""
 
     def __init__(self, code: CodeType) -> None:
         self._code = code
         self._first_of = _statements(code.co_filename)
         self.spans: dict[tuple[int, int, int, bool], int] = {}
-        """(line, start, end, cut) -> hits: a loop that allocates nothing takes one entry a line."""
+        """(line, start, end, cut) -> hits: iterations without allocations share an entry."""
 
     def line(self, number: int | None) -> int:
-        """Return the first line of the statement that a line is part of."""
+        """Return the first line of the statement that contains line ``number``."""
         return self._first_of.get(number or 0, number or 0)
 
     def is_long(self, line: int) -> bool:
-        """Return whether the statement that begins at a line goes on behind it."""
+        """Return whether the statement that begins at a line has several lines."""
         return line in self._first_of
 
     def add(self, line: int, start: int, end: int, hits: int, *, cut: bool) -> None:
-        """Note that a line ran."""
+        """Add a span of a line."""
         key = line, start, end, cut
         self.spans[key] = self.spans.get(key, 0) + hits
 
     def row(self) -> FunctionLines:
-        """Return it as data."""
+        """Return the function's source and spans as a record."""
         code = self._code
         numbers = sorted({line for *_, line in code.co_lines() if line})
         if code.co_name != _MODULE:
@@ -81,7 +81,7 @@ class _Watched:
 
 
 def _last_lines(code: CodeType) -> Iterator[int]:
-    """Yield the last line of each function within a function."""
+    """Yield the lines of functions nested in ``code``."""
     for part in code.co_consts:
         if isinstance(part, CodeType):
             yield from (line for *_, line in part.co_lines() if line)
@@ -89,13 +89,13 @@ def _last_lines(code: CodeType) -> Iterator[int]:
 
 
 def _statements(file: str) -> dict[int, int]:
-    """Return the first line by each line of statements, and of heads of blocks, that take several."""
+    """Return line -> first line, for the lines of statements and block headers that span several lines."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):  # a notebook's cell with magics
         return {}
     first: dict[int, int] = {}
-    for node in ast.walk(tree):  # what is inside comes later
+    for node in ast.walk(tree):  # nested statements come later and overwrite
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
             last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
@@ -105,7 +105,7 @@ def _statements(file: str) -> dict[int, int]:
 
 
 class _Running(NamedTuple):
-    """A line that runs."""
+    """The line that a frame is running."""
 
     function: _Watched
     line: int
@@ -115,33 +115,34 @@ class _Running(NamedTuple):
 
 @dataclass
 class LineWatch:
-    """Notes when lines of chosen functions begin and end, on a clock that never goes back."""
+    """Records when lines of followed functions begin and end, on a monotonic clock."""
 
     clock: Callable[[], int]
     _open: dict[int, _Running] = field(default_factory=dict)
-    """By id() of a frame: the line that it runs."""
+    """id() of a frame -> the line that it is running."""
     _watched: dict[CodeType, _Watched | None] = field(default_factory=dict)
-    _before: Any = None
+    _previous: Any = None
+    """Trace function to restore."""
     _tracing: bool = False
 
     def start(self) -> None:
-        """Follow what this thread calls from now on."""
+        """Trace this thread from now on."""
         if not self._tracing:
-            self._tracing, self._before = True, sys.gettrace()
+            self._tracing, self._previous = True, sys.gettrace()
             sys.settrace(self._called)
 
     def stop(self) -> None:
-        """Follow nothing more; what runs ends now."""
+        """Stop tracing; spans of running lines end now."""
         if self._tracing:
             self._tracing = False
-            sys.settrace(self._before)
+            sys.settrace(self._previous)
         now = self.clock() if self._open else 0
         for frame in list(self._open):
-            self._close(frame, now, cut=True)
+            self._end_span(frame, now, cut=True)
 
     def rows(self) -> tuple[FunctionLines, ...]:
-        """Return the functions that ran, in the order of their first lines. Call it once it is stopped."""
-        return tuple(one.row() for one in self._watched.values() if one is not None and one.spans)
+        """Return the functions that ran, in the order of their first calls. Call it after `stop`."""
+        return tuple(watched.row() for watched in self._watched.values() if watched is not None and watched.spans)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
@@ -150,7 +151,7 @@ class LineWatch:
         watched = self._watched[code]
         if watched is None or not self._tracing:
             return None
-        if _goes_on(frame):
+        if _resumes(frame):
             self._open[id(frame)] = _Running(watched, watched.line(frame.f_lineno), self.clock(), 0)
         return self._ran
 
@@ -163,45 +164,45 @@ class LineWatch:
             line = watched.line(frame.f_lineno)
             if last is None or last.line != line or not watched.is_long(line):
                 now = self.clock()
-                self._close(id(frame), now)
+                self._end_span(id(frame), now)
                 self._open[id(frame)] = _Running(watched, line, now, 1)
-        elif event == "return" and last is not None:  # also where it yields, or an exception leaves it
-            self._close(id(frame), self.clock())
+        elif event == "return" and last is not None:  # also on yield, or on an exception
+            self._end_span(id(frame), self.clock())
         return self._ran
 
-    def _close(self, frame: int, now: int, *, cut: bool = False) -> None:
+    def _end_span(self, frame: int, now: int, *, cut: bool = False) -> None:
         last = self._open.pop(frame, None)
         if last is not None:
             last.function.add(last.line, last.start, now, last.hits, cut=cut)
 
 
-def _goes_on(frame: FrameType) -> bool:
-    """Return whether a generator or coroutine goes on where it had stopped: RESUME's argument says so."""
+def _resumes(frame: FrameType) -> bool:
+    """Return whether a generator or coroutine resumes after a yield, by the argument of its RESUME instruction."""
     code, at = frame.f_code.co_code, frame.f_lasti
     return at >= 0 and dis.opname[code[at]] == "RESUME" and code[at + 1] & 3 > 0
 
 
 _decorated: set[CodeType] = set()
-_asked: list[Followed] = []
-_asked_codes: list[CodeType] = []
+_requested: list[Followed] = []
+_requested_codes: list[CodeType] = []
 _watches: list[LineWatch | None] = []
 
 
 def decorate(code: CodeType) -> None:
-    """Follow a function wherever lines are watched."""
+    """Follow a function in every `watching` context."""
     _decorated.add(code)
     if _watches and _watches[-1] is not None:
         _watches[-1].start()
 
 
 def code_of(function: Any, what: str) -> CodeType:
-    """Return the code of a function, a method, or what decorators made of one; ``what`` names it in an error.
+    """Return the code of a function or method, unwrapping decorators. ``what`` names it in an error.
 
     Raises:
-        InputError: it is no function written in Python.
+        InputError: it is not a function written in Python.
     """
-    found = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
-    code = getattr(found, "__code__", None)
+    unwrapped = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+    code = getattr(unwrapped, "__code__", None)
     if not isinstance(code, CodeType):
         raise InputError(
             f"{what}: {function!r:.60}",
@@ -212,23 +213,23 @@ def code_of(function: Any, what: str) -> CodeType:
 
 
 @contextmanager
-def following(asked: Sequence[Followed], codes: Sequence[CodeType] = ()) -> Iterator[None]:
-    """Follow these, too, in here."""
-    _asked.extend(asked)
-    _asked_codes.extend(codes)
+def following(functions: Sequence[Followed], codes: Sequence[CodeType] = ()) -> Iterator[None]:
+    """Within this context, also follow these functions."""
+    _requested.extend(functions)
+    _requested_codes.extend(codes)
     try:
         yield
     finally:
-        del _asked[len(_asked) - len(asked) :]
-        del _asked_codes[len(_asked_codes) - len(codes) :]
+        del _requested[len(_requested) - len(functions) :]
+        del _requested_codes[len(_requested_codes) - len(codes) :]
 
 
 @contextmanager
 def watching(clock: Callable[[], int]) -> Iterator[LineWatch]:
-    """Watch the lines of what is followed."""
+    """Within this context, record the lines of followed functions on ``clock``."""
     watch = LineWatch(clock)
     _watches.append(watch)
-    if _decorated or _asked or _asked_codes:
+    if _decorated or _requested or _requested_codes:
         watch.start()
     try:
         yield watch
@@ -239,7 +240,7 @@ def watching(clock: Callable[[], int]) -> Iterator[LineWatch]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Run something of which no lines are watched, neither here nor by a decorated function itself."""
+    """Within this context, record no lines; decorated functions do not start a watch of their own either."""
     _watches.append(None)
     try:
         yield
@@ -248,18 +249,17 @@ def unwatched() -> Iterator[None]:
 
 
 def _forget(watch: LineWatch | None) -> None:
-    """Take the last entry of a watch away, which need not be the last of all: another thread may have added one."""
-    at = max(at for at, one in enumerate(_watches) if one is watch)
-    del _watches[at]
+    """Remove the last entry of ``watch``; another thread may have appended others after it."""
+    del _watches[max(at for at, other in enumerate(_watches) if other is watch)]
 
 
 def is_watched() -> bool:
-    """Return whether it is settled by whom lines are watched: a decorated function has nothing to do then."""
+    """Return whether a `watching` or `unwatched` context is active: a decorated function then starts no watch."""
     return bool(_watches)
 
 
 def _is_followed(code: CodeType) -> bool:
-    if code in _decorated or code in _asked_codes:
+    if code in _decorated or code in _requested_codes:
         return True
-    path = os.path.realpath(code.co_filename) if _asked else ""
-    return any(one.has(code, path) for one in _asked)
+    path = os.path.realpath(code.co_filename) if _requested else ""
+    return any(followed.has(code, path) for followed in _requested)

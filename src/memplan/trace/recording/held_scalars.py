@@ -1,6 +1,6 @@
-"""Numbers that a derivative needs: of `x * 2.0`, autograd keeps the tensor that torch made of the number.
+"""Python scalars saved for backward: for `x * 2.0`, autograd saves the 0-dim tensor that torch wraps the scalar in.
 
-Under a dispatch mode an op is given the number itself, so that no tensor shows it.
+Under a dispatch mode the op receives the scalar itself, so no tensor shows this storage.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from memplan.trace.semantics.kinds import Extra
 _OPS = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "mul_", "div_"))
 """Ops whose derivative by the first operand reads the second (derivatives.yaml)."""
 
-LARGEST_NUMBER = torch.complex128.itemsize
-"""Bytes that a number takes at most."""
+LARGEST_SCALAR = torch.complex128.itemsize
+"""Bytes of the largest scalar."""
 
 
 class _Token:
-    """What a node of autograd holds, to be told when it is gone."""
+    """Stored in an autograd node's metadata: frees the scalar when the node is destroyed."""
 
     __slots__ = ("_entry", "_owner")
 
-    def __init__(self, owner: HeldNumbers, entry: Entry) -> None:
+    def __init__(self, owner: HeldScalars, entry: Entry) -> None:
         self._owner, self._entry = owner, entry
 
     def __del__(self) -> None:
         self._owner.end(self._entry)
 
 
-class HeldNumbers:
-    """Ends each number when its node has run, unless the graph is kept, or is gone."""
+class HeldScalars:
+    """Scalars that autograd nodes save: freed when the node has run (unless the graph is kept) or is destroyed."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -44,18 +44,20 @@ class HeldNumbers:
         self._by_sequence: dict[int, Entry] = {}
         self._running: int | None = None
 
-    def made(self, name: str, args: tuple[Any, ...], result: Any, index: int) -> None:
-        """Note the number among the operands of an op that has run: the result's node will keep it."""
+    def save(self, name: str, args: tuple[Any, ...], result: Any, index: int) -> None:
+        """Allocate the scalar operand of an op that has run, which the node of its result saves."""
         if name not in _OPS or isinstance(args[1], torch.Tensor) or self._ledger.real:
             return
-        if _torch.is_view(result):  # its node may be made while an op is dispatched, under a lock that asking waits for
+        if _torch.is_view(
+            result
+        ):  # autograd may create its node during a dispatch, holding a lock that `grad_fn` waits for
             return
         self._new = weakref.ref(result), self._ledger.hidden(wrapped(args[1]).itemsize, index)
 
-    def reached(self, sequence: int | None) -> None:
-        """Note which node's op comes next, None outside of a backward pass. Before it, what its results are."""
+    def before_op(self, sequence: int | None) -> None:
+        """Free the scalar of the node that has just run. ``sequence``: of the node running now, None in forward."""
         if self._new is not None:
-            self._find_node(*self._new)
+            self._attach(*self._new)
             self._new = None
         if self._running is not None and sequence != self._running:
             self.end(self._by_sequence.pop(self._running))
@@ -63,19 +65,18 @@ class HeldNumbers:
         if sequence in self._by_sequence and not _torch.keeps_graph():
             self._running = sequence
 
-    def without(
-        self, extras: Sequence[Extra], name: str, args: tuple[Any, ...], sequence: int | None
+    def without_held(
+        self, workspaces: Sequence[Extra], name: str, args: tuple[Any, ...], sequence: int | None
     ) -> Sequence[Extra]:
-        """Return the workspaces of a backward op without the scalar that the node of its derivative holds already.
+        """Return a backward op's workspaces without the scalar that its autograd node already holds.
 
-        The formula of such an op (`semantics.cpu.scalar_operands`) counts one workspace: that scalar. A table without
-        that formula has none to leave out.
+        The formula of such an op (`semantics.cpu.scalar_operands`) counts a single workspace: that scalar.
         """
-        if not extras or name not in _OPS or isinstance(args[1], torch.Tensor) or sequence not in self._by_sequence:
-            return extras
-        return (Extra(extras[0].bytes - wrapped(args[1]).itemsize),)
+        if not workspaces or name not in _OPS or isinstance(args[1], torch.Tensor) or sequence not in self._by_sequence:
+            return workspaces
+        return (Extra(workspaces[0].bytes - wrapped(args[1]).itemsize),)
 
-    def _find_node(self, reference: weakref.ref[torch.Tensor], entry: Entry) -> None:
+    def _attach(self, reference: weakref.ref[torch.Tensor], entry: Entry) -> None:
         result = reference()
         node: Any = None if result is None else result.grad_fn
         if node is None:
@@ -85,6 +86,6 @@ class HeldNumbers:
         self._by_sequence[_torch.node_sequence(node)] = entry
 
     def end(self, entry: Entry) -> None:
-        """Free a number, if it is still there."""
+        """Free a scalar, unless it is freed already."""
         if entry.died is None:
             self._ledger.end(entry)

@@ -1,4 +1,4 @@
-"""Which storages modules, gradients and optimizers hold, while a step is recorded."""
+"""Which storages are weights, buffers, gradients or optimizer states: who owns them, as a step is recorded."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from memplan.trace.recording.place import Place, format_frame, user_frame
 from memplan.trace.records import BackwardPass
 
 
-class Marks:
-    """Facts about storages that no op shows: who holds them. Ids of entries; with names where there are any."""
+class Ownership:
+    """Who owns each storage: module, gradient or optimizer, which no op shows. Storages are ids of ledger entries."""
 
     def __init__(self, place: Place, ledger: Ledger, notes: Sequence[Note]) -> None:
         self.weights: dict[int, str] = {}
+        """Storage -> name of the parameter in its module."""
         self.buffers: dict[int, str] = {}
         self.gradients: dict[int, int] = {}
         """Gradient -> the weight it belongs to."""
         self.graded: set[int] = set()
-        """Weights that had a gradient: several can share the storage of theirs."""
+        """Weights that had a gradient; several gradients can share a storage, so `gradients` may name fewer."""
         self.states: set[int] = set()
         self.found_inf: set[int] = set()
         self.workspaces: set[int] = set()
         self.updating: set[int] = set()
-        """Gradients, and what was made of them since the last backward pass."""
-        self.loose: list[weakref.ref[nn.Parameter]] = []
+        """Gradients and tensors computed from them since the last backward pass."""
+        self.unowned: list[weakref.ref[nn.Parameter]] = []
         """Parameters met in an op before any module or optimizer named them."""
         self.optimized: set[int] = set()
         """Weights that optimizers update and that require a gradient."""
@@ -40,8 +41,8 @@ class Marks:
         place.on_backward = self._begin_backward
 
     def mark_gradients(self) -> None:
-        """Look up every parameter's gradient."""
-        for reference in self.loose:
+        """Register the gradients that parameters have now."""
+        for reference in self.unowned:
             self._mark_gradient(reference())
         for module in self._place.live_modules():
             for parameter in module.parameters(recurse=False):
@@ -52,7 +53,7 @@ class Marks:
                     self._mark_gradient(parameter)
 
     def mark_modules(self) -> None:
-        """Look up the storages of every module's parameters and buffers, as they are now."""
+        """Register the parameters and buffers that modules have now."""
         for module in self._place.live_modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 for inner in _torch.inner_tensors(parameter).values():
@@ -61,7 +62,7 @@ class Marks:
                 self.add(self.buffers, buffer, name)
 
     def add(self, names: dict[int, str], tensor: torch.Tensor | None, name: str) -> None:
-        """Note the name of a tensor's storage, unless it has one."""
+        """Add a tensor's storage to ``names``, unless it has a name there."""
         if tensor is not None and _torch.has_shape(tensor):
             names.setdefault(self._ledger.entry(tensor, None).id, name)
 
@@ -84,7 +85,7 @@ class Marks:
             self.updating.add(values.id)
 
     def before_update(self) -> None:
-        """Look up every parameter that an optimizer updates, and its gradient."""
+        """Register the parameters that optimizers are about to update, and their gradients."""
         for optimizer in self._place.live_optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -95,7 +96,7 @@ class Marks:
         self.mark_gradients()
 
     def _begin_backward(self, keeps: _torch.Keeps) -> Callable[[], None]:
-        """Note that a backward pass begins, and the flag that keeps its graph; return what notes that it is over."""
+        """Return the callback for the end of this backward pass. ``keeps``: the flag that keeps its graph."""
         step, start, nested = self._place.step, self._ledger.clock, _torch.in_backward()
         where = format_frame(user_frame())
 
@@ -105,7 +106,7 @@ class Marks:
         return end
 
     def mark_states(self) -> None:
-        """Look up every tensor of every optimizer's state."""
+        """Register the tensors of optimizer states."""
         for optimizer in self._place.live_optimizers():
             for state in optimizer.state.values():
                 for tensor in _torch.tree_leaves(state):

@@ -1,4 +1,4 @@
-"""What a step changed of what was there before it, put back so that a second run begins as the first did."""
+"""Undoes what a step changed outside of itself, so that a second run starts from the same state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _STATISTICS = ("running_mean", "running_var")
 """Arguments that norms write, whatever their schema says."""
 
 
-class Outside:
-    """Contents of tensors from outside of a recording, their gradients, and states of optimizers and generators.
+class OutsideState:
+    """Saved copies of tensors, gradients, optimizer states and generators that existed before a recording.
 
-    Each is kept when an op is about to change it for the first time. What code in Python changes by itself, such as an
-    iterator that goes on, is not seen.
+    Each is copied just before an op first changes it. Changes of Python objects, such as an iterator that advances,
+    are not seen.
     """
 
     def __init__(self, place: Place, ledger: Ledger) -> None:
@@ -32,25 +32,25 @@ class Outside:
         self._optimizers: dict[
             int, tuple[weakref.ref[torch.optim.Optimizer], dict[Any, Any], list[dict[str, Any]]]
         ] = {}
-        place.on_update = self._keep_state
+        place.on_update = self._save_optimizer
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep what an op is about to change."""
+    def save_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Save what an op is about to change."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value, value.get_state()))
             for tensor in _tensors(value):
                 if tensor.requires_grad and tensor.is_leaf and self._is_outside(tensor):
                     self._gradients.setdefault(id(tensor), (tensor, tensor.grad))
-        for position, name in self._written(func):
+        for position, name in self._written_arguments(func):
             for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name)):
-                self._keep_content(tensor)
+                self._save_content(tensor)
 
-    def put_back(self) -> None:
-        """Put all of it back. The recording must be over."""
+    def restore(self) -> None:
+        """Restore everything saved. Call it after the recording."""
         with torch.no_grad():
-            for storage, kept in self._contents.values():
-                storage.copy_(kept)
+            for content, saved in self._contents.values():
+                content.copy_(saved)
         for tensor, gradient in self._gradients.values():
             tensor.grad = gradient
         for generator, state in self._generators.values():
@@ -63,28 +63,27 @@ class Outside:
                 for group, options in zip(optimizer.param_groups, groups, strict=False):
                     group.update(options)
 
-    def _written(self, func: Any) -> list[tuple[int, str]]:
-        known = self._arguments.get(func)
-        if known is None:
-            by_schema = _torch.written_arguments(func)
-            statistics = [one for one in _torch.tensor_arguments(func) if one[1] in _STATISTICS]
-            known = self._arguments[func] = [*by_schema, *statistics]
-        return known
+    def _written_arguments(self, func: Any) -> list[tuple[int, str]]:
+        arguments = self._arguments.get(func)
+        if arguments is None:
+            statistics = [(at, name) for at, name in _torch.tensor_arguments(func) if name in _STATISTICS]
+            arguments = self._arguments[func] = [*_torch.written_arguments(func), *statistics]
+        return arguments
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:
         entry = self._ledger.find(tensor)
         return entry is None or entry.op is None
 
-    def _keep_content(self, tensor: torch.Tensor) -> None:
+    def _save_content(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided or not self._is_outside(tensor):
             return
         storage = tensor.untyped_storage()
         key = _torch.storage_key(storage)
         if key not in self._contents:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self._contents[key] = whole, whole.clone()
+            content = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._contents[key] = content, content.clone()
 
-    def _keep_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._optimizers:
             return
         state = {key: _copied(value) for key, value in optimizer.state.items()}
@@ -95,7 +94,7 @@ class Outside:
 
 
 def _copied(value: Any) -> Any:
-    """Return the same in containers of its own."""
+    """Copy dicts and lists, and share the tensors in them."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [*map(_copied, value)] if type(value) is list else value
