@@ -41,7 +41,7 @@ class Subject:
     """The card that the model is on; None: the CPU."""
 
     def by_cause(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (cause, tensor) of the current parameters, buffers, gradients and optimizer states; some more than once."""
+        """Yield (cause, tensor) of parameters, buffers, gradients and optimizer states, some more than once."""
         for model in self.models:
             yield from (("buffer", buffer) for buffer in model.buffers())
             yield from _with_gradients(model.parameters())
