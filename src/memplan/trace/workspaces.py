@@ -48,7 +48,7 @@ def with_workspaces(trace: Trace, asked: Mapping[int, Asked], library: Cudnn, ca
     said += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with {library.title}, and these "
              "count"] * (len(measured) > 0)  # fmt: skip
     return dataclasses.replace(
-        trace, storages=tuple(storages), notes=(*trace.notes, *said, *answers.said), engines=tuple(engines),
+        trace, storages=tuple(storages), notes=(*trace.notes, *said, *answers.notes), engines=tuple(engines),
         measured=tuple(measured),
     )  # fmt: skip
 
