@@ -32,7 +32,7 @@ class _MagicLine:
 
 
 class MemoryMagics:
-    """The magics of one IPython shell."""
+    """The magics of an IPython shell."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
@@ -118,7 +118,7 @@ class MemoryMagics:
 
 
 class Lines(tuple[LineProfile, ...]):
-    """Profiles of several functions, shown one below the other."""
+    """Profiles of several functions, shown below each other."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ def _parse(line: str, options: tuple[str, ...], usage: str) -> _MagicLine:
         usage: for error messages.
 
     Raises:
-        InputError: an unknown option, one without a value, or both ``--device`` and ``--measure``.
+        InputError: an unknown option, an option without a value, or both ``--device`` and ``--measure``.
     """
     values: dict[str, list[str]] = {name: [] for name in options}
     measure, statement = False, line.strip()

@@ -116,8 +116,8 @@ class Owners:
                 if type(referrer) is tuple and referrer and referrer[-1] is sentinel:
                     continue  # the argument tuple of this very call
                 seen.add(id(referrer))
-                referents = map(id, gc.get_referents(referrer))
-                position = next(positions[referent] for referent in referents if referent in positions)
+                # no variable for the referents: it would be found as a referrer of the next level
+                position = next(positions[id(item)] for item in gc.get_referents(referrer) if id(item) in positions)
                 chain = (*chains[position], _Link.of(referrer, level[position]))
                 owner = self._named(referrer, level[position], chain)
                 if owner is not None:

@@ -34,8 +34,8 @@ class Schedule:
 
         Args:
             reading: counters at its end.
-            seconds: the step took.
-            observed: the step ran in a window.
+            seconds: duration of the step.
+            observed: whether the step ran in a window.
         """
         if reading is not NO_READING:
             self._readings.append(reading)
