@@ -36,8 +36,8 @@ from memplan.cudnn.stored_answers import (  # noqa: E402
     MEASURED,
     SHIPPED,
     AllMeasured,
+    CardAnswers,
     Measured,
-    OfCard,
     Shipped,
     digest_of,
 )
@@ -97,13 +97,13 @@ def shipped(environments: Iterable[str]) -> Shipped:
     return Shipped(tuple(question.key for question in asked), tuple(of))
 
 
-def answers(library: Cudnn, card: str, asked: list[Question]) -> OfCard:
+def answers(library: Cudnn, card: str, asked: list[Question]) -> CardAnswers:
     """What one cuDNN says of one card."""
     known = ask(library, find(card), asked)
-    print(card, library.title, len(known.plans), *known.said, flush=True)
+    print(card, library.title, len(known.plans), *known.notes, flush=True)
     plans = (known.plans.get(question) for question in asked)
     digest = digest_of(properties(find(card)))
-    return OfCard(card, library.version, digest, tuple(None if one is None else sizes(one) for one in plans))
+    return CardAnswers(card, library.version, digest, tuple(None if one is None else sizes(one) for one in plans))
 
 
 def sizes(plans: Plans) -> Plans:

@@ -57,12 +57,12 @@ def test_a_damaged_file_is_moved_aside_and_said(text: str) -> None:
     cache.file.write_text(text)
     assert [one.number for one in kept()] == [0]
     assert cache.read() == {}
-    assert len(cache.said) == 1
-    assert "was damaged" in cache.said[0]
+    assert len(cache.notes) == 1
+    assert "was damaged" in cache.notes[0]
     assert cache.file.with_suffix(".damaged").read_text() == text
     again = AnswerCache("h100", 91900, {})
     assert again.read() == {}
-    assert again.said == ()
+    assert again.notes == ()
 
 
 def test_bytes_that_are_no_text_are_damage() -> None:
@@ -70,7 +70,7 @@ def test_bytes_that_are_no_text_are_damage() -> None:
     cache.add({FORWARD: PLANS})
     cache.file.write_bytes(b"\xff\xfe")
     assert cache.read() == {}
-    assert "was damaged" in cache.said[0]
+    assert "was damaged" in cache.notes[0]
 
 
 def test_a_folder_that_cannot_be_written_is_said(folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_is_said(folder: Path) -> None:
     folder.write_text("a file in its place")
     cache = AnswerCache("h100", 91900, {})
     cache.add({FORWARD: PLANS})
-    assert any("cannot be kept" in line for line in cache.said)
+    assert any("cannot be kept" in line for line in cache.notes)
 
 
 def test_what_is_kept_is_removed(folder: Path) -> None:
@@ -102,4 +102,4 @@ def test_a_pipe_in_the_folder_is_no_file(folder: Path) -> None:
     os.mkfifo(cache.file)
     assert [(one.path, one.number) for one in kept()] == [(cache.file, 0)]
     assert cache.read() == {}
-    assert "no file" in cache.said[0]
+    assert "no file" in cache.notes[0]

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_was_answered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ask(NOWHERE, CARD, [FORWARD, FORWARD, THIRD])
     assert first.plans == {FORWARD: (ExecutionPlan("eng1", 16000), ExecutionPlan("eng2", 0))}
-    assert first.said == (
+    assert first.notes == (
         "cuDNN 9.19.0 did not answer for 1 of 2 convolutions, whose workspaces stay intervals: its process ended by "
         "SIGSEGV",
     )
@@ -46,7 +46,7 @@ def test_what_was_answered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(asking, "ask_worker", noted)
     assert ask(NOWHERE, CARD, [FORWARD, THIRD]).plans == first.plans
     assert asked == [[THIRD]]
-    assert ask(NOWHERE, CARD, [FORWARD]).said == ()
+    assert ask(NOWHERE, CARD, [FORWARD]).notes == ()
     assert len(asked) == 1
 
 
@@ -55,9 +55,9 @@ def test_a_library_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(worker_process, "SCRIPT", worker_process.SCRIPT.parent / "absent.py")
     found = ask(NOWHERE, CARD, [FORWARD, THIRD])
     assert found.plans == {}
-    assert len(found.said) == 1
-    assert "did not answer for 2 of 2" in found.said[0]
-    assert "its process ended with exit code" in found.said[0]
+    assert len(found.notes) == 1
+    assert "did not answer for 2 of 2" in found.notes[0]
+    assert "its process ended with exit code" in found.notes[0]
 
 
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +65,14 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     found = ask(NOWHERE, CARD, [FORWARD])
     assert found.plans == {}
-    assert len(found.said) == 1
-    assert "there is no C compiler here" in found.said[0]
+    assert len(found.notes) == 1
+    assert "there is no C compiler here" in found.notes[0]
 
 
 def test_a_card_that_cannot_be_described_is_said() -> None:
     found = ask(NOWHERE, replace(find("v100"), name="unheard", bandwidth=None), [FORWARD])
     assert found.plans == {}
-    assert found.said[0].startswith("cuDNN 9.19.0 was not asked: the clocks of unheard")
+    assert found.notes[0].startswith("cuDNN 9.19.0 was not asked: the clocks of unheard")
 
 
 @needs_cuda_torch
@@ -109,7 +109,7 @@ def test_the_version_alone_gives_what_is_stored_of_it(monkeypatch: pytest.Monkey
     found = ask(library, find("a100-80gb"), [known, FORWARD])
     assert list(found.plans) == [known]
     assert found.measured == {}
-    assert found.said == (
+    assert found.notes == (
         "cuDNN 9.19.0 did not answer for 1 of 2 convolutions, whose workspaces stay intervals: its version alone was "
         "named, and memplan has stored answers of 9.19.0, 9.26.0 for its examples and zoo; name an environment that "
         "has it",
@@ -122,7 +122,7 @@ def test_a_version_that_nothing_is_stored_of_is_said(monkeypatch: pytest.MonkeyP
     assert library is not None
     found = ask(library, CARD, [FORWARD])
     assert found.plans == found.measured == {}
-    assert found.said[0].startswith("cuDNN 9.10.2 did not answer for 1 of 1 convolutions")
+    assert found.notes[0].startswith("cuDNN 9.10.2 did not answer for 1 of 1 convolutions")
 
 
 def test_what_a_real_card_took_is_of_that_card_and_version_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ def _answers_kind() -> Kind:
             found = kept()
             yield _drawn(lambda out: cache_report.print_cache(found, out))
             cache.read()
-            yield "\n".join(cache.said)
+            yield "\n".join(cache.notes)
 
     return Kind(inner.mutant, use)
 

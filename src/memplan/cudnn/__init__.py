@@ -1,1 +1,1 @@
-"""The real cuDNN, asked on a machine without a GPU which engines it would try for a convolution on a card."""
+"""Queries the real cuDNN, on a machine without a GPU, for the engines and workspaces of a convolution on a card."""

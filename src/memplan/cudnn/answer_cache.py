@@ -1,4 +1,4 @@
-"""cuDNN's answers on disk: a file for each card and version of cuDNN."""
+"""Cache of cuDNN's answers on disk, with a file for each card and version of cuDNN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from memplan.cudnn.worker_process import DRIVER, SCRIPT
 from memplan.dry.library import cache_folder
 
 _FORMAT = "memplan.cudnn 1"
-_ASIDE = ".damaged"
+_DAMAGED = ".damaged"
+"""Suffix of files that could not be read."""
 
 
 @dataclass(frozen=True)
@@ -27,45 +28,45 @@ class _Content:
 
 
 def answers_folder() -> Path:
-    """Return the folder of the files: beside that of the dry card, below ``XDG_CACHE_HOME``."""
+    """Return the folder of the cache, in memplan's folder below ``XDG_CACHE_HOME``."""
     return cache_folder().parent / "cudnn"
 
 
 class AnswerCache:
-    """The answers of one cuDNN for one card as it is described, to questions as they are asked now."""
+    """The answers of a version of cuDNN for a card. Another description or worker script means another file."""
 
     def __init__(self, card: str, version: int, properties: Mapping[str, Any]) -> None:
-        asked = hashlib.sha256(json.dumps(properties, sort_keys=True).encode())
-        for source in (SCRIPT, DRIVER):  # other engines are left out, or offered
-            asked.update(source.read_bytes())
-        self.file = answers_folder() / f"{card}-{version}-{asked.hexdigest()[:8]}.json"
-        self.said: tuple[str, ...] = ()
-        """What has to be said of the file."""
+        digest = hashlib.sha256(json.dumps(properties, sort_keys=True).encode())
+        for source in (SCRIPT, DRIVER):  # they decide which engines cuDNN offers, and which are left out
+            digest.update(source.read_bytes())
+        self.file = answers_folder() / f"{card}-{version}-{digest.hexdigest()[:8]}.json"
+        self.notes: tuple[str, ...] = ()
+        """Messages for the user: why the file could not be read or written."""
 
     def read(self) -> dict[str, Plans]:
-        """Return all answers by the key of their question; a damaged file is moved aside."""
+        """Return all answers by `Question.key`; {} if there is no readable file. A damaged file is renamed."""
         try:
             return _read(self.file)
         except FileNotFoundError:
             return {}
         except (OSError, Unreadable) as error:
-            aside = self.file.with_suffix(_ASIDE)
-            self.said = (f"the cache of cuDNN's answers was damaged ({error}) and is now {aside}",)
+            renamed = self.file.with_suffix(_DAMAGED)
+            self.notes = (f"the cache of cuDNN's answers was damaged ({error}) and is now {renamed}",)
             try:
-                self.file.replace(aside)
+                self.file.replace(renamed)
             except OSError:
-                self.said = (f"the cache of cuDNN's answers {self.file} cannot be read ({error})",)
+                self.notes = (f"the cache of cuDNN's answers {self.file} cannot be read ({error})",)
             return {}
 
     def add(self, answers: Mapping[Question, Plans]) -> None:
-        """Write new answers beside those that are there; of two processes at once one may have to ask again."""
-        known = self.read() | {question.key: plans for question, plans in answers.items()}
-        content = {key: [[plan.engine, plan.workspace] for plan in plans] for key, plans in known.items()}
+        """Add answers to the file. If two processes write at once, answers of either may be lost."""
+        stored = self.read() | {question.key: plans for question, plans in answers.items()}
+        content = {key: [[plan.engine, plan.workspace] for plan in plans] for key, plans in stored.items()}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.file, json.dumps([_FORMAT, content], separators=(",", ":")))
         except OSError as error:
-            self.said = (*self.said, f"cuDNN's answers cannot be kept in {self.file} ({error.strerror})")
+            self.notes = (*self.notes, f"cuDNN's answers cannot be kept in {self.file} ({error.strerror})")
 
 
 def _read(file: Path) -> dict[str, Plans]:
@@ -81,33 +82,32 @@ def _read(file: Path) -> dict[str, Plans]:
 
 @dataclass(frozen=True)
 class Kept:
-    """A part of what memplan keeps on disk."""
+    """A file of answers, or the folder of built libraries."""
 
     path: Path
     what: str
     number: int
-    """Answers of cuDNN, or built libraries."""
+    """Count of answers or libraries in it."""
     bytes: int
 
 
 def kept() -> list[Kept]:
-    """Return what memplan keeps on disk: files of answers, of which one that cannot be read has 0, and the libraries
-    that were built."""
-    found = list[Kept]()
+    """Return all that memplan caches on disk. A file of answers that cannot be read counts 0 answers."""
+    entries = list[Kept]()
     for file in sorted(answers_folder().glob("*")):
         try:
             number = len(_read(file))
         except (OSError, Unreadable):
             number = 0
-        found.append(Kept(file, "answers of cuDNN", number, file.lstat().st_size))
+        entries.append(Kept(file, "answers of cuDNN", number, file.lstat().st_size))
     libraries = [path for path in cache_folder().rglob("*.so") if path.is_file()]
     if libraries:
         size = sum(path.stat().st_size for path in libraries)
-        found.append(Kept(cache_folder(), "libraries of emulated cards", len(libraries), size))
-    return found
+        entries.append(Kept(cache_folder(), "libraries of emulated cards", len(libraries), size))
+    return entries
 
 
 def clear() -> None:
-    """Remove all of it."""
+    """Delete the caches of answers and of built libraries."""
     for folder in (answers_folder(), cache_folder()):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Questions to cuDNN for a card: answered from the cache, the rest by cuDNN itself in one go."""
+"""Answers questions to cuDNN from stored answers and the cache, and all others by cuDNN itself, in one batch."""
 
 from __future__ import annotations
 
@@ -19,60 +19,62 @@ from memplan.errors import DeviceError
 
 @dataclass(frozen=True)
 class Answers:
-    """What cuDNN said, by question, and what has to be said where it did not."""
+    """cuDNN's execution plans by question."""
 
     plans: dict[Question, Plans]
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Messages for the user: why questions have no answer."""
     measured: dict[Question, int] = field(default_factory=dict[Question, int])
-    """Bytes that a real card took with this very cuDNN."""
+    """Bytes of workspace that a real card took with this version of cuDNN."""
 
 
 def ask(library: Cudnn, card: Device, questions: Iterable[Question]) -> Answers:
-    """Ask cuDNN for its plans on a card, which need not be there. Never raises: what is not answered is said.
+    """Return cuDNN's plans for convolutions on a card, which this machine need not have.
+
+    Never raises: questions without an answer are left out of ``plans``, and ``notes`` say why.
 
     Example:
         >>> ask(find_cudnn("~/cuda-torch"), find("h100"), [question]).plans[question][0]
         ExecutionPlan(engine='eng38', workspace=13139984)
     """
-    asked = tuple(dict.fromkeys(questions))
-    took = measured(card.name, library.version)
-    real = {question: took[question.key] for question in asked if question.key in took}
+    distinct = tuple(dict.fromkeys(questions))
+    workspaces = measured(card.name, library.version)
+    by_measurement = {question: workspaces[question.key] for question in distinct if question.key in workspaces}
     try:
-        described = properties(card)
+        description = properties(card)
     except DeviceError as error:
-        return Answers({}, (f"{library.title} was not asked: {error.found}",), real)
-    cache = AnswerCache(card.name, library.version, described)
-    known = {**shipped(card.name, library.version, described), **cache.read()}
-    found = {question: known[question.key] for question in asked if question.key in known}
-    rest = [question for question in asked if question not in found]
-    new, reasons = _asked(library, described, rest)
+        return Answers({}, (f"{library.title} was not asked: {error.found}",), by_measurement)
+    cache = AnswerCache(card.name, library.version, description)
+    stored = {**shipped(card.name, library.version, description), **cache.read()}
+    plans = {question: stored[question.key] for question in distinct if question.key in stored}
+    new, reasons = _ask_library(library, description, [question for question in distinct if question not in plans])
     if new:
         cache.add(new)
-    said = tuple(
-        f"{library.title} did not answer for {count} of {len(asked)} convolutions, whose workspaces stay intervals: "
+    notes = tuple(
+        f"{library.title} did not answer for {count} of {len(distinct)} convolutions, whose workspaces stay intervals: "
         f"{reason}" for reason, count in reasons.items()
     )  # fmt: skip
-    return Answers(found | new, (*cache.said, *said), real)
+    return Answers(plans | new, (*cache.notes, *notes), by_measurement)
 
 
-def _asked(
-    library: Cudnn, described: dict[str, Any], rest: Sequence[Question]
+def _ask_library(
+    library: Cudnn, description: dict[str, Any], questions: Sequence[Question]
 ) -> tuple[dict[Question, Plans], Counter[str]]:
-    """Return the library's answers, and how many questions have none, by the reason."""
-    new, reasons = dict[Question, Plans](), Counter[str]()
-    if rest and library.packages is None:
+    """Return the library's answers, and the number of questions without one by reason."""
+    plans, reasons = dict[Question, Plans](), Counter[str]()
+    if questions and library.packages is None:
         stored = ", ".join(map(title_of, versions()))
         reasons[f"its version alone was named, and memplan has stored answers of {stored} for its examples and zoo; "
-                "name an environment that has it"] = len(rest)  # fmt: skip
-        return new, reasons
+                "name an environment that has it"] = len(questions)  # fmt: skip
+        return plans, reasons
     try:
-        for question, answer in ask_worker(library, described, rest) if rest else ():
+        for question, answer in ask_worker(library, description, questions) if questions else ():
             if isinstance(answer, str):
                 reasons[answer] += 1
             else:
-                new[question] = answer
+                plans[question] = answer
     except WorkerError as error:
-        reasons[str(error)] = len(rest) - len(new)
+        reasons[str(error)] = len(questions) - len(plans)
     except DeviceError as error:
-        reasons[error.found] = len(rest) - len(new)
-    return new, reasons
+        reasons[error.found] = len(questions) - len(plans)
+    return plans, reasons

@@ -1,10 +1,10 @@
-"""A script that asks the real cuDNN, in a process of its own: the library can crash, or hang. It imports only Python's.
+"""Script that queries the real cuDNN in a separate process, as the library can crash or hang. Uses only the stdlib.
 
-Input: a line with the libraries and the card, then a line for each question. Output: a line of JSON for each of these,
-either ``{"plans": [[engine, workspace], ...]}`` or ``{"error": text}``.
+Input: a line of JSON with the libraries and the card, then a line for each question. Output: a line of JSON for each of
+these, either ``{"plans": [[engine, workspace], ...]}`` or ``{"error": text}``.
 
-Numbers are those of cudnn_graph.h, which keeps them between versions; the operation graph is built, and engines are
-asked for and left out, as in torch's native/cudnn/Conv_v8.cpp and in the cudnn-frontend that it uses.
+The numbers are those of cudnn_graph.h, which are stable between versions. The operation graph is built, and engines are
+listed and filtered, as in torch's native/cudnn/Conv_v8.cpp and in the cudnn-frontend that it uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPERATIONS = {
     "input gradient": (12, 706, {"x": 710, "w": 709, "y": 711}),
     "weight gradient": (11, 712, {"x": 716, "w": 715, "y": 717}),
 }
-"""Kind -> descriptor, attribute of its alpha (beta and the convolution follow), attributes of its tensors."""
+"""Kind -> (descriptor, attribute of alpha, attributes of tensors). Those of beta and the convolution follow alpha's."""
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 TENSOR_CORES, DOWN_CONVERT, NONDETERMINISTIC = 0, 1, 4
 RUNTIME_COMPILATION = 0
@@ -37,9 +37,9 @@ ERRATA = (
     ("forward", None, 5, 92301, 92400, None), ("forward", None, 58, 92300, None, 1200),
     ("input gradient", None, 63, 92300, None, 1200), ("weight gradient", None, 63, 92300, None, 1200),
 )  # fmt: skip
-"""Engines that torch does not run: kind, dimensions, engine, versions of cuDNN from and before, version of the card.
+"""Engines that torch does not run: (kind, dimensions, engine, first version of cuDNN, version that fixes it, device).
 
-Source: the rules in Conv_v8.cpp, plan_errata_exception, as they are in the libraries of torch 2.11 and 2.15.
+None stands for any. Source: plan_errata_exception in Conv_v8.cpp, with the rules of torch 2.11 and 2.15.
 """
 INSTANT, FALLBACK = 0, 2
 CROSS_CORRELATION = 1
@@ -50,7 +50,7 @@ class BackendError(Exception):
 
 
 class Backend:
-    """The functions of cuDNN's backend that are needed here."""
+    """The calls of cuDNN's backend API that are needed here. They raise BackendError if cuDNN reports an error."""
 
     def __init__(self, file: str) -> None:
         self._library = ctypes.CDLL(file)
@@ -58,45 +58,45 @@ class Backend:
             getattr(self._library, name).restype = ctypes.c_size_t
 
     def number(self, name: str) -> int:
-        """Return the version that a function returns."""
+        """Call a function without arguments that returns a version."""
         return getattr(self._library, name)()
 
     def create(self, kind: int) -> ctypes.c_void_p:
         """Return an empty descriptor."""
-        made = ctypes.c_void_p()
-        self._check(self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(made)))
-        return made
+        descriptor = ctypes.c_void_p()
+        self._check(self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(descriptor)))
+        return descriptor
 
     def finished(self, kind: int, *attributes: tuple[Any, ...]) -> ctypes.c_void_p:
-        """Return a descriptor with attributes: (number, type, value, ...)."""
-        made = self.create(kind)
+        """Return a finalized descriptor with these attributes: (number, type, value, ...)."""
+        descriptor = self.create(kind)
         try:
             for attribute, (number, plain), *values in attributes:
                 array = (plain * len(values))(*values)
                 count = ctypes.c_int64(len(values))
-                self._check(self._library.cudnnBackendSetAttribute(made, attribute, number, count, array))
-            self._check(self._library.cudnnBackendFinalize(made))
+                self._check(self._library.cudnnBackendSetAttribute(descriptor, attribute, number, count, array))
+            self._check(self._library.cudnnBackendFinalize(descriptor))
         except BackendError:
-            self.destroy(made)
+            self.destroy(descriptor)
             raise
-        return made
+        return descriptor
 
-    def values(self, made: ctypes.c_void_p, attribute: int, kind: tuple[int, Any], most: int) -> list[Any]:
-        """Return up to so many values of an attribute."""
-        array = (kind[1] * most)()
-        return list(array[: self.fill(made, attribute, kind, array)])
+    def values(self, descriptor: ctypes.c_void_p, attribute: int, kind: tuple[int, Any], limit: int) -> list[Any]:
+        """Return the values of an attribute, at most ``limit``."""
+        array = (kind[1] * limit)()
+        return list(array[: self.fill(descriptor, attribute, kind, array)])
 
-    def fill(self, made: ctypes.c_void_p, attribute: int, kind: tuple[int, Any], array: Any) -> int:
-        """Write an attribute to an array and return how many values it has; array None: that alone."""
-        count, most = ctypes.c_int64(0), ctypes.c_int64(0 if array is None else len(array))
+    def fill(self, descriptor: ctypes.c_void_p, attribute: int, kind: tuple[int, Any], array: Any) -> int:
+        """Write the values of an attribute to an array (None: write nothing), and return their number."""
+        count, limit = ctypes.c_int64(0), ctypes.c_int64(0 if array is None else len(array))
         get = self._library.cudnnBackendGetAttribute
-        self._check(get(made, attribute, kind[0], most, ctypes.byref(count), array))
+        self._check(get(descriptor, attribute, kind[0], limit, ctypes.byref(count), array))
         return count.value
 
-    def destroy(self, *made: ctypes.c_void_p) -> None:
+    def destroy(self, *descriptors: ctypes.c_void_p) -> None:
         """Free descriptors."""
-        for one in made:
-            self._library.cudnnBackendDestroyDescriptor(one)
+        for descriptor in descriptors:
+            self._library.cudnnBackendDestroyDescriptor(descriptor)
 
     def _check(self, status: int) -> None:
         if status:
@@ -106,46 +106,50 @@ class Backend:
 
 
 def strides(sizes: Sequence[int], *, channels_last: bool) -> list[int]:
-    """Return the strides of a dense tensor."""
-    rest = range(len(sizes) - 1, 1, -1)
-    order = [1, *rest, 0] if channels_last else [*rest, 1, 0]
-    found, step = [0] * len(sizes), 1
+    """Return the strides of a dense tensor with these sizes, contiguous or channels last."""
+    spatial = range(len(sizes) - 1, 1, -1)
+    order = [1, *spatial, 0] if channels_last else [*spatial, 1, 0]
+    dense, stride = [0] * len(sizes), 1
     for axis in order:
-        found[axis] = step
-        step *= sizes[axis]
-    return found
+        dense[axis] = stride
+        stride *= sizes[axis]
+    return dense
 
 
 class Card:
-    """A card as cuDNN knows it, and what it would run there."""
+    """Queries cuDNN for a card that is described by its properties."""
 
     def __init__(self, backend: Backend, properties: dict[str, Any]) -> None:
         self._backend = backend
-        described = properties | {"driverVer": backend.number("cudnnGetCudartVersion")}
-        text = json.dumps(described).encode() + b"\0"
+        description = properties | {"driverVer": backend.number("cudnnGetCudartVersion")}
+        text = json.dumps(description).encode() + b"\0"
         self._versions = backend.number("cudnnGetVersion"), properties["deviceVer"]
-        self._device = backend.finished(DEVICE, (2702, CHARACTER, *(bytes([one]) for one in text)))
+        self._device = backend.finished(DEVICE, (2702, CHARACTER, *(bytes([byte]) for byte in text)))
 
     def plans(self, question: dict[str, Any]) -> list[tuple[str, int]]:
-        """Return the engine and the workspace in bytes of each plan, in the order in which torch tries them."""
-        made, found = list[ctypes.c_void_p](), list[tuple[str, int]]()
-        try:
-            graph = self._graph(question, made)
-            for mode in (INSTANT, FALLBACK):
-                self._of_mode(graph, mode, question, found)
-        finally:
-            self._backend.destroy(*reversed(made))
-        return found
+        """Return (engine, bytes of workspace) of each plan, in the order in which torch tries them.
 
-    def _graph(self, question: dict[str, Any], made: list[ctypes.c_void_p]) -> ctypes.c_void_p:
-        """Return the graph of one operation; ``made`` gets all descriptors of it."""
+        Args:
+            question: the fields of `memplan.cudnn.questions.Question`.
+        """
+        descriptors, plans = list[ctypes.c_void_p](), list[tuple[str, int]]()
+        try:
+            graph = self._graph(question, descriptors)
+            for mode in (INSTANT, FALLBACK):
+                self._add_plans(graph, mode, question, plans)
+        finally:
+            self._backend.destroy(*reversed(descriptors))
+        return plans
+
+    def _graph(self, question: dict[str, Any], descriptors: list[ctypes.c_void_p]) -> ctypes.c_void_p:
+        """Return the operation graph of the convolution. Its descriptors are appended to ``descriptors``."""
 
         def finished(kind: int, *attributes: tuple[Any, ...]) -> ctypes.c_void_p:
-            made.append(self._backend.finished(kind, *attributes))
-            return made[-1]
+            descriptors.append(self._backend.finished(kind, *attributes))
+            return descriptors[-1]
 
         dtype = DTYPES[question["dtype"]]
-        real = DOUBLE if question["dtype"] == "float64" else FLOAT
+        scale_type = DOUBLE if question["dtype"] == "float64" else FLOAT
         tensors = {
             name: finished(
                 TENSOR, (901, DTYPE, dtype), (902, INTEGER, *question[name]),
@@ -154,9 +158,9 @@ class Card:
             )
             for name, alignment in zip("xwy", question["alignments"], strict=True)
         }  # fmt: skip
-        computed = DTYPES["float32"] if question["dtype"] in ("float16", "bfloat16") else dtype
+        compute_dtype = DTYPES["float32"] if question["dtype"] in ("float16", "bfloat16") else dtype
         convolution = finished(
-            CONVOLUTION, (100, DTYPE, computed), (101, CONVOLUTION_MODE, CROSS_CORRELATION),
+            CONVOLUTION, (100, DTYPE, compute_dtype), (101, CONVOLUTION_MODE, CROSS_CORRELATION),
             (106, INTEGER, len(question["stride"])), (103, INTEGER, *question["stride"]),
             (105, INTEGER, *question["padding"]), (104, INTEGER, *question["padding"]),
             (102, INTEGER, *question["dilation"]),
@@ -164,21 +168,25 @@ class Card:
         kind, alpha, names = OPERATIONS[question["kind"]]
         roles = [(names[name], DESCRIPTOR, tensor.value) for name, tensor in tensors.items()]
         operation = finished(
-            kind, (alpha + 2, DESCRIPTOR, convolution.value), *roles, (alpha, real, 1.0), (alpha + 1, real, 0.0)
+            kind,
+            (alpha + 2, DESCRIPTOR, convolution.value),
+            *roles,
+            (alpha, scale_type, 1.0),
+            (alpha + 1, scale_type, 0.0),
         )
         return finished(GRAPH, (801, DESCRIPTOR, operation.value))
 
-    def _of_mode(
-        self, graph: ctypes.c_void_p, mode: int, question: dict[str, Any], found: list[tuple[str, int]]
+    def _add_plans(
+        self, graph: ctypes.c_void_p, mode: int, question: dict[str, Any], plans: list[tuple[str, int]]
     ) -> None:
-        """Add the plans of a list that cuDNN gives to those that were found."""
+        """Append the plans of the engines that a heuristic of cuDNN lists."""
         backend = self._backend
         try:
             heuristics = backend.finished(
                 HEURISTICS, (201, DESCRIPTOR, graph.value), (200, HEURISTIC_MODE, mode),
                 (204, DESCRIPTOR, self._device.value),
             )  # fmt: skip
-        except BackendError:  # torch goes on with the fallbacks
+        except BackendError:  # torch continues with the fallbacks, too
             return
         configs = [backend.create(CONFIG) for _ in range(backend.fill(heuristics, 202, DESCRIPTOR, None))]
         array = (ctypes.c_void_p * len(configs))(*(config.value for config in configs))
@@ -187,14 +195,13 @@ class Card:
             engine = self._engine(config, question)
             if engine is not None:
                 number, compiled = engine
-                # an engine that is compiled takes seconds: only where it is the one that runs
-                if (compiled and found) or self._runs(config):
-                    found.append((f"eng{number}", backend.values(config, 303, INTEGER, 1)[0]))
+                # compiling an engine takes seconds, so it is checked only if torch would run it
+                if (compiled and plans) or self._is_supported(config):
+                    plans.append((f"eng{number}", backend.values(config, 303, INTEGER, 1)[0]))
         backend.destroy(*configs, heuristics)
 
     def _engine(self, config: ctypes.c_void_p, question: dict[str, Any]) -> tuple[int, bool] | None:
-        """Return the number of a configuration's engine, and whether it is compiled when it is planned; None where
-        torch leaves it out."""
+        """Return the number of a configuration's engine, and whether planning compiles it; None if torch skips it."""
         backend = self._backend
         engine = backend.create(ENGINE)
         backend.fill(config, 300, DESCRIPTOR, (ctypes.c_void_p * 1)(engine.value))
@@ -205,8 +212,8 @@ class Card:
             return None
         return number, RUNTIME_COMPILATION in behavior
 
-    def _runs(self, config: ctypes.c_void_p) -> bool:
-        """Return whether a configuration takes this shape; else torch tries the next."""
+    def _is_supported(self, config: ctypes.c_void_p) -> bool:
+        """Return whether cuDNN can plan this configuration; otherwise torch tries the next."""
         backend = self._backend
         try:
             plan = backend.finished(PLAN, (407, DESCRIPTOR, self._device.value), (401, DESCRIPTOR, config.value))
@@ -217,14 +224,14 @@ class Card:
 
 
 def refused(notes: Sequence[int], question: dict[str, Any]) -> bool:
-    """Return whether torch leaves out an engine with these numerical notes. Source: filterEngineConfigs."""
+    """Return whether torch skips an engine with these numerical notes. Source: filterEngineConfigs."""
     if DOWN_CONVERT in notes or (question["deterministic"] and NONDETERMINISTIC in notes):
         return True
     return question["dtype"] == "float32" and not question["tf32"] and TENSOR_CORES in notes
 
 
 def in_errata(question: dict[str, Any], engine: int, version: int, card: int) -> bool:
-    """Return whether torch does not run an engine that this version of cuDNN offers for a card."""
+    """Return whether an engine is in ERRATA for this version of cuDNN and this device version of the card."""
     return any(
         kind == question["kind"] and engine == number and dimensions in (None, len(question["stride"]))
         and first <= version < (end or version + 1) and only in (None, card)
@@ -233,9 +240,9 @@ def in_errata(question: dict[str, Any], engine: int, version: int, card: int) ->
 
 
 def serve(lines: Iterator[str], output: TextIO) -> None:
-    """Answer a line for each line."""
+    """Write an answer for each line of input: the protocol is in the module's docstring."""
 
-    def say(value: dict[str, Any]) -> None:
+    def answer(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=output, flush=True)
 
     request = json.loads(next(lines))
@@ -245,17 +252,17 @@ def serve(lines: Iterator[str], output: TextIO) -> None:
         backend = Backend(request["file"])
         card = Card(backend, request["card"])
     except (OSError, AttributeError, BackendError) as error:
-        say({"error": str(error)})
+        answer({"error": str(error)})
         return
-    say({"version": backend.number("cudnnGetVersion")})
+    answer({"version": backend.number("cudnnGetVersion")})
     for line in lines:
         try:
-            say({"plans": card.plans(json.loads(line))})
+            answer({"plans": card.plans(json.loads(line))})
         except BackendError as error:
-            say({"error": str(error)})
+            answer({"error": str(error)})
 
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # the libraries may print to stdout
     serve(iter(sys.stdin.readline, ""), answers)

@@ -1,4 +1,4 @@
-"""Where cuDNN lies: beside the CUDA build of torch, or from the extra ``memplan[cudnn]``; found without loading it."""
+"""Locates cuDNN, in an environment with a CUDA build of torch or with ``memplan[cudnn]``, without loading it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from memplan.dry.cuda_torch import packages_of, python_of
 from memplan.errors import DeviceError
 
 OLDEST = 90800
-"""From cuDNN 9.8 on, a card can be described instead of being there (release notes)."""
+"""From cuDNN 9.8 on, a description of the card can replace the card (release notes)."""
 _FILE = Path("nvidia", "cudnn", "lib", "libcudnn.so.9")
-_NEEDED = ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*")
+_DEPENDENCIES = ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*")
 _DEFINED = re.compile(r"#define CUDNN_(?:MAJOR|MINOR|PATCHLEVEL) (\d+)")
 _VERSION = re.compile(r"(9)\.(\d+)(?:\.(\d+))?(?:\.\d+)?")
 _DO = (
@@ -26,33 +26,34 @@ _DO = (
 
 @dataclass(frozen=True)
 class Cudnn:
-    """cuDNN 9 in a folder of Python packages; None: a version by itself, of which only stored answers are known."""
+    """An installed cuDNN 9, or a version of it of which only stored answers are known."""
 
     packages: Path | None
+    """The site-packages folder; None: not installed."""
     version: int
-    """As cuDNN numbers itself: 91900 is 9.19.0."""
+    """In cuDNN's own numbering: 91900 is 9.19.0."""
 
     @property
     def file(self) -> Path:
-        """Return the file of the library."""
+        """The shared library."""
         assert self.packages is not None, "asked only where there is a library"
         return self.packages / _FILE
 
     @property
     def needed(self) -> tuple[Path, ...]:
-        """Return the libraries of CUDA that have to be loaded before it."""
+        """The CUDA libraries that have to be loaded before it."""
         assert self.packages is not None, "asked only where there is a library"
-        found = [sorted(self.packages.glob(f"nvidia/*/lib/{name}")) for name in _NEEDED]
-        return tuple(files[-1] for files in found if files)
+        versions = [sorted(self.packages.glob(f"nvidia/*/lib/{name}")) for name in _DEPENDENCIES]
+        return tuple(files[-1] for files in versions if files)
 
     @property
     def title(self) -> str:
-        """Return its name and version, as people write it."""
+        """Name and version, such as ``cuDNN 9.19.0``."""
         return f"cuDNN {title_of(self.version)}"
 
 
 def title_of(version: int) -> str:
-    """Return a version as people write it.
+    """Return a version number as text.
 
     Example:
         >>> title_of(91900)
@@ -62,41 +63,42 @@ def title_of(version: int) -> str:
 
 
 def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | None:
-    """Find the cuDNN to ask; None where there is none that can be.
+    """Return the cuDNN to query; None if there is none, or an older one than 9.8.
 
     Args:
-        environment: the folder of a virtual environment, or its Python; or a version such as "9.19.0", of which the
-            answers count that memplan has stored; this environment where None or True; False: none.
+        environment: folder of a virtual environment or path of its Python; or a version such as "9.19.0", to use only
+            the answers that memplan has stored for it. None or True: this environment. False: no cuDNN.
 
     Raises:
-        DeviceError: an environment that was named has none.
+        DeviceError: the named environment has no cuDNN from 9.8 on, or this system cannot load it.
     """
     if environment is False:
         return None
     if environment is None or environment is True:
-        if not _runs_here():
+        if not _is_supported():
             return None
-        places = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
-        return next((found for place in places if (found := _in(place)) and found.version >= OLDEST), None)
+        folders = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
+        libraries = (_library_in(folder) for folder in folders)
+        return next((library for library in libraries if library and library.version >= OLDEST), None)
     if (named := _VERSION.fullmatch(str(environment))) is not None:
         major, minor, patch = (int(number or 0) for number in named.groups())
         return Cudnn(None, major * 10000 + minor * 100 + patch)
-    if not _runs_here():
+    if not _is_supported():
         raise DeviceError(f"cuDNN named on {platform.system()}", expected="Linux on x86-64", do="Leave it out")
-    found = packages_of(python_of(environment, _DO), _FILE, own=False)
-    library = None if found is None else _in(found)
+    packages = packages_of(python_of(environment, _DO), _FILE, own=False)
+    library = None if packages is None else _library_in(packages)
     if library is None or library.version < OLDEST:
-        what = "no cuDNN as pip installs it" if library is None else library.title
-        raise DeviceError(f"the environment {environment} has {what}", expected="cuDNN 9.8 or later", do=_DO)
+        title = "no cuDNN as pip installs it" if library is None else library.title
+        raise DeviceError(f"the environment {environment} has {title}", expected="cuDNN 9.8 or later", do=_DO)
     return library
 
 
-def _runs_here() -> bool:
+def _is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-def _in(packages: Path) -> Cudnn | None:
-    """Return the cuDNN of a folder of packages; its header says the version."""
+def _library_in(packages: Path) -> Cudnn | None:
+    """Return the cuDNN in a site-packages folder, with the version of its header; None: there is none."""
     if not (packages / _FILE).is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What torch asks cuDNN before a convolution, and what cuDNN answers: plain values."""
+"""Questions to cuDNN about a convolution, and its answers, as plain values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Kind = Literal["forward", "input gradient", "weight gradient"]
 class Question:
     """A convolution as torch describes it to cuDNN. Source: native/cudnn/Conv_v8.cpp.
 
-    ``x``, ``w`` and ``y`` are the sizes of images, weight and result of the plain convolution: of a transposed one, and
-    of gradients, its operands and result in these roles. All three are dense, so that sizes and memory format say the
-    strides. The number of groups follows from the channels.
+    ``x``, ``w`` and ``y`` are the sizes of input, weight and output of the forward convolution. Transposed convolutions
+    and gradients have their operands and result in these roles. All three are dense, so sizes and memory format
+    determine the strides. The number of groups follows from the channels.
     """
 
     kind: Kind
@@ -28,25 +28,25 @@ class Question:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     alignments: tuple[int, int, int]
-    """Of the addresses of x, w and y in bytes, 32 at most."""
+    """Alignment of the addresses of x, w and y in bytes, at most 32."""
     tf32: bool
-    """Whether products in float32 may be rounded to TF32; True for other types, where it changes nothing."""
+    """Whether float32 may be computed in TF32; always True for other types, for which it has no effect."""
     deterministic: bool
 
     @property
     def key(self) -> str:
-        """Return the question as text, equal for equal questions."""
+        """The question as JSON text, equal for equal questions."""
         return json.dumps(astuple(self), separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """A way in which cuDNN can run a convolution."""
+    """An engine with which cuDNN can run a convolution, and its workspace."""
 
     engine: str
     """cuDNN's own name: ``eng`` and a number."""
     workspace: int
-    """Bytes."""
+    """In bytes."""
 
 
 Plans = tuple[ExecutionPlan, ...]
@@ -54,15 +54,16 @@ Plans = tuple[ExecutionPlan, ...]
 
 
 def stairs(plans: Plans) -> Plans:
-    """Return the first plan, and of the others those that take less than all before: where a workspace cannot be
-    allocated, torch tries the next plan, so that only these can follow.
+    """Return the plans that torch can end up with: each whose workspace is smaller than those of all plans before it.
+
+    If a workspace cannot be allocated, torch tries the next plan, so a plan that takes more would fail as well.
 
     Example:
         >>> stairs((ExecutionPlan("eng1", 8), ExecutionPlan("eng2", 9), ExecutionPlan("eng3", 0)))
         (ExecutionPlan(engine='eng1', workspace=8), ExecutionPlan(engine='eng3', workspace=0))
     """
-    found: list[ExecutionPlan] = []
+    smaller: list[ExecutionPlan] = []
     for plan in plans:
-        if not found or plan.workspace < found[-1].workspace:
-            found.append(plan)
-    return tuple(found)
+        if not smaller or plan.workspace < smaller[-1].workspace:
+            smaller.append(plan)
+    return tuple(smaller)

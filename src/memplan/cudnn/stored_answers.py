@@ -1,7 +1,6 @@
-"""What the package knows by itself: workspaces that a real card took, and cuDNN's answers for the examples and the zoo.
+"""Answers that the package ships: workspaces measured on real cards, and cuDNN's answers for the examples and the zoo.
 
-Both files are made by ``tools/cudnn_answers.py``: the first of the steps that a real card has run, the second by
-asking cuDNN.
+``tools/cudnn_answers.py`` writes both files: the first from recorded steps of real cards, the second by asking cuDNN.
 """
 
 from __future__ import annotations
@@ -23,27 +22,28 @@ MEASURED, SHIPPED = FOLDER / "measured.json.gz", FOLDER / "shipped.json.gz"
 
 
 @dataclass(frozen=True)
-class OfCard:
-    """Answers for one card and one version of cuDNN, in the order of the file's questions; None: it has none."""
+class CardAnswers:
+    """Answers of a version of cuDNN for a card."""
 
     card: str
     version: int
     described: str
     """`digest_of` the card's description."""
     answers: tuple[tuple[ExecutionPlan, ...] | None, ...]
+    """In the order of the file's questions; None: no answer."""
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """cuDNN's answers."""
+    """The file of cuDNN's answers."""
 
     questions: tuple[str, ...]
-    cards: tuple[OfCard, ...]
+    cards: tuple[CardAnswers, ...]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of workspaces that a real card took, by the key of the question."""
+    """Bytes of the workspaces that a real card took, by `Question.key`."""
 
     card: str
     version: int
@@ -53,35 +53,35 @@ class Measured:
 
 @dataclass(frozen=True)
 class AllMeasured:
-    """What each real card took."""
+    """The file of measured workspaces."""
 
     cards: tuple[Measured, ...]
 
 
-def digest_of(described: Mapping[str, Any]) -> str:
-    """Return a short text that is equal for equal descriptions of a card."""
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
+def digest_of(description: Mapping[str, Any]) -> str:
+    """Return a short digest of a card's description."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def shipped(card: str, version: int, described: Mapping[str, Any]) -> Mapping[str, Plans]:
-    """Return the stored answers of a cuDNN for a card as it is described now, by the key of the question."""
-    key = (card, version, digest_of(described))
+def shipped(card: str, version: int, description: Mapping[str, Any]) -> Mapping[str, Plans]:
+    """Return the answers of a version of cuDNN for a card with this description, by `Question.key`; {}: none stored."""
+    key = (card, version, digest_of(description))
     stored = _shipped()
-    of = next((one for one in stored.cards if (one.card, one.version, one.described) == key), None)
-    if of is None:
-        return {}
-    return {question: plans for question, plans in zip(stored.questions, of.answers, strict=True) if plans}
+    for entry in stored.cards:
+        if (entry.card, entry.version, entry.described) == key:
+            return {question: plans for question, plans in zip(stored.questions, entry.answers, strict=True) if plans}
+    return {}
 
 
 def measured(card: str, version: int) -> Mapping[str, int]:
-    """Return the bytes that workspaces took on the real card with this cuDNN, by the key of the question."""
-    of = (one for one in _measured().cards if (one.card, one.version) == (card, version))
-    return next((one.workspaces for one in of), {})
+    """Return the bytes of workspaces measured on a real card with this version, by `Question.key`; {}: none stored."""
+    entries = (entry for entry in _measured().cards if (entry.card, entry.version) == (card, version))
+    return next((entry.workspaces for entry in entries), {})
 
 
 def versions() -> tuple[int, ...]:
-    """Return the versions of cuDNN that answers are stored of."""
-    return tuple(sorted({one.version for one in _shipped().cards}))
+    """Return the versions of cuDNN with stored answers."""
+    return tuple(sorted({entry.version for entry in _shipped().cards}))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The process that loads cuDNN: started here, asked a question at a time, and given up where it crashes or hangs."""
+"""Starts and queries the process that loads cuDNN, and replaces it when it crashes or hangs."""
 
 from __future__ import annotations
 
@@ -22,54 +22,57 @@ from memplan.dry.progress import Progress
 SCRIPT = Path(__file__).with_name("backend_worker.py")
 DRIVER = Path(__file__).with_name("no_driver.c")
 ANSWER, START = 10.0, 60.0
-"""Seconds to wait for an answer, and for the libraries to load; the first answer may take as long as that, but not
-hang."""
-_LOOK = 0.5
-"""Seconds after which a process that is waited for is looked at."""
-_LIVES = 3
-"""Processes at most that are lost to questions of one batch."""
+"""Seconds to wait for an answer, and for the libraries to load. The first answer may take as long."""
+_POLL = 0.5
+"""Seconds between two checks for progress while waiting for an answer."""
+_MAX_PROCESSES = 3
+"""Greatest number of processes for a batch of questions, as each may crash or hang."""
 
 
 class WorkerError(Exception):
-    """The process did not answer; the text says why."""
+    """There is no answer; the message is the reason."""
 
 
 def ask_worker(
     library: Cudnn, card: dict[str, Any], questions: Sequence[Question]
 ) -> Iterator[tuple[Question, Plans | str]]:
-    """Yield each question with cuDNN's answer, or with the reason why there is none.
+    """Yield each question with cuDNN's plans, or with the reason why there are none.
 
     Args:
-        library: the cuDNN to ask.
-        card: properties of the card, as `memplan.cudnn.described_card` writes them.
-        questions: what to ask; where one crashes the process, another process goes on with the next.
+        library: an installed cuDNN.
+        card: as `memplan.cudnn.described_card.properties` returns it.
+        questions: after a question that crashes the process, a new process continues with the next.
 
     Raises:
-        DeviceError: no compiler for what cuDNN takes for a driver.
-        WorkerError: cuDNN does not load.
+        DeviceError: there is no C compiler to build the stub of the CUDA driver.
+        WorkerError: cuDNN cannot be loaded.
     """
     driver = built(DRIVER, "libcuda.so.1")
-    request = {"needed": [str(driver), *map(str, library.needed)], "file": str(library.file), "card": card}
-    rest = list(questions)
-    for _ in range(_LIVES):
-        with _Worker(request) as worker:
+    setup = {"needed": [str(driver), *map(str, library.needed)], "file": str(library.file), "card": card}
+    pending = list(questions)
+    for _ in range(_MAX_PROCESSES):
+        with _Worker(setup) as worker:
             limit = START
-            while rest:
-                question = rest.pop(0)
+            while pending:
+                question = pending.pop(0)
                 try:
-                    yield question, _plans(worker.say(asdict(question), limit))
+                    yield question, _plans(worker.request(asdict(question), limit))
                 except WorkerError as error:
                     yield question, str(error)
                     if not worker.lives:
                         break
                 limit = ANSWER
-        if not rest:
+        if not pending:
             return
-    yield from ((question, "the process had ended too often") for question in rest)
+    yield from ((question, "the process had ended too often") for question in pending)
 
 
 def _plans(answer: dict[str, Any]) -> Plans:
-    """Return the plans of an answer. Raises WorkerError: it has none, or is not one."""
+    """Return the plans of a worker's answer.
+
+    Raises:
+        WorkerError: it is an error, has no plans, or is malformed.
+    """
     if "error" in answer:
         raise WorkerError(str(answer["error"]))
     try:
@@ -82,21 +85,21 @@ def _plans(answer: dict[str, Any]) -> Plans:
 
 
 class _Worker:
-    """One process, which is over when this is left."""
+    """A process that has loaded cuDNN. It is killed when the context is left."""
 
-    def __init__(self, request: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},  # of a dry run: a driver
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},  # the emulated driver
         )  # fmt: skip
-        self._request = request
-        self._read = b""
+        self._setup = setup
+        self._buffer = b""
         self.lives = True
 
     def __enter__(self) -> _Worker:
         try:
-            answer = self.say(self._request, START)
+            answer = self.request(self._setup, START)
             if "error" in answer:
                 raise WorkerError(str(answer["error"]))
         except BaseException:
@@ -112,14 +115,22 @@ class _Worker:
         self._process.kill()
         self._process.communicate()
 
-    def say(self, value: dict[str, Any], limit: float) -> dict[str, Any]:
-        """Send a value and return the answer. Raises WorkerError: none within so many seconds, or no JSON."""
+    def request(self, value: dict[str, Any], limit: float) -> dict[str, Any]:
+        """Send a value and return the answer.
+
+        Args:
+            value: to be sent as a line of JSON.
+            limit: seconds to wait.
+
+        Raises:
+            WorkerError: no answer within that time, the process has ended, or the answer is no JSON object.
+        """
         assert self._process.stdin is not None, "piped"
         try:
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             answer = json.loads(self._line(time.monotonic() + limit, limit))
         except BrokenPipeError:
-            raise WorkerError(self._why()) from None
+            raise WorkerError(self._exit_reason()) from None
         except ValueError:
             self._end()
             raise WorkerError("it answered with something else than JSON") from None
@@ -128,26 +139,27 @@ class _Worker:
             raise WorkerError("it answered with something else than JSON")
         return answer
 
-    def _line(self, until: float, limit: float) -> bytes:
+    def _line(self, deadline: float, limit: float) -> bytes:
+        """Return the next line of output, or kill the process after the deadline or if it makes no progress."""
         assert self._process.stdout is not None, "piped"
         progress = Progress(self._process.pid)
-        while b"\n" not in self._read:
-            left = until - time.monotonic()
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, min(left, _LOOK)))
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, min(left, _POLL)))
             if not ready:
                 if left <= 0 or progress.hangs:
                     self._end()
                     raise WorkerError(f"no answer within {limit:.0f} s" if left <= 0 else "its process hangs")
                 continue
-            found = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not found:
-                raise WorkerError(self._why())
-            self._read += found
-        line, _, self._read = self._read.partition(b"\n")
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise WorkerError(self._exit_reason())
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _why(self) -> str:
-        """Return how the process ended."""
+    def _exit_reason(self) -> str:
+        """Wait for the end of the process and return how it ended."""
         status = self._process.wait()
         self.lives = False
         return f"its process ended {f'by {signal.Signals(-status).name}' if status < 0 else f'with exit code {status}'}"

@@ -1,1 +1,1 @@
-"""memplan inside of other tools: scripts as they are, pytest, trainers, notebooks. All of it is imported lazily."""
+"""memplan within other tools: unmodified scripts, pytest, trainers, notebooks. All of it is imported lazily."""

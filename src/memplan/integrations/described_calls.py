@@ -1,4 +1,4 @@
-"""What a model of the user's was called with and is updated by, as descriptions: no tensor of the user's is held."""
+"""Describes a model's call and its optimizer without keeping the user's tensors alive."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ _PLAIN = (int, float, bool, type(None))
 
 
 class Unknown(Exception):
-    """An argument that is neither a tensor, a number nor a container of such."""
+    """An argument that is neither a tensor, a number, None, nor a list, tuple or mapping of these."""
 
 
 def described(value: Any) -> Any:
-    """Return an argument with a description for each tensor.
+    """Return an argument with a `Spec` in place of each tensor; mappings become dicts.
 
     Raises:
-        Unknown: it is something that cannot be described.
+        Unknown: it contains a value of another type.
     """
     if isinstance(value, torch.Tensor):
         return Spec(tuple(value.shape), value.dtype)
     if isinstance(value, _PLAIN):
         return value
     if type(value) in (list, tuple):
-        return type(value)([described(one) for one in value])
+        return type(value)([described(item) for item in value])
     if isinstance(value, Mapping):
-        return {key: described(one) for key, one in value.items()}
+        return {key: described(item) for key, item in value.items()}
     raise Unknown(f"a {type(value).__name__}")
 
 
 def text_of(value: Spec) -> str:
-    """Return a description as `memplan.spec` takes it."""
+    """Return a spec in the notation of `memplan.spec`, such as ``8x3x224x224:float16``."""
     sizes = "x".join(map(str, value.shape)) or "scalar"
     return sizes if value.dtype is torch.float32 else f"{sizes}:{str(value.dtype)[6:]}"
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy without hooks: what the user's would store, they would store in the user's own objects."""
-    made = copy_module(module)
-    for part in made.modules():
-        _torch.remove_hooks(part)
-    return made
+    """Return a copy without hooks, which would write into the user's objects."""
+    copy = copy_module(module)
+    for submodule in copy.modules():
+        _torch.remove_hooks(submodule)
+    return copy
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the options that another optimizer of its class takes: Adam's defaults have one that AdamW does not."""
-    taken = inspect.signature(type(optimizer)).parameters
-    return {name: value for name, value in optimizer.defaults.items() if name in taken}
+    """Return the defaults that its constructor takes: those of AdamW have a key of Adam that AdamW does not take."""
+    parameters = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in parameters}
 
 
 def maker(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Return a callable of the parameters that makes an optimizer."""
+    """Return a function that takes parameters and creates an optimizer of this class with these options."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return kind(parameters, **options)

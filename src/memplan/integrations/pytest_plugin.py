@@ -18,7 +18,7 @@ _OPTIONS = (
     "inputs", "kwargs", "targets", "loss", "optimizer", "device", "autocast", "train", "dtype", "settings", "assume",
     "cudnn",
 )  # fmt: skip
-_OF_A_MODULE = frozenset(("inputs", "kwargs", "targets", "loss", "optimizer", "autocast", "train", "dtype"))
+_MODULE_OPTIONS = frozenset(("inputs", "kwargs", "targets", "loss", "optimizer", "autocast", "train", "dtype"))
 _HELP = (
     "memplan(peak=None, reserved=None, inputs=(), device=None, ...): the step that the test returns (a module, a "
     "callable that makes one, a build, a step or a Trace) may take so many bytes; the other arguments are those of "
@@ -27,32 +27,33 @@ _HELP = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the mark."""
+    """Register the mark."""
     config.addinivalue_line("markers", _HELP)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a mark that cannot be followed: one that does nothing would look like a limit that holds."""
+    """Fail a test whose mark cannot be checked: otherwise it would look like a limit that holds."""
     for mark in item.iter_markers(MARK):
-        reason = _why_not(item, mark)
+        reason = _problem(item, mark)
         if reason is not None:
             pytest.fail(f"@pytest.mark.{MARK}: {reason}", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Call a test with the mark, and hold the step that it returns to each of its limits."""
+    """Check the step that a test with the mark returns against the limits of each mark."""
     marks = list(pyfuncitem.iter_markers(MARK))
     if not marks:
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    arguments = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
+    fixtures = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
     for mark in marks:
-        _hold(pyfuncitem, lambda: pyfuncitem.obj(**arguments), mark.kwargs)
+        _check(pyfuncitem, lambda: pyfuncitem.obj(**fixtures), mark.kwargs)
     return True
 
 
-def _why_not(item: pytest.Item, mark: pytest.Mark) -> str | None:
+def _problem(item: pytest.Item, mark: pytest.Mark) -> str | None:
+    """Return why the mark cannot be checked on this test; None if it can."""
     known = (*_LIMITS, *_OPTIONS)
     unknown = sorted(set(mark.kwargs) - set(known))
     if mark.args:
@@ -71,77 +72,93 @@ def _why_not(item: pytest.Item, mark: pytest.Mark) -> str | None:
     return None
 
 
-def _hold(item: pytest.Function, test: Callable[[], Any], given: Mapping[str, Any]) -> None:
+def _check(item: pytest.Function, test: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
     from memplan.errors import InputError, PeakError, StepError, UsageError
 
     try:
-        _assert(item.name, test, given)
+        _assert_limits(item.name, test, arguments)
         return
-    except (PeakError, UsageError, StepError) as error:
-        found = error
-    if isinstance(found, StepError) and found.__cause__ is not None:
-        # an error of the test itself, or an assertion in it: shown as if it had been called without memplan
-        raise found.__cause__
-    text = str(found)
-    if isinstance(found, InputError) and "inputs" not in given:
+    except (PeakError, UsageError, StepError) as raised:
+        error = raised
+    if isinstance(error, StepError) and error.__cause__ is not None:
+        # an error or assertion of the test itself: shown as if it had run without memplan
+        raise error.__cause__
+    text = str(error)
+    if isinstance(error, InputError) and "inputs" not in arguments:
         text += ' In the mark: inputs="8x3x224x224", or a list of them.'
     pytest.fail(text, pytrace=False)
 
 
-def _assert(title: str, test: Callable[[], Any], given: Mapping[str, Any]) -> None:
-    """Record the test as a build, in which nothing is allocated, and check its peak."""
+def _assert_limits(title: str, test: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
+    """Record the test without allocating anything, and check the peak of the step that it returns.
+
+    Args:
+        title: of the step, for messages.
+        test: the test function without arguments.
+        arguments: keyword arguments of the mark.
+    """
     from memplan.studies.guarding.assert_peak import assert_peak
 
-    limits = {"at_most": given.get("peak"), "reserved": given.get("reserved")}
-    options = {name: value for name, value in given.items() if name in _OPTIONS and name != "inputs"}
-    inputs = given.get("inputs", ())
+    limits = {"at_most": arguments.get("peak"), "reserved": arguments.get("reserved")}
+    options = {name: value for name, value in arguments.items() if name in _OPTIONS and name != "inputs"}
+    inputs = arguments.get("inputs", ())
     inputs = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
-    makes_modules = any(name in _OF_A_MODULE for name in given)
-    build = _named(lambda: _made(test, makes_modules), title)
+    expects_module = any(name in _MODULE_OPTIONS for name in arguments)
+    build = _named(lambda: _build(test, expects_module), title)
     try:
         assert_peak(build, *inputs, **limits, **options)
-    except _Recorded as found:
-        assert_peak(found.trace, **limits, **{name: value for name, value in given.items() if name == "settings"})
-    except _Maker:
+    except _ReturnedTrace as returned:
+        settings = {name: value for name, value in arguments.items() if name == "settings"}
+        assert_peak(returned.trace, **limits, **settings)
+    except _ReturnsModule:
         assert_peak(_named(lambda: test()(), title), *inputs, **limits, **options)
 
 
-class _Recorded(BaseException):
-    """Leaves a recording with the Trace that the test returned."""
+class _ReturnedTrace(BaseException):
+    """Leaves the recording with the Trace that the test returned, which needs none."""
 
     def __init__(self, trace: Any) -> None:
         super().__init__()
         self.trace = trace
 
 
-class _Maker(BaseException):
-    """Leaves a recording in which what the test returned turned out to make a module or a step, and to be none."""
+class _ReturnsModule(BaseException):
+    """Leaves the recording: the test returned a callable that is no step, but creates a module or a step."""
 
 
-def _made(test: Callable[[], Any], makes_modules: bool) -> Any:
-    """Return what a test returns as what a ``build`` returns: a module, or a step."""
+def _build(test: Callable[[], Any], expects_module: bool) -> Any:
+    """Run the test and return its result as a module or a step, which a ``build`` has to return.
+
+    Args:
+        test: the test function without arguments.
+        expects_module: the mark has arguments that apply to a module only, so that a callable must create one.
+
+    Raises:
+        _ReturnedTrace: it returned a Trace.
+    """
     from torch import Tensor, nn
 
     from memplan import _torch
     from memplan.trace.step import copy_module
     from memplan.trace.trace import Trace
 
-    made = test()
-    if isinstance(made, Trace):
-        raise _Recorded(made)
-    if isinstance(made, nn.Module):
-        # of a fixture, say: a recording leaves real tensors as they are
-        is_real = any(not isinstance(one, _torch.FakeTensor) for one in (*made.parameters(), *made.buffers()))
-        return copy_module(made) if is_real else made
-    if not callable(made):
-        return made
-    if makes_modules:  # a step takes no such arguments
-        return made()
+    returned = test()
+    if isinstance(returned, Trace):
+        raise _ReturnedTrace(returned)
+    if isinstance(returned, nn.Module):
+        # a module of a fixture was created before the recording and has real tensors
+        tensors = (*returned.parameters(), *returned.buffers())
+        is_real = any(not isinstance(tensor, _torch.FakeTensor) for tensor in tensors)
+        return copy_module(returned) if is_real else returned
+    if not callable(returned):
+        return returned
+    if expects_module:
+        return returned()
 
     def step() -> None:
-        result = made()
+        result = returned()
         if isinstance(result, nn.Module) or (callable(result) and not isinstance(result, Tensor)):
-            raise _Maker
+            raise _ReturnsModule
 
     return step
 

@@ -49,7 +49,7 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
     notes += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with {library.title}, and these "
              "count"] * (len(measured) > 0)  # fmt: skip
     return dataclasses.replace(
-        trace, storages=tuple(storages), notes=(*trace.notes, *notes, *answers.said), engines=tuple(engines),
+        trace, storages=tuple(storages), notes=(*trace.notes, *notes, *answers.notes), engines=tuple(engines),
         measured=tuple(measured),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.errors import InputError
-from memplan.integrations.line_profiles.namespace import Surroundings
+from memplan.integrations.line_profiles.namespace import FakeNamespace
 
 CELL = """
 for batch in batches:
@@ -51,7 +51,7 @@ def namespace() -> dict[str, Any]:
 
 def predicted(source: str, names: dict[str, Any]) -> memplan.Trace:
     code = compile(source, "cell", "exec")
-    return Surroundings(names, [code]).predicted(lambda given: exec(code, names), "cpu")
+    return FakeNamespace(names, [code]).record(lambda given: exec(code, names), "cpu")
 
 
 def test_the_bytes_are_those_of_the_same_step_built_anew() -> None:

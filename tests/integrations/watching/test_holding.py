@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.integrations.watching.holding import NOBODY, Holders, tensors_on
+from memplan.integrations.watching.holding import NOBODY, Owners, tensors_on
 
 KEPT: list[Any] = []
 
@@ -75,7 +75,7 @@ def test_a_holder_is_named(keep: Callable[[torch.Tensor], Any], text: str) -> No
     models = [holder] if isinstance(holder, nn.Module) else []
     tensors = tensors_on({key})[key]
     try:
-        assert Holders(models).of(tensors).text == text
+        assert Owners(models).of(tensors).text == text
     finally:
         KEPT.clear()
         Plain.shared.clear()
@@ -94,7 +94,7 @@ def test_a_tensor_that_only_a_graph_holds_has_no_holder() -> None:
         return _torch.storage_key(inner.untyped_storage()), inner.sum()
 
     key, _graph = saved()
-    assert Holders([]).of(tensors_on({key}).get(key, [])) is NOBODY
+    assert Owners([]).of(tensors_on({key}).get(key, [])) is NOBODY
 
 
 def test_looking_up_local_variables_holds_nothing_alive() -> None:
@@ -104,7 +104,7 @@ def test_looking_up_local_variables_holds_nothing_alive() -> None:
         tensor: torch.Tensor | None = torch.ones(3)
         box = [tensor]
         died = weakref.ref(box[0])
-        Holders([])
+        Owners([])
         tensor = None
         box.clear()
         return died() is None and tensor is None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.integrations.watching.post_mortem import asked_for, is_out_of_memory
+from memplan.integrations.watching.post_mortem import is_out_of_memory, requested_bytes
 
 PETABYTE = 1 << 50
 ON_CARD = (
@@ -105,7 +105,7 @@ def test_none_is_written_where_none_is_wanted_or_can_be(tmp_path: Path, capsys: 
 )
 def test_errors_of_memory_are_told_from_others(error: BaseException | None, is_it: bool, asked: int | None) -> None:
     assert is_out_of_memory(error) is is_it
-    assert error is None or asked_for(error) == asked
+    assert error is None or requested_bytes(error) == asked
 
 
 def test_inputs_that_cannot_be_described_are_said(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_leak_that_begins_late_is_found_by_the_growth_of_the_process(monkeypat
     kept = list[torch.Tensor]()
     resident = iter(range(0, 10**12, 1 << 20))  # each step's end has 1 MiB more
     monkeypatch.setattr("memplan.integrations.watching.counters._resident", lambda: next(resident))
-    monkeypatch.setattr("memplan.integrations.watching.counters._EVERY", 0.0)
+    monkeypatch.setattr("memplan.integrations.watching.counters._INTERVAL", 0.0)
     steps = iter(range(100))
     seen = watched(lambda output, loss: kept.append(output) if next(steps) > 5 else None, steps=16)
     (leak,) = seen.leaks
@@ -275,7 +275,7 @@ def test_rows_and_leaks_go_through_json() -> None:
 def test_a_larger_batch_that_comes_later_is_a_drift_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter(range(0, 10**12, 1 << 20))
     monkeypatch.setattr("memplan.integrations.watching.counters._resident", lambda: next(resident))
-    monkeypatch.setattr("memplan.integrations.watching.counters._EVERY", 0.0)
+    monkeypatch.setattr("memplan.integrations.watching.counters._INTERVAL", 0.0)
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
 

@@ -1,1 +1,1 @@
-"""Memory line by line where functions really run: the decorator, and what measures a process between its lines."""
+"""`memplan.profile`: memory of decorated functions line by line, measured while they run or predicted."""

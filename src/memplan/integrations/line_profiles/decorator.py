@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _SECONDS = 10.0
 _Key = tuple[str, int, str]
-"""Name of a function, its first line, and its file's name."""
-_OVER = "it ran on after {:.0f} s, the rest was not measured (memplan.profile(seconds=...))"
+"""Name of a function, its first line, and the name of its file."""
+_OVERTIME = "it ran on after {:.0f} s, the rest was not measured (memplan.profile(seconds=...))"
 
 
 @overload
@@ -36,23 +36,23 @@ def profile(*, device: str | None = None, seconds: float = _SECONDS) -> Callable
 
 
 def profile(function: Any = None, /, *, device: str | None = None, seconds: float = _SECONDS) -> Any:
-    """Follow a function line by line: what each line holds, adds, frees, and takes at its peak.
+    """Profile the memory of a function line by line: live, allocated and freed bytes, and the peak of each line.
 
-    Inside of a recording (`memplan.explain`, `memplan run`, ``memplan measure``) its lines are in the result. Where it
-    runs by itself, it is measured by the allocator's own events, and the table is printed when the program ends, or by
-    ``function.print()``; ``function.lines`` is the same as a value.
+    Within a recording (`memplan.explain`, `memplan run`, ``memplan measure``) the result contains the lines. Otherwise
+    calls are measured by the allocator's events, and the table is printed when the program ends, or by
+    ``function.print()``; ``function.lines`` has the same data.
 
     Args:
-        function: what is decorated: a function, a method, a generator or a coroutine.
-        device: a card (``"h100"``) or ``"cpu"``: where it runs by itself, its first call is predicted for it, on
-            stand-ins of its arguments and of the tensors and modules among the globals that it names.
-        seconds: how long it is measured at most, all its calls together.
+        function: the function, method, generator or coroutine to decorate.
+        device: a card (``"h100"``) or ``"cpu"``. Outside of a recording, the first call is predicted for this device
+            instead of measured, on fake tensors in place of its arguments and of the globals it uses.
+        seconds: the longest time to measure, over all calls.
 
     Returns:
-        A function that does the same, with ``print()`` and ``lines``.
+        The function, with ``print()`` and ``lines``.
 
     Raises:
-        InputError: it is no function of Python's.
+        InputError: ``function`` is not a Python function, or ``seconds`` is not above 0.
 
     Example:
         >>> @memplan.profile
@@ -76,7 +76,7 @@ def _decorated(function: Any, *, device: str | None, seconds: float) -> Any:
 
 
 class Profiled:
-    """A function that is followed line by line. Called, it does what the function does."""
+    """A function that is profiled line by line whenever it is called."""
 
     def __init__(self, function: Any, code: CodeType, device: str | None, seconds: float) -> None:
         functools.update_wrapper(self, function)
@@ -84,53 +84,53 @@ class Profiled:
         self._function = function
         self._code = code
         self._device = device
-        self._left = seconds
-        self._told = False
+        self._seconds_left = seconds
+        self._has_warned = False
 
     @property
     def lines(self) -> LineProfile | None:
-        """Memory of its lines as far as it ran by itself; None where it did not."""
+        """Memory of its lines in the calls outside of recordings so far; None: there was no such call."""
         code = self._code
         name, file = code.co_qualname.replace(".<locals>", ""), os.path.basename(code.co_filename)
-        return _found.get((name, code.co_firstlineno, file))
+        return _profiles.get((name, code.co_firstlineno, file))
 
     def print(self) -> None:
-        """Print the table of its lines."""
+        """Print the table of its lines, or that there is none yet."""
         if self.lines is None:
             print(f"memplan: {self.__qualname__} has not run by itself yet")
         else:
-            _print([self.lines])
+            _print_profiles([self.lines])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
+        """Call the function and profile the call."""
         if inspect.iscoroutinefunction(self._function):
-            return self._awaited(args, kwargs)
+            return self._run_coroutine(args, kwargs)
         with self._measured(args, kwargs):
             result = self._function(*args, **kwargs)
-        return self._driven(result) if inspect.isgenerator(result) else result
+        return self._run_generator(result) if inspect.isgenerator(result) else result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Return the method of an object."""
+        """Bind the function to an instance, as functions do."""
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> str:
-        return self.__qualname__  # as functions are pickled: by their name
+        return self.__qualname__  # pickled by name, as functions are
 
-    async def _awaited(self, args: Any, kwargs: Any) -> Any:
+    async def _run_coroutine(self, args: Any, kwargs: Any) -> Any:
         with self._measured(args, kwargs):
             return await self._function(*args, **kwargs)
 
-    def _driven(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Run a generator that is measured while it runs, and not while it waits."""
+    def _run_generator(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Run a generator, measuring only the time between being resumed and the next yield."""
         resume = functools.partial(generator.send, None)
         while True:
             with self._measured((), {}):
                 try:
-                    made = resume()
+                    item = resume()
                 except StopIteration as end:
                     return end.value
             try:
-                resume = functools.partial(generator.send, (yield made))
+                resume = functools.partial(generator.send, (yield item))
             except GeneratorExit:
                 generator.close()
                 raise
@@ -139,99 +139,99 @@ class Profiled:
 
     @contextmanager
     def _measured(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Measure what runs in here, unless somebody else does."""
-        if self._left <= 0 or is_watched() or _torch.is_observed():
-            self._step_aside()
+        """Measure or predict the call within this context, unless it is part of a recording or another measurement."""
+        if self._seconds_left <= 0 or is_watched() or _torch.is_observed():
+            self._warn_if_busy()
             yield
         elif self._device is not None:
-            self._left = 0
-            _note(_predicted(self._function, args, kwargs, self._device))
+            self._seconds_left = 0
+            _add_profiles(_predict(self._function, args, kwargs, self._device))
             yield
         elif not _torch.profiler_turn.take():
-            self._step_aside()
+            self._warn_if_busy()
             yield
         else:
-            global _measuring
-            _measuring = threading.get_ident()
+            global _measured_thread
+            _measured_thread = threading.get_ident()
             try:
                 with deferred(span=True):
-                    yield from self._in_session()
+                    yield from self._run_session()
             finally:
-                _measuring = 0
+                _measured_thread = 0
                 _torch.profiler_turn.give()
 
-    def _in_session(self) -> Iterator[None]:
+    def _run_session(self) -> Iterator[None]:
         from memplan.integrations.line_profiles.line_session import Session, with_note
 
-        session = Session(self._left)
+        session = Session(self._seconds_left)
         session.begin()
         try:
             yield
         finally:
             over = not session.is_on
-            found = session.end().profiles()
-            self._left -= session.took
-            _note(with_note(found, _OVER.format(session.took)) if over else found)
+            profiles = session.end().profiles()
+            self._seconds_left -= session.took
+            _add_profiles(with_note(profiles, _OVERTIME.format(session.took)) if over else profiles)
 
-    def _step_aside(self) -> None:
-        """Say once that another thread is measured, if that is why this call is not."""
-        if self._left > 0 and not self._told and _measuring not in (0, threading.get_ident()):
-            self._told = True
+    def _warn_if_busy(self) -> None:
+        """Warn once if this call is not measured because another thread is."""
+        if self._seconds_left > 0 and not self._has_warned and _measured_thread not in (0, threading.get_ident()):
+            self._has_warned = True
             print(
                 f"memplan: calls of {self.__qualname__} are not measured while another thread is: one at a time",
                 file=sys.stderr,
             )
 
 
-_measuring = 0
-"""The thread that is measured; 0: none."""
-_found: dict[_Key, LineProfile] = {}
+_measured_thread = 0
+"""Identifier of the thread that is measured; 0: none."""
+_profiles: dict[_Key, LineProfile] = {}
 _unprinted: dict[_Key, None] = {}
 
 
-def _key(one: LineProfile) -> _Key:
-    return one.function, one.rows[0].line, os.path.basename(one.file)
+def _key(lines: LineProfile) -> _Key:
+    return lines.function, lines.rows[0].line, os.path.basename(lines.file)
 
 
-def _note(profiles: Sequence[LineProfile]) -> None:
-    """Add what was measured to what is known."""
+def _add_profiles(profiles: Sequence[LineProfile]) -> None:
+    """Merge new profiles into those of earlier calls; all are printed when the program ends."""
     from memplan.explanation.line_profile import merged
 
-    if not _found:
+    if not _profiles:
         atexit.register(_print_all)
-    for one in profiles:
-        key = _key(one)
-        _found[key] = merged([_found[key], one])[0] if key in _found else one
+    for lines in profiles:
+        key = _key(lines)
+        _profiles[key] = merged([_profiles[key], lines])[0] if key in _profiles else lines
         _unprinted[key] = None
 
 
 def forget() -> None:
-    """Print nothing at the end of what was measured so far."""
+    """Do not print the profiles so far when the program ends."""
     _unprinted.clear()
 
 
 def _print_all() -> None:
     if _unprinted:
-        _print([_found[key] for key in _unprinted])
+        _print_profiles([_profiles[key] for key in _unprinted])
 
 
-def _print(profiles: Sequence[LineProfile]) -> None:
+def _print_profiles(profiles: Sequence[LineProfile]) -> None:
     from memplan.reports.line_tables import print_lines
 
-    for one in profiles:
-        _unprinted.pop(_key(one), None)
+    for lines in profiles:
+        _unprinted.pop(_key(lines), None)
     print_lines(profiles)
 
 
-def _predicted(function: Any, args: Any, kwargs: Any, device: str) -> Sequence[LineProfile]:
-    """Return what a call takes on a device; where that cannot be recorded, say so and let the program run on."""
+def _predict(function: Any, args: Any, kwargs: Any, device: str) -> Sequence[LineProfile]:
+    """Predict a call on a device; if it cannot be recorded, print the reason and return ()."""
     from memplan.explanation.explain import explain_trace
-    from memplan.integrations.line_profiles.namespace import Surroundings
+    from memplan.integrations.line_profiles.namespace import FakeNamespace
 
     plain = inspect.unwrap(function)
-    around = Surroundings(plain.__globals__, [plain.__code__], plain.__closure__ or (), (args, kwargs))
+    namespace = FakeNamespace(plain.__globals__, [plain.__code__], plain.__closure__ or (), (args, kwargs))
     try:
-        trace = around.predicted(lambda given: function(*given[0], **given[1]), device)
+        trace = namespace.record(lambda arguments: function(*arguments[0], **arguments[1]), device)
     except MemplanError as error:
         print(f"memplan: {plain.__qualname__} is not predicted for {device}: {error}", file=sys.stderr)
         return ()

@@ -1,9 +1,9 @@
-"""What tensors take between the lines of functions that really run, from the allocator's own events.
+"""Measures the memory of running functions line by line, from the allocator's events.
 
-A session is on while a decorated function runs. On the host torch's profiler sees each allocation and release, and
-marks in its record say which line ran; what was there before counts as far as Python reaches it: tensors are looked up
-when a session begins, and a weak reference on each storage says when it goes. On a card, of which the profiler records
-no release, it is the allocator's history, and its counters say how far that is at each line.
+On the host, torch's profiler records allocations and frees, and markers in its record tell which line ran. Storages
+from before the session are known as far as Python reaches their tensors; a weak reference tells when each is freed. On
+a card, for which the profiler records no frees, the allocator's history is used, and its counters give the position in
+the history at which each line began.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.records import HOST, FunctionLines
 
 _FREED = "freed"
-_LATE = "CUDA was used first within it: what lies on the card was not measured"
+_CUDA_STARTED = "CUDA was used first within it: what lies on the card was not measured"
 
 
 @dataclass(frozen=True, repr=False)
 class Measured(Printed):
-    """What a session saw, on the clock of the allocator's events.
+    """What a session measured; its ticks count the allocator's events.
 
-    ``levels`` are (tick, bytes allocated), ``lives`` the ticks of births and deaths; ``before`` bytes were there.
+    ``before`` bytes were allocated when it began, ``levels`` are (tick, bytes allocated), and ``lives`` (allocated,
+    freed) the ticks of each storage.
     """
 
     device: str
@@ -49,7 +50,7 @@ class Measured(Printed):
 
     @property
     def peak(self) -> int:
-        """Bytes allocated at most."""
+        """Greatest number of bytes allocated at a time."""
         return max((level for _, level in self.levels), default=self.before)
 
     @property
@@ -66,15 +67,15 @@ class Measured(Printed):
 
     def profiles(self) -> tuple[LineProfile, ...]:
         """Return the functions that ran, line by line."""
-        found = profiles_of(self.functions, self.levels, self.lives, device=self.device, origin="measured")
-        return found if not self.notes else with_note(found, *self.notes)
+        profiles = profiles_of(self.functions, self.levels, self.lives, device=self.device, origin="measured")
+        return profiles if not self.notes else with_note(profiles, *self.notes)
 
 
 class Session:
     """Measures this thread from `begin` to `end`.
 
     Args:
-        seconds: after which it ends by itself at the next line: a profiler's record grows with each op.
+        seconds: after which it stops by itself at the next line, because the profiler's record grows with each op.
     """
 
     def __init__(self, seconds: float = float("inf")) -> None:
@@ -83,40 +84,40 @@ class Session:
         self._stack = ExitStack()
         self._profile: Any = None
         self._watch: LineWatch | None = None
-        self._before = _Before()
+        self._resident = _ResidentStorages()
         self._card: _Card | None = None
         self.thread = 0
         self.is_on = False
         self.took = 0.0
-        """Seconds that measuring took, the search for what was there and the reading of what was seen included."""
+        """Seconds from `begin` to `end`, including the search for resident storages and the reading of the record."""
 
     def begin(self) -> None:
-        """Look up what there is, and measure from now on."""
+        """Find the resident storages, and measure from now on."""
         self._began = time.monotonic()
-        gc.collect()  # a cycle from before would end at some line by chance
-        self._before = _Before.now()
+        gc.collect()  # an older cycle would be freed at an arbitrary line
+        self._resident = _ResidentStorages.now()
         self._card = _Card() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        clock = _Clock(self._line)
+        clock = _NotifyingClock(self._on_line)
         self._profile = self._stack.enter_context(_torch.memory_profile())
         self._watch = self._stack.enter_context(watching(clock))
         self.thread, self.is_on = threading.get_ident(), True
 
-    def _line(self) -> None:
+    def _on_line(self) -> None:
         if self._card is not None:
             self._card.mark()
         if self.is_on and time.monotonic() > self._began + self._seconds:
             self.stop()
 
     def stop(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self.is_on = False
         self._stack.close()
-        self._before.close()
+        self._resident.close()
         if self._card is not None:
             self._card.close()
 
     def end(self) -> Measured:
-        """Return what was seen since it began."""
+        """Stop measuring, and return what was measured since `begin`."""
         if self.is_on:
             self.stop()
         assert self._watch is not None, "it has begun"
@@ -125,116 +126,123 @@ class Session:
         return measured
 
     def _read(self, watch: LineWatch) -> Measured:
-        """Return what was seen of the card if anything is there, else of the host."""
+        """Return the measurement of the card if anything is allocated there, else of the host."""
         if self._card is not None and (self._card.before or self._card.events):
             return self._card.read(watch)
-        measured = _of_host(_torch.Profile.of(self._profile), self._before, watch)
-        late = self._card is None and torch.cuda.is_available() and torch.cuda.is_initialized()
-        return replace(measured, notes=(_LATE,)) if late else measured
+        measured = _measured_on_host(_torch.Profile.of(self._profile), self._resident, watch)
+        cuda_started = self._card is None and torch.cuda.is_available() and torch.cuda.is_initialized()
+        return replace(measured, notes=(_CUDA_STARTED,)) if cuda_started else measured
 
 
-class _Clock(LineClock):
+class _NotifyingClock(LineClock):
+    """A clock of lines that calls back at every tick."""
+
     def __init__(self, ticked: Callable[[], None]) -> None:
         super().__init__()
-        self._ticked = ticked
+        self._on_tick = ticked
 
     def __call__(self) -> int:
-        """Return the next tick, then say so."""
+        """Return the next tick, after the callback."""
         tick = super().__call__()
-        self._ticked()
+        self._on_tick()
         return tick
 
 
-class _Before:
-    """Storages on the host that Python reached when a session began."""
+class _ResidentStorages:
+    """Storages on the host that were reachable from Python when a session began, and when they are freed."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self._references: list[Any] = []
 
     @classmethod
-    def now(cls) -> _Before:
-        """Look them up."""
-        found, seen = cls(), set[int]()
-        for one in gc.get_objects():
-            if issubclass(type(one), torch.Tensor):
-                found._add(one, seen)
-                if one.is_leaf and one.requires_grad and one.grad is not None:
-                    found._add(one.grad, seen)
-        return found
+    def now(cls) -> _ResidentStorages:
+        """Find the storages of all tensors and gradients that Python knows."""
+        resident, seen = cls(), set[int]()
+        for instance in gc.get_objects():
+            if issubclass(type(instance), torch.Tensor):
+                resident._add(instance, seen)
+                if instance.is_leaf and instance.requires_grad and instance.grad is not None:
+                    resident._add(instance.grad, seen)
+        return resident
 
     def _add(self, tensor: torch.Tensor, seen: set[int]) -> None:
-        apart = isinstance(tensor, _torch.FakeTensor) or tensor.device.type != HOST or not _torch.has_shape(tensor)
-        if apart or tensor.layout != torch.strided or "" not in _torch.inner_tensors(tensor):
+        if isinstance(tensor, _torch.FakeTensor) or tensor.device.type != HOST or not _torch.has_shape(tensor):
+            return
+        if tensor.layout != torch.strided or "" not in _torch.inner_tensors(tensor):
             return
         storage = tensor.untyped_storage()
-        if _torch.storage_key(storage) in seen or not storage.resizable():  # numpy's memory is no allocation of torch's
+        if _torch.storage_key(storage) in seen or not storage.resizable():  # memory of numpy is not torch's
             return
         seen.add(_torch.storage_key(storage))
         number = len(self.sizes)
         self.sizes.append(storage.nbytes())
-        self._references.append(weakref.ref(storage, lambda reference: _mark(number)))
+        self._references.append(weakref.ref(storage, lambda reference: _mark_freed(number)))
 
     def close(self) -> None:
-        """Watch no longer when they go."""
+        """Record no more frees."""
         self._references.clear()
 
 
-def _mark(number: int) -> None:
+def _mark_freed(number: int) -> None:
+    """Put a marker into the profiler's record: resident storage ``number`` is freed."""
     with _torch.marker(f"{_FREED}{number}"):
         pass
 
 
 class _Card:
-    """The history of the current card's allocator, and where in it each line began."""
+    """The allocator history of the current card, and the position in it at which each line began."""
 
     def __init__(self) -> None:
         self.before = torch.cuda.memory_allocated()
         self.events: list[_torch.HistoryEvent] = []
         self._marks: list[int] = []
-        self._begun = _events_so_far()
+        self._first_event = _event_count()
         _torch.record_history(stacks=False)
-        self._known = len(_torch.history())
+        self._history_length = len(_torch.history())
 
     def mark(self) -> None:
-        """Note that the clock of lines ticks."""
-        self._marks.append(_events_so_far() - self._begun)
+        """Record the position in the history for this tick of the line clock."""
+        self._marks.append(_event_count() - self._first_event)
 
     def close(self) -> None:
-        """Take what was recorded, and record no more."""
-        recorded = _torch.history()[self._known :]
-        self.events = [one for one in recorded if one.action in ("alloc", "free_requested")]
+        """Store the events, and record no more history."""
+        recorded = _torch.history()[self._history_length :]
+        self.events = [event for event in recorded if event.action in ("alloc", "free_requested")]
         _torch.end_history()
 
     def read(self, watch: LineWatch) -> Measured:
-        """Return what was seen; its events are the ticks."""
-        changes = [(one.bytes if one.action == "alloc" else -one.bytes, one.address) for one in self.events]
-        changes = [(round_to_blocks(size) if size > 0 else -round_to_blocks(-size), at) for size, at in changes]
+        """Return the measurement, with a tick for each event."""
+        sizes = [round_to_blocks(event.bytes) for event in self.events]
+        changes = [
+            (size if event.action == "alloc" else -size, event.address)
+            for size, event in zip(sizes, self.events, strict=True)
+        ]
         levels, lives = _levels(self.before, changes)
         lines = on_events(watch.rows(), self._marks.__getitem__)
         return Measured(torch.cuda.get_device_name(), self.before, levels, lives, lines)
 
 
-def _events_so_far() -> int:
-    """Return how often the card's allocator has given and taken back, as its counters say."""
+def _event_count() -> int:
+    """Return the number of allocations and frees of the card's allocator so far, from its counters."""
     stats = torch.cuda.memory_stats()
     return stats["allocation.all.allocated"] + stats["allocation.all.freed"]
 
 
-def _of_host(profile: _torch.Profile, before: _Before, watch: LineWatch) -> Measured:
-    """Return what the profiler saw on the host."""
-    freed = ((number, profile.ranges.get(f"{_FREED}{number}")) for number in range(len(before.sizes)))
-    events = [(span[0], -before.sizes[number], 0) for number, span in freed if span is not None]
+def _measured_on_host(profile: _torch.Profile, resident: _ResidentStorages, watch: LineWatch) -> Measured:
+    """Return the measurement of the host from the profiler's record."""
+    freed = ((number, profile.ranges.get(f"{_FREED}{number}")) for number in range(len(resident.sizes)))
+    events = [(span[0], -resident.sizes[number], 0) for number, span in freed if span is not None]
     live: set[int] = set()
     for event in profile.events:
         if event.bytes > 0:
             live.add(event.address)
         elif event.address not in live:
-            continue  # it was there before: its weak reference says so
+            continue  # a resident storage: counted by its marker
         events.append((event.time, event.bytes, event.address))
     events.sort()
     times = [time for time, *_ in events]
-    levels, lives = _levels(sum(before.sizes), [(size, address) for _, size, address in events])
+    levels, lives = _levels(sum(resident.sizes), [(size, address) for _, size, address in events])
     lines = on_events(watch.rows(), lambda mark: bisect_right(times, time_of(profile, mark)))
     return Measured(HOST, levels[0][1], levels, lives, lines)
 
@@ -242,18 +250,23 @@ def _of_host(profile: _torch.Profile, before: _Before, watch: LineWatch) -> Meas
 def _levels(
     level: int, changes: Sequence[tuple[int, int]]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int | None], ...]]:
-    """Return levels and lives by tick, from the first level and each change with its address."""
-    levels, births, live = [(0, level)], dict[int, int | None](), dict[int, int]()
+    """Return the levels (tick, bytes) and lives (allocated, freed; in ticks) that follow from a sequence of changes.
+
+    Args:
+        level: bytes before the first change.
+        changes: (bytes, address), with bytes below 0 for a free.
+    """
+    levels, lives, live = [(0, level)], dict[int, int | None](), dict[int, int]()
     for tick, (size, address) in enumerate(changes, start=1):
         level += size
         levels.append((tick, level))
         if size > 0:
-            live[address], births[tick] = tick, None
+            live[address], lives[tick] = tick, None
         elif address in live:
-            births[live.pop(address)] = tick
-    return tuple(levels), tuple(births.items())
+            lives[live.pop(address)] = tick
+    return tuple(levels), tuple(lives.items())
 
 
 def with_note(profiles: tuple[LineProfile, ...], *notes: str) -> tuple[LineProfile, ...]:
-    """Return profiles of which something has to be said."""
-    return tuple(replace(one, notes=(*one.notes, *notes)) for one in profiles)
+    """Return the profiles with further notes."""
+    return tuple(replace(profile, notes=(*profile.notes, *notes)) for profile in profiles)

@@ -1,4 +1,4 @@
-"""A call or a cell on stand-ins of everything that it finds around it, which is left as it is."""
+"""Records a call or a notebook cell on fake copies of the globals, closures and arguments that it uses."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from memplan.trace.spec import like
 from memplan.trace.trace import Trace
 
 
-class Surroundings:
-    """What code finds around it: globals, closures, arguments.
+class FakeNamespace:
+    """Globals, closure and arguments of a call, replaced by copies with fake tensors while it is recorded.
 
     Args:
         namespace: the globals.
-        codes: what is to run; of the globals, those are copied that it names, also by way of functions and classes
-            that are defined there.
-        cells: of a closure.
-        given: arguments.
+        codes: code that will run. The globals that it names are copied, and those that functions and classes defined
+            in the same namespace name in turn.
+        cells: of the function's closure.
+        arguments: of the call, in any container.
     """
 
     def __init__(
@@ -38,53 +38,56 @@ class Surroundings:
         namespace: MutableMapping[str, Any],
         codes: Sequence[CodeType],
         cells: Sequence[CellType] = (),
-        given: Any = None,
+        arguments: Any = None,
     ) -> None:
         self._namespace = namespace
-        self._names = sorted(_names(codes, namespace))
+        self._global_names = sorted(_global_names(codes, namespace))
         self._cells = [cell for cell in cells if _has_content(cell)]
-        self._given = given
-        self._kept = dict(namespace)
+        self._arguments = arguments
+        self._globals = dict(namespace)
         self._contents = [cell.cell_contents for cell in self._cells]
 
-    def predicted(self, call: Callable[[Any], object], device: str | None) -> Trace:
-        """Return what a call takes: tensors, modules and optimizers around it are stand-ins and count from before.
+    def record(self, call: Callable[[Any], object], device: str | None) -> Trace:
+        """Record a call; the copies of tensors, modules and optimizers count as allocated before it.
 
         Args:
-            call: takes the stand-in of what was given.
+            call: takes the copy of the arguments.
             device: as for `memplan.record`.
 
         Raises:
-            MemplanError: whatever `memplan.record` raises, and InputError where a tensor's graph is needed.
+            MemplanError: as `memplan.record`. Also InputError, if the call runs a backward pass through ops of an
+                earlier one.
         """
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a copied scheduler misses its mark on the copied optimizer's step
-                trace = record(lambda: self._ready(call), device=device, steps=1)
+                warnings.simplefilter("ignore")  # a copied scheduler warns that the optimizer's step() was replaced
+                trace = record(lambda: self._substitute(call), device=device, steps=1)
         finally:
-            self._put_back()
-        held = sum(one.bytes for one in live_at(trace, trace.steps[0]))
-        if not held:
+            self._restore()
+        resident = sum(storage.bytes for storage in live_at(trace, trace.steps[0]))
+        if not resident:
             return trace
-        note = f"{format_bytes(held)} were there before: what it reads from outside, as stand-ins that are not changed"
+        note = (
+            f"{format_bytes(resident)} were there before: what it reads from outside, as stand-ins that are not changed"
+        )
         return dataclasses.replace(trace, notes=(*trace.notes, note))
 
-    def _ready(self, call: Callable[[Any], object]) -> Callable[[], object]:
-        """Put stand-ins in the place of everything, and return the step."""
-        self._put_back()
+    def _substitute(self, call: Callable[[Any], object]) -> Callable[[], object]:
+        """Put the copies in place, and return the step to record."""
+        self._restore()
         memo: dict[int, Any] = {}
-        with _copied_as_stand_ins():
-            for name in self._names:
-                self._namespace[name] = _copy(self._kept[name], memo)
+        with _tensors_copied_as_fakes():
+            for name in self._global_names:
+                self._namespace[name] = _copy(self._globals[name], memo)
             for cell, content in zip(self._cells, self._contents, strict=True):
                 cell.cell_contents = _copy(content, memo)
-            given = _copy(self._given, memo)
-        return lambda: call(given)
+            arguments = _copy(self._arguments, memo)
+        return lambda: call(arguments)
 
-    def _put_back(self) -> None:
-        for name in [name for name in self._namespace if name not in self._kept]:
+    def _restore(self) -> None:
+        for name in [name for name in self._namespace if name not in self._globals]:
             del self._namespace[name]
-        self._namespace.update(self._kept)
+        self._namespace.update(self._globals)
         for cell, content in zip(self._cells, self._contents, strict=True):
             cell.cell_contents = content
 
@@ -96,24 +99,24 @@ def _has_content(cell: CellType) -> bool:
         return False
 
 
-def _names(codes: Iterable[CodeType], namespace: Mapping[str, Any]) -> set[str]:
-    """Return the globals that code names, and those that functions and classes of the same globals name in turn."""
-    found, left, seen = set[str](), list(codes), set[CodeType]()
-    while left:
-        code = left.pop()
+def _global_names(codes: Iterable[CodeType], namespace: Mapping[str, Any]) -> set[str]:
+    """Return the globals that code names, and those that functions and classes of this namespace name in turn."""
+    names, pending, seen = set[str](), list(codes), set[CodeType]()
+    while pending:
+        code = pending.pop()
         if code in seen:
             continue
         seen.add(code)
-        left += [part for part in code.co_consts if isinstance(part, CodeType)]
+        pending += [part for part in code.co_consts if isinstance(part, CodeType)]
         for name in code.co_names:
             if name in namespace and not name.startswith("__"):
-                found.add(name)
-                left += _codes_of(namespace[name], namespace)
-    return found
+                names.add(name)
+                pending += _codes_of(namespace[name], namespace)
+    return names
 
 
 def _codes_of(value: Any, namespace: Mapping[str, Any]) -> Iterator[CodeType]:
-    """Yield the code of a function, or of the methods of a class or of an object's class, that has these globals."""
+    """Yield the code of a function, or of the methods of a class or an instance, if defined in this namespace."""
     kind = value if isinstance(value, type) else type(value)
     for part in (value, *vars(kind).values()):
         function = getattr(part, "__wrapped__", getattr(part, "__func__", part))
@@ -122,44 +125,44 @@ def _codes_of(value: Any, namespace: Mapping[str, Any]) -> Iterator[CodeType]:
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a value with stand-ins for its tensors; the value itself where it cannot be copied, as modules cannot."""
+    """Return a deep copy of a value, or the value itself if it cannot be copied."""
     if isinstance(value, (ModuleType, FunctionType, type)):
         return value
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # __deepcopy__ is anybody's code
+    except Exception:  # a user's __deepcopy__ may raise anything
         return value
 
 
-def _copied_as_stand_ins() -> Any:
-    """Let `copy.deepcopy` make a stand-in of each tensor in here: no values, the same shape, strides and dtype."""
+def _tensors_copied_as_fakes() -> Any:
+    """Within this context `copy.deepcopy` copies tensors without values: same shape, strides, dtype and gradient."""
 
-    def stand_in(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    def fake_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         if id(tensor) in memo or isinstance(tensor, _torch.FakeTensor):
             return memo.get(id(tensor), tensor)
         with _torch.no_modes():
             plain = tensor.detach()
-        made = like(plain)
-        made = made.to("cuda") if tensor.is_cuda else made
+        fake = like(plain)
+        fake = fake.to("cuda") if tensor.is_cuda else fake
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, tensor.requires_grad)
+            fake = nn.Parameter(fake, tensor.requires_grad)
         else:
-            made.requires_grad_(tensor.requires_grad)
-        memo[id(tensor)] = made
+            fake.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = fake
         if tensor.grad_fn is not None:
-            made.register_hook(_refused)
+            fake.register_hook(_refuse_backward)
         if tensor.is_leaf and tensor.grad is not None:
-            made.grad = stand_in(tensor.grad, memo)
-        return made
+            fake.grad = fake_copy(tensor.grad, memo)
+        return fake
 
     stack = ExitStack()
     for owner in (torch.Tensor, nn.Parameter):
-        stack.enter_context(_torch.patched(owner, __deepcopy__=stand_in))
+        stack.enter_context(_torch.patched(owner, __deepcopy__=fake_copy))
     return stack
 
 
-def _refused(gradient: torch.Tensor) -> None:
-    """Refuse a backward pass that goes on behind a stand-in, through ops that ran before."""
+def _refuse_backward(gradient: torch.Tensor) -> None:
+    """Tensor hook that refuses a backward pass through ops from before the recording, whose graph is not copied."""
     raise InputError(
         f"a backward pass through a tensor of shape {tuple(gradient.shape)} that was computed before",
         expected="the forward pass in what is predicted, too: what an earlier one has saved is not copied",

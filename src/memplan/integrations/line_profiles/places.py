@@ -1,4 +1,4 @@
-"""Functions as typed to be followed: ``FILE.py`` or ``FILE.py:FUNCTION``."""
+"""The option ``--lines``, which names functions to profile: ``FILE.py`` or ``FILE.py:FUNCTION``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EXPECTED = "FILE.py or FILE.py:FUNCTION, such as train.py:Trainer.step"
 
 
 def followed(text: str) -> Followed:
-    """Return what a text names.
+    """Parse the option: return its file, and its function or None for all functions of the file.
 
     Raises:
-        InputError: there is no such file, it is not Python, or has no such function.
+        InputError: the file does not exist, is not Python, or has no such function.
     """
-    file, function = _parts(text)
+    file, function = _split(text)
     path = Path(file)
     if not path.is_file():
         near = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
@@ -45,10 +45,10 @@ def followed(text: str) -> Followed:
 
 
 def not_run(texts: Sequence[str], profiles: Sequence[LineProfile]) -> Iterator[str]:
-    """Yield what has to be said of places of which no line ran."""
+    """Yield a message for each option of which no line ran."""
     for text in texts:
-        file, function = _parts(text)
-        ran = (one.function for one in profiles if os.path.basename(one.file) == os.path.basename(file))
+        file, function = _split(text)
+        ran = (profile.function for profile in profiles if os.path.basename(profile.file) == os.path.basename(file))
         if not any(function in (None, name, name.rpartition(".")[2]) for name in ran):
             yield printable(
                 f"--lines {text}: no line of it ran. Expected what the script calls until it is ended. "
@@ -56,7 +56,7 @@ def not_run(texts: Sequence[str], profiles: Sequence[LineProfile]) -> Iterator[s
             )
 
 
-def _parts(text: str) -> tuple[str, str | None]:
+def _split(text: str) -> tuple[str, str | None]:
     file, colon, function = text.rpartition(":")
     return (file, function) if colon and not function.endswith(".py") and os.sep not in function else (text, None)
 

@@ -1,1 +1,1 @@
-"""Training watched while it runs: peaks beside what is predicted, leaks by line, a post-mortem where memory ends."""
+"""`memplan.watch`: measured and predicted peaks of a running training, leaks by line, out-of-memory post-mortems."""

@@ -1,4 +1,4 @@
-"""What is measured at the end of every step, cheaply: a card's allocator, the process; on the CPU one step's events."""
+"""Cheap counters read at the end of every step: of the CUDA caching allocator, or the process's resident set."""
 
 from __future__ import annotations
 
@@ -14,50 +14,52 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Counters at the end of a step; bytes, and the number of allocations that are alive."""
+    """Counters at the end of a step, in bytes; None: not known."""
 
     peak: int | None
-    held: int | None
+    allocated: int | None
     blocks: int | None
+    """Number of live allocations."""
     resident: int | None
+    """Resident set of the process."""
 
 
 class CardCounters:
-    """Reads the counters of a card's caching allocator. It resets the peak, which `torch.cuda` counts per device."""
+    """Reads the counters of a card's caching allocator. This resets the device's peak of `torch.cuda`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def read(self) -> Reading:
-        """Return the counters, and begin the next step's peak."""
+        """Return the counters and reset the peak for the next step."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         level = stats["allocated_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self._device)
         return Reading(level["peak"], level["current"], stats["allocation"]["all"]["current"], _resident())
 
 
-NOTHING = Reading(None, None, None, None)
-_EVERY = 0.05
-"""Seconds between two looks at the process: steps of a millisecond are not to wait for the system."""
+NO_READING = Reading(None, None, None, None)
+_INTERVAL = 0.05
+"""Seconds between two readings of the resident set, so that millisecond steps do not wait for the file system."""
 
 
 class HostCounters:
-    """Reads what the process takes, now and then: the CPU's allocator has no counters."""
+    """Reads the resident set of the process, as the CPU's allocator has no counters."""
 
     def __init__(self) -> None:
         self._next = 0.0
 
     def read(self) -> Reading:
-        """Return what the process takes; nothing where that was read a moment ago."""
+        """Return the resident set, or NO_READING within 0.05 s of the last reading."""
         now = time.monotonic()
         if now < self._next:
-            return NOTHING
-        self._next = now + _EVERY
+            return NO_READING
+        self._next = now + _INTERVAL
         return Reading(None, None, None, _resident())
 
 
 def _resident() -> int | None:
-    """Return the bytes that the process has in memory; None where the system has no file that says it."""
+    """Return the resident set of the process in bytes; None on systems without ``/proc/self/statm``."""
     try:
         with open(_PAGES, "rb") as file:
             return int(file.read().split()[1]) * _PAGE

@@ -1,4 +1,4 @@
-"""What happens at the end of each step that is watched: a row, and from time to time a window and its judgement."""
+"""At the end of each watched step: record its row, and open, simulate or close a window."""
 
 from __future__ import annotations
 
@@ -16,92 +16,92 @@ from memplan.integrations.watching.first_steps import FirstSteps
 from memplan.integrations.watching.prediction import Prediction, grown
 from memplan.integrations.watching.rows import Growth, Leak, Row
 from memplan.integrations.watching.schedule import Schedule
-from memplan.integrations.watching.survivors import Found, ended, find_leaks
+from memplan.integrations.watching.survivors import DetectedLeak, find_leaks
 from memplan.integrations.watching.window import OBSERVED, Subject, Window
 
-KEPT = 10_000
-"""Rows that are kept, the last ones: a watch must not grow itself."""
+MAX_ROWS = 10_000
+"""Older rows are dropped, so that a watch itself does not grow."""
 _NOISE = 1 << 20
+"""Bytes. Smaller growth of the predicted peak is not reported."""
 
 
 class Follower:
-    """Follows steps on one device. `begin` it, tell it each step's end, `close` it."""
+    """Watches steps on one device: call `begin`, then `end_step` after each step, then `close`."""
 
     def __init__(self, subject: Subject, device: torch.device, say: Callable[[str], None]) -> None:
         self.subject = subject
         self.device = device
         self.steps = 0
-        self.rows: deque[Row] = deque(maxlen=KEPT)
+        self.rows: deque[Row] = deque(maxlen=MAX_ROWS)
         self.growths = list[Growth]()
         self.notes = list[str]()
         self.prediction: Prediction | None = None
-        self._found = list[Found]()
+        self._leaks = list[DetectedLeak]()
         self._say = say
         self._schedule = Schedule()
         self._counters = CardCounters(device) if device.type == "cuda" else HostCounters()
-        self._first: FirstSteps | None = None if device.type == "cuda" else FirstSteps()
+        self._first_steps: FirstSteps | None = None if device.type == "cuda" else FirstSteps()
         self._window: Window | None = None
-        self._basis: int | None = None
-        """Of the first step after a prediction: by how much its peak is above it."""
+        self._first_drift: int | None = None
+        """Drift of the first step after the prediction was made, in bytes."""
         self._began = 0.0
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
-        """Return what leaks, in the order in which it was found."""
-        return tuple(found.leak for found in self._found)
+        """All leaks in the order of detection."""
+        return tuple(detected.leak for detected in self._leaks)
 
     def begin(self) -> None:
-        """Begin with the first step."""
-        self._counters.read()  # of a card, the peak counts from here on
-        if self._first is not None:
-            self._first.start()
+        """Observe the first step from now on."""
+        self._counters.read()  # resets the card's peak
+        if self._first_steps is not None:
+            self._first_steps.start()
         self._open()
         self._began = time.perf_counter()
 
     def end_step(self) -> Row:
-        """Note that a step is over."""
+        """Record the end of a step and return its row."""
         now = time.perf_counter()
         self.steps += 1
         reading = self._counters.read()
         observing = self._window is not None and self._window.ended < OBSERVED
         row = Row(
-            self.steps, now - self._began, reading.peak, reading.held, self.prediction and self.prediction.peak,
+            self.steps, now - self._began, reading.peak, reading.allocated, self.prediction and self.prediction.peak,
             reading.resident, "" if reading.peak is None else "allocator", observing,
         )  # fmt: skip
         self.rows.append(row)
         if self._window is not None:
-            self._in_window(self._window)
+            self._end_step_in_window(self._window)
             self._schedule.note(reading, time.perf_counter() - self._began, observed=True)
         else:
-            self._outside(row, reading)
-        for number, found in enumerate(self._found):
-            if found.leak.ended is None and found.is_over:
-                self._found[number] = replace(found, leak=ended(found.leak, self.steps))
-                self._say(str(self._found[number].leak))
+            self._end_unobserved_step(row, reading)
+        for index, detected in enumerate(self._leaks):
+            if detected.leak.ended is None and detected.is_over:
+                self._leaks[index] = replace(detected, leak=replace(detected.leak, ended=self.steps))
+                self._say(str(self._leaks[index].leak))
         self._began = time.perf_counter()
         return row
 
     @property
     def is_observing(self) -> bool:
-        """Return whether a window is open."""
+        """Whether a window is open."""
         return self._window is not None
 
     def at_failure(self) -> tuple[Prediction | None, bool]:
-        """Return the steps that were observed last, and whether the running one is among them; nothing is noted any
-        more."""
+        """Stop observing. Return the latest prediction, and whether it is of the failed step itself."""
         window = self._window
         if window is None or window.ended >= OBSERVED:
             return self.prediction, False
         window.end_step()
         window.stop()
-        seen = self._simulated(window)
-        return (seen, True) if seen is not None else (self.prediction, False)
+        prediction = self._simulated(window)
+        return (prediction, True) if prediction is not None else (self.prediction, False)
 
     def close(self) -> None:
-        """Put everything back."""
-        if self._first is not None:
-            self._first.stop(None)
-            self._first = None
+        """Stop profiling and observing."""
+        if self._first_steps is not None:
+            self._first_steps.stop(None)
+            self._first_steps = None
         if self._window is not None:
             self._window.close()
             self._window = None
@@ -111,23 +111,23 @@ class Follower:
         self._window = Window(self.subject, self.steps + 1)
         self._window.open()
 
-    def _outside(self, row: Row, reading: Reading) -> None:
+    def _end_unobserved_step(self, row: Row, reading: Reading) -> None:
         self._schedule.note(reading, row.seconds, observed=False)
         if row.drift is not None:
-            self._basis = row.drift if self._basis is None else self._basis
-            self._schedule.note_drift(row.drift - self._basis, row.predicted)
+            self._first_drift = row.drift if self._first_drift is None else self._first_drift
+            self._schedule.note_drift(row.drift - self._first_drift, row.predicted)
         if self._schedule.is_due(self.steps):
             self._open()
 
-    def _in_window(self, window: Window) -> None:
+    def _end_step_in_window(self, window: Window) -> None:
         window.end_step()
-        if self._first is not None:
-            self._first.end_step()
+        if self._first_steps is not None:
+            self._first_steps.end_step()
         if window.ended == OBSERVED:
             window.stop()
             self._predict(window)
         elif window.ended > OBSERVED:
-            self._judge(window)
+            self._close_window(window)
 
     def _predict(self, window: Window) -> None:
         new, old = self._simulated(window), self.prediction
@@ -143,7 +143,7 @@ class Follower:
             growth = Growth(self.steps, measured or new.peak, old.peak, *grown(old, new))
             self.growths.append(growth)
             self._say(str(growth))
-        self._basis = None
+        self._first_drift = None
 
     def _simulated(self, window: Window) -> Prediction | None:
         trace = window.trace()
@@ -151,36 +151,37 @@ class Follower:
             return None
         try:
             return Prediction.of(trace)
-        except Exception as error:  # of a simulation: the training goes on
+        except Exception as error:  # an error of the simulation must not end the training
             window.broken = f"{type(error).__name__}: {error}"
             return None
 
-    def _judge(self, window: Window) -> None:
-        new = [one for one in find_leaks(window, self.subject) if not self._is_known(one.leak)]
-        if self._first is not None:
-            for number, (peak, held) in enumerate(self._first.stop(window)):
-                self._fill(window.first + number, peak=peak, held=held, source="profiler")
-            self._first = None
+    def _close_window(self, window: Window) -> None:
+        """Detect leaks in a window that is complete, and close it."""
+        leaks = [detected for detected in find_leaks(window, self.subject) if not self._is_known(detected.leak)]
+        if self._first_steps is not None:
+            for number, (peak, allocated) in enumerate(self._first_steps.stop(window)):
+                self._fill(window.first + number, peak=peak, held=allocated, source="profiler")
+            self._first_steps = None
         window.close()
         self._window = None
-        self._found += new
-        for one in new:
-            self._say(str(one.leak))
+        self._leaks += leaks
+        for detected in leaks:
+            self._say(str(detected.leak))
         self._schedule.closed()
 
     def _is_known(self, leak: Leak) -> bool:
         place = leak.where, leak.layer, leak.op
-        return any(place == (one.where, one.layer, one.op) and one.ended is None for one in self.leaks)
+        return any(place == (known.where, known.layer, known.op) and known.ended is None for known in self.leaks)
 
     def _fill(self, step: int, **values: object) -> None:
-        """Complete the row of a step that is known better by now."""
-        for at, row in enumerate(self.rows):
+        """Set values in the row of an earlier step."""
+        for index, row in enumerate(self.rows):
             if row.step == step:
-                self.rows[at] = replace(row, **values)  # pyright: ignore[reportArgumentType]
+                self.rows[index] = replace(row, **values)  # pyright: ignore[reportArgumentType]
 
 
 def summary(steps: int, rows: deque[Row], prediction: Prediction | None) -> str:
-    """Return a sentence of what was watched."""
+    """Return the number of steps, the greatest measured peak and the predicted peak, as text."""
     peaks = [row.peak for row in rows if row.peak is not None]
     parts = [counted(steps, "step")]
     if peaks:

@@ -1,4 +1,4 @@
-"""Who holds a tensor, by Python's own references: a list, an attribute, a closure, a hook. Looked up once a leak."""
+"""The owner of a leaked tensor, from Python's references to it: a list, an attribute, a closure, a hook."""
 
 from __future__ import annotations
 
@@ -19,65 +19,72 @@ from memplan import _torch
 from memplan.trace.recording.place import format_frame, is_users
 
 _DEEPEST = 6
-"""References that lie between a tensor and what is named, at the most."""
+"""Greatest number of references between a tensor and its owner."""
 _WIDEST = 64
-"""Objects looked at in each of these levels, at the most."""
+"""Greatest number of objects whose referrers are searched at each depth."""
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _PUTS = r"\s*(\.(append|appendleft|extend|add|insert|setdefault|update|put)\b|\[[^]]*\]\s*=[^=]|\+=)"
 _ASSIGNS = r"\s*(:[^=]+)?=[^=]"
-"""What follows a name in a line that puts something into it, and in one that assigns it."""
+"""What follows a name in a line that puts an element into it, and in a line that assigns it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """Who holds a tensor, in words, and ``file:line`` of what stored it there, where that was found."""
+class Owner:
+    """What keeps a tensor alive."""
 
     text: str
-    kept_at: str | None = None
+    """In words, for the report."""
+    stored_at: str | None = None
+    """``file:line`` of the code that stores the tensor there; None: unknown."""
     stores: bool = False
-    """Whether that line puts something into a container, rather than gives it a name."""
+    """Whether that line puts an element into a container, rather than assigns a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """One reference on the way up from a tensor: what holds, in words, and under which key where that is a dict."""
+    """A reference on the path from a tensor up to its owner."""
 
     text: str
+    """The referrer in words."""
     key: Any
-    holder: int
-    """Its id()."""
+    """The key of the reference if the referrer is a dict, else None."""
+    referrer: int
+    """The referrer's id()."""
 
     @classmethod
-    def of(cls, holder: Any, held: Any) -> _Link:
-        """Describe a reference."""
-        key = _key_of(holder, held)
-        if isinstance(holder, types.CellType):
-            return cls("a closure", None, id(holder))
-        text = f"a {type(holder).__name__}"
-        return cls(f"{text} (key {key!r:.40})" if isinstance(key, (str, int)) else text, key, id(holder))
+    def of(cls, referrer: Any, referent: Any) -> _Link:
+        key = _key_of(referrer, referent)
+        if isinstance(referrer, types.CellType):
+            return cls("a closure", None, id(referrer))
+        text = f"a {type(referrer).__name__}"
+        return cls(f"{text} (key {key!r:.40})" if isinstance(key, (str, int)) else text, key, id(referrer))
 
 
 _Chain = tuple[_Link, ...]
 
-NOBODY = Holder("no Python object: autograd's graph, or something else in C++")
+NOBODY = Owner("no Python object: autograd's graph, or something else in C++")
 
 
 def tensors_on(keys: Collection[int]) -> dict[int, list[torch.Tensor]]:
-    """Return the tensors that Python knows on storages with these keys. It walks all objects once."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor):  # isinstance would ask proxies of others for their class
+    """Return the Python tensors on the storages with these keys, by key. Walks all of Python's objects once."""
+    tensors: dict[int, list[torch.Tensor]] = {}
+    for instance in gc.get_objects():
+        if issubclass(type(instance), torch.Tensor):  # isinstance() would call __class__ of any library's proxies
             try:
-                key = _torch.storage_key(one.untyped_storage())
-            except Exception:  # a tensor without a storage, of any library, raises what it likes
+                key = _torch.storage_key(instance.untyped_storage())
+            except Exception:  # tensor subclasses without a storage raise errors of any type
                 continue
             if key in keys:
-                found.setdefault(key, []).append(one)
-    return found
+                tensors.setdefault(key, []).append(instance)
+    return tensors
 
 
-class Holders:
-    """Looks up holders among what is running and loaded now."""
+class Owners:
+    """Finds the owners of tensors in the running functions and loaded modules at the time of construction.
+
+    Args:
+        models: layers of these, and their hooks, are named in the answers.
+    """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._globals = {id(vars(module)): module for module in list(sys.modules.values()) if _is_module(module)}
@@ -91,92 +98,106 @@ class Holders:
                 hooks = map(_code_of, _torch.hooks_of(module))
                 self._hooks += [(code, layer) for code in hooks if code is not None]
 
-    def of(self, tensors: list[torch.Tensor]) -> Holder:
-        """Return who holds one of these tensors: what has a name in the user's code, else the nearest container.
+    def of(self, tensors: list[torch.Tensor]) -> Owner:
+        """Return the owner of these aliasing tensors: the nearest named in the user's code, else the nearest container.
 
-        Of several names, that of the code whose line stores into it is told.
+        A named owner with a line that puts elements into it is preferred to one that is only assigned.
         """
-        named, first = list[Holder](), NOBODY
+        named, nearest = list[Owner](), NOBODY
         level, chains = list[Any](tensors), list[_Chain]([()] * len(tensors))
-        seen, mark = {id(tensors), *map(id, tensors)}, object()
+        seen, sentinel = {id(tensors), *map(id, tensors)}, object()
         for _ in range(_DEEPEST):
-            above, further = list[Any](), list[_Chain]()
-            seen |= {id(level), id(above)}  # not the user's
-            places = {id(one): place for place, one in enumerate(level)}
-            for holder in gc.get_referrers(*level, mark):
-                if id(holder) in seen or isinstance(holder, (types.FrameType, types.ModuleType)):
+            next_level, next_chains = list[Any](), list[_Chain]()
+            seen |= {id(level), id(next_level)}  # these lists are referrers too, but ours
+            positions = {id(referent): position for position, referent in enumerate(level)}
+            for referrer in gc.get_referrers(*level, sentinel):
+                if id(referrer) in seen or isinstance(referrer, (types.FrameType, types.ModuleType)):
                     continue
-                if type(holder) is tuple and holder and holder[-1] is mark:
-                    continue  # the arguments of this very call
-                seen.add(id(holder))
-                at = next(places[id(one)] for one in gc.get_referents(holder) if id(one) in places)
-                held, link = level[at], _Link.of(holder, level[at])
-                name = self._named(holder, held, (*chains[at], link))
-                if name is not None:
-                    named.append(name)
-                first = Holder(link.text) if first is NOBODY else first
-                if id(holder) not in self._globals and not isinstance(holder, type):
-                    above.append(holder)
-                    further.append((*chains[at], link))
-            if any(one.stores for one in named) or not above:
+                if type(referrer) is tuple and referrer and referrer[-1] is sentinel:
+                    continue  # the argument tuple of this very call
+                seen.add(id(referrer))
+                # no variable for the referents: it would be found as a referrer of the next level
+                position = next(positions[id(item)] for item in gc.get_referents(referrer) if id(item) in positions)
+                chain = (*chains[position], _Link.of(referrer, level[position]))
+                owner = self._named(referrer, level[position], chain)
+                if owner is not None:
+                    named.append(owner)
+                nearest = Owner(chain[-1].text) if nearest is NOBODY else nearest
+                if id(referrer) not in self._globals and not isinstance(referrer, type):
+                    next_level.append(referrer)
+                    next_chains.append(chain)
+            if any(owner.stores for owner in named) or not next_level:
                 break
-            level, chains = above[:_WIDEST], further[:_WIDEST]
-        return next((one for one in named if one.stores), named[0] if named else first)
+            level, chains = next_level[:_WIDEST], next_chains[:_WIDEST]
+        return next((owner for owner in named if owner.stores), named[0] if named else nearest)
 
-    def _named(self, holder: Any, held: Any, chain: _Chain) -> Holder | None:
-        """Return the holder where it has a name in the user's code; the last link of the chain is its own."""
+    def _named(self, referrer: Any, referent: Any, chain: _Chain) -> Owner | None:
+        """Return the owner if the referrer has a name in the user's code, else None.
+
+        Args:
+            referrer: the object that is described by the last link of the chain.
+            referent: the object it refers to.
+            chain: references from the tensor up to the referrer.
+        """
         key = chain[-1].key
-        if id(holder) in self._globals:
-            module = self._globals[id(holder)]
+        if id(referrer) in self._globals:
+            module = self._globals[id(referrer)]
             if not _is_of_user(module):
                 return None
-            return self._stored(f"{_kind(held)} `{key}`, a global", chain[:-2], module, str(key))
-        if id(holder) in self._locals and isinstance(holder, _CONTAINERS):
-            name, code = self._locals[id(holder)]
-            return self._stored(f"{_kind(holder)} `{name}` of {code.co_name}", chain[:-1], code, name)
-        if isinstance(holder, types.FunctionType):
-            return self._closure(holder, chain) if is_users(holder.__code__.co_filename) else None
-        if isinstance(holder, (torch.Tensor, types.CellType, types.MethodType, *_CONTAINERS)):
+            return self._stored(f"{_kind(referent)} `{key}`, a global", chain[:-2], module, str(key))
+        if id(referrer) in self._locals and isinstance(referrer, _CONTAINERS):
+            name, code = self._locals[id(referrer)]
+            return self._stored(f"{_kind(referrer)} `{name}` of {code.co_name}", chain[:-1], code, name)
+        if isinstance(referrer, types.FunctionType):
+            return self._closure(referrer, chain) if is_users(referrer.__code__.co_filename) else None
+        if isinstance(referrer, (torch.Tensor, types.CellType, types.MethodType, *_CONTAINERS)):
             return None
-        if isinstance(holder, type):
-            return self._of_class(holder, chain)
-        name, inner = _attribute(holder, held), chain[:-2]
-        if name is None and chain[:-1] and _own_dict(holder) is held:
+        if isinstance(referrer, type):
+            return self._class_attribute(referrer, chain)
+        name, inner = _attribute(referrer, referent), chain[:-2]
+        if name is None and chain[:-1] and _own_dict(referrer) is referent:
             name, inner = str(chain[-2].key), chain[:-3]
         if name is None:
             return None
-        layer = self._layers.get(id(holder))
-        owner = f"layer {layer}" if layer is not None else f"a {type(holder).__name__}"
-        stored = self._stored(f"the attribute `{name}` of {owner}", inner, type(holder), rf"\w+\.{name}")
-        return replace(stored, stores=stored.stores or layer is not None)  # above a layer there are only its parents
+        layer = self._layers.get(id(referrer))
+        instance = f"layer {layer}" if layer is not None else f"a {type(referrer).__name__}"
+        owner = self._stored(f"the attribute `{name}` of {instance}", inner, type(referrer), rf"\w+\.{name}")
+        return replace(owner, stores=owner.stores or layer is not None)  # above a layer there are only its parents
 
-    def _of_class(self, kind: type, chain: _Chain) -> Holder | None:
+    def _class_attribute(self, kind: type, chain: _Chain) -> Owner | None:
         name = next((link.key for link in reversed(chain) if link.key in vars(kind)), None)
         if name is None or not _is_of_user(sys.modules.get(kind.__module__)):
             return None
         return self._stored(f"the attribute `{name}` of the class {kind.__name__}", chain[:-3], kind, rf"\w+\.{name}")
 
-    def _closure(self, function: types.FunctionType, chain: _Chain) -> Holder:
+    def _closure(self, function: types.FunctionType, chain: _Chain) -> Owner:
         code = function.__code__
-        made = (code.co_filename, code.co_firstlineno)
+        definition = format_frame((code.co_filename, code.co_firstlineno))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        met = {link.holder for link in chain}
-        name = next((name for name, cell in cells if id(cell) in met), None)
+        in_chain = {link.referrer for link in chain}
+        name = next((name for name, cell in cells if id(cell) in in_chain), None)
         if name is None:
-            return Holder(f"the function {code.co_name}", format_frame(made))
-        stored = self._stored(f"`{name}` in the closure of {code.co_name}", (), code, name)
-        if stored.kept_at is not None:
-            return stored
-        direct = len(chain) == 3  # a cell, the tuple of cells, the function: it is the tensor that the name stands for
-        return Holder(stored.text, format_frame(made), direct)
+            return Owner(f"the function {code.co_name}", definition)
+        owner = self._stored(f"`{name}` in the closure of {code.co_name}", (), code, name)
+        if owner.stored_at is not None:
+            return owner
+        is_tensor = len(chain) == 3  # cell, tuple of cells, function: the name stands for the tensor itself
+        return Owner(owner.text, definition, is_tensor)
 
-    def _stored(self, text: str, chain: _Chain, source: Any, name: str) -> Holder:
-        """Return a holder with the first line of some code that stores into a name."""
+    def _stored(self, text: str, chain: _Chain, source: Any, name: str) -> Owner:
+        """Return an owner with the first line of ``source`` that stores into ``name``.
+
+        Args:
+            text: describes the owner.
+            chain: containers between the tensor and the owner, appended to the text.
+            source: a module, class or code object.
+            name: as a regular expression.
+        """
         text += f" (in {' in '.join(link.text for link in chain)})" if chain else ""
-        found, stores = _line_of(source, name)
-        by = next((layer for code, layer in self._hooks if found is not None and _contains(code, found)), None)
+        line, stores = _line_of(source, name)
+        by = next((layer for code, layer in self._hooks if line is not None and _contains(code, line)), None)
         text += f", filled by a hook of {by}" if by is not None else ""
-        return Holder(text, format_frame(found), stores)
+        return Owner(text, format_frame(line), stores)
 
 
 def _is_module(module: Any) -> bool:
@@ -184,25 +205,21 @@ def _is_module(module: Any) -> bool:
 
 
 def _is_of_user(module: Any) -> bool:
-    """Return whether a module is the user's; what a notebook runs has no file."""
+    """Return whether a module is the user's own code. Notebook cells have no file and count as the user's."""
     return getattr(module, "__name__", "") == "__main__" or is_users(getattr(module, "__file__", None) or "<>")
 
 
 def _locals() -> Iterator[tuple[int, tuple[str, types.CodeType]]]:
-    """Yield the ids of what local variables of the user's running functions hold, with name and function."""
+    """Yield (id, (variable, function)) of each container in a local variable of the user's running functions."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_flags & inspect.CO_OPTIMIZED and is_users(code.co_filename):
             values = frame.f_locals
-            yield from [(id(value), (name, code)) for name, value in values.items() if _is_named_by_local(value)]
-            if type(values) is dict:  # before Python 3.13 a copy that the frame keeps, and with it all that is in it
+            yield from [(id(value), (name, code)) for name, value in values.items() if isinstance(value, _CONTAINERS)]
+            if type(values) is dict:  # before Python 3.13 a copy: the frame would keep its values alive
                 values.clear()
         frame = frame.f_back
-
-
-def _is_named_by_local(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS)
 
 
 def _code_of(hook: Any) -> types.CodeType | None:
@@ -213,33 +230,35 @@ def _code_of(hook: Any) -> types.CodeType | None:
 def _key_of(mapping: Any, value: Any) -> Any:
     if not isinstance(mapping, dict):
         return None
-    return next((key for key, one in list(mapping.items()) if one is value), None)
+    return next((key for key, item in list(mapping.items()) if item is value), None)
 
 
-def _own_dict(holder: Any) -> Any:
+def _own_dict(instance: Any) -> Any:
     try:
-        return object.__getattribute__(holder, "__dict__")
+        return object.__getattribute__(instance, "__dict__")
     except AttributeError:
         return None
 
 
-def _attribute(holder: Any, held: Any) -> str | None:
-    """Return the name of the attribute of an object that is another one."""
-    name = _key_of(_own_dict(holder), held)
+def _attribute(instance: Any, value: Any) -> str | None:
+    """Return the name of the instance's attribute, in its ``__dict__`` or a slot, that is this value; None: no such."""
+    name = _key_of(_own_dict(instance), value)
     if name is not None:
         return str(name)
-    slots = [(name, one) for kind in type(holder).__mro__ for name, one in vars(kind).items()]
-    members = (name for name, one in slots if isinstance(one, types.MemberDescriptorType))
-    return next((name for name in members if getattr(holder, name, None) is held), None)
+    members = [item for kind in type(instance).__mro__ for item in vars(kind).items()]
+    slots = (name for name, member in members if isinstance(member, types.MemberDescriptorType))
+    return next((name for name in slots if getattr(instance, name, None) is value), None)
 
 
-def _kind(holder: Any) -> str:
-    return "the object" if type(holder) is object else f"the {type(holder).__name__}"
+def _kind(value: Any) -> str:
+    return "the object" if type(value) is object else f"the {type(value).__name__}"
 
 
 def _line_of(source: Any, name: str) -> tuple[tuple[str, int] | None, bool]:
-    """Return file and line of the first statement in a module, class or function that puts something into a name, and
-    true; else of the first that assigns it, and false."""
+    """Return (file, line) of the first line in a module, class or function that puts an element into a name, and True.
+
+    Without such a line, that of the first line that assigns the name, and False; (None, False) if there is neither.
+    """
     try:
         file = inspect.getsourcefile(source)
         lines, start = inspect.getsourcelines(source)
@@ -249,9 +268,9 @@ def _line_of(source: Any, name: str) -> tuple[tuple[str, int] | None, bool]:
         return None, False
     for form, stores in ((_PUTS, True), (_ASSIGNS, False)):
         pattern = re.compile(rf"\b{name}{form}")
-        found = next((at for at, line in enumerate(lines) if pattern.search(line)), None)
-        if found is not None:
-            return (file, max(start, 1) + found), stores
+        offset = next((offset for offset, line in enumerate(lines) if pattern.search(line)), None)
+        if offset is not None:
+            return (file, max(start, 1) + offset), stores
     return None, False
 
 

@@ -1,4 +1,4 @@
-"""What the model was called with last, as shapes: a watch holds no tensor of the user's."""
+"""The arguments of a model's last call, with shapes in place of tensors, so that no tensor is kept alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan.trace.spec import Spec
 
 
 class LastInputs:
-    """Follows the calls of a model from outside."""
+    """Records the arguments of each call of a model, by a hook; those of the last call replace earlier ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._args: tuple[Any, ...] | None = None
@@ -23,27 +23,24 @@ class LastInputs:
         self._handle.remove()
 
     def specs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with descriptions for tensors.
+        """Return the positional and keyword arguments of the last call, with a `Spec` for each tensor.
 
         Raises:
-            Unknown: the model was not called, or with something that cannot be described.
+            Unknown: the model was not called, or with an argument that is no tensor, number or container of these.
         """
         if self._args is None:
             raise Unknown("the model was not called yet")
         return self._args, self._kwargs
 
     def texts(self) -> list[str]:
-        """Return the options of `memplan fit` that describe them; without what it has no option for."""
-        found = [f"--input {text}" for text in map(_text, self._args or ()) if text]
-        return found + [f"--kwarg {name}={text}" for name, one in self._kwargs.items() if (text := _text(one))]
+        """Return the tensor arguments as options of `memplan fit`; other arguments have no option and are left out."""
+        inputs = [f"--input {text_of(value)}" for value in self._args or () if isinstance(value, Spec)]
+        kwargs = [f"--kwarg {name}={text_of(value)}" for name, value in self._kwargs.items() if isinstance(value, Spec)]
+        return inputs + kwargs
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            self._args = tuple([described(one) for one in args])
-            self._kwargs = {name: described(one) for name, one in kwargs.items()}
-        except Exception:  # whatever a user's container raises: then nothing is known of this call
+            self._args = tuple([described(value) for value in args])
+            self._kwargs = {name: described(value) for name, value in kwargs.items()}
+        except Exception:  # a user's container may raise anything: this call stays unknown
             self._args, self._kwargs = None, {}
-
-
-def _text(value: Any) -> str | None:
-    return text_of(value) if isinstance(value, Spec) else None

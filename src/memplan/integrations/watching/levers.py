@@ -1,4 +1,4 @@
-"""A step that failed, predicted for the inputs it had, and the plan that would have fitted: both on fake tensors."""
+"""After an out-of-memory error: prediction of the failed step and a plan that fits, both on fake tensors."""
 
 from __future__ import annotations
 
@@ -21,50 +21,56 @@ from memplan.trace.step import StepOptions, build_of
 
 
 def levers_for(subject: Subject, inputs: LastInputs, budget: int) -> dict[str, Any]:
-    """Return the plan that fits a step of the model with its last inputs into a budget, as plain data.
+    """Plan a step of the model with its last inputs for a budget; return a summary for JSON.
 
-    The loss is the default one of `memplan.explain`, and hooks of the user's are left out.
+    The loss is the default of `memplan.explain`, and the user's hooks are left out.
 
     Args:
         subject: the model and its optimizer.
-        inputs: of the last call.
+        inputs: of the model's last call.
         budget: bytes.
 
     Returns:
-        ``fits``, and either ``peak`` and ``levers`` ({lever: {values, bytes}}) or ``smallest_budget``; ``why_not``
-        where there is no plan at all.
+        ``fits`` True with ``peak`` and ``levers`` ({lever: {values, bytes}}); False with ``smallest_budget``; None with
+        ``why_not`` if the step cannot be planned at all.
     """
     try:
         args, kwargs = inputs.specs()
-        made = plan(
-            _copies(subject), *args, kwargs=kwargs, budget=budget, optimizer=_optimizer(subject), costs="roofline",
+        step_plan = plan(
+            _build_copy(subject), *args, kwargs=kwargs, budget=budget, optimizer=_optimizer(subject), costs="roofline",
             device=None if subject.card is None else subject.card.name,
         )  # fmt: skip
     except BudgetError as error:
         return {"fits": False, "budget": budget, "smallest_budget": error.smallest_budget}
-    except Exception as error:  # a model that cannot be captured, arguments that cannot be described: no plan then
+    except Exception as error:  # such as a model that cannot be captured
         return {"fits": None, "budget": budget, "why_not": f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"}
-    found: dict[str, dict[str, int]] = defaultdict(lambda: {"values": 0, "bytes": 0})
-    for decision in made.decisions:
+    levers: dict[str, dict[str, int]] = defaultdict(lambda: {"values": 0, "bytes": 0})
+    for decision in step_plan.decisions:
         if decision.lever != "keep":
-            found[decision.lever]["values"] += 1
-            found[decision.lever]["bytes"] += decision.bytes
-    return {"fits": True, "budget": budget, "peak": made.peak, "unplanned": made.eager_peak, "levers": dict(found)}
+            levers[decision.lever]["values"] += 1
+            levers[decision.lever]["bytes"] += decision.bytes
+    return {
+        "fits": True,
+        "budget": budget,
+        "peak": step_plan.peak,
+        "unplanned": step_plan.eager_peak,
+        "levers": dict(levers),
+    }
 
 
 def failed_step(subject: Subject, inputs: LastInputs) -> Prediction | None:
-    """Predict a step of the model with its last inputs and the default loss; None where it cannot be recorded."""
+    """Predict a step of the model with its last inputs and the default loss; None if it cannot be recorded."""
     try:
         args, kwargs = inputs.specs()
         options = StepOptions(args, kwargs, optimizer=_optimizer(subject)).checked()
         card = subject.card
         target = Target(HOST) if card is None else Target(card.name, card)
-        return Prediction.of(record_for(build_of(_copies(subject), options, on_card=card is not None), target))
-    except Exception:  # of the user's model, in circumstances that it was not made for
+        return Prediction.of(record_for(build_of(_build_copy(subject), options, on_card=card is not None), target))
+    except Exception:  # a user's model may raise anything on fake tensors
         return None
 
 
-def _copies(subject: Subject) -> Callable[[], nn.Module]:
+def _build_copy(subject: Subject) -> Callable[[], nn.Module]:
     return lambda: copied(subject.models[0])
 
 

@@ -1,4 +1,4 @@
-"""A line on the terminal that follows the steps; nothing in a pipe, and nothing in CI."""
+"""A status line on the terminal that shows the last step; nothing in a pipe or in CI."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from memplan._bytes import format_bytes
 from memplan._text import printable_lines
 from memplan.integrations.watching.rows import Row
 
-_EVERY = 0.5
-"""Seconds between two refreshes: a watch may cost a step next to nothing."""
+_INTERVAL = 0.5
+"""Seconds between two refreshes, so that drawing costs a step next to nothing."""
 
 
 class LiveLine:
-    """Shows the last step on stderr, where that is a terminal."""
+    """Shows the last step on stderr if that is a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
-        self._live: Any = None
+        self._display: Any = None
         self._next = 0.0
         self.is_shown = not quiet and "CI" not in os.environ and sys.stderr.isatty()
 
     def show(self, row: Row, leaks: int) -> None:
-        """Show a step, unless another one was shown a moment ago."""
+        """Show a step and the number of leaks, unless the line was refreshed less than 0.5 s ago."""
         if not self.is_shown or time.monotonic() < self._next:
             return
         from rich.text import Text
 
-        if self._live is None:
-            self._live = _started()
-        self._live.update(Text(line_of(row, leaks), no_wrap=True, overflow="ellipsis"), refresh=True)
-        self._next = time.monotonic() + _EVERY
+        if self._display is None:
+            self._display = _start_display()
+        self._display.update(Text(line_of(row, leaks), no_wrap=True, overflow="ellipsis"), refresh=True)
+        self._next = time.monotonic() + _INTERVAL
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a message to stderr, above the status line."""
         self.close()
         print(f"memplan: {printable_lines(text)}", file=sys.stderr)
 
     def close(self) -> None:
-        """Take the line away."""
-        live, self._live = self._live, None
+        """Remove the status line."""
+        live, self._display = self._display, None
         if live is not None:
             live.stop()
 
 
-def _started() -> Any:
+def _start_display() -> Any:
     from rich.console import Console
     from rich.live import Live
 
@@ -58,7 +58,7 @@ def _started() -> Any:
 
 
 def line_of(row: Row, leaks: int) -> str:
-    """Write a step for people: what is known of it, and how many leaks there are."""
+    """Return the status line of a step: its known figures and the number of leaks."""
     figures = (
         ("peak", row.peak), ("predicted", row.predicted), ("held", row.held),
         ("resident", row.resident if row.held is None else None),

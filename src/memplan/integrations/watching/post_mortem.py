@@ -1,4 +1,4 @@
-"""What is written when memory ends: what was asked for, who held the rest, which levers would have fitted."""
+"""The out-of-memory report: the failed request, what was live, and the levers with which the step would fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,18 @@ SCHEMA = 1
 _ON_HOST = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _ON_CARD = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _ROWS = 15
-"""Rows of the text; the JSON file has all."""
+"""Greatest number of layers in the text; the JSON file has all."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error says that an allocator of torch's has no memory left."""
+    """Return whether an error is raised by one of torch's allocators for lack of memory."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _ON_HOST.search(str(error)) is not None
     )
 
 
-def asked_for(error: BaseException) -> int | None:
-    """Return how many bytes were asked for, as far as the message says it; None where it does not."""
+def requested_bytes(error: BaseException) -> int | None:
+    """Return the bytes of the failed request, as precisely as the message has them; None: not in the message."""
     text = str(error)
     exact = _ON_HOST.search(text)
     if exact is not None:
@@ -54,26 +55,26 @@ def post_mortem(
     error: BaseException,
     step: int,
     subject: Subject,
-    seen: Prediction | None,
+    prediction: Prediction | None,
     *,
-    within: bool,
+    is_failed_step: bool,
     device: torch.device,
     folder: str | os.PathLike[str],
     inputs: LastInputs | None,
 ) -> Path:
-    """Write what is known of a step that ran out of memory, as JSON and as text of the same name.
+    """Write a report of a step that ran out of memory, as JSON and as text of the same name.
 
-    Nothing of it needs memory on the card. Both files are there before levers are looked for, which takes a while.
+    This allocates nothing on the card. Both files are written first without levers, as the search for a plan is slow.
 
     Args:
-        error: what was raised.
-        step: that it ended, from 1.
-        subject: what was watched.
-        seen: the steps that were observed last; None: none.
-        within: whether the failed step is the last of them.
-        device: that ran out.
-        folder: of the files, whose names are new ones.
-        inputs: what the model was called with last.
+        error: the out-of-memory error.
+        step: the failed step, from 1.
+        subject: the model and its optimizers.
+        prediction: of the steps observed last; None: no step was observed.
+        is_failed_step: whether the failed step is the last of these.
+        device: that ran out of memory.
+        folder: of the new files; it is created if missing.
+        inputs: of the model's last call.
 
     Returns:
         The path of the JSON file.
@@ -81,49 +82,54 @@ def post_mortem(
     Raises:
         OSError: the folder cannot be written to.
     """
-    held = _held(subject)
-    room = _room(device, sum(held.values()))
+    resident = _resident_bytes(subject)
+    memory = _available_memory(device, sum(resident.values()))
     data: dict[str, Any] = {
         "format": "memplan.post_mortem",
         "schema": SCHEMA,
         "error": f"{type(error).__name__}: {error}",
         "step": step,
-        "asked": asked_for(error),
+        "asked": requested_bytes(error),
         "device": str(device) if subject.card is None else subject.card.name,
         "torch": torch.__version__,
-        **room,
-        "held_now": held,
-        **_alive(seen, "the failed step" if within else "the step observed last"),
+        **memory,
+        "held_now": resident,
+        **_live_at_peak(prediction, "the failed step" if is_failed_step else "the step observed last"),
         "levers": None,
-        "command": _command(subject, inputs, room["budget"]),
+        "command": _fit_command(subject, inputs, memory["budget"]),
         "snapshot": None,
     }
     path = _new_file(Path(folder))
     data["snapshot"] = _snapshot(path, device)
     _write(path, data)
     if inputs is not None:
-        predicted = None if within else failed_step(subject, inputs)
+        predicted = None if is_failed_step else failed_step(subject, inputs)
         if predicted is not None:
-            data |= _alive(predicted, "the failed step, as predicted for its inputs without its loss")
-        if room["budget"]:
-            data["levers"] = levers_for(subject, inputs, room["budget"])
+            data |= _live_at_peak(predicted, "the failed step, as predicted for its inputs without its loss")
+        if memory["budget"]:
+            data["levers"] = levers_for(subject, inputs, memory["budget"])
         _write(path, data)
     return path
 
 
-def _alive(seen: Prediction | None, of: str) -> dict[str, Any]:
-    """Return what is alive at the peak of a step, by cause and by layer."""
-    rows = () if seen is None else seen.holders()
+def _live_at_peak(prediction: Prediction | None, step: str) -> dict[str, Any]:
+    """Return the report's part on what is live at the peak, by cause and by layer."""
+    rows = () if prediction is None else prediction.holders()
     return {
-        "alive_of": None if seen is None else of,
-        "peak": None if seen is None else seen.peak,
-        "by_cause": _sums((row.cause, row.bytes) for row in rows),
+        "alive_of": None if prediction is None else step,
+        "peak": None if prediction is None else prediction.peak,
+        "by_cause": _sum_by_key((row.cause, row.bytes) for row in rows),
         "by_layer": _by_layer(rows),
     }
 
 
-def _room(device: torch.device, held: int) -> dict[str, Any]:
-    """Return what the allocator held and what there was for it, in bytes; ``budget``: what a step can fit into."""
+def _available_memory(device: torch.device, resident: int) -> dict[str, Any]:
+    """Return the report's part on memory, in bytes: the allocator's, the device's, and ``budget``, available to a step.
+
+    Args:
+        device: that ran out of memory.
+        resident: bytes of the model and its optimizers, which on the CPU count as available besides free memory.
+    """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -135,12 +141,12 @@ def _room(device: torch.device, held: int) -> dict[str, Any]:
     free = available(Home())
     return {
         "allocated": None, "reserved": None, "free": free, "capacity": None,
-        "budget": None if free is None else free + held,
+        "budget": None if free is None else free + resident,
     }  # fmt: skip
 
 
-def _held(subject: Subject) -> dict[str, int]:
-    """Return what the model and its optimizers hold, each storage once, by cause."""
+def _resident_bytes(subject: Subject) -> dict[str, int]:
+    """Return the bytes of the model and its optimizers by cause, each storage counted once."""
     seen, sizes = set[int](), dict[str, int]()
     for cause, tensor in subject.by_cause():
         if tensor.layout == torch.strided and _torch.has_shape(tensor):
@@ -151,11 +157,11 @@ def _held(subject: Subject) -> dict[str, int]:
     return sizes
 
 
-def _sums(pairs: Any) -> dict[str, int]:
-    found: dict[str, int] = defaultdict(int)
+def _sum_by_key(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = defaultdict(int)
     for key, size in pairs:
-        found[key] += size
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        sums[key] += size
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def _by_layer(rows: tuple[HolderRow, ...]) -> list[dict[str, Any]]:
@@ -166,7 +172,7 @@ def _by_layer(rows: tuple[HolderRow, ...]) -> list[dict[str, Any]]:
     return [{"layer": key[0], "where": key[1], "cause": key[2], "bytes": size} for key, size in largest]
 
 
-def _command(subject: Subject, inputs: LastInputs | None, budget: int | None) -> str:
+def _fit_command(subject: Subject, inputs: LastInputs | None, budget: int | None) -> str:
     parts = ["memplan fit TARGET", *([] if inputs is None else inputs.texts())]
     if subject.optimizers:
         parts.append(f"--optimizer {type(subject.optimizers[0]).__name__.lower()}")
@@ -175,7 +181,7 @@ def _command(subject: Subject, inputs: LastInputs | None, budget: int | None) ->
 
 
 def _new_file(folder: Path) -> Path:
-    """Make a file of a new name, and return its path."""
+    """Create an empty JSON file with an unused name in the folder and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = folder / f"memplan-oom-{os.getpid()}-{number}.json"
@@ -190,7 +196,7 @@ def _new_file(folder: Path) -> Path:
 
 
 def _snapshot(path: Path, device: torch.device) -> str | None:
-    """Write torch's own snapshot, where its memory history was on; return its path."""
+    """Write torch's memory snapshot and return its path; None if its history is not being recorded."""
     if device.type != "cuda" or not _torch.history():
         return None
     file = path.with_suffix(".pickle")
@@ -204,19 +210,19 @@ def _write(path: Path, data: dict[str, Any]) -> None:
 
 
 def text_of(data: dict[str, Any]) -> str:
-    """Write a post-mortem for people."""
-    asked = "memory" if data["asked"] is None else format_bytes(data["asked"])
-    lines = [f"Step {data['step']} on {data['device']} asked for {asked} and there was no room.", data["error"], ""]
+    """Return a post-mortem as text."""
+    request = "memory" if data["asked"] is None else format_bytes(data["asked"])
+    lines = [f"Step {data['step']} on {data['device']} asked for {request} and there was no room.", data["error"], ""]
     if data["capacity"] is not None:
         lines.append(
             f"allocated {format_bytes(data['allocated'])}, reserved {format_bytes(data['reserved'])}, "
             f"free {format_bytes(data['free'])} of {format_bytes(data['capacity'])}"
         )
-    lines += ["held by the model and its optimizers:", *_lines(data["held_now"]), ""]
+    lines += ["held by the model and its optimizers:", *_size_lines(data["held_now"]), ""]
     if data["by_layer"]:
         lines += [
             f"alive at the peak of {data['alive_of']} ({format_bytes(data['peak'])}), by cause:",
-            *_lines(data["by_cause"]),
+            *_size_lines(data["by_cause"]),
             "",
             "by layer:",
         ]
@@ -231,7 +237,7 @@ def text_of(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _lines(sizes: dict[str, int]) -> list[str]:
+def _size_lines(sizes: dict[str, int]) -> list[str]:
     return [f"  {format_bytes(size):>10}  {LABELS.get(cause, cause)}" for cause, size in sizes.items() if size]
 
 
@@ -243,5 +249,5 @@ def _lever_lines(levers: dict[str, Any] | None) -> list[str]:
         return [f"levers are not known: {levers['why_not']}"]
     if not levers["fits"]:
         return [f"no plan fits {budget}; the smallest budget is {format_bytes(levers['smallest_budget'])}"]
-    used = [f"{name} ({one['values']}, {format_bytes(one['bytes'])})" for name, one in levers["levers"].items()]
+    used = [f"{name} ({lever['values']}, {format_bytes(lever['bytes'])})" for name, lever in levers["levers"].items()]
     return [f"in {budget} it fits with {', '.join(used) or 'no lever at all'}: {format_bytes(levers['peak'])} peak"]

@@ -1,4 +1,4 @@
-"""What a watch predicts of the steps to come: the simulated peaks of the steps that it observed."""
+"""Predicted memory of the coming steps: the simulation of the observed ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from memplan.trace.trace import Trace, at_least
 
 @dataclass(frozen=True)
 class Prediction:
-    """The observed steps, simulated: `memplan.simulate` adds what kernels take, and a card's blocks, to their tensors.
+    """A trace of observed steps and its simulation, which adds workspaces and the allocator's rounding to the tensors.
 
-    It rests on the ops of these steps as they really ran: losses, hooks and optimizers are in it.
+    The trace has all ops that really ran: those of the loss, hooks and optimizers as well.
     """
 
     trace: Trace
@@ -24,30 +24,30 @@ class Prediction:
 
     @classmethod
     def of(cls, trace: Trace) -> Prediction:
-        """Simulate a trace, where workspaces are an interval in the low case."""
-        lowest = at_least(trace)
-        return cls(lowest, simulate(lowest))
+        """Simulate a trace with the lower end of each workspace interval."""
+        lower = at_least(trace)
+        return cls(lower, simulate(lower))
 
     @property
     def peak(self) -> int:
-        """Return the peak of the last observed step, in bytes: that of the steps to come."""
+        """The peak of the last observed step in bytes, which is predicted for the coming ones."""
         return self.timeline.steps[-1].peak_allocated
 
     def peaks(self) -> list[int]:
-        """Return the peak of each observed step."""
+        """Return the peak of each observed step in bytes."""
         return [step.peak_allocated for step in self.timeline.steps]
 
     def holders(self) -> tuple[HolderRow, ...]:
-        """Return what is alive at the last step's peak."""
+        """Return what is live at the last step's peak."""
         return holders_at(self.trace, self.timeline.steps[-1].peak_tick)
 
     def explanation(self) -> Explanation:
-        """Explain the steps."""
+        """Explain the observed steps."""
         return explain_trace(self.trace, title="the watched step")
 
 
 def grown(before: Prediction, after: Prediction) -> tuple[str, str | None, int]:
-    """Return layer, line and bytes of the place that holds the most more at the second one's peak."""
+    """Return (layer, line, bytes) of the place that grew most between the peaks of two predictions."""
     sizes: dict[tuple[str, str | None], int] = {}
     for sign, prediction in ((-1, before), (1, after)):
         for row in prediction.holders():

@@ -1,4 +1,4 @@
-"""What a watch gives: rows of steps and leaks, as plain data."""
+"""Results of a watch as plain data: a row for each step, leaks, and growth of the peak."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Source = Literal["allocator", "profiler", ""]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step, in bytes. ``None`` where nobody measured it, or nothing is predicted yet.
+    """Memory of a step in bytes; None: not measured, or not predicted yet.
 
-    On a card every step is measured, by the allocator's own counters. On the CPU, which has none, it is the last step
-    of each window, by torch's profiler, where nobody else profiles.
+    On a card the allocator's counters measure every step. The CPU's allocator has no counters: there torch's profiler
+    measures the steps of the first window, unless another profiler is active.
     """
 
     step: int
     """From 1."""
     seconds: float
-    """Since the step before ended."""
+    """Since the end of the previous step."""
     peak: int | None
-    """The most that was allocated in the step."""
+    """Peak of allocated bytes within the step."""
     held: int | None
-    """Allocated when it ended."""
+    """Allocated at its end."""
     predicted: int | None
-    """Its peak, simulated from the ops of an observed step."""
+    """Its peak as simulated from the ops of an observed step."""
     resident: int | None
-    """Of the process, when it ended; on Linux, 20 times a second at most."""
+    """Resident set of the process at its end; on Linux, at most 20 times a second."""
     source: Source = ""
     observed: bool = False
-    """Whether every op of it was noted."""
+    """Whether the step ran in a window, with every op recorded."""
 
     @property
     def drift(self) -> int | None:
-        """Bytes that the peak is above what was predicted."""
+        """Bytes by which the peak exceeds the prediction."""
         return None if self.peak is None or self.predicted is None else self.peak - self.predicted
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,10 +48,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Leak(Printed):
-    """A place whose tensors outlive their steps, one step after another."""
+    """A place whose tensors outlive their step, step after step."""
 
     where: str | None
-    """``file:line`` of the user's code that made them."""
+    """``file:line`` of the user's code that created them."""
     layer: str
     op: str
     shape: tuple[int, ...]
@@ -59,29 +59,31 @@ class Leak(Printed):
     count: int
     """Tensors a step."""
     bytes: int
-    """A step, with what the graphs of these tensors hold."""
+    """Bytes a step, with what the autograd graphs of these tensors save."""
     steps: tuple[int, ...]
-    """The observed steps whose tensors were still there, or were freed by Python's garbage collector alone."""
+    """The observed steps whose tensors were not freed, or only by Python's garbage collector."""
     held_by: str
-    """Who holds them, in words."""
+    """Their owner, in words."""
     kept_at: str | None
-    """``file:line`` of the user's code that stored them, where it was found."""
+    """``file:line`` of the user's code that stores them there; None: unknown."""
     noticed: int
-    """The step at whose end it was found."""
+    """The step at whose end the leak was detected."""
     cycle: bool = False
-    """Whether a reference cycle holds them: they wait for Python's garbage collector."""
+    """Whether only a reference cycle keeps them, until Python's garbage collector runs."""
     ended: int | None = None
-    """The step by whose end they were gone after all, such as those of a list of bounded length."""
+    """The step by whose end they were freed after all, such as those in a list of bounded length."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
-        what = f"a tensor ({shape}, {self.dtype})" if self.count == 1 else f"{self.count} tensors"
-        made = " ".join(part for part in (self.where and f"at {self.where}", self.layer and f"in {self.layer}") if part)
-        kept = f"; stored at {self.kept_at}" if self.kept_at else ""
-        gone = f"; gone by step {self.ended}" if self.ended is not None else ""
+        tensors = f"a tensor ({shape}, {self.dtype})" if self.count == 1 else f"{self.count} tensors"
+        origin = " ".join(
+            part for part in (self.where and f"at {self.where}", self.layer and f"in {self.layer}") if part
+        )
+        stored = f"; stored at {self.kept_at}" if self.kept_at else ""
+        ended = f"; gone by step {self.ended}" if self.ended is not None else ""
         return (
-            f"leak: {what}, {format_bytes(self.bytes)} a step, made {made or f'by {self.op}'} outlives its step: "
-            f"held by {self.held_by}{kept}{gone}"
+            f"leak: {tensors}, {format_bytes(self.bytes)} a step, made {origin or f'by {self.op}'} outlives its step: "
+            f"held by {self.held_by}{stored}{ended}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +93,7 @@ class Leak(Printed):
 
 @dataclass(frozen=True, slots=True)
 class Growth(Printed):
-    """A step's peak that moved away from what was predicted, and the place that holds the most more at it."""
+    """A step whose peak rose above the prediction, and the place that grew most."""
 
     step: int
     peak: int
@@ -99,7 +101,7 @@ class Growth(Printed):
     layer: str
     where: str | None
     bytes: int
-    """That place holds so much more at the peak than in the step that was predicted from; 0: no such place."""
+    """Growth of that place at the peak since the step on which the prediction is based; 0: no place grew."""
 
     def __str__(self) -> str:
         place = " ".join(part for part in (self.layer, self.where and f"({self.where})") if part) or "no layer"

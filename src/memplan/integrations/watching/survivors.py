@@ -1,8 +1,7 @@
-"""Which storages of a window outlive their steps, one step after another: what is alive at one place of two steps."""
+"""Leak detection: storages allocated at the same place of several steps that are not freed after their step."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from collections import defaultdict
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.integrations.watching.holding import NOBODY, Holder, Holders, tensors_on
+from memplan.integrations.watching.holding import NOBODY, Owner, Owners, tensors_on
 from memplan.integrations.watching.rows import Leak
 from memplan.integrations.watching.window import OBSERVED, Subject, Window
 from memplan.trace.recording.ledger import Entry
@@ -25,67 +24,73 @@ _Place = tuple[str | None, str, str]
 
 @dataclass(slots=True)
 class _Group:
-    """Storages that were born at one place."""
+    """Storages allocated at the same place that outlived their step."""
 
     alive: list[Entry] = field(default_factory=list[Entry])
-    """Born in a step before the last one, and still there."""
+    """Not freed yet."""
     collected: list[Entry] = field(default_factory=list[Entry])
-    """Freed by the garbage collector: a cycle held them."""
+    """Freed by the garbage collector, so they were part of a reference cycle."""
     bounded: bool = False
-    """Whether one outlived two steps and was freed then, so that no more than a few are ever held."""
+    """Whether a storage was freed after more than one further step, as in a list of bounded length: no leak."""
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [*self.alive, *self.collected]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A leak, and the storages that show it."""
+class DetectedLeak:
+    """A leak, with weak references to its storages."""
 
     leak: Leak
-    witnesses: tuple[weakref.ref[Any], ...]
+    storages: tuple[weakref.ref[Any], ...]
 
     @property
     def is_over(self) -> bool:
-        """Return whether all of them are gone by now."""
-        return not self.leak.cycle and all(witness() is None for witness in self.witnesses)
+        """Whether all its storages have been freed by now. Always False for a reference cycle."""
+        return not self.leak.cycle and all(storage() is None for storage in self.storages)
 
 
-def find_leaks(window: Window, subject: Subject) -> list[Found]:
-    """Return what leaks in a window, once the step after the observed ones has ended."""
-    if window.parts is None or window.ended <= OBSERVED:
+def find_leaks(window: Window, subject: Subject) -> list[DetectedLeak]:
+    """Return the leaks of a window; [] before the step after its observed ones has ended."""
+    if window.recorded is None or window.ended <= OBSERVED:
         return []
     groups = {
         place: group for place, group in _groups(window, subject).items()
-        if not group.bounded and len({window.step_of(entry) for entry in (*group.alive, *group.collected)}) > 1
+        if not group.bounded and len({window.step_of(entry) for entry in group.entries}) > 1
     }  # fmt: skip
     if not groups:
         return []
-    held = _holders(groups, subject)
-    before = window.observer.ledger.clock
+    owners = _owners(groups, subject)
+    before_collection = window.observer.ledger.clock
     gc.collect()
-    found = list[Found]()
-    graphs = [place for place in groups if held[place][0] is NOBODY]
-    owners = [place for place in groups if held[place][1] and place not in graphs]
+    saved = [place for place in groups if owners[place][0] is NOBODY]  # by autograd graphs
+    with_graph = [place for place in groups if owners[place][1] and place not in saved]
+    leaks = list[DetectedLeak]()
     for place, group in groups.items():
-        if place in graphs and owners:
-            continue  # what these graphs hold is counted with the tensors whose graphs they are
-        beside = [groups[one] for one in graphs if owners and place == owners[0]]
-        found.append(_found(window, place, group, held[place][0], beside, before))
-    return found
+        if place in saved and with_graph:
+            continue  # counted with the tensors whose graphs save these
+        saved_groups = [groups[saved_place] for saved_place in saved] if place in with_graph[:1] else []
+        leaks.append(_detected(window, place, group, owners[place][0], saved_groups, before_collection))
+    return leaks
 
 
 def _groups(window: Window, subject: Subject) -> dict[_Place, _Group]:
-    """Return the storages of the observed steps that outlived one, by where they were born."""
-    assert window.parts is not None
-    ops, marks = window.parts.ops, window.observer.ownership
-    owned = {_torch.storage_key(one.untyped_storage()) for one in subject.resident() if one.layout == torch.strided}
+    """Return the storages allocated in the observed steps that outlived their step, by where they were allocated."""
+    assert window.recorded is not None
+    ops, marks = window.recorded.ops, window.observer.ownership
+    resident = {
+        _torch.storage_key(tensor.untyped_storage()) for tensor in subject.resident() if tensor.layout == torch.strided
+    }
     readers = _first_readers(ops)
     groups: dict[_Place, _Group] = defaultdict(_Group)
     for entry in window.observer.ledger.entries:
         step = window.step_of(entry)
-        kept = entry.id in marks.weights or entry.id in marks.buffers or entry.id in marks.states
-        if not 0 <= step < OBSERVED or kept or (entry.died is None and entry.key in owned) or not entry.key:
+        is_state = entry.id in marks.weights or entry.id in marks.buffers or entry.id in marks.states
+        if not 0 <= step < OBSERVED or is_state or (entry.died is None and entry.key in resident) or not entry.key:
             continue
-        number = entry.op if entry.op is not None else readers.get(entry.id)
-        op = None if number is None else ops[number]
+        op_index = entry.op if entry.op is not None else readers.get(entry.id)
+        op = None if op_index is None else ops[op_index]
         place = ("", "", "") if op is None else (op.where, op.layer, op.name)
         if entry.died is None:
             groups[place].alive.append(entry)
@@ -97,47 +102,41 @@ def _groups(window: Window, subject: Subject) -> dict[_Place, _Group]:
 
 
 def _first_readers(ops: Iterable[Op]) -> dict[int, int]:
-    """Return the first op that reads each storage: of what no op made, the place where it was met."""
-    found: dict[int, int] = {}
+    """Return the index of the first op that reads each storage: the place of storages that no op allocated."""
+    readers: dict[int, int] = {}
     for op in ops:
         for operand in op.reads:
-            found.setdefault(operand.storage, op.index)
-    return found
+            readers.setdefault(operand.storage, op.index)
+    return readers
 
 
-def _holders(groups: dict[_Place, _Group], subject: Subject) -> dict[_Place, tuple[Holder, bool]]:
-    """Return who holds the oldest storage of each place, and whether that has a graph."""
+def _owners(groups: dict[_Place, _Group], subject: Subject) -> dict[_Place, tuple[Owner, bool]]:
+    """Return the owner of each place's oldest storage, and whether a tensor on it has a ``grad_fn``."""
     oldest = {place: group.alive[0].key for place, group in groups.items() if group.alive}
     tensors = tensors_on(set(oldest.values()))
-    holders = Holders(subject.models)
-    answers: dict[_Place, tuple[Holder, bool]] = {}
+    owners = Owners(subject.models)
+    by_place: dict[_Place, tuple[Owner, bool]] = {}
     for place in groups:
-        known = tensors.get(oldest.get(place, 0), [])
-        nobody = NOBODY if place in oldest else Holder("a reference cycle")
-        answers[place] = (holders.of(known) if known else nobody, any(one.grad_fn is not None for one in known))
-    return answers
+        aliases = tensors.get(oldest.get(place, 0), [])
+        no_tensor = NOBODY if place in oldest else Owner("a reference cycle")
+        owner = owners.of(aliases) if aliases else no_tensor
+        by_place[place] = (owner, any(tensor.grad_fn is not None for tensor in aliases))
+    return by_place
 
 
-def _found(
-    window: Window, place: _Place, group: _Group, holder: Holder, beside: list[_Group], before: int
-) -> Found:  # fmt: skip
-    entries = [*group.alive, *group.collected]
+def _detected(
+    window: Window, place: _Place, group: _Group, owner: Owner, saved_groups: list[_Group], before_collection: int
+) -> DetectedLeak:
+    """Describe the leak at a place. Its bytes include those of ``saved_groups``: what its tensors' graphs save."""
+    entries = group.entries
     steps = sorted({window.step_of(entry) for entry in entries})
-    cycle = all(entry.died is not None and entry.died > before for entry in group.alive)
-    sizes = sum(entry.bytes for one in (group, *beside) for entry in (*one.alive, *one.collected))
-    text = f"a reference cycle, by {holder.text}" if cycle and group.alive else holder.text
+    cycle = all(entry.died is not None and entry.died > before_collection for entry in group.alive)
+    size = sum(entry.bytes for counted in (group, *saved_groups) for entry in counted.entries)
+    text = f"a reference cycle, by {owner.text}" if cycle and group.alive else owner.text
     where, layer, op = place
     leak = Leak(
-        where, layer, op, entries[0].shape, entries[0].dtype, -(-len(entries) // len(steps)), sizes // len(steps),
-        tuple(window.first + step for step in steps), text, holder.kept_at, window.first + OBSERVED, cycle,
+        where, layer, op, entries[0].shape, entries[0].dtype, -(-len(entries) // len(steps)), size // len(steps),
+        tuple(window.first + step for step in steps), text, owner.stored_at, window.first + OBSERVED, cycle,
     )  # fmt: skip
-    return Found(leak, tuple(weakref.ref(one) for entry in group.alive if (one := _storage(entry)) is not None))
-
-
-def _storage(entry: Entry) -> torch.UntypedStorage | None:
-    return None if entry.reference is None else entry.reference()
-
-
-def ended(leak: Leak, step: int) -> Leak:
-    """Return a leak whose tensors were gone by the end of a step."""
-    return dataclasses.replace(leak, ended=step)
+    storages = (entry.reference() for entry in group.alive if entry.reference is not None)
+    return DetectedLeak(leak, tuple(weakref.ref(storage) for storage in storages if storage is not None))

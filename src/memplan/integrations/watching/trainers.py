@@ -1,4 +1,4 @@
-"""Callbacks that watch what a trainer trains. Each library is imported where its callback is made."""
+"""Callbacks for trainers that watch their training. Each library is imported only when its callback is created."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from memplan.integrations.watching.watch import Watch, watch
 
 
-class _Watched:
-    """One watch for each training, begun and ended by a trainer's events."""
+class _WatchesTraining:
+    """Begins and ends a watch at a trainer's events; each training has its own."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -28,10 +28,10 @@ class _Watched:
 
 
 def for_transformers(**options: Any) -> Any:
-    """Return a callback for a ``transformers.Trainer``: what it saw is its attribute ``seen``, a `Watch`.
+    """Return a callback for a ``transformers.Trainer`` whose attribute ``seen`` is the `Watch` of the last training.
 
-    The watch ends with the training, also with an error in one of its epochs. Where more than that is between the
-    trainer's beginning and its end, ``with memplan.watch(trainer): trainer.train()`` is the surer way.
+    The watch ends with the training or an error in one of its epochs. An error outside of the epochs does not end it:
+    ``with memplan.watch(trainer): trainer.train()`` covers those, too.
 
     Args:
         options: as for `memplan.watch`.
@@ -41,12 +41,12 @@ def for_transformers(**options: Any) -> Any:
     """
     import transformers
 
-    class WatchCallback(transformers.TrainerCallback, _Watched):
+    class WatchCallback(transformers.TrainerCallback, _WatchesTraining):
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             trainer = _running_trainer(transformers.Trainer)
             self.begin(others["model"])
             if trainer is not None:
-                _guard(trainer, self.end)
+                _end_on_error(trainer, self.end)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.end()
@@ -55,7 +55,7 @@ def for_transformers(**options: Any) -> Any:
 
 
 def for_lightning(**options: Any) -> Any:
-    """Return a callback for a ``lightning.Trainer``: what it saw is its attribute ``seen``, a `Watch`.
+    """Return a callback for a ``lightning.Trainer`` whose attribute ``seen`` is the `Watch` of the last training.
 
     Args:
         options: as for `memplan.watch`.
@@ -65,7 +65,7 @@ def for_lightning(**options: Any) -> Any:
     """
     from lightning.pytorch.callbacks import Callback  # pyright: ignore[reportMissingImports]  # an optional library
 
-    class WatchCallback(Callback, _Watched):
+    class WatchCallback(Callback, _WatchesTraining):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.begin(pl_module)
 
@@ -79,28 +79,28 @@ def for_lightning(**options: Any) -> Any:
 
 
 def _running_trainer(kind: type) -> Any:
-    """Return the trainer whose training calls this: its events do not name it."""
+    """Return the innermost ``self`` of this type on the call stack, or None: a trainer's events do not pass it."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             values = frame.f_locals
-            found = values.get("self")
-            if type(values) is dict:  # before Python 3.13 a copy that the frame keeps
+            instance = values.get("self")
+            if type(values) is dict:  # before Python 3.13 a copy: the frame would keep its values alive
                 values.clear()
-            if isinstance(found, kind):
-                return found
+            if isinstance(instance, kind):
+                return instance
         frame = frame.f_back
     return None
 
 
-def _guard(trainer: Any, end: Callable[[BaseException], None]) -> None:
-    """Call ``end`` where an epoch of this trainer raises: it has no event for that."""
+def _end_on_error(trainer: Any, end: Callable[[BaseException], None]) -> None:
+    """Call ``end`` if an epoch of this trainer raises, for which it has no event."""
     name = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
-    before = getattr(trainer, name)
+    original = getattr(trainer, name)
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
-            return before(*args, **kwargs)
+            return original(*args, **kwargs)
         except BaseException as error:
             vars(trainer).pop(name, None)
             end(error)

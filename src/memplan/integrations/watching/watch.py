@@ -1,4 +1,4 @@
-"""A training that is watched while it runs: a context manager, whatever runs the steps."""
+"""`memplan.watch`: a context manager around any training loop that measures and predicts each step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from memplan.trace.recording.session import own_card
 
 SCHEMA = 1
 _running = threading.Lock()
-_watched = 0
-"""The thread in which a watch runs."""
+_watching_thread = 0
+"""Identifier of the thread whose watch runs."""
 
 
 def watch(
@@ -41,27 +41,27 @@ def watch(
     quiet: bool = False,
     post_mortem: str | os.PathLike[str] | None = ".",
 ) -> Watch:
-    """Watch a training while it runs: peaks beside what is predicted, leaks by line, a post-mortem.
+    """Watch a running training: measured and predicted peak of each step, leaks by line, a post-mortem.
 
-    A step ends with the optimizer's ``step()``. Every op of the first three is noted, and of three more where memory
-    grows from step to step; all others run without anything of memplan's around their ops.
+    A step ends with the optimizer's ``step()``. Every op of the first three steps is recorded, and of three more when
+    memory grows from step to step or enough time has passed; all other steps run without interception of their ops.
 
     Args:
-        model: the module that is trained, several of them, or a ``transformers.Trainer``.
-        optimizer: that ends a step; of several the last one. None: each that updates a parameter of the model.
-        device: that is watched; None: the one that the model is on. The name of a card says which one that is.
-        quiet: print nothing. Otherwise leaks, drifts and the post-mortem's path go to stderr, and where that is a
-            terminal a line there follows the steps.
-        post_mortem: the folder for a post-mortem when memory ends; None: none is written.
+        model: the module that is trained, several modules, or a ``transformers.Trainer``.
+        optimizer: whose ``step()`` ends a step; of several, the last. None: any that updates a parameter of the model.
+        device: to watch, ``"cpu"``, ``"cuda"`` or the name of the card; None: the device that the model is on.
+        quiet: print nothing. Otherwise leaks, drifts and the post-mortem's path are printed to stderr, and a status
+            line if that is a terminal.
+        post_mortem: folder for a post-mortem if a step runs out of memory; None: none is written.
 
     Returns:
-        A context manager: ``rows``, ``leaks`` and ``drifts`` tell what it saw, also after its end.
+        A context manager whose ``rows``, ``leaks`` and ``drifts`` are up to date within it and stay after its end.
 
     Raises:
-        InputError: no module, no optimizer.
-        DeviceError: a card is named, and the model is on the CPU, or there is none.
-        UsageError: on entering it: another watch runs in this thread, or this one has run. Where one runs in another
-            thread, the new one sees nothing, and says so.
+        InputError: ``model`` has no module, or ``optimizer`` is no optimizer of torch.
+        DeviceError: a card is named, and the model is on the CPU, or this machine has no card.
+        UsageError: on entering: another watch runs in this thread, or this watch has run already. If a watch runs in
+            another thread, the new one watches nothing and adds a note that says so.
 
     Example:
         >>> with memplan.watch(model, optimizer) as seen:
@@ -74,7 +74,7 @@ def watch(
 
 
 class Watch(Printed):
-    """What a watch saw so far. Made by `memplan.watch`; enter it to begin."""
+    """The results of a watch so far. Created by `memplan.watch`; watching begins when it is entered."""
 
     def __init__(
         self,
@@ -86,43 +86,43 @@ class Watch(Printed):
         post_mortem: str | os.PathLike[str] | None,
     ) -> None:
         self.post_mortem: Path | None = None
-        """Path of the post-mortem as JSON, the text beside it, where one was written."""
+        """Path of the post-mortem's JSON file, with the text next to it; None: no step ran out of memory."""
         self._device, self._card = _device_of(models, device)
         self._subject = Subject(models, optimizers, self._card)
         self._folder = post_mortem
-        self._moves = device is None
+        self._follows_model = device is None
         self._quiet = quiet
         self._line = LiveLine(quiet=quiet)
         self._follower = Follower(self._subject, self._device, self._say)
         self._stack = ExitStack()
         self._inputs: LastInputs | None = None
-        self._known = set[int]()
-        """id() of each optimizer that was met."""
+        self._seen_optimizers = set[int]()
+        """id() of each optimizer that has made a step."""
         self._thread = 0
         self._state = "new"
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Steps, of many the last 10,000."""
+        """The steps so far; at most the last 10,000."""
         return tuple(self._follower.rows)
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
-        """Places whose tensors outlive their steps."""
+        """Places whose tensors outlive their step, in the order of detection."""
         return self._follower.leaks
 
     @property
     def drifts(self) -> tuple[Growth, ...]:
-        """Steps whose peaks moved away from the prediction."""
+        """Steps whose peak rose above the prediction."""
         return tuple(self._follower.growths)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Reasons why something could not be seen."""
+        """Why some steps could not be watched or predicted."""
         return tuple(self._follower.notes)
 
     def __enter__(self) -> Self:
-        """Begin with the next step."""
+        """Watch from now on."""
         if self._state != "new":
             raise UsageError("a watch that has run already", expected="one for each training", do="Make another one")
         with deferred(span=True):
@@ -130,9 +130,9 @@ class Watch(Printed):
         return self
 
     def _begin(self) -> None:
-        global _watched
+        global _watching_thread
         if not _running.acquire(blocking=False):
-            if _watched == threading.get_ident():
+            if _watching_thread == threading.get_ident():
                 raise UsageError(
                     "a second watch while one runs in this thread",
                     expected="one at a time",
@@ -144,7 +144,7 @@ class Watch(Printed):
             return
         self._stack.callback(_running.release)
         self._state, self._thread = "running", threading.get_ident()
-        _watched = self._thread
+        _watching_thread = self._thread
         try:
             self._set_hooks()
             self._follower.begin()
@@ -153,7 +153,7 @@ class Watch(Printed):
             raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Put everything back; write a post-mortem first where memory ended."""
+        """Remove all hooks; write a post-mortem first if the error is out of memory."""
         if self._state not in ("running", "broken"):
             return
         try:
@@ -164,12 +164,12 @@ class Watch(Printed):
                 finally:
                     self._close()
         except BaseException:
-            with deferred(span=True):  # a second Ctrl-C can come before the first of these lets it wait
+            with deferred(span=True):  # a second Ctrl-C can come before the first `deferred` is in force
                 self._close()
             raise
 
     def end_step(self) -> None:
-        """Say that a step is over, in a loop without an optimizer of torch's."""
+        """Mark the end of a step, in a loop without an optimizer of torch."""
         if self._state != "running" or threading.get_ident() != self._thread:
             return
         with deferred(span=True):
@@ -177,12 +177,12 @@ class Watch(Printed):
 
     def _end_step(self) -> None:
         try:
-            if self._follower.is_observing and self._moved():
+            if self._follower.is_observing and self._restart_if_moved():
                 return
             row = self._follower.end_step()
             if self._line.is_shown:
                 self._line.show(row, len(self.leaks))
-        except Exception as error:  # a mistake of ours must not end the training
+        except Exception as error:  # an error of ours must not end the training
             self._follower.notes.append(f"the watch ended at step {self._follower.steps}: {error!r}")
             self._say(self._follower.notes[-1])
             self._follower.close()
@@ -218,64 +218,65 @@ class Watch(Printed):
         return f"<Watch, {self._state}: {text}>"
 
     def _set_hooks(self) -> None:
-        """Set the hooks, which stay until the end: within an optimizer's step torch goes over its own hooks.
+        """Register the hooks of the whole watch: torch does not allow changes to hooks while it iterates over them.
 
-        That at a step's end is the optimizer's own, not one of all optimizers: while torch goes over these, a window
-        could neither set nor remove its own.
+        A step's end is a hook of that optimizer rather than of all optimizers, because a window that opens or closes
+        at that moment changes the latter.
         """
         if self._subject.optimizers:
-            self._end_with(self._subject.optimizers[-1])
+            self._end_steps_with(self._subject.optimizers[-1])
         else:
-            self._stack.callback(register_optimizer_step_pre_hook(self._begins).remove)
+            self._stack.callback(register_optimizer_step_pre_hook(self._on_optimizer_step).remove)
         self._inputs = LastInputs(self._subject.models[0])
         self._stack.callback(self._inputs.close)
 
-    def _end_with(self, optimizer: torch.optim.Optimizer) -> None:
+    def _end_steps_with(self, optimizer: torch.optim.Optimizer) -> None:
         self._stack.callback(optimizer.register_step_post_hook(lambda *_: self.end_step()).remove)
 
-    def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Take note of an optimizer that nobody named."""
-        if threading.get_ident() != self._thread or self._state != "running" or id(optimizer) in self._known:
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Global pre-hook: add an optimizer that updates the model to the watched ones when it first makes a step."""
+        if threading.get_ident() != self._thread or self._state != "running" or id(optimizer) in self._seen_optimizers:
             return
-        self._known.add(id(optimizer))
+        self._seen_optimizers.add(id(optimizer))
         if self._updates(optimizer):
             self._subject = replace(self._subject, optimizers=(*self._subject.optimizers, optimizer))
             self._follower.subject = self._subject
-            self._end_with(optimizer)
+            self._end_steps_with(optimizer)
 
     def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer updates a parameter of the model."""
-        own = {id(parameter) for model in self._subject.models for parameter in model.parameters()}
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        trained = {id(parameter) for model in self._subject.models for parameter in model.parameters()}
+        return any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
 
-    def _moved(self) -> bool:
-        """Return whether the model was moved to another device in this step, as trainers do; begin anew there if so."""
-        now = _place_of(self._subject.models)
-        if not self._moves or now.type == self._device.type:
+    def _restart_if_moved(self) -> bool:
+        """If the model was moved to another type of device, as trainers do, watch anew there. Return whether it was."""
+        device = _model_device(self._subject.models)
+        if not self._follows_model or device.type == self._device.type:
             return False
-        before = self._follower
-        before.close()
-        self._device, self._card = now, own_card(now) if now.type == "cuda" else None
+        previous = self._follower
+        previous.close()
+        self._device, self._card = device, own_card(device) if device.type == "cuda" else None
         self._subject = replace(self._subject, card=self._card)
-        self._follower = Follower(self._subject, now, self._say)
-        self._follower.steps = before.steps + 1
-        self._follower.rows.extend(before.rows)
-        self._follower.notes = [*before.notes, f"the model moved to {now}: watched from step {before.steps + 2} on"]
+        self._follower = Follower(self._subject, device, self._say)
+        self._follower.steps = previous.steps + 1
+        self._follower.rows.extend(previous.rows)
+        note = f"the model moved to {device}: watched from step {previous.steps + 2} on"
+        self._follower.notes = [*previous.notes, note]
         self._follower.begin()
         return True
 
     def _write_post_mortem(self, error: BaseException) -> None:
         follower = self._follower
-        seen, within = follower.at_failure()
+        prediction, is_failed_step = follower.at_failure()
         follower.close()
         assert self._folder is not None
         try:
             self.post_mortem = post_mortem(
-                error, follower.steps + 1, self._subject, seen, within=within, device=self._device,
-                folder=self._folder, inputs=self._inputs,
+                error, follower.steps + 1, self._subject, prediction, is_failed_step=is_failed_step,
+                device=self._device, folder=self._folder, inputs=self._inputs,
             )  # fmt: skip
-        except Exception as problem:  # the user's error goes on, whatever becomes of ours
-            self._say(f"out of memory, and no post-mortem could be written: {problem}")
+        except Exception as failure:  # the user's error is raised, not ours
+            self._say(f"out of memory, and no post-mortem could be written: {failure}")
             return
         self._say(
             f"out of memory: {self.post_mortem.with_suffix('.txt')} says what held it, {self.post_mortem} as JSON"
@@ -294,52 +295,53 @@ class Watch(Printed):
             self._line.say(text)
 
 
-def _models(what: Any) -> tuple[nn.Module, ...]:
-    model = what if isinstance(what, nn.Module) else getattr(what, "model", what)  # of a trainer
+def _models(target: Any) -> tuple[nn.Module, ...]:
+    model = target if isinstance(target, nn.Module) else getattr(target, "model", target)  # of a trainer
     models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
-    if not models or not all(isinstance(one, nn.Module) for one in models):
+    if not models or not all(isinstance(module, nn.Module) for module in models):
         raise InputError(
-            f"a model to watch of type {type(what).__name__}",
+            f"a model to watch of type {type(target).__name__}",
             expected="a module, several of them, or a trainer that has one",
             do="Pass the module that is trained",
         )
     return models
 
 
-def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    optimizers = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    bare = list[torch.optim.Optimizer]()
-    for optimizer in optimizers:
+def _optimizers(target: Any) -> tuple[torch.optim.Optimizer, ...]:
+    if target is None:
+        return ()
+    unwrapped = list[torch.optim.Optimizer]()
+    for optimizer in target if isinstance(target, (list, tuple)) else [target]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(
                 f"an optimizer of type {type(optimizer).__name__}", expected="one of torch.optim",
                 do="Leave it out, and call end_step() after each update",
             )  # fmt: skip
-        inner = getattr(optimizer, "optimizer", None)  # Accelerate's and others wrap one, and call its step
-        bare.append(inner if isinstance(inner, torch.optim.Optimizer) else optimizer)
-    return tuple(bare)
+        inner = getattr(optimizer, "optimizer", None)  # such as Accelerate's, which calls step() of this
+        unwrapped.append(inner if isinstance(inner, torch.optim.Optimizer) else optimizer)
+    return tuple(unwrapped)
 
 
-def _place_of(models: tuple[nn.Module, ...]) -> torch.device:
+def _model_device(models: tuple[nn.Module, ...]) -> torch.device:
     first = next((parameter for model in models for parameter in model.parameters()), None)
     return torch.device("cpu") if first is None else first.device
 
 
-def _device_of(models: tuple[nn.Module, ...], asked: str | torch.device | None) -> tuple[torch.device, Device | None]:
-    """Return the device to watch, and which card it is."""
-    place = _place_of(models)
-    if asked is None:
-        return place, own_card(place) if place.type == "cuda" else None
-    text = str(asked).strip().lower()
+def _device_of(models: tuple[nn.Module, ...], device: str | torch.device | None) -> tuple[torch.device, Device | None]:
+    """Return the device to watch and its card, None for the CPU."""
+    current = _model_device(models)
+    if device is None:
+        return current, own_card(current) if current.type == "cuda" else None
+    text = str(device).strip().lower()
     if text == "cpu" or text.partition(":")[0] == "cuda":
         chosen = torch.device(text)
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise DeviceError(f"device={text!r} on a machine without a card", expected="a device that torch has here")
         return chosen, own_card(chosen) if chosen.type == "cuda" else None
     card = find(text)
-    if place.type != "cuda":
+    if current.type != "cuda":
         raise DeviceError(
-            f"device={text!r}, and the model is on {place}", expected="a card that the model is on",
+            f"device={text!r}, and the model is on {current}", expected="a card that the model is on",
             do="Leave device out; memplan.explain predicts for a card that is not there",
         )  # fmt: skip
-    return place, card
+    return current, card

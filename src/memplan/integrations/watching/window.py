@@ -1,4 +1,4 @@
-"""A few steps of somebody's training, every op of them noted, with nothing of them changed."""
+"""Records every op of a few steps of a running training, without changing their results."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from memplan.trace.semantics.kinds import Semantics
 from memplan.trace.trace import Trace
 
 OBSERVED = 3
-"""Steps of a window whose ops are noted; the one after them shows what of these outlives its step."""
+"""Number of steps whose ops a window records. It then waits for one more step, to see what outlives its step."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is watched."""
+    """The training that is watched."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     card: Device | None
-    """The card that it is on; None: the CPU."""
+    """The card that the model is on; None: the CPU."""
 
     def by_cause(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters, buffers, gradients and the optimizers' states as they are now, some more than once."""
+        """Yield (cause, tensor) of parameters, buffers, gradients and optimizer states, some more than once."""
         for model in self.models:
-            yield from (("buffer", one) for one in model.buffers())
+            yield from (("buffer", buffer) for buffer in model.buffers())
             yield from _with_gradients(model.parameters())
         for optimizer in self.optimizers:
-            yield from _with_gradients(one for group in optimizer.param_groups for one in group["params"])
+            groups = optimizer.param_groups
+            yield from _with_gradients(parameter for group in groups for parameter in group["params"])
             leaves = _torch.tree_leaves(list(optimizer.state.values()))
-            yield from (("optimizer_state", one) for one in leaves if isinstance(one, torch.Tensor))
+            yield from (("optimizer_state", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def resident(self) -> Iterator[torch.Tensor]:
         """Yield the tensors of `by_cause`."""
@@ -62,8 +63,8 @@ def _with_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[str, t
             yield "parameter_gradient", parameter.grad
 
 
-class _Destination:
-    """Where the results of the running op lie (`memplan.trace.recording.observer.Residence`): a real op shows it."""
+class _ResultDevice:
+    """The device of the running op's results (`memplan.trace.recording.observer.Residence`), from its arguments."""
 
     everything = False
 
@@ -71,48 +72,48 @@ class _Destination:
         self.destination: str | None = HOST
 
     def follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note where the results of an op will lie."""
+        """Set the destination from the arguments of an op that is about to run."""
         device = kwargs.get("device")
         if device is not None:
             on_card = torch.device(device).type == "cuda"
         else:
-            on_card = any(one.is_cuda for one in _torch.tree_leaves(args) if isinstance(one, torch.Tensor))
+            on_card = any(leaf.is_cuda for leaf in _torch.tree_leaves(args) if isinstance(leaf, torch.Tensor))
         self.destination = ON_CARD if on_card else HOST
 
 
 class Window:
-    """Notes the ops of some steps: `open` it, say where each step ends, `stop` noting, then `close` it.
+    """Records the ops of a few steps: call `open`, `end_step` after each step, `stop` to record no more, then `close`.
 
-    Each op runs as the step calls it, and its result is the step's: an error of the notes themselves ends them alone.
-    Where a module is compiled, layers have no names: it would be compiled with the hooks that tell them.
+    Each op runs exactly as the step calls it. An error of the recording ends the recording, not the step. If a module
+    is compiled, ops have no layer names, because the hooks that track layers would be compiled into it.
     """
 
     def __init__(self, subject: Subject, first: int) -> None:
         self.first = first
         """Number of its first step."""
         self.bounds = list[int]()
-        """Ticks of the ledger at which it was opened, and at which each step ended."""
+        """Ticks of the ledger: when the window was opened, then the end of each step."""
         self.collected = list[tuple[int, int]]()
-        """From one tick to another Python's garbage collector ran."""
+        """(begin, end) in ticks of each run of Python's garbage collector that freed storages."""
         self.broken: str | None = None
-        """Why no more was noted; None where all is well."""
-        self.parts: Finished | None = None
-        """Ops and storages, once noting has stopped."""
+        """Why recording was given up; None: it was not."""
+        self.recorded: Finished | None = None
+        """Ops and storages, once recording has stopped without an error."""
         self._subject = subject
         self._place = Place()
         card = subject.card
         self.observer = Observer(self._place, real=True, semantics=_semantics(card), on_card=card is not None)
-        self._destination = _Destination()
+        self._result_device = _ResultDevice()
         if card is not None:
-            self.observer.card = self._destination
+            self.observer.card = self._result_device
         self._mode = _torch.GuestMode(self._dispatch)
-        self._inside = self._noting = False
+        self._is_entered = self._is_recording = False
         self._hooks, self._callbacks = ExitStack(), ExitStack()
-        self._collecting = 0
+        self._collection_start = 0
 
     @property
     def ended(self) -> int:
-        """Return the number of steps that have ended in it."""
+        """The number of steps that have ended in it."""
         return len(self.bounds) - 1
 
     def open(self) -> None:
@@ -132,70 +133,70 @@ class Window:
         marks.updating.clear()
         self._place.building, self._place.step = False, 0
         self.bounds.append(ledger.clock)
-        gc.callbacks.append(self._collector)
-        self._callbacks.callback(gc.callbacks.remove, self._collector)
+        gc.callbacks.append(self._on_collection)
+        self._callbacks.callback(gc.callbacks.remove, self._on_collection)
         if not any(map(_torch.is_compiled, self._subject.models)):
             self._hooks.enter_context(self._place.following())
             self._hooks.enter_context(_torch.compiled_modules_seen(self._hooks.close))
         self._mode.__enter__()
-        self._inside = self._noting = True
+        self._is_entered = self._is_recording = True
 
     def end_step(self) -> None:
-        """Note that a step is over."""
-        if self._noting:
+        """Record the end of a step."""
+        if self._is_recording:
             self.observer.end_step()
         self._leave()
         self.bounds.append(self.observer.ledger.clock)
         self._place.step += 1
 
     def stop(self) -> None:
-        """Note no more ops, only which storages die."""
-        if self._noting:
-            self._noting = False
+        """Record no more ops, only frees."""
+        if self._is_recording:
+            self._is_recording = False
             self._hooks.close()
             if self.broken is None:
                 try:
-                    self.parts = finish(self.observer, self.bounds[0])
-                except Exception as error:  # of the notes, not of the step
+                    self.recorded = finish(self.observer, self.bounds[0])
+                except Exception as error:  # of the recording, not of the step
                     self._give_up(error)
         self._leave()
 
     def close(self) -> None:
-        """Put everything back."""
-        self._noting = False
+        """Remove all hooks and leave the dispatch mode."""
+        self._is_recording = False
         self._hooks.close()
         self._callbacks.close()
         self._leave()
         self.observer.ledger.close()
 
     def trace(self) -> Trace | None:
-        """Return the steps that were noted; None where that failed. Call it once noting has stopped."""
-        if self.parts is None:
+        """Return the recorded steps, once recording has stopped; None if it failed."""
+        if self.recorded is None:
             return None
-        parts, card = self.parts, self._subject.card
+        recorded, card = self.recorded, self._subject.card
         return Trace(
             origin="measured",
             device=HOST if card is None else card.name,
             torch=torch.__version__,
-            ops=tuple(parts.ops),
-            storages=tuple(parts.storages),
-            layers=tuple(parts.layers),
+            ops=tuple(recorded.ops),
+            storages=tuple(recorded.storages),
+            layers=tuple(recorded.layers),
             steps=tuple(self.bounds[:-1]),
             end=self.bounds[-1],
-            forms=parts.forms,
-            returned=parts.returned,
+            forms=recorded.forms,
+            returned=recorded.returned,
         )
 
     def step_of(self, entry: Entry) -> int:
-        """Return in which of its steps a storage was born, from 0; -1: it was there before."""
+        """Return the step (from 0) in which a storage was allocated; -1: before the window."""
         return bisect.bisect_left(self.bounds, entry.born) - 1
 
     def step_of_tick(self, tick: int | None) -> int | None:
-        """Return in which of its steps something happened, from 0; -1: before them, None: not at all."""
+        """Return the step (from 0) of a tick; -1: before the window. None for None."""
         return None if tick is None else bisect.bisect_left(self.bounds, tick) - 1
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
-        if not self._noting or self.broken is not None or _captures(self._subject):
+        if not self._is_recording or self.broken is not None or _is_capturing(self._subject):
             return run(func)
         results = list[Any]()
         failed = False
@@ -203,14 +204,14 @@ class Window:
         def as_called(_: Any) -> Any:
             nonlocal failed
             try:
-                results.append(run(func))  # in no other form than without us
+                results.append(run(func))  # the original op, not the one the observer passes
             except BaseException:
                 failed = True
                 raise
             return results[0]
 
         try:
-            self._destination.follow(args, kwargs)
+            self._result_device.follow(args, kwargs)
             self.observer.dispatch(func, args, kwargs, as_called)
         except Exception as error:
             if failed:
@@ -222,25 +223,25 @@ class Window:
         self.broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
 
     def _leave(self) -> None:
-        """Leave the mode once noting has stopped; later, where the user's code has entered another one since."""
-        if self._inside and not self._noting and self._mode.is_innermost:
+        """Exit the dispatch mode once recording has stopped, unless the user's code has entered another mode since."""
+        if self._is_entered and not self._is_recording and self._mode.is_innermost:
             self._mode.__exit__(None, None, None)
-            self._inside = False
+            self._is_entered = False
 
-    def _collector(self, phase: str, info: Any) -> None:
+    def _on_collection(self, phase: str, info: Any) -> None:
         clock = self.observer.ledger.clock
         if phase == "start":
-            self._collecting = clock
-        elif clock > self._collecting:
-            self.collected.append((self._collecting, clock))
+            self._collection_start = clock
+        elif clock > self._collection_start:
+            self.collected.append((self._collection_start, clock))
 
 
-def _captures(subject: Subject) -> bool:
-    """Return whether a CUDA graph is being made: nothing else may ask the card anything then."""
+def _is_capturing(subject: Subject) -> bool:
+    """Return whether a CUDA graph is being captured: other calls of the driver are not allowed then."""
     return subject.card is not None and torch.cuda.is_current_stream_capturing()
 
 
 def _semantics(card: Device | None) -> Semantics:
-    """Return what kernels take beside their results. The results are real ones, and need no correction."""
-    known = cpu.SEMANTICS if card is None else cuda.semantics(card, lambda: 0, lambda tensor: tensor.is_cuda)
-    return dataclasses.replace(known, results={}, instead={}, assumed=lambda *_: None)
+    """Return the semantics for workspaces only: results are those of real ops and need no correction."""
+    semantics = cpu.SEMANTICS if card is None else cuda.semantics(card, lambda: 0, lambda tensor: tensor.is_cuda)
+    return dataclasses.replace(semantics, results={}, instead={}, assumed=lambda *_: None)
