@@ -20,7 +20,7 @@ from memplan import _torch
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.op_schema import CHUNKED, NUMBERS
-from memplan.planning.levers.chunk_convolutions import CONVOLUTION, alike
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION, meta_tensor
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
 from memplan.trace.records import HOST
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
@@ -103,7 +103,7 @@ def _key(call: KernelCall) -> _Key:
 def _call_of(graph: JointGraph, op: GraphOp) -> KernelCall | None:
     if op.target not in CONVOLUTIONS | PRODUCTS:
         return None
-    call = KernelCall.of(op.target, map_refs(op.args, lambda value: alike(graph.values[value])), op.kwargs)
+    call = KernelCall.of(op.target, map_refs(op.args, lambda value: meta_tensor(graph.values[value])), op.kwargs)
     return call if _is_measured(call) else None
 
 

@@ -20,7 +20,7 @@ from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.cost.op_timing import alone, held_on
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.placement import Home
-from memplan.planning.levers.chunk_convolutions import alike
+from memplan.planning.levers.chunk_convolutions import meta_tensor
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Asked, Extra
 
@@ -124,9 +124,9 @@ def _held(place: str, call: KernelCall) -> int:
 
 
 def _extras(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:
-    args = map_refs(op.args, lambda value: alike(graph.values[value]))
-    kwargs = map_refs(op.kwargs, lambda value: alike(graph.values[value]))
-    outputs = [None if value is None else alike(graph.values[value]) for value in op.outputs]
+    args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
+    kwargs = map_refs(op.kwargs, lambda value: meta_tensor(graph.values[value]))
+    outputs = [None if value is None else meta_tensor(graph.values[value]) for value in op.outputs]
     result = outputs if op.multiple else outputs[0]
     try:  # a planned backward pass runs in the thread that calls it, so both passes share a library's handle
         return extras(op.target, tuple(args), dict(kwargs), result, False)

@@ -81,7 +81,7 @@ def _cross_entropy_backward(
 
 @cache
 def _corrected() -> Mapping[Any, Callable[..., Any]]:
-    """Return replacements of torch's ops whose fake kernels are wrong, see `traced_results`."""
+    """Return functions for torch's ops whose traced results differ from the kernel's, see `traced_results`."""
     return {op: _registered(op, name) for name in INSTEAD if (op := _torch.op_named(name)) is not None}
 
 

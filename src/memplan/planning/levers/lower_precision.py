@@ -1,4 +1,4 @@
-"""Compute blocks of layers in fewer bits, in lossy plans: the step is captured under autocast, and planned then."""
+"""Compute blocks of layers in lower precision, in lossy plans: the step is captured under autocast before planning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan.planning.levers.lever import Grade, Lever, Reason
 
 
 class LowerPrecision(Lever):
-    """Compute in fewer bits. `memplan.planning.precision_search` chooses in which, and where not."""
+    """Compute in lower precision. `memplan.planning.precision_search` chooses the dtype and the blocks."""
 
     name = "lower precision"
 
@@ -22,14 +22,15 @@ class LowerPrecision(Lever):
     def of_block(
         self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, made: Sequence[int], copies: Sequence[int]
     ) -> tuple[Reason, Sequence[int]]:
-        """Say what a block of layers computes in fewer bits, and which values that makes smaller.
+        """Describe what a block of layers computes in lower precision, and return the ids of the values that are
+        smaller.
 
         Args:
             graph: the step in lower precision.
-            ops: those of the block, of both passes.
-            dtype: what it computes in.
+            ops: ops of the block, of both passes.
+            dtype: the lower precision.
             made: forward values of the block, without copies of weights.
-            copies: copies of weights in lower precision that the block makes.
+            copies: copies of weights in lower precision.
         """
         low = [v for v in made if graph.values[v].dtype == dtype]
         weights = sum(graph.values[v].bytes for v in copies)
