@@ -72,10 +72,10 @@ def surroundings(
     own = update_of(optimizer, shapes, home)
     with_idle = update_of(optimizer, [*shapes, *map(_shape_of, idle)], home) if idle else own
     others["optimizer_state"] = with_idle.state - own.state
-    by_shape = (
-        {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)} if gradients.updates else {}
-    )
-    each = {value.id: by_shape[_shape(value)].most for value in parameters} if gradients.updates else {}
+    each = dict[int, int]()
+    if gradients.updates:
+        by_shape = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)}
+        each = {value.id: by_shape[_shape(value)].most for value in parameters}
     return Surroundings(own.state, (with_idle if gradients.adds else own).most, each, others, loss, home)
 
 
