@@ -16,7 +16,7 @@ from memplan.cudnn.ask import ask
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device
 from memplan.planning.cost.kernel_key import KernelCall
-from memplan.planning.cost.op_timing import alone, held_on
+from memplan.planning.cost.op_timing import isolated, workspace_on
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.placement import Home
 from memplan.planning.levers.chunk_convolutions import meta_tensor
@@ -110,7 +110,7 @@ def measure(place: str, calls: Iterable[KernelCall]) -> None:
         calls: calls of torch's own kernels.
     """
     workspaces = known(place)
-    with alone(place):
+    with isolated(place):
         for call in calls:
             try:
                 workspaces[call.key] = _workspace(place, call)
@@ -122,7 +122,7 @@ def measure(place: str, calls: Iterable[KernelCall]) -> None:
 
 def _workspace(place: str, call: KernelCall) -> int:
     args, kwargs = call.on_zeros(place)
-    return held_on(place, lambda: call.run(args, kwargs))
+    return workspace_on(place, lambda: call.run(args, kwargs))
 
 
 def _extras(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:

@@ -305,7 +305,7 @@ def _most_wanted_first(graph: JointGraph, costs: _Costs) -> list[str]:
 def _measured(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit: float) -> dict[str, float]:
     """Measure until the limit in seconds. Return the seconds of the signatures that are measured."""
     clock, end = _clock(on), time.perf_counter() + limit
-    with alone(on):
+    with isolated(on):
         for key in keys:
             safe_point()
             if key in clock.seconds or key in clock.refused:
@@ -322,7 +322,7 @@ def _measured(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit:
                 continue
             try:
                 if torch.device(on).type != "cpu" and costs.timed[key]:  # a form that is only read directly has no call
-                    clock.scratch[key] = held_on(on, _ready(graph, costs.timed[key][0].call, on))
+                    clock.scratch[key] = workspace_on(on, _ready(graph, costs.timed[key][0].call, on))
                 clock.seconds[key] = sum(_seconds_of(graph, timed, on) for timed in costs.timed[key])
             except Exception as error:  # any error of the kernel on synthetic arguments
                 clock.refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -330,7 +330,7 @@ def _measured(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit:
 
 
 @contextmanager
-def alone(on: str) -> Iterator[None]:
+def isolated(on: str) -> Iterator[None]:
     """Measure without gradients and autocast within this context, and restore the card's random state. On the CPU
     measurements draw from a generator of their own."""
     device = torch.device(on)
@@ -368,7 +368,7 @@ def _fastest_run(graph: JointGraph, called: Called, on: str) -> float:
     return min(times)
 
 
-def held_on(on: str, call: Callable[[], Any]) -> int:
+def workspace_on(on: str, call: Callable[[], Any]) -> int:
     """Return the workspace of a call on a card in bytes: its peak, less what stays allocated after it."""
     torch.cuda.reset_peak_memory_stats(on)
     result = call()

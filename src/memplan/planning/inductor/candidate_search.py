@@ -210,9 +210,9 @@ def _keeps_all(candidate: Candidate) -> bool:
     return not candidate.schedule.choices.recompute and not candidate.schedule.choices.kept_as
 
 
-def judged(made: Schedule, around: Surroundings) -> Candidate:
+def judged(planned: Schedule, around: Surroundings) -> Candidate:
     """Lower a schedule of `as_fused`, which takes seconds, and predict its memory timeline."""
-    lowered = fused(made)
+    lowered = fused(planned)
     codes = dict[str, inductor.Code]()
     for part in lowered.parts:
         with lowering(part.name):

@@ -20,7 +20,7 @@ class LowerPrecision(Lever):
         return "lossy"
 
     def of_block(
-        self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, made: Sequence[int], copies: Sequence[int]
+        self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, results: Sequence[int], copies: Sequence[int]
     ) -> tuple[Reason, Sequence[int]]:
         """Describe what a block of layers computes in lower precision, and return the ids of the values that are
         smaller.
@@ -29,12 +29,12 @@ class LowerPrecision(Lever):
             graph: the step in lower precision.
             ops: ops of the block, of both passes.
             dtype: the lower precision.
-            made: forward values of the block, without copies of weights.
+            results: forward values of the block, without copies of weights.
             copies: copies of weights in lower precision.
         """
-        low = [v for v in made if graph.values[v].dtype == dtype]
+        low = [v for v in results if graph.values[v].dtype == dtype]
         weights = sum(graph.values[v].bytes for v in copies)
-        text = f"{dtype} in {len(low)} of {len(made)} results, forward and backward in "
+        text = f"{dtype} in {len(low)} of {len(results)} results, forward and backward in "
         text += format_seconds(sum(op.seconds for op in ops))
         text += f"; {format_bytes(weights)} of copies of weights" if weights else ""
         details = {"dtype": dtype, "cast_copies": weights, "values": len(low)}

@@ -15,7 +15,7 @@ from memplan.planning.passes.merge_cross_entropy_backward import fused
 from memplan.planning.passes.recompute_batch_norm import with_again
 from memplan.planning.passes.share_autocast_casts import cast_once
 from memplan.planning.passes.split_convolution_backward import split
-from memplan.planning.passes.split_dropout import DROPOUT, apart
+from memplan.planning.passes.split_dropout import DROPOUT, split_dropouts
 
 
 def prepared(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *, on_cpu: bool) -> JointGraph:
@@ -28,7 +28,7 @@ def prepared(graph: JointGraph, casts: Mapping[int, int], precision: Precision, 
         on_cpu: whether its tensors are on the CPU.
     """
     graph = without_copies(guarded(cast_once(graph, casts)))
-    graph = fused(apart(split(graph)))
+    graph = fused(split_dropouts(split(graph)))
     if on_cpu:
         graph = with_again(graph)
     return with_forms(_with_overwrites(rewritten(graph, precision)), Situation(precision.save))

@@ -20,7 +20,7 @@ HALF = "memplan.dropout.default"
 _WHOLE = ("float32", "float64")
 
 
-def apart(graph: JointGraph) -> JointGraph:
+def split_dropouts(graph: JointGraph) -> JointGraph:
     """Split training dropout into mask and multiply."""
     rebuild = Rebuild(graph)
     for op in graph.ops:
