@@ -267,7 +267,7 @@ def test_pieces_on_a_card_hold_no_more_than_is_said(monkeypatch: pytest.MonkeyPa
         lambda: ops.quantize(half, False): 13 * some,
         lambda: ops.hardswish_backward_(gradient, x): 4 * pieces.piece(x.numel(), "cuda"),
     }
-    held = [op_timing.held_on("cuda:0", call) for call in said]
+    held = [op_timing.workspace_on("cuda:0", call) for call in said]
     assert all(0 < one <= most + 8 * ALLOCATOR_BLOCK for one, most in zip(held, said.values(), strict=True)), held
 
 

@@ -31,7 +31,7 @@ def test_cublas_keeps_one_workspace_as_both_passes_of_a_plan_run_in_one_thread(m
     assert libraries(graph, Home()) == 0
 
 
-def test_a_convolution_takes_a_workspace_of_cudnn_for_a_while() -> None:
+def test_a_convolution_takes_a_workspace_cudnn_scratch_for_a_while() -> None:
     graph = capture(nn.Conv2d(64, 64, 3, padding=1), call_of((torch.randn(2, 64, 32, 32),), {})).graph
     found = on_card(graph, find("rtx4090"))
     scratch = {op.target: op.scratch for op in found.graph.ops}
@@ -69,6 +69,6 @@ def test_what_is_made_later_takes_the_place_of_an_earlier_workspace() -> None:
         Extra(1 << 30, workspace=True, asked=second, after=1),
     ]
     answered = {first: 9 << 20, second: 7 << 20}
-    assert cuda_workspace._of_cudnn(graph, whole, extras, answered) == (9 << 20) - 64 * 64 * 9 * 4 - 512
+    assert cuda_workspace._cudnn_scratch(graph, whole, extras, answered) == (9 << 20) - 64 * 64 * 9 * 4 - 512
     answered[second] = 9 << 20
-    assert cuda_workspace._of_cudnn(graph, whole, extras, answered) == (9 << 20) - 512
+    assert cuda_workspace._cudnn_scratch(graph, whole, extras, answered) == (9 << 20) - 512

@@ -183,11 +183,11 @@ def test_an_op_that_fails_alone_is_estimated_and_named() -> None:
     turned=st.booleans(),
     expanded=st.booleans(),
 )
-def test_made_up_tensors_are_what_the_graph_says(shape: list[int], dtype: str, turned: bool, expanded: bool) -> None:
+def test_synthetic_tensors_are_what_the_graph_says(shape: list[int], dtype: str, turned: bool, expanded: bool) -> None:
     like = torch.empty(shape, dtype=getattr(torch, dtype))
     like = like.mT if turned and like.dim() > 1 else like
     like = like.expand(3, *like.shape) if expanded else like
-    found = op_timing._made_up(Value(0, "v", "input", 0, 0, tuple(like.shape), like.stride(), dtype), "cpu")
+    found = op_timing._synthetic(Value(0, "v", "input", 0, 0, tuple(like.shape), like.stride(), dtype), "cpu")
     assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
     if dtype in ("int64", "uint8"):
         assert not found.any()
@@ -195,8 +195,8 @@ def test_made_up_tensors_are_what_the_graph_says(shape: list[int], dtype: str, t
         assert ((found > 0) & (found <= 1)).all()
 
 
-def test_large_made_up_tensors_are_filled_to_the_end() -> None:
-    found = op_timing._made_up(Value(0, "v", "input", 0, 0, (300, 1001), (1001, 1), "float32"), "cpu")
+def test_large_synthetic_tensors_are_filled_to_the_end() -> None:
+    found = op_timing._synthetic(Value(0, "v", "input", 0, 0, (300, 1001), (1001, 1), "float32"), "cpu")
     assert ((found >= 0.1) & (found <= 1)).all()
     assert found.std() > 0.2
 

@@ -231,7 +231,7 @@ def test_the_floor_is_sought_by_seconds_of_fused_kernels_that_are_the_same_every
 
 
 def _looked_at_for_the_least(one: Fusing) -> list[Choices]:
-    return [low.schedule.choices for low in one._low()]  # pyright: ignore[reportPrivateUsage]
+    return [low.schedule.choices for low in one._lowest_candidates()]  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.slow

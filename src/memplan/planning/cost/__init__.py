@@ -1,1 +1,1 @@
-"""Seconds and workspaces of ops."""
+"""Costs of ops: seconds and workspaces."""

@@ -1,9 +1,9 @@
-"""Scratch of convolutions, and of matrix products in bfloat16 and float16, measured on this machine.
+"""Workspaces of convolutions, and of matrix products in bfloat16 and float16, measured on this machine.
 
-Which buffers oneDNN takes for these depends on the processor: with tiles (AMX) it computes otherwise than with vectors
-alone, and packs as much of an operand as its caches take. The formulas (convolution.py and matmul.py in
-memplan.trace.semantics) fit some of them, and whole derivatives better than their parts. Each distinct call runs once,
-on zeros, and the allocator's own events say what it holds beyond its results. That holds for the process.
+Which buffers oneDNN allocates depends on the processor: its kernels for tiles (AMX) differ from those for vectors, and
+it packs as much of an operand as the caches hold. The formulas (convolution.py and matmul.py in
+memplan.trace.semantics) fit some processors, and whole derivatives better than their parts. Each distinct call runs
+once, on zeros; the allocator's events give its peak beyond its results. Results are cached for the process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from memplan import _torch
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.op_schema import CHUNKED, NUMBERS
-from memplan.planning.levers.chunk_convolutions import CONVOLUTION, alike
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION, meta_tensor
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
 from memplan.trace.records import HOST
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
 
 LIMIT = 3.0
-"""Seconds that the calls of a graph may take, more or less: the others go by the formulas."""
+"""Approximate limit in seconds on measuring a graph's calls: the remaining calls go by the formulas."""
 PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 CONVOLUTIONS = frozenset([CONVOLUTION, CONVOLUTION_BACKWARD, CHUNKED])
 REDUCED = frozenset([torch.bfloat16, torch.float16])
@@ -39,12 +39,11 @@ _refused: set[_Key] = set()
 
 
 def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph:
-    """Return the graph with what its convolutions, and its products in fewer bits, hold on this machine beyond their
-    results.
+    """Return the graph with measured workspaces of its convolutions and reduced-precision products.
 
     Args:
         graph: of a step on the CPU.
-        limit: seconds.
+        limit: approximate limit on measuring, in seconds.
     """
     calls = {op.index: call for op in graph.ops if (call := _call_of(graph, op)) is not None}
     _measure(sorted({call.key: call for call in calls.values()}.values(), key=_size, reverse=True), limit)
@@ -52,35 +51,35 @@ def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph
 
 
 def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
-    """Return the CPU's semantics, with these kernels' workspaces as measured on this machine in place of formulas.
+    """Return the CPU's semantics with measured workspaces of these kernels instead of formulas.
 
     Args:
         semantics: of a recording.
-        limit: seconds that measuring may take in it, more or less: the other calls go by the formulas.
+        limit: approximate limit on measuring during the recording, in seconds: later calls go by the formulas.
     """
     spent = 0.0
 
     def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
         nonlocal spent
         begin = time.perf_counter()
-        taken = measured(name, args, kwargs, anew=spent < limit)
+        size = measured(name, args, kwargs, anew=spent < limit)
         spent += time.perf_counter() - begin
-        if taken is None:
+        if size is None:
             return semantics.extras(name, args, kwargs, result, in_backward)
-        return (Extra(taken),) if taken else ()
+        return (Extra(size),) if size else ()
 
     return replace(semantics, extras=extras)
 
 
 def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, anew: bool = True) -> int | None:
-    """Return the bytes that a call holds beyond its results; None for an op that goes by its formula.
+    """Return the workspace of a call in bytes; None for an op that goes by its formula.
 
     Args:
-        name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
-        args, kwargs: what it is called with; of tensors, shapes, strides and dtypes alone count.
-        anew: whether a call that is not known yet is run.
+        name: of the op, as ``aten.convolution.default``; an ``out`` overload counts as ``default``.
+        args, kwargs: arguments; of tensors only shape, strides and dtype count.
+        anew: whether to run a call that was not measured before.
     """
-    if name.replace(".out", ".default") not in CONVOLUTIONS | PRODUCTS:  # most are not: looking closer takes time
+    if name.replace(".out", ".default") not in CONVOLUTIONS | PRODUCTS:  # a cheap test first
         return None
     call = KernelCall.of(name, args, kwargs)
     if not _is_measured(call):
@@ -92,8 +91,8 @@ def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, anew:
 
 
 def _with(op: GraphOp, call: KernelCall | None) -> GraphOp:
-    found = None if call is None else _known.get(_key(call))
-    return op if found is None else replace(op, scratch=found + NUMBERS)
+    workspace = None if call is None else _known.get(_key(call))
+    return op if workspace is None else replace(op, scratch=workspace + NUMBERS)
 
 
 def _key(call: KernelCall) -> _Key:
@@ -103,7 +102,7 @@ def _key(call: KernelCall) -> _Key:
 def _call_of(graph: JointGraph, op: GraphOp) -> KernelCall | None:
     if op.target not in CONVOLUTIONS | PRODUCTS:
         return None
-    call = KernelCall.of(op.target, map_refs(op.args, lambda value: alike(graph.values[value])), op.kwargs)
+    call = KernelCall.of(op.target, map_refs(op.args, lambda value: meta_tensor(graph.values[value])), op.kwargs)
     return call if _is_measured(call) else None
 
 
@@ -116,8 +115,8 @@ def _size(call: KernelCall) -> tuple[int, str]:
 
 
 def _measure(calls: Sequence[KernelCall], limit: float) -> None:
-    """Run what is not known yet, as far as the time goes; nothing while another profiler runs: torch has one at a
-    time."""
+    """Run calls that were not measured before, until the limit in seconds. Measure nothing while another profiler runs:
+    torch allows only one at a time."""
     calls = [call for call in calls if _key(call) not in _known and _key(call) not in _refused]
     if not calls or _torch.is_profiled():
         return
@@ -130,20 +129,20 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
             try:
                 with _torch.marker(str(len(ran))):
                     result = call.run(args, kwargs)
-                del result  # outside: what is left of a call are its results
-            except Exception:  # whatever a kernel objects to: then the formula stands
+                del result  # outside of the marker: a call's net bytes are its results
+            except Exception:  # any error of the kernel: then the formula counts
                 _refused.add(_key(call))
             ran.append(call)
-    held = _held(_torch.Profile.of(profile), len(ran))
-    _known.update((_key(call), held[at]) for at, call in enumerate(ran) if _key(call) not in _refused)
+    workspaces = _workspaces(_torch.Profile.of(profile), len(ran))
+    _known.update((_key(call), workspaces[at]) for at, call in enumerate(ran) if _key(call) not in _refused)
 
 
-def _held(profile: _torch.Profile, calls: int) -> list[int]:
-    """Return, by number of a call, its highest level less what remains of it: its results."""
-    level, most = [0] * calls, [0] * calls
+def _workspaces(profile: _torch.Profile, calls: int) -> list[int]:
+    """Return the peak of each call in bytes, less its results."""
+    level, peak = [0] * calls, [0] * calls
     for event in profile.events:
         if event.mark:
             number = int(event.mark)
             level[number] += event.bytes
-            most[number] = max(most[number], level[number])
-    return [high - left for high, left in zip(most, level, strict=True)]
+            peak[number] = max(peak[number], level[number])
+    return [high - results for high, results in zip(peak, level, strict=True)]

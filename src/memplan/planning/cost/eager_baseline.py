@@ -21,7 +21,7 @@ from memplan.trace.step import copy_module
 from memplan.trace.trace import Trace
 
 AS_MODELLED: Known = lambda semantics: semantics  # noqa: E731
-"""Kernels' workspaces by memplan's models alone, without measurements."""
+"""Use memplan's formulas for workspaces, without measurements."""
 
 
 def baseline(
@@ -33,39 +33,41 @@ def baseline(
     home: Home | None = None,
     known: Known = AS_MODELLED,
 ) -> tuple[Trace, Timeline]:
-    """Return two steps of the model as it is, under the autocast that is on, and their bytes over time; nothing is
-    allocated.
+    """Record two eager steps of the model under the current autocast, without allocating memory.
 
-    What counts is the second step: the optimizer has its state, and gradients are held where they are to be.
+    The second step counts: by then the optimizer has its state, and gradients are accumulated if ``held``.
 
     Args:
-        model, call: what is called with what.
-        optimizer: a callable of the parameters; None: no update is part of it.
-        held: gradients are there when a step begins, as from the second micro-batch of an accumulation on.
-        home: where it runs; None: on the CPU.
+        model, call: the model and its arguments.
+        optimizer: a callable of the parameters; None: the step has no update.
+        held: whether accumulated gradients exist when a step begins, as from the second micro-batch on.
+        home: device of the step; None: the CPU.
         known: as for `record_for`.
+
+    Returns:
+        The trace and its memory timeline.
     """
     home = home or Home()
-    around = _autocast(home.type)
+    autocast = _current_autocast(home.type)
 
     def build() -> Callable[[], None]:
-        made, on_card = copy_module(model), home.card is not None
-        if on_card:
-            made.to(home.type)
-        tensors = (_placed(like(one), home.type) if one.device.type == home.type else like(one) for one in call.tensors)
+        module = copy_module(model)
+        if home.card is not None:
+            module.to(home.type)
+        tensors = (_placed(like(t), home.type) if t.device.type == home.type else like(t) for t in call.tensors)
         args, kwargs = call.rebuild(tuple(tensors))
-        update = None if optimizer is None else optimizer(made.parameters())
+        update = None if optimizer is None else optimizer(module.parameters())
 
         def step() -> None:
             if not held:
-                made.zero_grad()
-            with around():
-                output = made(*args, **kwargs)
+                module.zero_grad()
+            with autocast():
+                output = module(*args, **kwargs)
                 loss = default_loss(output)
             loss.backward()
             if update is not None:
                 update.step()
-            del output  # in the caller's hands all the time, as with a plan
+            del output  # the caller holds it until here, as with a plan
 
         return step
 
@@ -78,8 +80,8 @@ def _placed(tensor: torch.Tensor, place: str) -> torch.Tensor:
     return tensor.detach().to(place).requires_grad_(tensor.requires_grad)
 
 
-def _autocast(place: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context that turns on the autocast that is on now."""
+def _current_autocast(place: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a context manager that enables the current autocast again."""
     if not torch.is_autocast_enabled(place):
         return nullcontext
     dtype = torch.get_autocast_dtype(place)

@@ -1,4 +1,4 @@
-"""Keys of kernel calls: the op, and shape, strides and dtype of each tensor."""
+"""Keys of kernel calls: the op, with shape, strides and dtype of each tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memplan.planning.graph.op_schema import overload
 
 @dataclass(frozen=True, slots=True)
 class Operand(Printed):
-    """Shape, strides and dtype of an operand, which decide its cost."""
+    """Shape, strides and dtype of a tensor argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,19 +32,19 @@ class Operand(Printed):
         return prod(self.shape) * self.dtype.itemsize
 
     def zeros(self, place: str) -> Tensor:
-        """Return zeros of this shape and layout; as indices, they are valid for any tensor."""
-        reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        flat = torch.zeros(reach if prod(self.shape) else 0, dtype=self.dtype, device=place)
+        """Return zeros with this shape, strides and dtype on a device; as indices they are valid for any tensor."""
+        elements = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        flat = torch.zeros(elements if prod(self.shape) else 0, dtype=self.dtype, device=place)
         return flat.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """An op with the operands of one call."""
+    """A call of an op, without the data of its tensors."""
 
     name: str
     args: tuple[Any, ...]
-    """With Operand in place of tensors, at any depth."""
+    """Arguments, with Operand in place of tensors at any depth."""
     kwargs: Mapping[str, Any]
 
     @classmethod
@@ -52,38 +52,38 @@ class KernelCall:
         """Describe a call by its arguments.
 
         Args:
-            name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
-            args, kwargs: of tensors, shapes, strides and dtypes alone count.
+            name: of the op, as ``aten.convolution.default``; an ``out`` overload counts as ``default``.
+            args, kwargs: arguments; of tensors only shape, strides and dtype count.
         """
-        given = tuple(args), {key: one for key, one in kwargs.items() if key != "out"}
-        return cls(name.replace(".out", ".default"), *_torch.tree_map(_operand, given))
+        arguments = tuple(args), {key: value for key, value in kwargs.items() if key != "out"}
+        return cls(name.replace(".out", ".default"), *_torch.tree_map(_operand, arguments))
 
     @property
     def key(self) -> str:
         """Key that distinguishes calls of different cost."""
-        given = [*map(_text, self.args), *(f"{name}={_text(one)}" for name, one in self.kwargs.items())]
-        return f"{self.name}({', '.join(given)})"
+        arguments = [*map(_text, self.args), *(f"{name}={_text(value)}" for name, value in self.kwargs.items())]
+        return f"{self.name}({', '.join(arguments)})"
 
     @property
     def bytes(self) -> int:
-        """Bytes of its operands."""
-        return sum(one.bytes for one in self.args if isinstance(one, Operand))
+        """Bytes of its positional tensor arguments."""
+        return sum(arg.bytes for arg in self.args if isinstance(arg, Operand))
 
     def on_zeros(self, place: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments for the call: zeros on a device."""
-        given = self.args, dict(self.kwargs)
-        return _torch.tree_map(lambda one: one.zeros(place) if isinstance(one, Operand) else one, given)
+        """Return (args, kwargs) for the call, with tensors of zeros on a device."""
+        arguments = self.args, dict(self.kwargs)
+        return _torch.tree_map(lambda leaf: leaf.zeros(place) if isinstance(leaf, Operand) else leaf, arguments)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the op and return its results."""
         return overload(self.name)(*args, **kwargs)
 
 
-def _operand(part: Any) -> Any:
-    return Operand(tuple(part.shape), tuple(part.stride()), part.dtype) if isinstance(part, Tensor) else part
+def _operand(leaf: Any) -> Any:
+    return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _text(part: Any) -> str:
-    if isinstance(part, (tuple, list)):
-        return f"[{', '.join(map(_text, part))}]"
-    return str(part) if isinstance(part, Operand) else repr(part)
+def _text(argument: Any) -> str:
+    if isinstance(argument, (tuple, list)):
+        return f"[{', '.join(map(_text, argument))}]"
+    return str(argument) if isinstance(argument, Operand) else repr(argument)

@@ -1,8 +1,8 @@
-"""Seconds of every op and encoding: measured on this machine, by roofline, or known from earlier.
+"""Seconds of every op and encoding: measured on this machine, estimated by roofline, or loaded from an earlier run.
 
-Each distinct op (target, shapes, strides, dtypes, constants) is timed once, alone, on made-up tensors. Measured times
-differ from run to run, and so may the plans that follow from them: `costs_of` takes the seconds out as plain data,
-and ``known`` gives them back, which makes the same plan again. By roofline the same graph always costs the same.
+Each distinct op (target, shapes, strides, dtypes, constants) is timed once, alone, on synthetic tensors. Measured times
+differ from run to run, and so may the plans based on them: `costs_of` exports the seconds as plain data, and passing
+them as ``known`` reproduces the plan. Roofline estimates are deterministic.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NEEDS_SEEDS = frozenset(
     for name in (f"_scaled_dot_product_{kind}_attention", f"_{kind}_attention")
 )
 """Ops that read the forward pass's random state in host memory (attention_backward.cu, by `data_ptr`): on a card they
-are not run on made-up tensors."""
+do not run on synthetic tensors."""
 LIMIT = 1.5
-"""Seconds that measuring takes, more or less: what is not measured by then is estimated."""
+"""Approximate limit on measuring, in seconds: ops not measured by then are estimated."""
 CARD_LIMIT = 10.0
-"""The same on a card, where an op's first run loads its kernels, and most of the time is theirs."""
+"""The same on a card, where most of the time is loading kernels in an op's first run."""
 _RUNS = 3
 _ENOUGH = 0.01
-"""Seconds: once the runs of an op have taken so long, it is not run again."""
+"""Seconds of runs after which an op is not run again."""
 _BLOCK = 1 << 16
 
 
@@ -55,39 +55,39 @@ def with_costs(
     on: str = "cpu",
     limit: float | None = None,
 ) -> JointGraph:
-    """Return the graph with the seconds of its ops and kept forms.
+    """Return the graph with the seconds of its ops and encodings.
 
-    What may be recomputed is measured first, the largest first. What was not measured (the time was up, the op is not
-    torch's own, or fails alone: see `unmeasured`) is estimated by roofline, times what the measured ops took against
-    theirs. A measured time holds for the process: asking for it again costs nothing.
+    Ops that may be recomputed are measured first, the largest first. Ops that were not measured (the limit was reached,
+    the op is not torch's, or it fails alone: see `unmeasured`) are estimated by roofline, scaled by the ratio of
+    measured seconds to roofline seconds. Measured times are cached for the process.
 
     Args:
-        graph: its views cost nothing and stay so.
-        device: a card: by roofline, from its figures. None: this machine.
+        graph: its views cost nothing.
+        device: a card, for roofline estimates from its figures. None: this machine.
         how: for this machine: ``measured``, or ``roofline`` from the fixed figures of `roofline.CPU`.
-        known: seconds from `costs_of`: they go before all others, and what is known is not measured.
+        known: seconds from `costs_of`, which take precedence and are not measured again.
         on: torch's name of the device to measure on.
-        limit: seconds that measuring may take, more or less; None: as `seconds_to_measure` says.
+        limit: approximate limit on measuring, in seconds; None: `seconds_to_measure`.
     """
-    sheet, known = _Sheet.of(graph), known or {}
+    costs, known = _Costs.of(graph), known or {}
     if device is not None or how == "roofline":
         rates = roofline.CPU if device is None else roofline.rates_of(device)
-        seconds = {key: rates.seconds(work) for key, work in sheet.works.items()}
+        seconds = {key: rates.seconds(work) for key, work in costs.works.items()}
     else:
-        unknown = [key for key in _most_wanted_first(graph, sheet) if key not in known]
-        measured = _measured(graph, sheet, unknown, on, seconds_to_measure(on) if limit is None else limit)
-        seconds = _completed(measured | {k: s for k, s in known.items() if k in sheet.works}, sheet.works)
-    return _priced(_with_scratch(graph, sheet, on), sheet, {**seconds, **known})
+        unknown = [key for key in _most_wanted_first(graph, costs) if key not in known]
+        measured = _measured(graph, costs, unknown, on, seconds_to_measure(on) if limit is None else limit)
+        seconds = _completed(measured | {k: s for k, s in known.items() if k in costs.works}, costs.works)
+    return _priced(_with_scratch(graph, costs, on), costs, {**seconds, **known})
 
 
 def seconds_to_measure(on: str) -> float:
-    """Return the seconds that measuring may take. ``on``: torch's name of the device."""
+    """Return the limit on measuring in seconds. ``on``: torch's name of the device."""
     return LIMIT if torch.device(on).type == "cpu" else CARD_LIMIT
 
 
 def costs_of(graph: JointGraph) -> dict[str, float]:
-    """Return the seconds of a graph's ops and kept forms by what they are, fit for JSON: ``known`` of `with_costs`."""
-    return dict(sorted(_Sheet.of(graph).seconds(graph).items()))
+    """Return the seconds of a graph's ops and encodings by signature, fit for JSON: see ``known`` of `with_costs`."""
+    return dict(sorted(_Costs.of(graph).seconds(graph).items()))
 
 
 def step_seconds(graph: JointGraph) -> float:
@@ -96,7 +96,7 @@ def step_seconds(graph: JointGraph) -> float:
 
 
 def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
-    """Return the graph's ops that were to be measured in this process and could not be: the reason by `signature`."""
+    """Return the reasons why ops of the graph could not be measured in this process, by `signature`."""
     refused = _clock(on).refused
     keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
@@ -104,14 +104,14 @@ def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
 
 def signature(graph: JointGraph, op: GraphOp) -> str:
     """Return the key of an op's cost: ``aten.relu.default(float32[8, 64])``."""
-    return _Writer(graph).signature(op)
+    return _Signatures(graph).signature(op)
 
 
 # -- calls to time
 
 
 def _calls(graph: JointGraph) -> Iterator[GraphOp]:
-    """Yield the ops that cost something, and those that recompute results of theirs."""
+    """Yield the ops that are no views, each followed by its cheaper recompute op, if it has one."""
     for op in graph.ops:
         if not op.is_view:
             yield op
@@ -119,88 +119,88 @@ def _calls(graph: JointGraph) -> Iterator[GraphOp]:
                 yield op.again
 
 
-class _Writer:
-    """Ops as texts."""
+class _Signatures:
+    """Writes the signatures of a graph's ops."""
 
     def __init__(self, graph: JointGraph) -> None:
         self.graph = graph
         self.texts: dict[int, str] = {}
 
     def signature(self, op: GraphOp) -> str:
-        parts = [self.text(part) for part in op.args]
-        parts += [f"{name}={self.text(part)}" for name, part in op.kwargs.items()]
-        return f"{op.target}({', '.join(parts)})"
+        arguments = [self.text(arg) for arg in op.args]
+        arguments += [f"{name}={self.text(arg)}" for name, arg in op.kwargs.items()]
+        return f"{op.target}({', '.join(arguments)})"
 
-    def text(self, part: Any) -> str:
-        if isinstance(part, Ref):
-            if part.value not in self.texts:
-                self.texts[part.value] = _tensor_text(self.graph.values[part.value])
-            return self.texts[part.value]
-        if isinstance(part, (tuple, list)):
-            return f"[{', '.join(map(self.text, part))}]"
-        return repr(part)
+    def text(self, argument: Any) -> str:
+        if isinstance(argument, Ref):
+            if argument.value not in self.texts:
+                self.texts[argument.value] = _tensor_text(self.graph.values[argument.value])
+            return self.texts[argument.value]
+        if isinstance(argument, (tuple, list)):
+            return f"[{', '.join(map(self.text, argument))}]"
+        return repr(argument)
 
 
 def _tensor_text(value: Value) -> str:
-    stride = "" if value.stride == _dense(value.shape) else f":{list(value.stride)}"
+    stride = "" if value.stride == _contiguous_strides(value.shape) else f":{list(value.stride)}"
     return f"{value.dtype}{list(value.shape)}{stride}"
 
 
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape)))
 
 
-def _plain_forms(graph: JointGraph) -> Iterator[KeptForm]:
-    """Yield the kept forms whose seconds are those of calls: a copy's are given by its link."""
+def _timed_forms(graph: JointGraph) -> Iterator[KeptForm]:
+    """Yield the encodings whose seconds are those of calls: the seconds of host copies depend on the link."""
     return (form for form in graph.forms if not form.is_copied)
 
 
 def _form_keys(graph: JointGraph, form: KeptForm) -> tuple[str, str, str]:
-    """Return the keys of a kept form's seconds."""
+    """Return the keys of the seconds to store, to fetch and to read an encoding."""
     stores, fetches = registry.find(form.lever).verbs
-    shown = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
-    return f"{stores} {shown}", f"{fetches} {shown}", f"{len(form.direct)} direct {shown}"
+    encoding = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
+    return f"{stores} {encoding}", f"{fetches} {encoding}", f"{len(form.direct)} direct {encoding}"
 
 
 def _form_calls(graph: JointGraph, form: KeptForm) -> tuple[tuple[_Timed, ...], ...]:
-    """Return the calls that are timed for a kept form."""
+    """Return the calls to time for an encoding: to store, to fetch and to read it."""
     lever = registry.find(form.lever)
-    fetched = (_Timed(lever.fetch(graph, form)),) if form.whole else ()
+    fetch = (_Timed(lever.fetch(graph, form)),) if form.whole else ()
     direct = tuple(
         _Timed(lever.read_directly(graph, form, op, in_place=False), (op.target, op.args, op.kwargs))
         for op in map(graph.ops.__getitem__, form.direct)
     )
-    return (_Timed(lever.store(graph, form)),), fetched, direct
+    return (_Timed(lever.store(graph, form)),), fetch, direct
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A call to time, and a call that is subtracted: the time is the difference."""
+    """A call to time, less the time of the call that it replaces."""
 
     call: Called
-    instead: Called | None = None
+    replaced: Called | None = None
 
 
 @dataclass(frozen=True)
-class _Sheet:
-    """A graph's ops and kept forms by the keys of their costs."""
+class _Costs:
+    """Work and calls of a graph's ops and encodings, by signature."""
 
     keys: Mapping[tuple[int, str], str]
-    """Signature by an op's index and name."""
+    """Signatures by index and target of the op."""
     works: Mapping[str, Work]
     timed: Mapping[str, tuple[_Timed, ...]]
-    """Calls to measure, by key; the seconds of one key add up."""
+    """Calls to measure; the seconds of a signature are their sum."""
 
     @classmethod
-    def of(cls, graph: JointGraph) -> _Sheet:
-        writer = _Writer(graph)
+    def of(cls, graph: JointGraph) -> _Costs:
+        signatures = _Signatures(graph)
         keys, works, timed = dict[tuple[int, str], str](), dict[str, Work](), dict[str, tuple[_Timed, ...]]()
         for op in _calls(graph):
-            key = keys[op.index, op.target] = writer.signature(op)
+            key = keys[op.index, op.target] = signatures.signature(op)
             if key not in works:
                 works[key] = roofline.work_of(graph, op)
                 timed[key] = (_Timed((op.target, op.args, op.kwargs)),)
-        for form in _plain_forms(graph):
+        for form in _timed_forms(graph):
             names = _form_keys(graph, form)
             works.update(zip(names, registry.find(form.lever).works(graph, form), strict=True))
             timed.update(zip(names, _form_calls(graph, form), strict=True))
@@ -212,31 +212,31 @@ class _Sheet:
 
     def seconds(self, graph: JointGraph) -> dict[str, float]:
         """Return the seconds that this graph has, by signature."""
-        found = {self.key(op): op.seconds for op in _calls(graph)}
-        for form in _plain_forms(graph):
-            seconds = form.store_seconds, form.fetch_seconds, form.direct_seconds
-            found.update(zip(_form_keys(graph, form), seconds, strict=True))
-        return found
+        seconds = {self.key(op): op.seconds for op in _calls(graph)}
+        for form in _timed_forms(graph):
+            of_form = form.store_seconds, form.fetch_seconds, form.direct_seconds
+            seconds.update(zip(_form_keys(graph, form), of_form, strict=True))
+        return seconds
 
     def expected(self) -> dict[str, float]:
         """Return the seconds by roofline, by signature."""
         return {key: roofline.CPU.seconds(work) for key, work in self.works.items()}
 
 
-def _with_scratch(graph: JointGraph, sheet: _Sheet, on: str) -> JointGraph:
-    """Return the graph with what its ops held on a card beside their results when they were timed there."""
-    held = _clock(on).scratch
-    ops = (replace(op, scratch=held.get(sheet.keys.get((op.index, op.target), ""), op.scratch)) for op in graph.ops)
-    return replace(graph, ops=tuple(ops)) if held else graph
+def _with_scratch(graph: JointGraph, costs: _Costs, on: str) -> JointGraph:
+    """Return the graph with the workspaces that were measured when its ops were timed on a card."""
+    scratch = _clock(on).scratch
+    ops = (replace(op, scratch=scratch.get(costs.keys.get((op.index, op.target), ""), op.scratch)) for op in graph.ops)
+    return replace(graph, ops=tuple(ops)) if scratch else graph
 
 
-def _priced(graph: JointGraph, sheet: _Sheet, seconds: Mapping[str, float]) -> JointGraph:
+def _priced(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]) -> JointGraph:
     def priced(op: GraphOp) -> GraphOp:
         if op.is_view:
             return op
-        again, own = op.again, seconds[sheet.key(op)]
-        if again is not None:  # it does part of the work that the op does: what the clock says beyond that is noise
-            again = replace(again, seconds=min(own, seconds[sheet.key(again)]))
+        again, own = op.again, seconds[costs.key(op)]
+        if again is not None:  # it does part of the op's work: a longer time is noise
+            again = replace(again, seconds=min(own, seconds[costs.key(again)]))
         return replace(op, seconds=own, again=again)
 
     ops = tuple(map(priced, graph.ops))
@@ -250,12 +250,12 @@ def _form_priced(graph: JointGraph, form: KeptForm, seconds: Mapping[str, float]
     return replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct)
 
 
-# -- estimates from what was measured
+# -- estimates from measured seconds
 
 
 def _completed(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict[str, float]:
-    """Return the seconds of all: those measured as they are, the others by roofline times what those of their kind
-    (that compute, or that only move bytes) took against theirs."""
+    """Return the seconds of all works. Works that were not measured have their roofline seconds, scaled by the ratio of
+    measured to roofline seconds of the works of their kind (with FLOPs, or without)."""
     expected = {key: roofline.CPU.seconds(work) for key, work in works.items()}
     overall = _ratio(measured, expected)
     ratios = {
@@ -265,22 +265,23 @@ def _completed(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict
     return {key: measured.get(key, expected[key] * ratios[bool(work.flops)]) for key, work in works.items()}
 
 
-def _ratio(measured: Mapping[str, float], expected: Mapping[str, float], otherwise: float = 1.0) -> float:
-    whole = sum(expected[key] for key in measured)
-    return sum(measured.values()) / whole if whole else otherwise
+def _ratio(measured: Mapping[str, float], expected: Mapping[str, float], default: float = 1.0) -> float:
+    expected_sum = sum(expected[key] for key in measured)
+    return sum(measured.values()) / expected_sum if expected_sum else default
 
 
-# -- the clock
+# -- measuring
 
 
 @dataclass
 class _Clock:
-    """Seconds that were measured on one device with one number of threads."""
+    """Measurements on a device with a number of threads, by signature."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     scratch: dict[str, int] = field(default_factory=dict)
-    """Bytes, of ops on a card: what a call holds beside its results."""
+    """Bytes of workspace, of ops on a card."""
     refused: dict[str, str] = field(default_factory=dict)
+    """Reasons why calls were not measured."""
 
 
 _CLOCKS: dict[tuple[str, int], _Clock] = {}
@@ -290,21 +291,21 @@ def _clock(on: str) -> _Clock:
     return _CLOCKS.setdefault((on, torch.get_num_threads()), _Clock())
 
 
-def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[str]:
-    """Order calls for measuring: what the planner weighs, then encodings and the forward pass, then the backward
-    pass."""
-    again, expected = recomputable(graph), sheet.expected()
-    ranks = dict.fromkeys(sheet.timed, 1)
+def _most_wanted_first(graph: JointGraph, costs: _Costs) -> list[str]:
+    """Return the signatures in the order of measuring: ops of recomputable values, then encodings and other ops of the
+    forward pass, then the backward pass."""
+    recomputable_values, expected = recomputable(graph), costs.expected()
+    ranks = dict.fromkeys(costs.timed, 1)
     for op in _calls(graph):
-        weighed = op.again is None and any(value in again for value in op.makes)
-        ranks[sheet.key(op)] = 2 if op.phase == "backward" else int(not weighed)
+        is_choice = op.again is None and any(value in recomputable_values for value in op.makes)
+        ranks[costs.key(op)] = 2 if op.phase == "backward" else int(not is_choice)
     return sorted(ranks, key=lambda key: (ranks[key], -expected[key]))
 
 
-def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit: float) -> dict[str, float]:
-    """Return the seconds by signature, as far as the time goes."""
+def _measured(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit: float) -> dict[str, float]:
+    """Measure until the limit in seconds. Return the seconds of the signatures that are measured."""
     clock, end = _clock(on), time.perf_counter() + limit
-    with alone(on):
+    with isolated(on):
         for key in keys:
             safe_point()
             if key in clock.seconds or key in clock.refused:
@@ -315,23 +316,23 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
             if torch.device(on).type != "cpu" and key.partition("(")[0] in NEEDS_SEEDS:
                 clock.refused[key] = "it reads the seeds of its forward pass"
                 continue
-            if sheet.works[key].foreign:
-                # A collective waits for other processes, and a kernel of others may trust its arguments.
+            if costs.works[key].foreign:
+                # A collective waits for other processes, and a custom kernel may need valid arguments.
                 clock.refused[key] = "it is not torch's own, and is not run on made-up tensors"
                 continue
             try:
-                if torch.device(on).type != "cpu" and sheet.timed[key]:  # a form that is only read directly has no call
-                    clock.scratch[key] = held_on(on, _ready(graph, sheet.timed[key][0].call, on))
-                clock.seconds[key] = sum(_taken(graph, one, on) for one in sheet.timed[key])
-            except Exception as error:  # whatever a kernel objects to in made-up arguments
+                if torch.device(on).type != "cpu" and costs.timed[key]:  # a form that is only read directly has no call
+                    clock.scratch[key] = workspace_on(on, _ready(graph, costs.timed[key][0].call, on))
+                clock.seconds[key] = sum(_seconds_of(graph, timed, on) for timed in costs.timed[key])
+            except Exception as error:  # any error of the kernel on synthetic arguments
                 clock.refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return {key: clock.seconds[key] for key in keys if key in clock.seconds}
 
 
 @contextmanager
-def alone(on: str) -> Iterator[None]:
-    """Shield measurements from everything that the caller has switched on, and keep the caller's random state: on the
-    CPU nothing draws from it."""
+def isolated(on: str) -> Iterator[None]:
+    """Measure without gradients and autocast within this context, and restore the card's random state. On the CPU
+    measurements draw from a generator of their own."""
     device = torch.device(on)
     forked = nullcontext() if device.type == "cpu" else torch.random.fork_rng([device], device_type=device.type)
     with (
@@ -344,13 +345,13 @@ def alone(on: str) -> Iterator[None]:
         torch.get_device_module(device).empty_cache()
 
 
-def _taken(graph: JointGraph, timed: _Timed, on: str) -> float:
-    seconds = _timed(graph, timed.call, on)
-    return seconds if timed.instead is None else max(0.0, seconds - _timed(graph, timed.instead, on))
+def _seconds_of(graph: JointGraph, timed: _Timed, on: str) -> float:
+    seconds = _fastest_run(graph, timed.call, on)
+    return seconds if timed.replaced is None else max(0.0, seconds - _fastest_run(graph, timed.replaced, on))
 
 
-def _timed(graph: JointGraph, called: Called, on: str) -> float:
-    """Return the seconds of a call: the smallest of a few runs, as other work on the machine only ever adds to it."""
+def _fastest_run(graph: JointGraph, called: Called, on: str) -> float:
+    """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time."""
     call, wait = _ready(graph, called, on), torch.get_device_module(torch.device(on)).synchronize
 
     def run() -> float:
@@ -367,20 +368,24 @@ def _timed(graph: JointGraph, called: Called, on: str) -> float:
     return min(times)
 
 
-def held_on(on: str, call: Callable[[], Any]) -> int:
-    """Return the bytes that a call holds on a card beside what is left of it: its results, and what a library keeps."""
+def workspace_on(on: str, call: Callable[[], Any]) -> int:
+    """Return the workspace of a call on a card in bytes: its peak, less what stays allocated after it."""
     torch.cuda.reset_peak_memory_stats(on)
     result = call()
-    beside = torch.cuda.max_memory_allocated(on) - torch.cuda.memory_allocated(on)
-    del result  # it was alive when that was asked
-    return beside
+    workspace = torch.cuda.max_memory_allocated(on) - torch.cuda.memory_allocated(on)
+    del result  # not before: results must count as allocated above
+    return workspace
 
 
 def _ready(graph: JointGraph, called: Called, on: str) -> Callable[[], Any]:
-    """Return a call on made-up tensors."""
+    """Return a function that runs a call on synthetic tensors.
+
+    Raises:
+        UsageError: the op draws from torch's default generator on the CPU.
+    """
     target, args, kwargs = called
-    made = {value: _made_up(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
-    args, kwargs = map_refs(args, made.__getitem__), map_refs(kwargs, made.__getitem__)
+    tensors = {value: _synthetic(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
+    args, kwargs = map_refs(args, tensors.__getitem__), map_refs(kwargs, tensors.__getitem__)
     call: Any = torch.ops
     for name in target.split("."):
         call = getattr(call, name)
@@ -392,14 +397,14 @@ def _ready(graph: JointGraph, called: Called, on: str) -> Callable[[], Any]:
 
 
 _generator = torch.Generator()
-"""Draws what measuring needs: torch's own stream is the user's, and of all threads."""
+"""Random generator of measurements: torch's default generator belongs to the user, and all threads share it."""
 
 
-def _made_up(value: Value, on: str) -> torch.Tensor:
-    """Return a tensor of this shape, layout and dtype: between 0.1 and 1, where every op is defined; of integers zeros,
-    which are indices into anything."""
-    reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
-    count = reach if all(value.shape) else 0
+def _synthetic(value: Value, on: str) -> torch.Tensor:
+    """Return a tensor with the shape, strides and dtype of a value: random numbers between 0.1 and 1, where every op is
+    defined, or integer zeros, which are valid indices."""
+    elements = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
+    count = elements if all(value.shape) else 0
     dtype, draw = getattr(torch, value.dtype), _generator if torch.device(on).type == "cpu" else None
     if dtype == torch.bool:
         flat = torch.rand(count, device=on, generator=draw) < 0.5

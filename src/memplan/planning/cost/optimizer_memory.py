@@ -1,4 +1,4 @@
-"""Memory of an optimizer: its state, and the temporaries of an update."""
+"""Memory of an optimizer: its state and the temporaries of an update."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ _Shape = tuple[tuple[int, ...], tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Bytes of one update: ``state`` stays, ``most`` is there for a moment beyond parameters, gradients and state."""
+    """Bytes of an optimizer's update."""
 
     state: int
+    """Bytes of the optimizer's state."""
     most: int
+    """Peak bytes of an update beyond parameters, gradients and state."""
 
 
 def surroundings(
@@ -44,39 +46,41 @@ def surroundings(
     home: Home | None = None,
     outside: Fraction = _NOTHING,
 ) -> Surroundings:
-    """Return what is on the device beside the graph's values.
+    """Return the memory on the device outside of the graph's values.
 
     Args:
-        model: what the graph was captured from. Parameters that need a gradient and get none in this graph may get one
-            in another step: they have optimizer state, and where gradients are held, theirs are.
-        graph: whose parameters with a gradient are updated.
+        model: the model of the graph. Parameters that require a gradient but get none in this graph may get one in
+            another step: they have optimizer state and, with accumulation, an accumulated gradient.
+        graph: its parameters with a gradient are updated.
         optimizer: a callable of the parameters; None: no update is counted.
-        gradients: whether each parameter is updated by itself, and whether gradients are there when the step begins.
-        home: where the step runs; None: on the CPU.
-        outside: bytes that a loss outside of the graph holds for a moment, for each byte of the tangents.
+        gradients: whether parameters are updated early, and whether accumulated gradients exist when the step begins.
+        home: device of the step; None: the CPU.
+        outside: temporary bytes of a loss outside of the graph, for each byte of the tangents.
     """
     home = home or Home()
     loss = int(outside * sum(value.bytes for value in graph.values if value.kind == "tangent"))
     idle, others = _untrained(model, graph), dict[Cause, int]()
     if gradients.adds:
-        others["parameter_gradient"] = sum(home.taken(one.numel() * one.element_size()) for one in idle)
-    kept = libraries(graph, home)
-    if kept:
-        others["workspace"] = kept
+        others["parameter_gradient"] = sum(home.taken(p.numel() * p.element_size()) for p in idle)
+    library_bytes = libraries(graph, home)
+    if library_bytes:
+        others["workspace"] = library_bytes
     if optimizer is None:
         return Surroundings(others=others, outside=loss, home=home)
     parameters = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
     shapes = [_shape(value) for value in parameters]
     own = update_of(optimizer, shapes, home)
-    all_ = update_of(optimizer, [*shapes, *map(_shape_of, idle)], home) if idle else own
-    others["optimizer_state"] = all_.state - own.state
-    alone = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)} if gradients.updates else {}
-    each = {value.id: alone[_shape(value)].most for value in parameters} if gradients.updates else {}
-    return Surroundings(own.state, (all_ if gradients.adds else own).most, each, others, loss, home)
+    with_idle = update_of(optimizer, [*shapes, *map(_shape_of, idle)], home) if idle else own
+    others["optimizer_state"] = with_idle.state - own.state
+    each = dict[int, int]()
+    if gradients.updates:
+        by_shape = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)}
+        each = {value.id: by_shape[_shape(value)].most for value in parameters}
+    return Surroundings(own.state, (with_idle if gradients.adds else own).most, each, others, loss, home)
 
 
 def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None = None) -> Update:
-    """Record the second update of parameters of these shapes, strides and dtypes; nothing is allocated.
+    """Record the second update of parameters with these shapes, strides and dtypes, without allocating memory.
 
     Raises:
         InputError: the optimizer refuses its parameters, or its step cannot be recorded.
@@ -88,10 +92,10 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None 
 
     def build() -> Callable[[], Any]:
         parameters = [_parameter(shape, home.type) for shape in shapes]
-        made = optimizer(parameters)
+        instance = optimizer(parameters)
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        return made.step
+        return instance.step
 
     try:
         trace = record_for(build, home.target)
@@ -103,12 +107,13 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None 
         ) from error
     timeline = simulate(trace)
     begin = trace.steps[1]
-    held = sum(home.taken(s.bytes) for s in live_at(trace, begin))
-    given = sum(home.taken(s.bytes) for s in live_at(trace, trace.steps[0]) if s.cause in _GIVEN)
-    return Update(held - given, timeline.steps[1].peak_allocated - held)
+    live = sum(home.taken(storage.bytes) for storage in live_at(trace, begin))
+    inputs = (storage for storage in live_at(trace, trace.steps[0]) if storage.cause in _INPUTS)
+    state = live - sum(home.taken(storage.bytes) for storage in inputs)
+    return Update(state, timeline.steps[1].peak_allocated - live)
 
 
-_GIVEN = ("weight", "parameter_gradient")
+_INPUTS = ("weight", "parameter_gradient")
 
 
 def _parameter(shape: _Shape, place: str) -> nn.Parameter:
@@ -125,6 +130,6 @@ def _shape_of(tensor: torch.Tensor) -> _Shape:
 
 
 def _untrained(model: nn.Module, graph: JointGraph) -> list[nn.Parameter]:
-    """Return the model's parameters that need a gradient and get none in the graph."""
-    given = {graph.values[of].path for of, _ in graph.gradients}
-    return [one for name, one in model.named_parameters() if one.requires_grad and name not in given]
+    """Return the model's parameters that require a gradient but get none in the graph."""
+    trained = {graph.values[of].path for of, _ in graph.gradients}
+    return [p for name, p in model.named_parameters() if p.requires_grad and name not in trained]

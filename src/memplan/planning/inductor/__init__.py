@@ -1,1 +1,1 @@
-"""Plans in fused kernels, which Inductor generates for each pass."""
+"""Plans for the engine ``inductor``: each pass runs as kernels that Inductor generates."""

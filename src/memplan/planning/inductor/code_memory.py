@@ -1,7 +1,7 @@
-"""Bytes that a step of fused kernels holds: its generated code, run on tensors without data.
+"""Memory timeline of a step of fused kernels, from running its generated code on tensors without data.
 
-The code says what is allocated and freed, and which of torch's kernels are called: they count with what they hold. The
-code's own kernels hold nothing beyond what is allocated for them. So fusion is not modelled: it is looked at.
+The code itself allocates and frees its buffers, and calls torch's kernels, whose workspaces are added. Generated
+kernels have no workspace besides the buffers allocated for them. So fusion is observed in the code, not modelled.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from memplan.trace.trace import Trace
 
 
 def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
-    """Return the bytes over time of a step, from what is handed in to the optimizer's update.
+    """Return the memory timeline of a step, from its inputs to the optimizer's update.
 
     Args:
-        of: what runs.
-        codes: by name of a part, what `inductor.code_of` wrote for it.
-        around: what there is beside the graph's values.
+        of: the step.
+        codes: result of `inductor.code_of` by name of the part.
+        around: memory outside of the graph's values.
 
     Raises:
-        CompileError: the code calls what nobody knows here.
+        CompileError: the code calls an op that cannot run without data.
     """
     step, kernels = _Step(of, codes, around), kernels_on(around.home, of.schedule.graph)
     with torch.autocast(around.home.type, enabled=False):
         try:
             trace = _recorded(step, kernels)
-            if kernels.measure():  # what the code calls was not known before
+            if kernels.measure():  # the code calls kernels that were not measured before
                 trace = _recorded(step, kernels)
         except MemplanError as error:
             raise CompileError(
@@ -61,45 +61,49 @@ class _Step:
         self.graph, self.choices, self.around = of.schedule.graph, of.schedule.choices, around
         self.halves = Halves(of, lambda part: inductor.without_kernels(part.lowerable, codes[part.name].text))
         self.tangents = [value for value in self.graph.values if value.kind == "tangent"]
-        self.beside: list[Tensor] = []
-        self.handed: list[Tensor] = []
+        self.surroundings: list[Tensor] = []
+        self.inputs: list[Tensor] = []
 
     def build(self) -> Callable[[], None]:
-        """Make what is there all the time."""
-        values = self.graph.values
-        there = {value.id: _made(value) for value in values if value.kind in RESIDENT and not value.is_view}
-        self.handed = [_seen(value, there[value.base]) for value in values if value.kind in RESIDENT]
-        self.beside = [self._bytes(self.around.held_bytes)]
+        """Allocate what stays allocated during the step."""
+        resident = [value for value in self.graph.values if value.kind in RESIDENT]
+        bases = {value.id: _empty(value) for value in resident if not value.is_view}
+        self.inputs = [
+            bases[value.base].as_strided(value.shape, value.stride) if value.is_view else bases[value.base]
+            for value in resident
+        ]
+        self.surroundings = [self._bytes(self.around.held_bytes)]
         if self.choices.gradients.adds:
-            trained = [values[of] for of, _ in self.graph.gradients if values[of].kind == "parameter"]
-            self.beside += [self._bytes(value.own_bytes) for value in trained]
+            trained = (self.graph.values[parameter] for parameter, _ in self.graph.gradients)
+            self.surroundings += [self._bytes(value.own_bytes) for value in trained if value.kind == "parameter"]
         return self.step
 
     @torch.no_grad()
     def step(self) -> None:
-        """Run one step as the engine does, and hold what the receivers of its gradients hold."""
-        outputs, saved = self.halves.forward(list(self.handed))
-        summed = self._summed()
-        tangents = [_made(value) for value in self.tangents]
+        """Run one step as the engine does, and keep its gradients as the caller of the engine does."""
+        outputs, saved = self.halves.forward(list(self.inputs))
+        loss = self._default_loss()
+        tangents = [_empty(value) for value in self.tangents]
         self._bytes(self.around.outside)
-        stay: list[Tensor] = [one for one, value in zip(tangents, self.tangents, strict=True) if value.held]
-        for given in self.halves.backward(list(self.handed), saved, tangents):
-            stay += [gradient for value, gradient in given if not self._used_up(value)]
-            given.clear()
+        live: list[Tensor] = [tangent for tangent, value in zip(tangents, self.tangents, strict=True) if value.held]
+        for gradients in self.halves.backward(list(self.inputs), saved, tangents):
+            live += [gradient for value, gradient in gradients if not self._is_freed_at_once(value)]
+            gradients.clear()
         if not self.choices.gradients.updates:
             self._bytes(self.around.update)
-        del outputs, stay, summed
+        del outputs, live, loss
 
-    def _summed(self) -> list[Tensor]:
-        """Return the numbers of a loss that sums the outputs, where none is given: a sum of each, and the gradient of
-        all."""
+    def _default_loss(self) -> list[Tensor]:
+        """Return the scalars of the default loss, the sum of all outputs: the sum of each output and the gradient of
+        the loss. Empty for a step with a loss of its own."""
         if any(value.held for value in self.tangents):
             return []
-        sums = [_number(value) for value in self.tangents]
-        return [*sums, _number(self.tangents[0])] if sums else []
+        sums = [_scalar(value) for value in self.tangents]
+        return [*sums, _scalar(self.tangents[0])] if sums else []
 
-    def _used_up(self, value: int) -> bool:
-        """Return whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
+    def _is_freed_at_once(self, value: int) -> bool:
+        """Return whether a gradient is freed as soon as it is complete. An early update's workspace is allocated and
+        freed first."""
         if not frees_gradient(self.graph, self.choices, value):
             return False
         if self.choices.gradients.updates:
@@ -110,15 +114,10 @@ class _Step:
         return torch.empty(size, dtype=torch.uint8, device=self.around.home.type)
 
 
-def _made(value: Value) -> Tensor:
-    place = HOST if value.place == HOST else "cuda"  # of one card: whichever it is does not matter here
+def _empty(value: Value) -> Tensor:
+    place = HOST if value.place == HOST else "cuda"  # a step uses a single card: its number does not matter
     return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device=place)
 
 
-def _number(value: Value) -> Tensor:
-    """One of its dtype, where it lies."""
-    return _made(replace(value, shape=(), stride=()))
-
-
-def _seen(value: Value, base: Tensor) -> Tensor:
-    return base.as_strided(value.shape, value.stride) if value.is_view else base
+def _scalar(value: Value) -> Tensor:
+    return _empty(replace(value, shape=(), stride=()))

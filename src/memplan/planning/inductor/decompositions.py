@@ -1,7 +1,7 @@
-"""The ops of a planned step that are not torch's, in terms of torch's: what Inductor can fuse.
+"""Decompositions of memplan's ops into torch's ops, which Inductor can fuse.
 
-Each computes what the kernel of that name computes (memplan.planning.ops.piecewise), but for rounding. What packs bits
-is not among them: it runs as it is.
+Each computes the same as its kernel in memplan.planning.ops.piecewise, up to rounding. Ops that pack bits have no
+decomposition and run as they are.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NORMS = (
 
 
 def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
-    """Return the functions that replace memplan's ops, by op, when a step is traced.
+    """Return the functions that replace ops when a step is traced, by op.
 
-    ``on_card``: whether it runs on a CUDA card. Which pools are left to torch was measured on CPUs alone.
-    """
+    ``on_card``: whether the step runs on a CUDA card. The choice of pools that torch computes was measured on CPUs
+    only."""
     ops: Any = torch.ops.memplan
     return {
         **({} if on_card else max_pool.decompositions()),
@@ -48,17 +48,17 @@ def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
 
 
 def _norm(op: Any) -> Callable[..., Any]:
-    """Return a norm as Inductor has it. In mixed precision the CPU's kernels give statistics in the parameters' dtype;
-    torch's decompositions round them to that of the input, whatever has been made for the backward pass."""
+    """Return Inductor's decomposition of a norm with statistics in the parameters' dtype, as the CPU's kernels return
+    them in mixed precision. torch's decompositions round them to the input's dtype."""
 
-    def norm(x: Tensor, *rest: Any) -> Any:
-        traced = inductor.decomposition(op)
-        if traced is None:
+    def norm(x: Tensor, *arguments: Any) -> Any:
+        decomposition = inductor.decomposition(op)
+        if decomposition is None:
             return NotImplemented
-        like = next((one for one in rest if isinstance(one, Tensor)), x)
-        if like.dtype == x.dtype:
-            return traced(x, *rest)
-        result, *statistics = traced(x.to(like.dtype), *rest)  # they compute in that anyway
+        parameter = next((argument for argument in arguments if isinstance(argument, Tensor)), x)
+        if parameter.dtype == x.dtype:
+            return decomposition(x, *arguments)
+        result, *statistics = decomposition(x.to(parameter.dtype), *arguments)  # it computes in this dtype anyway
         return result.to(x.dtype), *statistics
 
     return norm
@@ -68,25 +68,25 @@ def _cross_entropy_backward(
     grad_output: Tensor, log_probs: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int,
     total_weight: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Softmax less one at the target, scaled sample by sample: no buffer for the gradient in between."""
-    counts = target != ignore
-    at = torch.where(counts, target, 0)
-    scale = torch.where(counts, 1.0 if weight is None else weight[at], 0.0).to(log_probs.dtype)
+    """(softmax - one_hot(target)) * scale of the sample, without a buffer for the gradient of the log-probabilities."""
+    is_counted = target != ignore
+    at = torch.where(is_counted, target, 0)
+    scale = torch.where(is_counted, 1.0 if weight is None else weight[at], 0.0).to(log_probs.dtype)
     scale = scale * (grad_output / total_weight if reduction == 1 else grad_output)
     classes = torch.arange(log_probs.shape[1], device=log_probs.device)
     classes = classes.view(-1, *[1] * (log_probs.dim() - 2))
-    hit = classes == at.unsqueeze(1)
-    return (log_probs.exp() - hit.to(log_probs.dtype)) * scale.unsqueeze(1)
+    one_hot = classes == at.unsqueeze(1)
+    return (log_probs.exp() - one_hot.to(log_probs.dtype)) * scale.unsqueeze(1)
 
 
 @cache
 def _corrected() -> Mapping[Any, Callable[..., Any]]:
-    """Return the functions that replace torch's ops, by op, when a step is traced."""
+    """Return functions for torch's ops whose traced results differ from the kernel's, see `traced_results`."""
     return {op: _registered(op, name) for name in INSTEAD if (op := _torch.op_named(name)) is not None}
 
 
-def _registered(torchs: Any, target: str) -> Callable[..., Any]:
+def _registered(aten_op: Any, target: str) -> Callable[..., Any]:
     name = target.split(".")[1].strip("_")
-    _, _, given = _torch.schema_of(torchs).partition("(")
-    define(f"{name}({given}", lambda *args, **kwargs: INSTEAD[target](args, kwargs))(torchs)
+    _, _, signature = _torch.schema_of(aten_op).partition("(")
+    define(f"{name}({signature}", lambda *args, **kwargs: INSTEAD[target](args, kwargs))(aten_op)
     return overload(f"memplan.{name}.default")

@@ -1,7 +1,7 @@
-"""Workspaces of torch's kernels where generated code calls them.
+"""Workspaces of torch's kernels that generated code calls.
 
-On the CPU convolutions, and products in fewer bits, are measured as they are met. On a card whatever is called is, in
-one go once it is known: while a step is recorded, nothing can be asked of a card.
+On the CPU convolutions and reduced-precision products are measured while the step is recorded. On a card all called
+kernels are measured together after a first recording, because nothing can run on the card during a recording.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Kernels(Protocol):
     """Torch's kernels in the code of one step."""
 
     def known(self, semantics: Semantics) -> Semantics:
-        """Return the semantics of where the step runs, with what is known of these kernels."""
+        """Return the device's semantics with the workspaces of these kernels that are known."""
         ...
 
     def measure(self) -> bool:
-        """Measure the calls that are not known yet; return whether there were any."""
+        """Measure the calls whose workspace is not known yet. Return whether there were any."""
         ...
 
 
 def kernels_on(home: Home, graph: JointGraph) -> Kernels:
-    """Return the kernels of a step of this graph, by its device."""
+    """Return the kernels for a step of this graph on its device."""
     return OnCPU(graph) if home.card is None else OnCard(graph, home.name)
 
 
@@ -46,19 +46,19 @@ class OnCPU:
 
     def known(self, semantics: Semantics) -> Semantics:
         """See `Kernels`."""
-        torchs = cpu_workspace.known(semantics)
+        measured = cpu_workspace.known(semantics)
 
         def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
-            name = _AS_TORCHS.get(name, name)
+            name = _ATEN_POOLS.get(name, name)
             if not _is_opaque(name):
-                return torchs.extras(name, args, kwargs, result, in_backward)
-            taken = self._opaque.get((name, args[-1]), 0)
-            return (Extra(taken),) if taken else ()
+                return measured.extras(name, args, kwargs, result, in_backward)
+            size = self._opaque.get((name, args[-1]), 0)
+            return (Extra(size),) if size else ()
 
         return replace(semantics, extras=extras)
 
     def measure(self) -> bool:
-        """See `Kernels`: all of it is known."""
+        """See `Kernels`: nothing is left to measure."""
         return False
 
 
@@ -66,8 +66,8 @@ class OnCard:
     """Kernels of a card.
 
     Args:
-        graph: of the step. Workspaces that stay with a library are counted for it, not for the code.
-        place: as torch calls the card.
+        graph: of the step. Workspaces that libraries keep are counted with the graph, not with the code.
+        place: torch's name of the card.
     """
 
     def __init__(self, graph: JointGraph, place: str) -> None:
@@ -80,13 +80,13 @@ class OnCard:
 
         def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
             call = KernelCall.of(name, args, kwargs)
-            taken = self._opaque.get((name, args[-1]), 0) if _is_opaque(name) else measured.get(call.key)
-            if taken is not None:
-                return (Extra(taken),) if taken else ()
-            if call.key not in measured and _runs_alone(call.name):
+            size = self._opaque.get((name, args[-1]), 0) if _is_opaque(name) else measured.get(call.key)
+            if size is not None:
+                return (Extra(size),) if size else ()
+            if call.key not in measured and _is_measurable(call.name):
                 self._unknown[call.key] = call
-            found = semantics.extras(call.name, args, kwargs, result, in_backward)
-            return [extra for extra in found if not extra.held]
+            extras = semantics.extras(call.name, args, kwargs, result, in_backward)
+            return [extra for extra in extras if not extra.held]
 
         return replace(semantics, extras=extras)
 
@@ -98,16 +98,17 @@ class OnCard:
         return bool(unknown)
 
 
-def _runs_alone(name: str) -> bool:
-    """Return whether it is a kernel that can run on made-up tensors on the card: what others wrote may trust its
-    arguments, and what reads host memory, too, goes by its formula."""
-    if not name.startswith("aten.") or name in NEEDS_SEEDS or name in _MAKE or name in _READ_HOST:
+def _is_measurable(name: str) -> bool:
+    """Return whether an op can run on tensors of zeros on the card. Custom ops may need valid arguments, and ops that
+    read host memory go by their formula."""
+    if not name.startswith("aten.") or name in NEEDS_SEEDS or name in _NO_WORKSPACE or name in _READ_HOST:
         return False
     return not overload(name).is_view
 
 
-_MAKE = frozenset(f"aten.{name}" for name in ("empty.memory_format", "empty_strided.default", "as_strided.default"))
-"""Ops that hold nothing beside their results."""
+_NO_WORKSPACE = frozenset(
+    f"aten.{name}" for name in ("empty.memory_format", "empty_strided.default", "as_strided.default")
+)
 _READ_HOST = frozenset(
     f"aten.{name}"
     for name in (
@@ -115,7 +116,7 @@ _READ_HOST = frozenset(
         "_index_put_impl_.default",
     )
 )
-"""Copies between host and card, and ops whose indices may lie in host memory: their workspace depends on that."""
+"""Copies between host and card, and ops whose indices may be in host memory: their workspace depends on that."""
 
 
 def _is_opaque(name: str) -> bool:
@@ -123,14 +124,14 @@ def _is_opaque(name: str) -> bool:
 
 
 def _of_opaque_calls(graph: JointGraph) -> dict[tuple[str, str], int]:
-    """Return the workspaces of opaque calls, which the graph knows."""
-    known = dict[tuple[str, str], int]()
+    """Return the workspaces of opaque calls in the graph, by (op, identifier of the call)."""
+    workspaces = dict[tuple[str, str], int]()
     for op in graph.ops:
         if _is_opaque(op.target):
             key = op.target, op.args[-1]
-            known[key] = max(op.scratch, known.get(key, 0))
-    return known
+            workspaces[key] = max(op.scratch, workspaces.get(key, 0))
+    return workspaces
 
 
-_AS_TORCHS = {str(ours): str(torchs) for torchs, ours in POOLS.items()}
-"""torch's kernel for each op of memplan's that calls it."""
+_ATEN_POOLS = {str(memplan_op): str(aten_op) for aten_op, memplan_op in POOLS.items()}
+"""torch's op that each of memplan's pools calls."""

@@ -1,10 +1,9 @@
-"""Max pools as torch's own kernels, in a step of fused ones, where these are faster.
+"""Call torch's own max pool kernels in a step of fused kernels, where they are faster than generated code.
 
-Inductor writes a pool as a loop over every window, in which what it fuses runs once for each element of a window, and a
-pool's derivative as a scatter into a copy in order. torch's kernels are several times as fast in channels last, and
-copy nothing that is laid out alike. In the order of dimensions, where neither goes through a window by vectors,
-Inductor's loop over a small window is the faster one on the way forward. Under names of ours, torch's are called as
-they are.
+Inductor generates a loop over every window, so that a fused producer runs once for each element of a window, and a
+scatter into a contiguous copy as the derivative. torch's kernels are several times as fast in channels last, and need
+no copy if layouts match. For contiguous inputs neither vectorizes over a window, and Inductor's forward loop is faster
+for small windows. Registered under memplan's names, torch's kernels are not decomposed.
 """
 
 from __future__ import annotations
@@ -20,48 +19,52 @@ from memplan._torch import inductor
 from memplan.planning.ops.custom_ops import define
 
 _WINDOW = "int[{0}] kernel_size, int[{0}] stride=[], int[{0}] padding=0, int[{0}] dilation=1, bool ceil_mode=False"
-_GIVEN = "int[{0}] kernel_size, int[{0}] stride, int[{0}] padding, int[{0}] dilation, bool ceil_mode"
+_BACKWARD_WINDOW = "int[{0}] kernel_size, int[{0}] stride, int[{0}] padding, int[{0}] dilation, bool ceil_mode"
 
 
 def _schemas() -> Iterator[tuple[str, str]]:
-    """Yield the names and schemas: those of torch's ops."""
+    """Yield the names and schemas of torch's max pools and their derivatives."""
     for dims in (2, 3):
         name = f"max_pool{dims}d_with_indices"
         yield name, f"{name}(Tensor self, {_WINDOW.format(dims)}) -> (Tensor, Tensor)"
         backward = f"{name}_backward"
-        yield backward, f"{backward}(Tensor grad_output, Tensor self, {_GIVEN.format(dims)}, Tensor indices) -> Tensor"
+        yield (
+            backward,
+            f"{backward}(Tensor grad_output, Tensor self, {_BACKWARD_WINDOW.format(dims)}, Tensor indices) -> Tensor",
+        )
 
 
 def _registered(name: str, schema: str) -> tuple[Any, Any]:
-    torchs = getattr(torch.ops.aten, name).default
-    define(schema, torchs)(torchs)
-    return torchs, getattr(torch.ops.memplan, name).default
+    aten_op = getattr(torch.ops.aten, name).default
+    define(schema, aten_op)(aten_op)
+    return aten_op, getattr(torch.ops.memplan, name).default
 
 
 SMALL = 9
-"""Elements of a window that Inductor's loop goes through faster than torch's. Measured on a CPU: 2x2 and 3x3 in 0.7 of
-the time, 5x5 in 1.4 times as long."""
+"""Largest number of elements of a window for which Inductor's loop is faster than torch's. Measured on a CPU: 0.7 times
+the time for 2x2 and 3x3, 1.4 times for 5x5."""
 
 
-def _forward(torchs: Any, dims: int) -> Callable[..., Any]:
-    """Return a pool as our op, or as Inductor traces it: its kernel for the op itself takes up to ten times as long."""
-    ours, inductors = POOLS[torchs], inductor.decomposition(torchs)
+def _forward(aten_op: Any, dims: int) -> Callable[..., Any]:
+    """Return a pool that calls memplan's op or Inductor's decomposition, which is up to ten times as fast as Inductor's
+    lowering of the op itself."""
+    memplan_op, decomposition = POOLS[aten_op], inductor.decomposition(aten_op)
 
-    def pool(x: Tensor, kernel: Sequence[int], *rest: Any, **named: Any) -> Any:
+    def pool(x: Tensor, kernel: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         window = prod(kernel) if len(kernel) == dims else kernel[0] ** dims
-        if inductors is None or window > SMALL or not x.is_contiguous():
-            return ours(x, kernel, *rest, **named)
-        return inductors(x, kernel, *rest, **named)
+        if decomposition is None or window > SMALL or not x.is_contiguous():
+            return memplan_op(x, kernel, *args, **kwargs)
+        return decomposition(x, kernel, *args, **kwargs)
 
     return pool
 
 
-POOLS: Mapping[Any, Any] = dict(_registered(*one) for one in _schemas())
-"""memplan's op of the same arguments, for each of torch's pools and their derivatives."""
+POOLS: Mapping[Any, Any] = dict(_registered(name, schema) for name, schema in _schemas())
+"""memplan's op with the same arguments, by torch's max pool or derivative."""
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Return the functions that replace torch's pools, by op, when a step is traced."""
     aten = torch.ops.aten
     forward = {aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3}
-    return {**POOLS, **{torchs: _forward(torchs, dims) for torchs, dims in forward.items()}}
+    return {**POOLS, **{aten_op: _forward(aten_op, dims) for aten_op, dims in forward.items()}}

@@ -1,54 +1,47 @@
-"""Compute the two parts of a convolution's derivative by one kernel, where there is room for that.
+"""Compute both parts of a convolution's derivative by a single kernel if that does not raise the peak.
 
-In two parts (`memplan.planning.passes.split_convolution_backward`) the input is free one op earlier. But each part
-reorders its own operands, and is a call of its own: in networks of many small convolutions that costs a twentieth of
-the step. DenseNet took 1.06 times as long as under torch.compile with two parts, and 1.01 times with one kernel.
+In two parts (`memplan.planning.passes.split_convolution_backward`) the input is freed one op earlier. But each part is
+a separate call that reorders its operands: in networks of many small convolutions that costs a twentieth of the step.
+DenseNet took 1.06 times as long as under torch.compile with two parts, and 1.01 times with a single kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memplan.planning.graph.joint_graph import GraphOp
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule
 
 
 def joined(of: Schedule) -> Mapping[int, int]:
-    """Return pairs of ops that are computed together, as places in both passes: the weight's part, then the input's.
-    They do not raise the step's peak, op by op, although both results are alive before the input is free."""
-    found = levels(of)
-    during, peak, values = (*found.forward, *found.backward), found.peak, of.graph.values
-    room = dict[int, int]()
+    """Return the pairs of `pairs` to compute together: although both results are then alive before the input is freed,
+    the peak of the step, counted op by op, stays the same."""
+    level = levels(of)
+    during, actions = (*level.forward, *level.backward), (*of.forward, *of.backward)
+    fitting = dict[int, int]()
     for first, second in pairs(of).items():
-        op = of.graph.ops[_op(of, second)]
-        more = op.scratch + sum(values[made].bytes for made in op.makes)
-        if max(during[first : second + 1]) + more <= peak:
-            room[first] = second
-    return room
+        index = actions[second].op
+        assert index is not None, "ops are paired"
+        op = of.graph.ops[index]
+        earlier_bytes = op.scratch + sum(of.graph.values[value].bytes for value in op.makes)
+        if max(during[first : second + 1]) + earlier_bytes <= level.peak:
+            fitting[first] = second
+    return fitting
 
 
 def pairs(of: Schedule) -> Mapping[int, int]:
-    """Return the two parts of each derivative, by place."""
-    found, begun = dict[int, int](), dict[str, int]()
-    for place, action in enumerate((*of.forward, *of.backward)):
+    """Return {action of the weight's part: action of the input's part} for each convolution's derivative, as indices
+    into the schedule's forward and backward actions, concatenated."""
+    complete, weight_parts = dict[int, int](), dict[str, int]()
+    for index, action in enumerate((*of.forward, *of.backward)):
         op = None if action.op is None else action.called(of.graph)
         if op is None or op.target != CONVOLUTION_BACKWARD:
             continue
         key = repr((op.gradient_of, op.args[0], op.args[2:10]))
-        if _makes_weight(op):
-            begun[key] = place
-        elif key in begun:
-            found[begun.pop(key)] = place
-    return found
-
-
-def _makes_weight(op: GraphOp) -> bool:
-    return op.args[10][1]
-
-
-def _op(of: Schedule, place: int) -> int:
-    number = (*of.forward, *of.backward)[place].op
-    assert number is not None, "ops are paired"
-    return number
+        computes_weight_gradient = op.args[10][1]
+        if computes_weight_gradient:
+            weight_parts[key] = index
+        elif key in weight_parts:
+            complete[weight_parts.pop(key)] = index
+    return complete

@@ -1,7 +1,7 @@
-"""Lower a planned step for fused kernels: both passes as core ops, cut into parts that are compiled.
+"""Lower a planned step for fused kernels: decompose both passes into core ops and cut them into parts to compile.
 
-What is kept and what is made again was decided on the undecomposed graph, and each half is lowered by itself: Inductor
-fuses within a part, and decides nothing about what lives between the passes.
+What to save and what to recompute was decided on the undecomposed graph, and each pass is lowered by itself: Inductor
+fuses within a part and does not decide what is saved between the passes.
 """
 
 from __future__ import annotations
@@ -25,37 +25,39 @@ from memplan.planning.schedule.codegen import gives, program, read_in_backward
 from memplan.planning.schedule.scheduler import Schedule, changed_at_once, frees_gradient, schedule
 
 CHUNKS = 8
-"""Parts of the backward pass where gradients are used up as they come: what one part makes is there at once. Between
-parts nothing is fused."""
+"""Number of parts of the backward pass if gradients are freed early. All gradients of a part are alive at once, and
+nothing is fused across parts."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some ops of a half, compiled together. Tensors go by the names of the half's nodes. Each op is marked
-    (`inductor.mark`) with the place of the action that it is of, in both passes of the schedule one after the other."""
+    """Ops of one pass that are compiled together. Tensors are identified by the names of the pass's fx nodes. Each op
+    is marked (`inductor.mark`) with the index of its action in the schedule's forward and backward actions,
+    concatenated."""
 
     name: str
     lowerable: inductor.Lowerable
     takes: tuple[str, ...]
+    """Arguments."""
     drops: frozenset[str]
-    """Taken tensors that nothing needs afterwards."""
+    """Arguments that nothing reads afterwards."""
     makes: tuple[str, ...]
+    """Results."""
     gives: tuple[str, ...]
-    """Tensors handed out after it, from this part or an earlier one."""
+    """Results of the pass that are returned after this part; it or an earlier part computes them."""
     ends: frozenset[str]
-    """Handed-out tensors that nothing needs afterwards."""
+    """Tensors of `gives` that nothing reads afterwards."""
 
 
 @contextmanager
 def lowering(name: str) -> Iterator[None]:
-    """Say what failed while a part is traced, lowered or compiled: Inductor raises whatever its passes and the compiler
-    raise.
+    """Convert any exception while a part is traced, lowered or compiled to a `CompileError`.
 
     Args:
         name: of the part.
 
     Raises:
-        CompileError: in place of that.
+        CompileError: in place of what Inductor or the compiler raised.
     """
     try:
         yield
@@ -72,14 +74,14 @@ _CUT_SHORT = "Delete that file: a process that was killed while it compiled has 
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of what an error says, and the first in which a compiler does."""
-    first, *more = str(error).strip().splitlines() or [""]
-    compilers = next((line.strip() for line in more if "error:" in line), None)
-    return first if compilers is None else f"{first}: {compilers}"
+    """Return the first line of an error's message, with the first line of a compiler's error if there is one."""
+    first, *others = str(error).strip().splitlines() or [""]
+    compiler_error = next((line.strip() for line in others if "error:" in line), None)
+    return first if compiler_error is None else f"{first}: {compiler_error}"
 
 
 Compiler = Callable[[Part], inductor.Boxed]
-"""Compiler of a part: returns its function."""
+"""Compiles a part to a function."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Half:
     """A forward or a backward pass, cut into parts."""
 
     takes: tuple[str, ...]
-    """Names of its arguments."""
+    """Arguments of the pass."""
     parts: tuple[Part, ...]
 
 
@@ -98,30 +100,30 @@ class Fused:
     schedule: Schedule
     forward: Half
     backward: Half
-    """Takes arguments of the forward pass, then what was saved, then the gradients of the outputs."""
+    """Takes the inputs of the forward pass that it reads, then the saved tensors, then the gradients of the outputs."""
     handed: tuple[int, ...]
-    """Positions of the first among what the forward pass is handed."""
+    """Positions of the forward pass's inputs that the backward pass reads."""
     saved: tuple[int, ...]
-    """Ids of what is saved: less than the schedule says where the core ops of the backward pass do not read it all."""
+    """Ids of the saved values: fewer than the schedule's if the core ops of the backward pass do not read them all."""
     written: tuple[int, ...]
-    """Positions of what the forward pass changes of what it is handed: its last results are copied there."""
+    """Positions of the inputs that the forward pass changes: its last results are copied there."""
     chunks: tuple[tuple[tuple[int, ...], ...], ...]
-    """For each part of the backward pass: the groups of values whose gradients are given after it."""
+    """For each part of the backward pass: the groups of values whose gradients are returned after it."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Compiled parts, in the order in which they run."""
+        """Parts of both passes, in the order in which they run."""
         return (*self.forward.parts, *self.backward.parts)
 
 
 def as_fused(graph: JointGraph, choices: Choices) -> Schedule:
-    """Return the step under these choices, for fused kernels: what memory is used again is for the compiler to say."""
+    """Return the schedule of these choices without in-place ops: for fused kernels, the compiler plans memory reuse."""
     return schedule(graph, replace(choices, in_place=False, pieces=frozenset(), fused=True))
 
 
 def fused(of: Schedule) -> Fused:
-    """Trace both halves of a schedule of `as_fused`."""
-    graph, mode, own = of.graph, inductor.fake_mode(), decompositions(of.graph.is_on_card)
+    """Trace and partition both passes of a schedule of `as_fused`."""
+    graph, mode, table = of.graph, inductor.fake_mode(), decompositions(of.graph.is_on_card)
     functions: dict[str, Any] = {"mark": inductor.mark, "laid_out": laid_out}
     exec(compile(program(of, marked=True), "<memplan fused>", "exec"), functions)
     resident = [value for value in graph.values if value.kind in RESIDENT]
@@ -130,45 +132,49 @@ def fused(of: Schedule) -> Fused:
 
     def forward(*inputs: Tensor) -> list[Tensor]:
         outputs, saved = functions["forward"](list(inputs))
-        return [*_as_in(graph, outputs, graph.outputs), *_as_in(graph, saved, of.saved)]
+        return [*_as_declared(graph, outputs, graph.outputs), *_as_declared(graph, saved, of.saved)]
 
-    def backward(*given: Tensor) -> list[Tensor]:
+    def backward(*arguments: Tensor) -> list[Tensor]:
         inputs: list[Any] = [None] * len(resident)
-        for at, tensor in zip(handed, given, strict=False):
+        for at, tensor in zip(handed, arguments, strict=False):
             inputs[at] = tensor
-        rest = list(given[len(handed) :])
-        saved, tangents = rest[: len(of.saved)], rest[len(of.saved) :]
+        tangents_begin = len(handed) + len(of.saved)
+        saved, tangents = list(arguments[len(handed) : tangents_begin]), list(arguments[tangents_begin:])
         return [gradient for group in functions["backward"](inputs, saved, tangents) for _, gradient in group]
 
     with lowering("forward"):
-        first = inductor.traced(forward, _fakes(resident, mode), mode, own)
-    later = [*(resident[at] for at in handed), *(graph.values[value] for value in of.saved), *_tangents(graph)]
+        first = inductor.traced(forward, _fakes(resident, mode), mode, table)
+    backward_inputs = [
+        *(resident[at] for at in handed),
+        *(graph.values[value] for value in of.saved),
+        *_tangents(graph),
+    ]
     with lowering("backward"):
-        second = inductor.traced(backward, _fakes(later, mode), mode, own)
-    assert not second.written, "the backward pass changes nothing that it is handed"
+        second = inductor.traced(backward, _fakes(backward_inputs, mode), mode, table)
+    assert not second.written, "the backward pass does not change its inputs"
     if of.choices.joined:
         derivatives.join(second, joined(of))
-    return _put_together(of, first, second, handed)
+    return _partitioned(of, first, second, handed)
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an op's result in the graph's layout and dtype. What Inductor traces in an op's place can be laid out
-    otherwise, and then views that follow become copies, or wider (the gradient of a group norm in bfloat16). It keeps
-    its layout where the graph's strides leave gaps or overlap."""
+    """Return an op's result with the graph's strides and dtype. The decomposition that Inductor traces can have others:
+    then later views become copies, or the dtype is wider (the gradient of a group norm in bfloat16). The tensor keeps
+    its layout if the graph's strides have gaps or overlap."""
     tensor = tensor.to(dtype)
     dims = range(tensor.dim())
     if all(tensor.shape[dim] <= 1 or tensor.stride(dim) == stride[dim] for dim in dims):
         return tensor
     order = sorted(dims, key=lambda dim: -stride[dim])
-    back = [order.index(dim) for dim in dims]
-    made = tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
-    same = all(made.shape[dim] <= 1 or made.stride(dim) == stride[dim] for dim in dims)
-    return made if same else tensor
+    inverse = [order.index(dim) for dim in dims]
+    copy = tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+    matches = all(copy.shape[dim] <= 1 or copy.stride(dim) == stride[dim] for dim in dims)
+    return copy if matches else tensor
 
 
-def _as_in(graph: JointGraph, tensors: Sequence[Tensor], values: Sequence[int]) -> list[Tensor]:
-    """Cast tensors that are handed on to the graph's dtypes, which the code that reads them is generated for."""
-    return [one.to(getattr(torch, graph.values[of].dtype)) for one, of in zip(tensors, values, strict=True)]
+def _as_declared(graph: JointGraph, tensors: Sequence[Tensor], values: Sequence[int]) -> list[Tensor]:
+    """Cast results to the graph's dtypes, which the code that reads them is generated for."""
+    return [tensor.to(getattr(torch, graph.values[v].dtype)) for tensor, v in zip(tensors, values, strict=True)]
 
 
 def _tangents(graph: JointGraph) -> list[Value]:
@@ -176,44 +182,44 @@ def _tangents(graph: JointGraph) -> list[Value]:
 
 
 def _fakes(values: Sequence[Value], mode: Any) -> list[Tensor]:
-    return [inductor.fake_tensor(one.shape, one.stride, getattr(torch, one.dtype), mode, one.place) for one in values]
+    return [inductor.fake_tensor(v.shape, v.stride, getattr(torch, v.dtype), mode, v.place) for v in values]
 
 
-def _put_together(of: Schedule, first: inductor.Traced, second: inductor.Traced, handed: tuple[int, ...]) -> Fused:
+def _partitioned(of: Schedule, first: inductor.Traced, second: inductor.Traced, handed: tuple[int, ...]) -> Fused:
     chunks = tuple(tuple(chunk) for chunk in _chunks(of))
     inputs, ops, gradients = inductor.taken_apart(second)
     begin, end = len(handed), len(handed) + len(of.saved)
     used = {*inductor.read_by(ops), *gradients}
     needed = [at for at, node in enumerate(inputs[begin:end]) if node in used]
     takes = [*inputs[:begin], *(inputs[begin + at] for at in needed), *inputs[end:]]
-    rest = iter(gradients)
-    given = [[next(rest) for group in chunk for _ in group] for chunk in chunks]
+    gradient_nodes = iter(gradients)
+    results_of = [[next(gradient_nodes) for group in chunk for _ in group] for chunk in chunks]
     resident = [value for value in of.graph.values if value.kind in RESIDENT]
     node_of = {value.id: node for value, node in zip((resident[at] for at in handed), inputs, strict=False)}
     changing = [
         [node_of[v] for group in chunk for v in group if v in node_of and changed_at_once(of.graph, of.choices, v)]
         for chunk in chunks
     ]
-    backward = _half(second, takes, ops, given, changing, stay=inputs[:begin], backward=True)
+    backward = _half(second, takes, ops, results_of, changing, stay=inputs[:begin], backward=True)
     inputs, ops, results = inductor.taken_apart(first)
     outputs = len(of.graph.outputs)
-    kept = [
+    read_results = [
         *results[:outputs], *(results[outputs + at] for at in needed), *results[outputs + len(of.saved) :]
     ]  # fmt: skip
-    forward = _half(first, inputs, ops, [kept], [[]], stay=inputs, backward=False)
+    forward = _half(first, inputs, ops, [read_results], [[]], stay=inputs, backward=False)
     return Fused(of, forward, backward, handed, tuple(of.saved[at] for at in needed), first.written, chunks)
 
 
 def _chunks(of: Schedule) -> Iterator[list[tuple[int, ...]]]:
-    """Yield the lists of gradients that are given, by the parts that make them: one part where they all stay, else a
-    new one after each share of the bytes that do not."""
+    """Yield the groups of gradients of each part of the backward pass: a single part if no gradient is freed early,
+    else parts with about a `CHUNKS`-th of the bytes that are."""
     values, graph = of.graph.values, of.graph
     groups = gives(of)
     sizes = [sum(values[v].own_bytes for v in group if frees_gradient(graph, of.choices, v)) for group in groups]
     share, chunk, size = sum(sizes) / CHUNKS, list[tuple[int, ...]](), 0
-    for group, more in zip(groups, sizes, strict=True):
+    for group, group_size in zip(groups, sizes, strict=True):
         chunk.append(group)
-        size += more
+        size += group_size
         if share and size >= share:
             yield chunk
             chunk, size = [], 0
@@ -225,61 +231,62 @@ def _half(
     of: inductor.Traced,
     takes: Sequence[fx.Node],
     ops: Sequence[fx.Node],
-    given: Sequence[Sequence[fx.Node]],
+    results: Sequence[Sequence[fx.Node]],
     changing: Sequence[Sequence[fx.Node]],
     *,
     stay: Sequence[fx.Node],
     backward: bool,
 ) -> Half:
-    """Return a traced function in parts, each up to the last of its results, and to the last op that reads what changes
-    then.
+    """Cut a traced function into parts. Each part ends after the op of its last result, and after the last op that
+    reads an argument that changes once these results are returned.
 
     Args:
         of: the function.
         takes: its arguments, without those that nothing reads.
         ops: its ops in order.
-        given: the results after each part.
-        changing: the arguments that may change when these are given, as updates do to parameters.
-        stay: the arguments that are somebody else's, too.
+        results: the results to return after each part.
+        changing: the arguments that may change when these are returned, as an early update changes parameters.
+        stay: the arguments that the caller keeps, too.
         backward: see `inductor.Lowerable`.
     """
-    place = {node: at for at, node in enumerate(ops)}
+    position = {node: at for at, node in enumerate(ops)}
     ends, end = list[int](), 0
-    for results, arguments in zip(given, changing, strict=True):
-        waits_for = (*results, *inductor.readers(ops, arguments))
-        end = max([end, *(place.get(node, -1) + 1 for node in waits_for)])
+    for part_results, arguments in zip(results, changing, strict=True):
+        waits_for = (*part_results, *inductor.readers(ops, arguments))
+        end = max([end, *(position.get(node, -1) + 1 for node in waits_for)])
         ends.append(end)
     cuts = [ops[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    last: dict[fx.Node, int] = {}
-    for at, (inside, results) in enumerate(zip(cuts, given, strict=True)):
-        last |= dict.fromkeys((*inside, *inductor.read_by(inside), *results), at)
+    last_part: dict[fx.Node, int] = {}
+    for at, (part_ops, part_results) in enumerate(zip(cuts, results, strict=True)):
+        last_part |= dict.fromkeys((*part_ops, *inductor.read_by(part_ops), *part_results), at)
     parts = list[Part]()
-    for at, (inside, results) in enumerate(zip(cuts, given, strict=True)):
-        out = set(results)
-        makes = [node for node in inside if last[node] > at or node in out]
-        read = inductor.read_by(inside)
-        dropped = [node for node in read if last[node] == at and node not in out]
+    for at, (part_ops, part_results) in enumerate(zip(cuts, results, strict=True)):
+        returned = set(part_results)
+        makes = [node for node in part_ops if last_part[node] > at or node in returned]
+        read = inductor.read_by(part_ops)
+        dropped = [node for node in read if last_part[node] == at and node not in returned]
         freed = [node for node in dropped if node not in stay]
         parts.append(
             Part(
                 f"backward {at}" if backward else "forward",
-                inductor.lowerable(of, inside, makes, freed, backward=backward),
+                inductor.lowerable(of, part_ops, makes, freed, backward=backward),
                 tuple(node.name for node in read),
                 frozenset(node.name for node in dropped),
                 tuple(node.name for node in makes),
-                tuple(node.name for node in results),
-                frozenset(node.name for node in out if last[node] == at),
+                tuple(node.name for node in part_results),
+                frozenset(node.name for node in returned if last_part[node] == at),
             )
         )
     return Half(tuple(node.name for node in takes), tuple(parts))
 
 
 class Halves:
-    """The two functions of a planned step, as `memplan.planning.schedule.codegen` describes them, of compiled parts.
+    """Forward and backward functions of a planned step, made of compiled parts. See
+    `memplan.planning.schedule.codegen` for their signatures.
 
     Args:
-        of: what runs.
-        compiler: makes a function of each part.
+        of: the step.
+        compiler: compiles each part to a function.
     """
 
     def __init__(self, of: Fused, compiler: Compiler) -> None:
@@ -290,22 +297,22 @@ class Halves:
         )
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs, and what is saved. The list that is handed in is emptied."""
+        """Return the outputs and the saved tensors. ``inputs`` is cleared."""
         targets = [inputs[at] for at in self._of.written]
         (results,) = _run(self._of.forward.takes, self._forward, inputs)
-        cut = self._outputs + self._saved
-        _torch.copy_all(targets, results[cut:])
-        return results[: self._outputs], results[self._outputs : cut]
+        saved_end = self._outputs + self._saved
+        _torch.copy_all(targets, results[saved_end:])
+        return results[: self._outputs], results[self._outputs : saved_end]
 
     def backward(
         self, inputs: list[Any], saved: list[Tensor], tangents: list[Tensor]
     ) -> Iterator[list[tuple[int, Tensor]]]:
-        """Yield lists of gradients, each with its value; all of a part are made before the first is given. Each list
-        has to be emptied by who takes it; those that are handed in are emptied."""
-        given = [*(inputs[at] for at in self._of.handed), *saved, *tangents]
-        for one in (inputs, saved, tangents):
-            one.clear()
-        running = _run(self._of.backward.takes, self._backward, given)
+        """Yield lists of (value id, gradient). A part computes all of its gradients before the first is yielded. The
+        caller has to clear each list; the lists of arguments are cleared here."""
+        arguments = [*(inputs[at] for at in self._of.handed), *saved, *tangents]
+        for tensors in (inputs, saved, tangents):
+            tensors.clear()
+        running = _run(self._of.backward.takes, self._backward, arguments)
         for chunk, results in zip(self._of.chunks, running, strict=True):
             results.reverse()
             for group in chunk:
@@ -313,17 +320,17 @@ class Halves:
 
 
 def _run(
-    names: Sequence[str], parts: Iterable[tuple[Part, inductor.Boxed]], given: list[Any]
+    names: Sequence[str], parts: Iterable[tuple[Part, inductor.Boxed]], tensors: list[Any]
 ) -> Iterator[list[Tensor]]:
-    """Run parts one after the other, and free what none of those that follow reads."""
+    """Run parts in order, yield the results of each, and free what no later part reads. ``tensors`` is cleared."""
     parts = list(parts)
     used = {name for part, _ in parts for name in (*part.takes, *part.gives)}
-    there = {name: one for name, one in zip(names, given, strict=True) if name in used}
-    given.clear()
+    live = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name in used}
+    tensors.clear()
     for part, function in parts:
-        arguments = [there.pop(name) if name in part.drops else there[name] for name in part.takes]
-        there.update(zip(part.makes, function(arguments), strict=True))
-        results = [there[name] for name in part.gives]
+        arguments = [live.pop(name) if name in part.drops else live[name] for name in part.takes]
+        live.update(zip(part.makes, function(arguments), strict=True))
+        results = [live[name] for name in part.gives]
         for name in part.ends:
-            del there[name]
+            del live[name]
         yield results

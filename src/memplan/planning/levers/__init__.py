@@ -1,1 +1,1 @@
-"""One file a lever: a way to use less memory."""
+"""Levers, the techniques to use less memory: one file each."""

@@ -1,9 +1,9 @@
-"""In whose memory a result can lie: the engine's table of forms that work in place.
+"""Table of in-place forms: which ops can write their first result over which operand.
 
-A form writes an op's first result over one of its operands and gives the same bits as the op itself. Most are the
-op's own: an ``out=`` overload, or the variant with an underscore, found by rule in torch's registry. Where there is
-none, or one that only copies, the engine goes through the operand piece by piece (memplan.planning.ops.piecewise). What
-is not in the tables here has no form: each entry is tested bit for bit.
+An in-place form gives the same bits as the op itself. Most are the op's ``out=`` overload or its variant with an
+underscore, looked up in torch's registry. If there is none, or one that only copies, the engine processes the operand
+piece by piece (memplan.planning.ops.piecewise). Ops that are not in these tables have no in-place form: each entry is
+tested bit for bit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ELEMENTWISE = frozenset(
     tanh_backward.default threshold.default threshold_backward.default trunc.default where.self xlogy.Tensor
     """.split()  # noqa: SIM905  # a hundred quoted names are harder to read
 )
-"""Ops that make each element of their result of the elements at the same index: any operand may take it."""
+"""Elementwise ops: the result may overwrite any operand."""
 
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
     "_log_softmax.default": ("self",),
@@ -74,19 +74,20 @@ IN_ORDER: Mapping[str, tuple[str, ...]] = {
     "tril.default": ("self",),
     "triu.default": ("self",),
 }
-"""Other ops whose kernels read what they write over no later than they write it, and of which operands."""
+"""Other ops that may overwrite an operand: their kernels read each element before they write it. By op, the
+operands."""
 
 
 WORTHWHILE = 1 << 20
-"""Bytes that an operand must at least have: for less, the calls of the pieces cost more than the op."""
+"""Smallest operand in bytes to process piece by piece: for smaller ones the calls cost more than the op."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How an op is called so that its first result lies in an operand's memory.
+    """In-place form of an op.
 
-    With ``out`` it is called with the same arguments and with that operand once more under this name; without, the
-    operand is changed by the call itself. What it returns has the shape of what the op returns.
+    With ``out`` it is called with the same arguments and the overwritten operand as this keyword; without, the call
+    changes the operand itself. It returns results of the same shapes as the op.
 
     Example:
         >>> call_into("aten.threshold_backward.default", "grad_output")
@@ -101,18 +102,18 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An operand whose memory an op's first result can take over."""
+    """An operand that an op's first result can overwrite."""
 
     name: str
-    """Of the argument, as in the op's schema."""
+    """Name of the argument in the op's schema."""
     value: int
-    """Id of the tensor that is handed in there: the base itself, or a view of all of it."""
+    """Id of the argument's value: the base itself, or a view of all of it."""
 
 
 def overwrites(
     target: str, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value], result: int
 ) -> tuple[int, ...]:
-    """Return the bases whose memory the first result of a call can take over, bit for bit the same, best first.
+    """Return the bases that the first result of a call can overwrite, best first. The result is the same bit for bit.
 
     Args:
         target: the op, as in `GraphOp`.
@@ -120,17 +121,23 @@ def overwrites(
         values: the graph's values.
         result: id of the op's first result.
     """
-    return tuple(dict.fromkeys(values[one.value].base for one in _operands(target, args, kwargs, values, result)))
+    return tuple(
+        dict.fromkeys(values[operand.value].base for operand in _operands(target, args, kwargs, values, result))
+    )
 
 
 def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
-    """Find the operand of an op through which its first result goes into the memory of one of ``op.overwrites``."""
-    found = _operands(op.target, op.args, op.kwargs, values, op.makes[0])
-    return next(one for one in found if values[one.value].base == base)
+    """Return the operand of an op that lies in ``base``, one of ``op.overwrites``."""
+    operands = _operands(op.target, op.args, op.kwargs, values, op.makes[0])
+    return next(operand for operand in operands if values[operand.value].base == base)
 
 
 def call_into(target: str, operand: str) -> Form:
-    """Return how the op is called to write its first result over an operand that `overwrites` allows."""
+    """Return the in-place form that writes the op's first result over an operand that `overwrites` allows.
+
+    Raises:
+        KeyError: there is no such form.
+    """
     if target in PIECEWISE:
         return Form(PIECEWISE[target].target)
     form = _own_form(target)
@@ -140,13 +147,13 @@ def call_into(target: str, operand: str) -> Form:
 
 
 def scratch_into(op: GraphOp, values: Sequence[Value]) -> int:
-    """Bytes beyond results that the form of an op holds while it runs, at most. Without pieces: what the op holds."""
+    """Return an upper bound in bytes of the workspace of an op's in-place form."""
     piecewise = PIECEWISE.get(op.target)
     if piecewise is None:
         return op.scratch
     arguments = arguments_of(op.target, op.args, op.kwargs)
-    held = piecewise.scratch(arguments, values, values[op.makes[0]])
-    return max(held, op.scratch) if piecewise.whole_too else held
+    scratch = piecewise.scratch(arguments, values, values[op.makes[0]])
+    return max(scratch, op.scratch) if piecewise.whole_too else scratch
 
 
 def _operands(
@@ -155,37 +162,38 @@ def _operands(
     names = _allowed(target)
     if not names:
         return []
-    arguments, wanted = arguments_of(target, args, kwargs), values[result]
-    found = [
-        Operand(name, given.value)
+    arguments, output = arguments_of(target, args, kwargs), values[result]
+    operands = [
+        Operand(name, argument.value)
         for name in names
-        if isinstance(given := arguments.get(name), Ref) and _covers(values[given.value], wanted, values)
+        if isinstance(argument := arguments.get(name), Ref) and _covers(values[argument.value], output, values)
     ]
     piecewise = PIECEWISE.get(target)
-    if piecewise is not None and not piecewise.suits(arguments, values, wanted):
+    if piecewise is not None and not piecewise.suits(arguments, values, output):
         return []
     elementwise = target.removeprefix("aten.") in ELEMENTWISE
-    return [one for one in found if _alone(one, arguments, values, elementwise)]
+    return [operand for operand in operands if _has_no_alias(operand, arguments, values, elementwise)]
 
 
-def _covers(value: Value, wanted: Value, values: Sequence[Value]) -> bool:
-    """Whether the value is all of its base, and laid out as the result that is to lie there, which fills its own."""
+def _covers(value: Value, result: Value, values: Sequence[Value]) -> bool:
+    """Return whether the value is all of its base and has the layout and dtype of the result, without gaps."""
     return (
-        value.shape == wanted.shape
-        and value.stride == wanted.stride
-        and value.dtype == wanted.dtype
-        and wanted.bytes == values[value.base].bytes == prod(wanted.shape) * itemsize(wanted.dtype) > 0
-        and is_dense(wanted)
-        and not getattr(torch, wanted.dtype).is_complex
+        value.shape == result.shape
+        and value.stride == result.stride
+        and value.dtype == result.dtype
+        and result.bytes == values[value.base].bytes == prod(result.shape) * itemsize(result.dtype) > 0
+        and is_dense(result)
+        and not getattr(torch, result.dtype).is_complex
     )
 
 
-def _alone(one: Operand, arguments: Mapping[str, Any], values: Sequence[Value], elementwise: bool) -> bool:
-    """Whether nothing else that the op reads lies in the same memory, or only at the same index."""
-    own = values[one.value]
-    for name, given in arguments.items():
-        for other in refs(given):
-            if name == one.name or values[other].base != own.base:
+def _has_no_alias(operand: Operand, arguments: Mapping[str, Any], values: Sequence[Value], elementwise: bool) -> bool:
+    """Return whether no other argument shares the operand's memory. Elementwise ops may read it with the same
+    layout."""
+    own = values[operand.value]
+    for name, argument in arguments.items():
+        for other in refs(argument):
+            if name == operand.name or values[other].base != own.base:
                 continue
             same = values[other].shape == own.shape and values[other].stride == own.stride
             if not (elementwise and same and values[other].dtype == own.dtype):
@@ -198,7 +206,7 @@ def _alone(one: Operand, arguments: Mapping[str, Any], values: Sequence[Value], 
 
 @cache
 def _allowed(target: str) -> tuple[str, ...]:
-    """Names of the operands that a form of the op can write over."""
+    """Return the operands that an in-place form of the op can overwrite."""
     if target in PIECEWISE:
         return (PIECEWISE[target].operand,)
     if target == BATCH_NORM_AGAIN:
@@ -207,13 +215,14 @@ def _allowed(target: str) -> tuple[str, ...]:
     if namespace != "aten" or (name not in ELEMENTWISE and name not in IN_ORDER):
         return ()
     form = _own_form(target)
-    if form is None:  # this version of torch has none
+    if form is None:  # not in this version of torch
         return ()
     names = IN_ORDER.get(name) or tuple(name for _, name in _torch.tensor_arguments(overload(target)))
     return names if form.out is not None else tuple(n for n in names if n == _names(target)[0])
 
 
-# mul_.Scalar rounds the number to the tensor's dtype first; mul.out, which takes numbers too, does as mul.Scalar does.
+# mul_.Scalar rounds the scalar to the tensor's dtype first; mul.out, which also accepts scalars, computes as
+# mul.Scalar.
 _REPLACED = {
     "aten.mul.Scalar": Form("aten.mul.out", "out"),
     BATCH_NORM_AGAIN: Form("memplan.batch_norm_again_.default"),
@@ -222,25 +231,25 @@ _REPLACED = {
 
 @cache
 def _own_form(target: str) -> Form | None:
-    """The ``out=`` overload that takes the same arguments, else the variant with an underscore.
+    """Return the ``out=`` overload with the same arguments, else the variant with an underscore, else None.
 
-    One that torch generates itself is none: it calls the op and copies what that returns.
+    Overloads that torch generates do not count: they call the op and copy its result.
     """
     if target in _REPLACED:
         return _REPLACED[target]
     _, name, _ = target.split(".")
-    wanted = _signature(overload(target))
+    signature = _signature(overload(target))
     for variant in (name, f"{name}_"):
         packet = getattr(torch.ops.aten, variant, None)
-        for one in packet.overloads() if packet is not None else ():
-            func = getattr(packet, one)
+        for overload_name in packet.overloads() if packet is not None else ():
+            func = getattr(packet, overload_name)
             written = [a for a in _torch.arguments(func) if a.alias_info is not None and a.alias_info.is_write]
             if torch.Tag.generated in func.tags or len(written) != 1:
                 continue
-            if written[0].kwarg_only and _signature(func, without=written[0].name) == wanted:
-                return Form(f"aten.{variant}.{one}", written[0].name)
-            if variant != name and written[0].name == wanted[0][0] and _signature(func) == wanted:
-                return Form(f"aten.{variant}.{one}")
+            if written[0].kwarg_only and _signature(func, without=written[0].name) == signature:
+                return Form(f"aten.{variant}.{overload_name}", written[0].name)
+            if variant != name and written[0].name == signature[0][0] and _signature(func) == signature:
+                return Form(f"aten.{variant}.{overload_name}")
     return None
 
 
@@ -253,84 +262,84 @@ def _signature(func: Any, without: str = "") -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Piecewise:
-    """A form of the engine's own: it computes pieces of the result with the op's own kernel and copies them over."""
+    """In-place form of memplan: computes the result with the op's own kernel, a piece at a time, and copies it over."""
 
     target: str
     operand: str
     scratch: Callable[[Mapping[str, Any], Sequence[Value], Value], int]
-    """Bytes that its pieces take, at most."""
-    beside: tuple[str, ...] = ()
-    """Operands that have to be laid out as the result is."""
+    """Upper bound in bytes of its temporary pieces, from arguments, values and result."""
+    same_layout: tuple[str, ...] = ()
+    """Operands that must have the layout of the result."""
     contiguous: bool = True
     whole_too: bool = False
-    """Whether it also calls the op itself as a whole, for the results beyond the first."""
+    """Whether it also calls the whole op, for the results beyond the first."""
     spatial: bool = False
-    """Whether a sample's channel must have more than one element: where it has one, torch's kernel takes several
-    channels at once, and which ones it takes together can change the last bit."""
+    """Whether a channel of a sample must have more than a single element: otherwise torch's kernel vectorizes over
+    channels, and how channels are grouped can change the last bit."""
     on_card: bool = False
-    """Whether it is used on a card, too. Norms are not: they have one block of threads for each row or channel there,
-    so that a piece takes as long as the whole. Nor is what draws random numbers."""
+    """Whether it is also used on a card. Norms are not: they have a thread block for each row or channel there, so that
+    a piece takes as long as the whole. Nor are ops that draw random numbers."""
 
-    def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], wanted: Value) -> bool:
-        """Return whether it suits these arguments, and is worth it: its pieces take at most half of the saving."""
-        if (self.contiguous and not is_contiguous(wanted)) or not arguments.get("output_mask", (True,))[0]:
+    def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], result: Value) -> bool:
+        """Return whether it supports these arguments and saves at least half of the result's bytes."""
+        if (self.contiguous and not is_contiguous(result)) or not arguments.get("output_mask", (True,))[0]:
             return False
-        if not self.on_card and wanted.place != HOST:
+        if not self.on_card and result.place != HOST:
             return False
-        if self.spatial and prod(wanted.shape[2:]) == 1:
+        if self.spatial and prod(result.shape[2:]) == 1:
             return False
-        for name in self.beside:
-            given = arguments.get(name)
-            if not isinstance(given, Ref):
+        for name in self.same_layout:
+            argument = arguments.get(name)
+            if not isinstance(argument, Ref):
                 return False
-            other = values[given.value]
-            if other.shape != wanted.shape or other.stride != wanted.stride:
+            other = values[argument.value]
+            if other.shape != result.shape or other.stride != result.stride:
                 return False
-        return wanted.bytes >= max(WORTHWHILE, 2 * self.scratch(arguments, values, wanted))
+        return result.bytes >= max(WORTHWHILE, 2 * self.scratch(arguments, values, result))
 
 
 def _of_elements(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
-    def scratch(_: Mapping[str, Any], __: Sequence[Value], wanted: Value) -> int:
-        return buffers * piece(prod(wanted.shape), wanted.place) * itemsize(wanted.dtype) + NUMBERS
+    def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+        return buffers * piece(prod(result.shape), result.place) * itemsize(result.dtype) + NUMBERS
 
     return scratch
 
 
-def _of_rows(arguments: Mapping[str, Any], _: Sequence[Value], wanted: Value) -> int:
-    """The piece, and its mean and reciprocal deviation in at most 8 bytes each."""
+def _of_rows(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) -> int:
+    """Return the bytes of a piece and of its means and reciprocal deviations, at most 8 bytes each."""
     trailing = len(arguments["normalized_shape"])
-    count = rows(wanted.shape, trailing)[1]
-    row = prod(wanted.shape[len(wanted.shape) - trailing :])
-    return count * (row * itemsize(wanted.dtype) + 16)
+    count = rows(result.shape, trailing)[1]
+    row = prod(result.shape[len(result.shape) - trailing :])
+    return count * (row * itemsize(result.dtype) + 16)
 
 
-def _of_samples(_: Mapping[str, Any], __: Sequence[Value], wanted: Value) -> int:
-    count = rows(wanted.shape, len(wanted.shape) - 1, wanted.place)[1]
-    return count * prod(wanted.shape[1:]) * itemsize(wanted.dtype) + NUMBERS
+def _of_samples(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+    count = rows(result.shape, len(result.shape) - 1, result.place)[1]
+    return count * prod(result.shape[1:]) * itemsize(result.dtype) + NUMBERS
 
 
 def _of_channels(own: int, copied: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
-    """Pieces of the result, those that operands are copied to (of one sample they are views), and at most 16 small
-    tensors of the statistics in at most 8 bytes a channel."""
+    """Bytes of ``own`` pieces of the result, ``copied`` pieces of operands (views if the batch has a single sample),
+    and at most 16 tensors of statistics, at most 8 bytes a channel."""
 
-    def scratch(_: Mapping[str, Any], __: Sequence[Value], wanted: Value) -> int:
-        size = prod(wanted.shape) // wanted.shape[1] * itemsize(wanted.dtype)
-        buffers = own + (copied if wanted.shape[0] > 1 else 0)
-        return channels(wanted.shape) * buffers * size + wanted.shape[1] * 16 * 8
+    def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+        size = prod(result.shape) // result.shape[1] * itemsize(result.dtype)
+        buffers = own + (copied if result.shape[0] > 1 else 0)
+        return channels(result.shape) * buffers * size + result.shape[1] * 16 * 8
 
     return scratch
 
 
-def _of_groups(arguments: Mapping[str, Any], _: Sequence[Value], wanted: Value) -> int:
-    """The piece, and at most 8 small tensors of a channel's sums in at most 8 bytes each."""
-    count = groups(wanted.shape, arguments["group"])
-    size = prod(wanted.shape[1:]) // arguments["group"]
-    channels = wanted.shape[1] // arguments["group"]
-    return count * (size * itemsize(wanted.dtype) + channels * 8 * 8)
+def _of_groups(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) -> int:
+    """Return the bytes of a piece and of at most 8 tensors of sums, at most 8 bytes a channel each."""
+    count = groups(result.shape, arguments["group"])
+    size = prod(result.shape[1:]) // arguments["group"]
+    channels = result.shape[1] // arguments["group"]
+    return count * (size * itemsize(result.dtype) + channels * 8 * 8)
 
 
-def _in_channels(target: str, operand: str, own: int, copied: int, *beside: str) -> Piecewise:
-    return Piecewise(target, operand, _of_channels(own, copied), beside, spatial=True)
+def _in_channels(target: str, operand: str, own: int, copied: int, *same_layout: str) -> Piecewise:
+    return Piecewise(target, operand, _of_channels(own, copied), same_layout, spatial=True)
 
 
 PIECEWISE: Mapping[str, Piecewise] = {
@@ -362,17 +371,17 @@ PIECEWISE: Mapping[str, Piecewise] = {
     ),
     CROSS_ENTROPY: Piecewise("memplan.cross_entropy_backward_.default", "log_probs", _of_samples, on_card=True),
 }
-"""Forms of the engine's own. Those of norms go by the CPU's kernels, which treat rows, channels and groups each by
-itself."""
+"""In-place forms of memplan, by op. Norms rely on the CPU's kernels, which compute rows, channels and groups
+independently."""
 
 
 class InPlace(Lever):
-    """Let results lie in the memory of values that die with their op."""
+    """Write results over operands that no later op reads."""
 
     name = "in place"
 
     def decide(self, planned: PlannedStep) -> Reason | None:
-        """Say which results take over which memory."""
+        """Report which results overwrite which operands."""
         reuses = planned.reuses
         text = f"results that take over the memory of a value that dies with their op: {len(reuses)}"
         return Reason(sum(size for *_, size in reuses), text, {"reuses": list(reuses)}) if reuses else None

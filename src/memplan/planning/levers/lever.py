@@ -1,11 +1,11 @@
-"""The one Protocol that says all that the planner needs to know of a lever: a way to use less memory.
+"""Protocol of a lever, a technique to use less memory: all that the planner knows about it.
 
-Two kinds of levers share it, and each overrides the parts that apply:
+There are two kinds of levers, and each overrides the methods that apply:
 
-* one that keeps *values* in another form between the passes (encode, offload): `forms` says of which values and what
-  that takes; `store`, `fetch` and `read_directly` write its calls. Search, schedule, validator and both engines handle
-  the forms of any lever, by what the record `memplan.planning.graph.joint_graph.KeptForm` declares;
-* one about the whole *step* (in place, accumulate): `decide` reports what it did.
+* those that save *values* in another encoding between the passes (encode, offload): `forms` lists the values and costs;
+  `store`, `fetch` and `read_directly` return the calls. Search, schedule, validator and both engines handle the
+  encodings of any lever from their declaration, `memplan.planning.graph.joint_graph.KeptForm`;
+* those about the whole *step* (in place, accumulate): `decide` reports what they changed.
 
 `memplan.planning.levers.registry` lists the levers.
 """
@@ -24,7 +24,7 @@ from memplan.planning.graph.precision import Precision, Save
 from memplan.planning.graph.roofline import Work
 
 Grade = Literal["exact", "reordered", "lossy"]
-"""What a lever may change of the result: nothing, the order of additions, or more."""
+"""How a lever may change results: not at all, by the order of additions, or by more."""
 
 Called = tuple[str, tuple[Any, ...], dict[str, Any]]
 """A call: an op's target, its arguments with Ref in place of tensors, and its keyword arguments, as in GraphOp."""
@@ -32,99 +32,99 @@ Called = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Facts, beside the graph, that decide which forms may be kept."""
+    """Settings that decide which encodings are allowed."""
 
     save: Save = "exact"
-    """Precision in which values may be kept that are not got back bit for bit."""
+    """Lowest precision in which values may be saved."""
     card: Device | None = None
-    """Card whose host memory may hold values; None: no memory but the device's own."""
+    """Card that may offload values to host memory; None: no offloading."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientUse:
-    """What a step does with the gradient of a parameter once it is complete. By default it stays until the update."""
+    """What a step does with a parameter's gradient once it is complete. By default it is kept until the update."""
 
     updates: bool = False
     """The optimizer applies it at once: the parameter changes in the backward pass."""
     adds: bool = False
-    """It is added to a gradient that is held when the step begins."""
+    """It is added to a gradient accumulated before the step."""
 
     @property
     def frees(self) -> bool:
-        """Return whether it is used up at once, and freed."""
+        """Return whether it is freed as soon as it is complete."""
         return self.updates or self.adds
 
     def held(self, held: bool) -> GradientUse:
-        """Return the same for a step at whose beginning gradients are held, or not."""
+        """Return a copy with ``adds`` set: whether accumulated gradients exist when the step begins."""
         return replace(self, adds=held)
 
 
 STAYS = GradientUse()
-"""Gradients stay until the update."""
+"""Gradients are kept until the update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What a lever did in one place, for the plan's table."""
+    """What a lever did for a value or the step, for the plan's table."""
 
     bytes: int
-    """Bytes that it frees from the forward to the backward pass, or of the step."""
+    """Bytes that it frees, between the passes or of the whole step."""
     text: str
-    """The reason, in a sentence that a person can argue with."""
+    """The reason, in a sentence for the user."""
     details: Mapping[str, Json] = field(default_factory=dict)
     grade: Grade = "exact"
 
 
 class PlannedStep(Protocol):
-    """What a lever may ask about a planned step, to give its reasons."""
+    """Facts about a planned step from which levers give their reasons."""
 
     graph: JointGraph
 
     @property
     def seconds(self) -> Mapping[int, float]:
-        """Seconds that each value adds to the step, by id; of several that one op makes again, the first has them."""
+        """Seconds that each recomputed value adds to the step, by id; counted for the first result of an op."""
         ...
 
     def is_saved(self, value: int) -> bool:
-        """Return whether the value itself is kept between the passes."""
+        """Return whether the value itself is saved between the passes."""
         ...
 
     def is_recomputed(self, value: int) -> bool:
-        """Return whether an op makes the value again in the backward pass."""
+        """Return whether the backward pass recomputes the value."""
         ...
 
     def needed(self, value: int) -> str:
-        """Describe what reads the value in the backward pass; empty where nothing does."""
+        """Describe what reads the value in the backward pass, empty if nothing does."""
         ...
 
     def direct_readers(self, form: KeptForm) -> str:
-        """Describe the ops that read the kept form itself; empty where none does."""
+        """Describe the ops that read the encoding itself, empty if none does."""
         ...
 
     def freed_after(self, form: KeptForm) -> str:
-        """Describe the op after which the value of a copied form is freed."""
+        """Describe the op after which an offloaded value is freed."""
         ...
 
     def fetched_before(self, form: KeptForm) -> str:
-        """Describe the op before which the copy back begins."""
+        """Describe the op before which the copy to the device begins."""
         ...
 
     def waits(self, form: KeptForm) -> float:
-        """Return the seconds that the step waits for the copies of a form."""
+        """Return the seconds that the step waits for the copies of an offloaded value."""
         ...
 
     def other_forms(self, form: KeptForm) -> Sequence[KeptForm]:
-        """Return what else the same value is kept as."""
+        """Return the other encodings of the same value."""
         ...
 
     @property
     def reuses(self) -> Sequence[tuple[str, str, int]]:
-        """Return (value whose memory is taken over, result that lies there, bytes)."""
+        """Return (overwritten value, result, bytes) of each in-place op."""
         ...
 
     @property
     def gradients(self) -> GradientUse:
-        """Return what becomes of the parameters' gradients."""
+        """Return what the step does with the parameters' gradients."""
         ...
 
     @property
@@ -134,47 +134,47 @@ class PlannedStep(Protocol):
 
 
 class Lever(Protocol):
-    """A way to use less memory. Subclass it, override what applies, and list an instance in the registry."""
+    """A technique to use less memory. Subclass it, override what applies, and add an instance to the registry."""
 
     name: str
-    """In choices (`KeptForm.lever`), in saved plans and in the plan's table."""
+    """Name in choices (`KeptForm.lever`), in saved plans and in the plan's table."""
     verbs: tuple[str, str] = ("store", "fetch")
-    """What the two actions of a form are called in a planned step's trace."""
+    """Names of storing and fetching an encoding in a planned step's trace."""
     comments: tuple[str, str] = ("stores", "fetches")
-    """What they are called in the program's comments."""
+    """The same verbs in the program's comments."""
     imports: tuple[str, ...] = ()
-    """Lines that a program with its calls needs."""
+    """Import statements that a program with its calls needs."""
     option: tuple[str, str] = ("", "")
-    """How a lever of the whole step is asked for, and how its absence: in messages."""
+    """For a lever of the whole step: the options that turn it on and off, in messages."""
     switch: str = ""
-    """Field of `memplan.planning.search.search.Heuristics` that turns the lever off; empty: none does."""
+    """Field of `memplan.planning.search.search.Heuristics` that turns the lever off; empty if there is none."""
 
-    # -- what it changes before anything is chosen
+    # -- rewrites before the search
 
     def rewrite(self, graph: JointGraph, precision: Precision) -> JointGraph:
-        """Return the captured graph with ops replaced; most levers leave it."""
+        """Return the captured graph with ops replaced, unchanged by default."""
         return graph
 
     # -- to which values it applies
 
     def why_not(self, graph: JointGraph, value: Value, situation: Situation) -> str:
-        """Say why a forward value may not be kept in a form of this lever; empty where it may."""
+        """Return the reason why a forward value has no encoding of this lever, empty if it may have one."""
         return f"{self.name} is about the step, not about single values"
 
     def forms(self, graph: JointGraph, situation: Situation) -> Iterable[tuple[KeptForm, Value]]:
-        """Yield each form that a value may be kept in, and the value that stands for it.
+        """Yield each encoding that a value may be saved in, and the encoded value.
 
-        Ids of these values are given anew by the registry: any number will do. Seconds of a form without a copy are
-        set later, from `works` or from a measurement, unless they are given here.
+        The registry assigns the ids of encoded values. The seconds of encodings other than host copies are set later,
+        from `works` or from a measurement.
         """
         return ()
 
-    # -- what a form costs
+    # -- costs
 
     def works(self, graph: JointGraph, form: KeptForm) -> tuple[Work, Work, Work]:
-        """Return the work of storing, of fetching, and what direct readers add: by it, seconds are estimated.
+        """Return the work of storing, of fetching, and of direct readers beyond the original ops, to estimate seconds.
 
-        By default each action reads one form and writes the other.
+        By default each action reads the value and writes the encoding, or the reverse.
 
         On the CPU that `roofline.CPU` describes, large values were packed into bits at 4 to 21 GB/s, unpacked at 11,
         and integers narrowed at 7 and widened at 2 to 3: near enough to its bandwidth.
@@ -183,38 +183,38 @@ class Lever(Protocol):
         work = Work(0, value.bytes + graph.values[form.kept].bytes, value.dtype)
         return work, work, Work(0, 0, value.dtype)
 
-    # -- how it is written
+    # -- calls
 
     def store(self, graph: JointGraph, form: KeptForm) -> Called:
-        """Return the call that makes the kept form of the value."""
+        """Return the call that encodes the value."""
         raise AssertionError(f"{self.name} keeps no values")
 
     def fetch(self, graph: JointGraph, form: KeptForm) -> Called:
-        """Return the call that makes the value again of the kept form and of ``form.also_reads``."""
+        """Return the call that decodes the value from the encoding and ``form.also_reads``."""
         raise AssertionError(f"{self.name} keeps no values")
 
     def read_directly(self, graph: JointGraph, form: KeptForm, op: GraphOp, *, in_place: bool) -> Called:
-        """Return the call of one of ``form.direct`` that reads the kept form.
+        """Return the call of one of ``form.direct`` that reads the encoding.
 
-        ``in_place``: whether its result goes over its first operand.
+        ``in_place``: whether it writes its result over its first operand.
         """
         raise AssertionError(f"{self.name} has no kept form that ops read")
 
     def lowered(self) -> Mapping[Any, Callable[..., Any]]:
-        """Return, by op of its calls, a function of torch's own ops: what the engine ``inductor`` can fuse.
+        """Return decompositions of the ops of its calls into torch's ops, for the engine ``inductor`` to fuse.
 
-        An op without one runs as it is.
+        An op without a decomposition runs as it is.
         """
         return {}
 
-    # -- what is said of it
+    # -- reports
 
     def grade(self, form: KeptForm) -> Grade:
-        """Return whether the value that is fetched is the one that was stored, bit for bit."""
+        """Return ``exact`` if decoding restores the value bit for bit."""
         return "exact"
 
     def reason(self, planned: PlannedStep, form: KeptForm) -> Reason:
-        """Say what keeping a value in this form frees, and why it is done."""
+        """Describe what saving a value in this encoding frees, and why it is needed."""
         graph = planned.graph
         before, after = graph.values[form.value].bytes, graph.values[form.kept].bytes
         needed = planned.needed(form.value)
@@ -222,15 +222,17 @@ class Lever(Protocol):
         return Reason(max(0, before - after), text, {"kept_bytes": after}, self.grade(form))
 
     def decide(self, planned: PlannedStep) -> Reason | None:
-        """Say what the lever did about the whole step; None where it did nothing."""
+        """Describe what the lever changed in the whole step, None if nothing."""
         return None
 
     def counted(self, values: int, host_bytes: int) -> str:
-        """Say in a plan's summary how many values are kept in its forms; ``host_bytes`` are in host memory."""
+        """Return the part of a plan's summary on the number of encoded values; ``host_bytes``: their bytes in host
+        memory."""
         return f"{values} by {self.name}" if values else ""
 
     def missing(self, values: str, device: str) -> tuple[str, str, str]:
-        """Say what is wrong, expected and to be done where a plan has forms of so many values that the step cannot."""
+        """Return the error message (problem, expected, remedy) for a plan whose encodings the device does not
+        support."""
         return (
             f"The plan keeps {values} by {self.name}, which is not possible on {device}",
             "a plan for where the step is to run",

@@ -1,4 +1,4 @@
-"""Compute blocks of layers in fewer bits, in lossy plans: the step is captured under autocast, and planned then."""
+"""Compute blocks of layers in lower precision, in lossy plans: the step is captured under autocast before planning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan.planning.levers.lever import Grade, Lever, Reason
 
 
 class LowerPrecision(Lever):
-    """Compute in fewer bits. `memplan.planning.precision_search` chooses in which, and where not."""
+    """Compute in lower precision. `memplan.planning.precision_search` chooses the dtype and the blocks."""
 
     name = "lower precision"
 
@@ -20,20 +20,21 @@ class LowerPrecision(Lever):
         return "lossy"
 
     def of_block(
-        self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, made: Sequence[int], copies: Sequence[int]
+        self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, results: Sequence[int], copies: Sequence[int]
     ) -> tuple[Reason, Sequence[int]]:
-        """Say what a block of layers computes in fewer bits, and which values that makes smaller.
+        """Describe what a block of layers computes in lower precision, and return the ids of the values that are
+        smaller.
 
         Args:
             graph: the step in lower precision.
-            ops: those of the block, of both passes.
-            dtype: what it computes in.
-            made: forward values of the block, without copies of weights.
-            copies: copies of weights in lower precision that the block makes.
+            ops: ops of the block, of both passes.
+            dtype: the lower precision.
+            results: forward values of the block, without copies of weights.
+            copies: copies of weights in lower precision.
         """
-        low = [v for v in made if graph.values[v].dtype == dtype]
+        low = [v for v in results if graph.values[v].dtype == dtype]
         weights = sum(graph.values[v].bytes for v in copies)
-        text = f"{dtype} in {len(low)} of {len(made)} results, forward and backward in "
+        text = f"{dtype} in {len(low)} of {len(results)} results, forward and backward in "
         text += format_seconds(sum(op.seconds for op in ops))
         text += f"; {format_bytes(weights)} of copies of weights" if weights else ""
         details = {"dtype": dtype, "cast_copies": weights, "values": len(low)}

@@ -1,4 +1,4 @@
-"""Make values again in the backward pass, by the ops that made them, instead of keeping them."""
+"""Recompute values in the backward pass instead of saving them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from memplan.planning.levers.lever import Lever, PlannedStep, Reason, Situation
 
 
 class Recompute(Lever):
-    """Free a value after its last use in the forward pass, and run its op again just before the value is needed.
+    """Free a value after its last use in the forward pass, and rerun its op just before the backward pass needs it.
 
-    It needs no form: `memplan.planning.graph.joint_graph.recomputable` lists the values that `why_not` has nothing
-    against, and `Choices.recompute` names those that are made again.
+    It has no encodings: `memplan.planning.graph.joint_graph.recomputable` lists the values that `why_not` allows, and
+    `Choices.recompute` those that a plan recomputes.
     """
 
     name = "recompute"
 
     def why_not(self, graph: JointGraph, value: Value, situation: Situation) -> str:
-        """Say why a forward value is never made again; empty where it may be."""
+        """Return the reason why a forward value cannot be recomputed, empty if it can."""
         op = graph.maker[value.id]
-        if value.id in {graph.base(one) for one in graph.outputs}:
+        if value.id in {graph.base(output) for output in graph.outputs}:
             return "returned by the model"
         if op.random:
             return "random: never drawn again"
@@ -34,32 +34,32 @@ class Recompute(Lever):
         return ""
 
     def counted(self, values: int, host_bytes: int) -> str:
-        """Say how many values are made again."""
+        """Return the number of recomputed values."""
         return f"{values} value{'' if values == 1 else 's'} recomputed"
 
     def made_again(self, planned: PlannedStep, value: int) -> Reason:
-        """Say what making a value again takes, and what it is for."""
+        """Describe what recomputing a value costs, and what reads it."""
         graph, seconds = planned.graph, planned.seconds
         op, size = graph.maker[value], graph.values[value].bytes
         if value in seconds:
             by = "" if op.again is None else f" by {short(op.again.target)}"
-            made = f"making it again{by} takes {format_seconds(seconds[value])}"
+            cost = f"making it again{by} takes {format_seconds(seconds[value])}"
         else:
             others = [graph.values[other].name for other in op.makes if other in seconds]
-            made = f"made again together with {others[0]}" if others else "made again"
-        return Reason(size, f"{made} for {format_bytes(size)}; {planned.needed(value)}")
+            cost = f"made again together with {others[0]}" if others else "made again"
+        return Reason(size, f"{cost} for {format_bytes(size)}; {planned.needed(value)}")
 
     def kept(self, planned: PlannedStep, value: int, *, costs_most: bool) -> Reason:
-        """Say why a value is kept: it cannot be made again, or that would take time.
+        """Describe why a value is saved: it cannot be recomputed, or recomputing it would take time.
 
-        ``costs_most``: of all that is kept and could be made again, it takes the most time for each byte.
+        ``costs_most``: whether it takes the most time for each byte of all saved values that could be recomputed.
         """
         graph, needed = planned.graph, planned.needed(value)
         op, size = graph.maker[value], graph.values[value].bytes
-        fixed = self.why_not(graph, graph.values[value], Situation())
-        if fixed.startswith("with it"):
-            return Reason(size, f"{needed}; {fixed}")
-        if fixed:
-            return Reason(size, f"{fixed}; {needed}" if needed else fixed)
+        obstacle = self.why_not(graph, graph.values[value], Situation())
+        if obstacle.startswith("with it"):
+            return Reason(size, f"{needed}; {obstacle}")
+        if obstacle:
+            return Reason(size, f"{obstacle}; {needed}" if needed else obstacle)
         most = ", the most per byte of all that is kept" if costs_most else ""
         return Reason(size, f"{needed}; making it again would take {format_seconds(op.rerun.seconds)}{most}")

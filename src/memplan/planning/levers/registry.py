@@ -1,4 +1,4 @@
-"""All levers, in an explicit list, and the forms that they keep values of a graph in."""
+"""The list of all levers, and the encodings that they offer for the values of a graph."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ UPDATE_EARLY, RELEASE_GRADIENTS = UpdateEarly(), ReleaseGradients()
 LEVERS: list[Lever] = [
     RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), InPlace(), UPDATE_EARLY, RELEASE_GRADIENTS,
 ]  # fmt: skip
-"""In the order of their forms' rank: of several whole forms chosen for one value the first is used, copies last."""
+"""All levers. If several encodings of a value are chosen, the first lever's is decoded; host copies come last."""
 
 
 def find(name: str) -> Lever:
-    """Return the lever of a name. Raises KeyError for one that is not registered."""
+    """Return the lever of this name.
+
+    Raises:
+        KeyError: no such lever is registered.
+    """
     for lever in LEVERS:
         if lever.name == name:
             return lever
@@ -37,7 +41,7 @@ def find(name: str) -> Lever:
 
 @contextmanager
 def registered(lever: Lever) -> Iterator[Lever]:
-    """Add a lever to the list for as long as the context is open."""
+    """Add a lever to the list within this context."""
     assert all(other.name != lever.name for other in LEVERS), "a lever's name is its own"
     before = list(LEVERS)
     LEVERS.append(lever)
@@ -48,30 +52,30 @@ def registered(lever: Lever) -> Iterator[Lever]:
 
 
 def rewritten(graph: JointGraph, precision: Precision) -> JointGraph:
-    """Return a captured graph with what levers change before anything is chosen."""
+    """Return a captured graph after the rewrites of all levers."""
     for lever in LEVERS:
         graph = lever.rewrite(graph, precision)
     return graph
 
 
 def with_forms(graph: JointGraph, situation: Situation) -> JointGraph:
-    """Return the graph with the forms that all levers offer of its values; those that it had are replaced."""
+    """Return the graph with the encodings that all levers offer, instead of those that it has."""
     values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
     assert all(value.id == at for at, value in enumerate(values)), "kept forms are added last"
     return offered(replace(graph, values=values, forms=()), situation, LEVERS)
 
 
 def offered(graph: JointGraph, situation: Situation, levers: Iterable[Lever]) -> JointGraph:
-    """Return the graph with the forms that these levers offer, beside those that it has."""
+    """Return the graph with the encodings that these levers offer added to those that it has."""
     values, forms = list(graph.values), list(graph.forms)
     changed = {graph.base(target) for target, _ in graph.mutations}
     for lever in levers:
-        for form, kept in lever.forms(graph, situation):
+        for form, encoded in lever.forms(graph, situation):
             if not changed.isdisjoint(form.also_reads):
-                continue  # the forward pass writes something else into it
+                continue  # the forward pass overwrites what decoding would read
             number = len(values)
             assert not form.also_reads or graph.maker[form.value].makes == (form.value,), "see KeptForm.also_reads"
             assert not (form.also_reads and form.is_copied), "a copy reads nothing else"
-            values.append(replace(kept, id=number, base=number))
+            values.append(replace(encoded, id=number, base=number))
             forms.append(replace(form, kept=number))
     return replace(graph, values=tuple(values), forms=tuple(forms))

@@ -1,4 +1,4 @@
-"""Add each gradient to the one that is held from earlier micro-batches as soon as it is complete, and free it."""
+"""Add each gradient to the accumulated gradient of earlier micro-batches as soon as it is complete, and free it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from memplan.planning.levers.lever import Lever, PlannedStep, Reason
 
 
 class ReleaseGradients(Lever):
-    """Free each new gradient once it is added to the held one, instead of all at the end of the backward pass."""
+    """Free each gradient once it is accumulated, instead of all at the end of the backward pass."""
 
     name = "accumulate"
     option = ("held gradients (accumulate=2 or more)", "no held gradients (accumulate=1)")
@@ -14,7 +14,7 @@ class ReleaseGradients(Lever):
     """Name in the choices of a saved plan."""
 
     def decide(self, planned: PlannedStep) -> Reason | None:
-        """Say how many gradients are added to held ones, and their bytes."""
+        """Report how many gradients are accumulated early, and their bytes."""
         if not (planned.gradients.adds and planned.trained):
             return None
         return Reason(

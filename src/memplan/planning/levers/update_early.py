@@ -6,18 +6,18 @@ from memplan.planning.levers.lever import Lever, PlannedStep, Reason
 
 
 class UpdateEarly(Lever):
-    """Let the optimizer apply each gradient early: no more than one, and no more than one update, is there at once."""
+    """Let the optimizer apply each gradient early, so that only a single gradient and update is alive at a time."""
 
     name = "update early"
     option = ("early=True (--early)", "an update after the backward pass (early=False)")
     field = "early"
-    """Name in the choices of a saved plan, and of the argument that asks for it."""
+    """Name in the choices of a saved plan, and of the public argument."""
     summary = "each parameter updated early"
     remedy = "let the optimizer update early"
-    """What else a step that fits no budget could do."""
+    """Remedy in the message for a budget that is too small."""
 
     def decide(self, planned: PlannedStep) -> Reason | None:
-        """Say how many parameters are updated in the backward pass, and the bytes of their gradients."""
+        """Report how many parameters are updated in the backward pass, and the bytes of their gradients."""
         if not (planned.gradients.updates and planned.trained):
             return None
         return Reason(

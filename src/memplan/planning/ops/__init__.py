@@ -1,1 +1,1 @@
-"""memplan's own kernels."""
+"""Kernels that memplan registers as torch ops, and copies to host memory."""

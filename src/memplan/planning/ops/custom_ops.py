@@ -14,7 +14,7 @@ LIBRARY = torch.library.Library("memplan", "DEF")  # lives as long as the proces
 def define(
     schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a kernel for the CPU and CUDA, and what it does to tensors without data."""
+    """Return a decorator that registers a kernel for the CPU and CUDA, with its fake kernel."""
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.split("(")[0]
@@ -28,5 +28,5 @@ def define(
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order in which they lie in memory."""
+    """Return a view of a dense tensor's elements in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

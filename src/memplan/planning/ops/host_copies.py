@@ -1,12 +1,12 @@
-"""Copies to pinned host memory and back, beside the ops: what programs with offloaded values call.
+"""Asynchronous copies to pinned host memory and back, for programs with offloaded values.
 
-Each direction has a stream of its own on each card. A copy begins once all that was asked of the card before it is
-done, so that memory that it reads is complete, and memory that it writes to is nobody else's any more. Whoever waits
-for a copy lets all that is asked of the card later wait for it, and no one else: the processor runs ahead. So what was
-copied may be freed after the wait, and what comes back may be read. All memory on the card is taken and freed in the
-order of the ops, as any other: torch's allocator needs to know of no other stream.
+Each card has a stream for each direction. A copy begins after all work issued before it on the current stream, so that
+the memory that it reads is complete, and the memory that it writes is no longer in use. `Copy.wait` makes later work on
+the current stream wait for the copy, without blocking the CPU thread: then the source may be freed, and a fetched
+tensor read. All memory on the card is allocated and freed in the order of the current stream, so that torch's
+allocator does not need to know the other streams.
 
-Tensors on the CPU are copied at once.
+Tensors on the CPU are copied synchronously.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from dataclasses import dataclass
 import torch
 
 _CAME_FROM = "memplan_came_from"
-"""Attribute of a copy in host memory: the device that it goes back to."""
+"""Attribute of a copy in host memory: the device of its source."""
 _STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy that was begun."""
+    """A copy in progress."""
 
     device: torch.device
     done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Let what comes next on the card wait until the copy is done."""
+        """Make later work on the card's current stream wait until the copy is done."""
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 def store(value: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-    """Begin to copy a tensor to host memory. Until the copy was waited for, neither may change or be freed."""
+    """Begin to copy a tensor to host memory. Before `Copy.wait`, neither tensor may change or be freed."""
     host = torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda"
     )
     setattr(host, _CAME_FROM, value.device)
-    return host, _copied(value, host, value.device, "out")
+    return host, _begin_copy(value, host, value.device, "out")
 
 
 def fetch(host: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-    """Begin to copy back what `store` copied, into new memory. It may be read once the copy was waited for."""
+    """Begin to copy the result of `store` into new memory on its device. It may be read after `Copy.wait`."""
     device = getattr(host, _CAME_FROM)
     value = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-    return value, _copied(host, value, device, "back")
+    return value, _begin_copy(host, value, device, "back")
 
 
-def _copied(source: torch.Tensor, target: torch.Tensor, device: torch.device, direction: str) -> Copy:
+def _begin_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device, direction: str) -> Copy:
     if device.type != "cuda":
         target.copy_(source)
         return Copy(device)

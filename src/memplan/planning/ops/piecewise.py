@@ -1,8 +1,8 @@
-"""Kernels that a planned step needs beside torch's: ops of the namespace ``memplan``.
+"""Kernels of planned steps in the namespace ``memplan``: bit packing, and ops that work in place piece by piece.
 
-They use no arithmetic of their own: each hands pieces of its operands to the very op that it stands for, so that the
-bits are that op's bits. What they hold beside their results is bounded by the size of a piece
-(memplan.planning.levers.in_place and memplan.planning.levers.encode say by how much), and comes from torch's allocator.
+They compute by calling the original torch op on pieces of the operands, so that the bits are the same. Their workspace
+is bounded by the size of a piece (see memplan.planning.levers.in_place and memplan.planning.levers.encode) and comes
+from torch's allocator.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ _ATEN = torch.ops.aten
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Pieces of tensors of one layout, in the order of memory."""
-    return zip(*(in_memory(one).split(forms.piece(one.numel(), one.device.type)) for one in tensors), strict=True)
+    """Yield corresponding pieces of tensors with the same layout, in memory order."""
+    split = (in_memory(tensor).split(forms.piece(tensor.numel(), tensor.device.type)) for tensor in tensors)
+    return zip(*split, strict=True)
 
 
 def _with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same, each with its part of the bits before it: a piece is a multiple of 8."""
+    """Like `_pieces`, with the packed bits of each piece as the first item. The size of a piece is a multiple of 8."""
     piece = most(bits.device.type)
-    return zip(bits.split(piece // 8), *(in_memory(one).split(piece) for one in tensors), strict=True)
+    return zip(bits.split(piece // 8), *(in_memory(tensor).split(piece) for tensor in tensors), strict=True)
 
 
 # -- bits
@@ -41,21 +42,21 @@ _WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def _pack(flags: Tensor) -> Tensor:
-    """Eight flags a byte, the first one lowest."""
+    """Pack eight flags into each byte, the first as the lowest bit."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy().view(np.uint8), bitorder="little"))
     return _pack_by_torch(flags)
 
 
 def _pack_by_torch(flags: Tensor) -> Tensor:
-    short = -flags.numel() % 8
-    padded = torch.nn.functional.pad(flags, (0, short)) if short else flags
+    padding = -flags.numel() % 8
+    padded = torch.nn.functional.pad(flags, (0, padding)) if padding else flags
     weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=flags.device)
     return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
 def _unpack(bits: Tensor, count: int) -> Tensor:
-    """The flags as bytes that are 0 or 1."""
+    """Return the first ``count`` flags as bytes 0 or 1."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little"))
     return _unpack_by_torch(bits, count)
@@ -79,10 +80,10 @@ def _pack_fake(self: Tensor, kind: str) -> Tensor:
 
 @define("pack_bits(Tensor self, str kind) -> Tensor", _pack_fake)
 def pack_bits(self: Tensor, kind: str) -> Tensor:
-    """Pack one bit for each element, in the order of memory: `memplan.planning.levers.encode` has the kinds."""
+    """Pack a bit for each element, in memory order. See `memplan.planning.levers.encode` for the kinds."""
     bits = torch.empty(packed(self.numel()), dtype=torch.uint8, device=self.device)
-    for into, piece in _with_bits(bits, self):
-        into.copy_(_pack(_FLAGS[kind](piece)))
+    for packed_piece, piece in _with_bits(bits, self):
+        packed_piece.copy_(_pack(_FLAGS[kind](piece)))
     return bits
 
 
@@ -92,80 +93,81 @@ def _unpack_fake(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Te
 
 @define("unpack_bits(Tensor bits, SymInt[] size, SymInt[] stride) -> Tensor", _unpack_fake)
 def unpack_bits(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return the bool tensor that `pack_bits` packed, laid out as it was."""
+    """Return the bool tensor that `pack_bits` packed, with its original strides."""
     flags = torch.empty_strided(size, stride, dtype=torch.bool, device=bits.device)
-    for part, piece in _with_bits(bits, flags):
-        piece.copy_(_unpack(part, piece.numel()))
+    for packed_piece, piece in _with_bits(bits, flags):
+        piece.copy_(_unpack(packed_piece, piece.numel()))
     return flags
 
 
 # -- gradients from bits
 
 
-def _same(first: Tensor, *_: Any) -> Tensor:
+def _fake_like_first(first: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(first)
 
 
-def _itself(first: Tensor, *_: Any) -> Tensor:
+def _fake_in_place(first: Tensor, *_: Any) -> Tensor:
     return first
 
 
-def _direct(schema: str, kernel: Callable[..., None]) -> None:
-    """Register a gradient that reads bits: one with a result of its own, and one that works in place.
+def _register_bits_op(schema: str, kernel: Callable[..., None]) -> None:
+    """Register a gradient that reads bits, out of place and in place (with an underscore after its name).
 
-    ``kernel(result, gradient, flags, *rest)`` writes a piece of the result, which may lie where the gradient does.
+    ``kernel(result, gradient, flags, *arguments)`` writes a piece of the result, which may be the gradient's memory.
     """
-    name, _, rest = schema.partition("(Tensor ")
+    name, _, signature = schema.partition("(Tensor ")
 
-    def over(result: Tensor, gradient: Tensor, bits: Tensor, rest: Sequence[Any]) -> Tensor:
-        for part, into, piece in _with_bits(bits, result, gradient):
-            kernel(into, piece, _unpack(part, piece.numel()), *rest)
+    def run(result: Tensor, gradient: Tensor, bits: Tensor, arguments: Sequence[Any]) -> Tensor:
+        for packed_piece, out, piece in _with_bits(bits, result, gradient):
+            kernel(out, piece, _unpack(packed_piece, piece.numel()), *arguments)
         return result
 
-    define(schema, _same)(lambda gradient, bits, *rest: over(torch.empty_like(gradient), gradient, bits, rest))
-    in_place = f"{name}_(Tensor(a!) {rest}".replace("-> Tensor", "-> Tensor(a!)")
-    define(in_place, _itself)(lambda gradient, bits, *rest: over(gradient, gradient, bits, rest))
+    define(schema, _fake_like_first)(
+        lambda gradient, bits, *args: run(torch.empty_like(gradient), gradient, bits, args)
+    )
+    in_place = f"{name}_(Tensor(a!) {signature}".replace("-> Tensor", "-> Tensor(a!)")
+    define(in_place, _fake_in_place)(lambda gradient, bits, *args: run(gradient, gradient, bits, args))
 
 
-def _threshold(into: Tensor, gradient: Tensor, flags: Tensor, threshold: float) -> None:
-    _ATEN.threshold_backward.grad_input(gradient, flags.to(gradient.dtype), threshold, grad_input=into)
+def _threshold(out: Tensor, gradient: Tensor, flags: Tensor, threshold: float) -> None:
+    _ATEN.threshold_backward.grad_input(gradient, flags.to(gradient.dtype), threshold, grad_input=out)
 
 
-def _leaky_relu(into: Tensor, gradient: Tensor, flags: Tensor, slope: float, is_result: bool) -> None:
-    standin = flags.to(gradient.dtype)
-    _ATEN.leaky_relu_backward.grad_input(gradient, standin, slope, is_result, grad_input=into)
+def _leaky_relu(out: Tensor, gradient: Tensor, flags: Tensor, slope: float, is_result: bool) -> None:
+    _ATEN.leaky_relu_backward.grad_input(gradient, flags.to(gradient.dtype), slope, is_result, grad_input=out)
 
 
-def _dropout(into: Tensor, gradient: Tensor, flags: Tensor, scale: float) -> None:
-    into.copy_(_ATEN.native_dropout_backward(gradient, flags.view(torch.bool), scale))
+def _dropout(out: Tensor, gradient: Tensor, flags: Tensor, scale: float) -> None:
+    out.copy_(_ATEN.native_dropout_backward(gradient, flags.view(torch.bool), scale))
 
 
-def _masked_fill(into: Tensor, gradient: Tensor, flags: Tensor, value: float) -> None:
-    if into.data_ptr() != gradient.data_ptr():
-        into.copy_(gradient)
-    into.masked_fill_(flags.view(torch.bool), value)
+def _masked_fill(out: Tensor, gradient: Tensor, flags: Tensor, value: float) -> None:
+    if out.data_ptr() != gradient.data_ptr():
+        out.copy_(gradient)
+    out.masked_fill_(flags.view(torch.bool), value)
 
 
-_direct("threshold_backward_bits(Tensor grad_output, Tensor bits, Scalar threshold) -> Tensor", _threshold)
-_direct(
+_register_bits_op("threshold_backward_bits(Tensor grad_output, Tensor bits, Scalar threshold) -> Tensor", _threshold)
+_register_bits_op(
     "leaky_relu_backward_bits(Tensor grad_output, Tensor bits, Scalar negative_slope, bool self_is_result) -> Tensor",
     _leaky_relu,
 )
-_direct("native_dropout_backward_bits(Tensor grad_output, Tensor bits, float scale) -> Tensor", _dropout)
-_direct("masked_fill_bits(Tensor self, Tensor bits, Scalar value) -> Tensor", _masked_fill)
+_register_bits_op("native_dropout_backward_bits(Tensor grad_output, Tensor bits, float scale) -> Tensor", _dropout)
+_register_bits_op("masked_fill_bits(Tensor self, Tensor bits, Scalar value) -> Tensor", _masked_fill)
 
 
-# -- in place, by elements
+# -- in place, elementwise
 
 
-@define("native_dropout_backward_(Tensor(a!) grad_output, Tensor mask, float scale) -> Tensor(a!)", _itself)
+@define("native_dropout_backward_(Tensor(a!) grad_output, Tensor mask, float scale) -> Tensor(a!)", _fake_in_place)
 def _native_dropout_backward_(grad_output: Tensor, mask: Tensor, scale: float) -> Tensor:
     for gradient, flags in _pieces(grad_output, mask):
         gradient.copy_(_ATEN.native_dropout_backward(gradient, flags, scale))
     return grad_output
 
 
-@define("hardswish_backward_(Tensor(a!) grad_output, Tensor self) -> Tensor(a!)", _itself)
+@define("hardswish_backward_(Tensor(a!) grad_output, Tensor self) -> Tensor(a!)", _fake_in_place)
 def _hardswish_backward_(grad_output: Tensor, x: Tensor) -> Tensor:
     for gradient, piece in _pieces(grad_output, x):
         gradient.copy_(_ATEN.hardswish_backward(gradient, piece))
@@ -182,7 +184,7 @@ def _dropout_fake(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, 
     (torch.Tag.nondeterministic_seeded,),
 )
 def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """As the CPU's kernel, which draws the whole mask at once and then multiplies by mask and scale."""
+    """Compute as the CPU's kernel does: draw the whole mask, then multiply by mask and scale."""
     if train is False:
         return input, torch.ones_like(input, dtype=torch.bool)
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p)
@@ -191,7 +193,7 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
     return input, mask
 
 
-# -- dropout, taken apart
+# -- dropout, split into two ops
 
 
 @define(
@@ -200,8 +202,8 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
     (torch.Tag.nondeterministic_seeded,),
 )
 def _dropout_mask(self: Tensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
-    """What native_dropout draws. On CUDA it gives the numbers to other elements than bernoulli_ does (Dropout.cu: those
-    of a thread to neighbours), so it draws itself, and what it multiplies is let go. ``generator``: on the CPU."""
+    """Draw the mask of native_dropout. On CUDA native_dropout itself runs and its product is freed, because it assigns
+    random numbers to elements in another order than bernoulli_ (Dropout.cu). ``generator`` is for the CPU."""
     if self.is_cuda:
         return _ATEN.native_dropout(self, p, True)[1]
     return torch.empty_like(self, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
@@ -209,18 +211,18 @@ def _dropout_mask(self: Tensor, p: float, *, generator: torch.Generator | None =
 
 @define("dropout(Tensor self, Tensor mask, float scale) -> Tensor", lambda self, mask, scale: torch.empty_like(self))
 def _dropped_out(self: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """What native_dropout makes of its mask."""
+    """Apply the mask as native_dropout does."""
     return _ATEN.mul_.Scalar(self.mul(mask), scale)
 
 
-# -- batch norm, made again
+# -- batch norm, recomputed
 
 
-def _evaluated(
+def _evaluation_arguments(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Weight, bias, mean and variance with which a batch norm gives in evaluation mode, its eps 0, what it gave in
-    training. They are in the precision that the kernel computes in."""
+    """Return weight, bias, mean and variance with which a batch norm in evaluation mode, with eps 0, has the result of
+    training. They are in the precision in which the kernel computes."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     scale = invstd.to(dtype) if weight is None else weight.to(dtype) * invstd.to(dtype)
     shift = None if bias is None else bias.to(dtype)
@@ -231,8 +233,8 @@ LIBRARY.define("batch_norm_again(Tensor self, Tensor? weight, Tensor? bias, Tens
 
 
 def batch_norm_again(self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """Compute the first result of a training batch norm of its second and third (`passes.recompute_batch_norm`)."""
-    return _ATEN.native_batch_norm(self, *_evaluated(self, weight, bias, mean, invstd), False, 0.0, 0.0)[0]
+    """Compute the result of a training batch norm from its saved statistics (`passes.recompute_batch_norm`)."""
+    return _ATEN.native_batch_norm(self, *_evaluation_arguments(self, weight, bias, mean, invstd), False, 0.0, 0.0)[0]
 
 
 LIBRARY.impl("batch_norm_again", batch_norm_again, "CompositeImplicitAutograd")  # a compiler sees torch's ops
@@ -240,14 +242,14 @@ LIBRARY.impl("batch_norm_again", batch_norm_again, "CompositeImplicitAutograd") 
 
 @define(
     "batch_norm_again_(Tensor(a!) self, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor(a!)",
-    _itself,
+    _fake_in_place,
 )
 def _batch_norm_again_(
     self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
 ) -> Tensor:
-    given = _evaluated(self, weight, bias, mean, invstd)
-    nothing = [given[2].new_empty(0) for _ in range(2)]
-    _ATEN.native_batch_norm.out(self, *given, False, 0.0, 0.0, out=self, save_mean=nothing[0], save_invstd=nothing[1])
+    arguments = _evaluation_arguments(self, weight, bias, mean, invstd)
+    empty = [arguments[2].new_empty(0) for _ in range(2)]
+    _ATEN.native_batch_norm.out(self, *arguments, False, 0.0, 0.0, out=self, save_mean=empty[0], save_invstd=empty[1])
     return self
 
 
@@ -259,43 +261,40 @@ _LOSS = "Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tens
 
 def _cross_entropy(
     result: Tensor, grad_output: Tensor, log_probs: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
-    *rest: Any,
+    *loss_arguments: Any,
 ) -> Tensor:  # fmt: skip
-    """Some samples at a time; classes are in dimension 1. The result may be the log-probabilities' own memory."""
+    """Compute the gradient a few samples at a time; classes are dimension 1. ``result`` may be ``log_probs``."""
     loss = (_ATEN.nll_loss_backward if log_probs.dim() == 2 else _ATEN.nll_loss2d_backward).grad_input
     step = rows(log_probs.shape, log_probs.dim() - 1, log_probs.device.type)[1]
     for start in range(0, log_probs.shape[0], step):
-        part = slice(start, start + step)
-        piece = log_probs[part]
-        into = torch.empty_like(piece) if result is log_probs else result[part]
-        gradient = grad_output[part] if grad_output.dim() else grad_output
-        loss(gradient, piece, target[part], weight, reduction, *rest, grad_input=into)
-        _ATEN._log_softmax_backward_data.out(into, piece, 1, into.dtype, out=into)
+        samples = slice(start, start + step)
+        piece = log_probs[samples]
+        out = torch.empty_like(piece) if result is log_probs else result[samples]
+        gradient = grad_output[samples] if grad_output.dim() else grad_output
+        loss(gradient, piece, target[samples], weight, reduction, *loss_arguments, grad_input=out)
+        _ATEN._log_softmax_backward_data.out(out, piece, 1, out.dtype, out=out)
         if result is log_probs:
-            piece.copy_(into)
-        del into
+            piece.copy_(out)
+        del out
     return result
 
 
-define(f"cross_entropy_backward(Tensor grad_output, Tensor log_probs, {_LOSS}) -> Tensor", lambda _, x, *__: _same(x))(
-    lambda grad_output, log_probs, *rest: _cross_entropy(torch.empty_like(log_probs), grad_output, log_probs, *rest)
-)
+define(
+    f"cross_entropy_backward(Tensor grad_output, Tensor log_probs, {_LOSS}) -> Tensor",
+    lambda _, x, *__: torch.empty_like(x),
+)(lambda grad_output, log_probs, *args: _cross_entropy(torch.empty_like(log_probs), grad_output, log_probs, *args))
 define(
     f"cross_entropy_backward_(Tensor grad_output, Tensor(a!) log_probs, {_LOSS}) -> Tensor(a!)",
     lambda _, log_probs, *__: log_probs,
-)(lambda grad_output, log_probs, *rest: _cross_entropy(log_probs, grad_output, log_probs, *rest))
+)(lambda grad_output, log_probs, *args: _cross_entropy(log_probs, grad_output, log_probs, *args))
 
 
 # -- in place, by rows, groups or channels
 
 
 def _fake_of(op: Any) -> Callable[..., tuple[Any, ...]]:
-    """The op on tensors without data, its first result in the first argument."""
-    return lambda first, *rest: (first, *op(first, *rest)[1:])
-
-
-def _part(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if tensor is None else tensor[start:stop]
+    """Return the fake kernel of the in-place form of an op, which writes its first result over its first argument."""
+    return lambda first, *args: (first, *op(first, *args)[1:])
 
 
 @define(
@@ -310,14 +309,14 @@ def _native_layer_norm_(
     count, step = rows(input.shape, trailing)
     statistics: list[Tensor] = []
     for at, piece in enumerate(input.view(count, *normalized_shape).split(step)):
-        result, *found = _ATEN.native_layer_norm(piece, normalized_shape, weight, bias, eps)
+        result, *piece_statistics = _ATEN.native_layer_norm(piece, normalized_shape, weight, bias, eps)
         piece.copy_(result)
         del result
-        statistics = statistics or [one.new_empty(count) for one in found]
-        for one, part in zip(statistics, found, strict=True):
-            one[at * step : at * step + part.numel()] = part.view(-1)
+        statistics = statistics or [statistic.new_empty(count) for statistic in piece_statistics]
+        for whole, part in zip(statistics, piece_statistics, strict=True):
+            whole[at * step : at * step + part.numel()] = part.view(-1)
     shape = (*input.shape[: input.dim() - trailing], *[1] * trailing)
-    return (input, *(one.view(shape) for one in statistics))
+    return (input, *(statistic.view(shape) for statistic in statistics))
 
 
 @define(
@@ -329,26 +328,27 @@ def _native_layer_norm_backward_(
     grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], mean: Tensor, rstd: Tensor,
     weight: Tensor | None, bias: Tensor | None, output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The weights' gradients of the whole, since they are sums over rows; then the rows."""
-    others = [None, None, None]
+    """Compute the parameters' gradients for all rows at once, since they are sums over rows, then the input's by
+    rows."""
+    parameter_gradients = [None, None, None]
     if any(output_mask[1:]):
-        others = _ATEN.native_layer_norm_backward(
+        parameter_gradients = _ATEN.native_layer_norm_backward(
             grad_out, input, normalized_shape, mean, rstd, weight, bias, [False, *output_mask[1:]]
         )
     count, step = rows(input.shape, len(normalized_shape))
-    parts = [one.view(count, *normalized_shape).split(step) for one in (grad_out, input)]
-    parts += [one.view(count, 1).split(step) for one in (mean, rstd)]
-    for gradient, x, *statistics in zip(*parts, strict=True):
+    pieces = [tensor.view(count, *normalized_shape).split(step) for tensor in (grad_out, input)]
+    pieces += [statistic.view(count, 1).split(step) for statistic in (mean, rstd)]
+    for gradient, x, *statistics in zip(*pieces, strict=True):
         gradient.copy_(
             _ATEN.native_layer_norm_backward(
                 gradient, x, normalized_shape, *statistics, weight, bias, [True, False, False]
             )[0]
         )
-    return (grad_out, *others[1:])
+    return (grad_out, *parameter_gradients[1:])
 
 
 def _grouped(shape: Sequence[int], group: int) -> Iterator[tuple[int, int, int]]:
-    """(sample, first group, last group) of each piece."""
+    """Yield (sample, begin, end) of the groups of each piece."""
     step = groups(shape, group)
     return ((n, g, min(g + step, group)) for n in range(shape[0]) for g in range(0, group, step))
 
@@ -365,32 +365,42 @@ def _native_group_norm_(
     statistics: list[Tensor] = []
     for sample, start, stop in _grouped(input.shape, group):
         piece = input.view(n, group, size, hxw)[sample : sample + 1, start:stop].view(1, -1, hxw)
-        scale, shift = (_part(one, start * size, stop * size) for one in (weight, bias))
-        result, *found = _ATEN.native_group_norm(piece, scale, shift, 1, piece.shape[1], hxw, stop - start, eps)
+        scale, shift = (None if p is None else p[start * size : stop * size] for p in (weight, bias))
+        result, *piece_statistics = _ATEN.native_group_norm(
+            piece, scale, shift, 1, piece.shape[1], hxw, stop - start, eps
+        )
         piece.copy_(result)
         del result
-        statistics = statistics or [one.new_empty(n, group) for one in found]
-        for one, part in zip(statistics, found, strict=True):
-            one[sample, start:stop] = part.view(-1)
+        statistics = statistics or [statistic.new_empty(n, group) for statistic in piece_statistics]
+        for whole, part in zip(statistics, piece_statistics, strict=True):
+            whole[sample, start:stop] = part.view(-1)
     return (input, *statistics)
 
 
 def _by_channels(compute: Callable[[slice], Sequence[Tensor | None]], over: Tensor) -> tuple[Tensor | None, ...]:
-    """Results of a batch norm, of which each is one for every channel but the first, which goes over a tensor."""
-    step, found = channels(over.shape), list[Sequence[Tensor | None]]()
+    """Compute a batch norm or its derivative by slices of channels.
+
+    Args:
+        compute: returns the results of a slice: the main result, then vectors of statistics or parameter gradients.
+        over: tensor that the main result overwrites.
+
+    Returns:
+        ``over``, and the concatenated vectors.
+    """
+    step, vectors = channels(over.shape), list[Sequence[Tensor | None]]()
     for start in range(0, over.shape[1], step):
         part = slice(start, start + step)
-        first, *others = compute(part)
-        assert first is not None
-        over[:, part].copy_(first)
-        del first
-        found.append(others)
-    columns = ([one for one in column if one is not None] for column in zip(*found, strict=True))
+        result, *part_vectors = compute(part)
+        assert result is not None
+        over[:, part].copy_(result)
+        del result
+        vectors.append(part_vectors)
+    columns = ([vector for vector in column if vector is not None] for column in zip(*vectors, strict=True))
     return (over, *(torch.cat(column) if column else None for column in columns))
 
 
-def _channel(part: slice, *tensors: Tensor | None) -> Iterator[Tensor | None]:
-    return (one if one is None or not one.numel() else one[part] for one in tensors)
+def _sliced(part: slice, *vectors: Tensor | None) -> Iterator[Tensor | None]:
+    return (vector if vector is None or not vector.numel() else vector[part] for vector in vectors)
 
 
 @define(
@@ -403,11 +413,11 @@ def _native_batch_norm_backward_(
     grad_out: Tensor, input: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    small = (weight, running_mean, running_var, save_mean, save_invstd)
+    vectors = (weight, running_mean, running_var, save_mean, save_invstd)
 
     def compute(part: slice) -> Sequence[Tensor | None]:
         gradient, x = grad_out[:, part].contiguous(), input[:, part].contiguous()
-        return _ATEN.native_batch_norm_backward(gradient, x, *_channel(part, *small), train, eps, output_mask)
+        return _ATEN.native_batch_norm_backward(gradient, x, *_sliced(part, *vectors), train, eps, output_mask)
 
     return _by_channels(compute, grad_out)
 
@@ -423,9 +433,9 @@ def _batch_norm_(
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     def compute(part: slice) -> Sequence[Tensor | None]:
-        small = _channel(part, weight, bias, running_mean, running_var)
+        vectors = _sliced(part, weight, bias, running_mean, running_var)
         x = input[:, part].contiguous()
-        return _ATEN._native_batch_norm_legit_functional(x, *small, training, momentum, eps)
+        return _ATEN._native_batch_norm_legit_functional(x, *vectors, training, momentum, eps)
 
     return _by_channels(compute, input)
 
@@ -440,6 +450,6 @@ def _batch_norm_without_statistics_(
 ) -> tuple[Tensor | None, ...]:
     def compute(part: slice) -> Sequence[Tensor | None]:
         x = input[:, part].contiguous()
-        return _ATEN._native_batch_norm_legit.no_stats(x, *_channel(part, weight, bias), training, momentum, eps)
+        return _ATEN._native_batch_norm_legit.no_stats(x, *_sliced(part, weight, bias), training, momentum, eps)
 
     return _by_channels(compute, input)

@@ -1,1 +1,1 @@
-"""Exact rewrites of the joint graph, one file each."""
+"""Exact rewrites of the joint graph: a file for each."""

@@ -1,4 +1,4 @@
-"""Copies that a functional graph has too many, and those that it lacks."""
+"""Remove redundant copies from a functional graph, and add those that mutations require."""
 
 from __future__ import annotations
 
@@ -11,50 +11,47 @@ from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Re
 
 _CLONE = "aten.clone.default"
 _WHOLE = (_CLONE, "aten.slice_backward.default")
-"""Copies where the result has the source's shape: the derivative of a slice that is all there is."""
+"""Ops that only copy if the result has the source's shape: clones, and derivatives of slices of a whole dimension."""
 _ALIAS = "aten.alias.default"
 
 
 def without_copies(graph: JointGraph) -> JointGraph:
-    """Replace copies of results in the same layout by views.
+    """Replace copies in the bases layout by views.
 
-    Nothing changes a value in a graph, so nobody can tell, unless somebody outside has one of the two in hands: what
-    is handed in or returned is copied as before. (Eager mode copies what an in-place activation saves.)
+    No op of a graph mutates a value, so a copy and its source are interchangeable, unless the caller sees one of them:
+    inputs and outputs are still copied. (Eager mode copies the input of an in-place activation.)
     """
     outside = {graph.base(value) for value in graph.outputs}
     outside |= {value.id for value in graph.values if value.kind in (*RESIDENT, "tangent")}
     outside |= {graph.base(gradient) for _, gradient in graph.gradients}
-    same: dict[int, int] = {}
+    bases: dict[int, int] = {}
     ops = list(graph.ops)
     for op in graph.ops:
         if op.target not in _WHOLE or not op.makes:
             continue
         source: Value = graph.values[op.args[0].value]
-        made = graph.values[op.makes[0]]
-        base = same.get(source.base, source.base)
-        if made.id in outside or base in outside or not _alike(source, made):
+        copy = graph.values[op.makes[0]]
+        base = bases.get(source.base, source.base)
+        has_same_layout = (source.shape, source.stride, source.dtype) == (copy.shape, copy.stride, copy.dtype)
+        if copy.id in outside or base in outside or not has_same_layout:
             continue
-        same[made.id] = base
+        bases[copy.id] = base
         ops[op.index] = replace(op, target=_ALIAS, args=op.args[:1], kwargs={}, makes=(), scratch=0)
-    return looking_into(graph, ops, same) if same else graph
+    return with_views(graph, ops, bases) if bases else graph
 
 
-def looking_into(graph: JointGraph, ops: Iterable[GraphOp], same: Mapping[int, int]) -> JointGraph:
-    """Return the graph with these ops instead, where values that owned memory look into that of others.
+def with_views(graph: JointGraph, ops: Iterable[GraphOp], bases: Mapping[int, int]) -> JointGraph:
+    """Return the graph with some values turned into views.
 
     Args:
         graph: the graph.
-        ops: as many, of which those that made such a value now are views.
-        same: by such a value: the one that owns the memory from now on.
+        ops: its new ops, where those that computed such a value are views.
+        bases: new base of each such value.
     """
     values = tuple(
-        replace(value, base=same[value.base], bytes=0) if value.base in same else value for value in graph.values
+        replace(value, base=bases[value.base], bytes=0) if value.base in bases else value for value in graph.values
     )
     return replace(graph, values=values, ops=tuple(_with_reads(op, values) for op in ops))
-
-
-def _alike(source: Value, made: Value) -> bool:
-    return (source.shape, source.stride, source.dtype) == (made.shape, made.stride, made.dtype)
 
 
 def _with_reads(op: GraphOp, values: tuple[Value, ...]) -> GraphOp:
@@ -62,26 +59,26 @@ def _with_reads(op: GraphOp, values: tuple[Value, ...]) -> GraphOp:
 
 
 def guarded(graph: JointGraph) -> JointGraph:
-    """Copy values that the step changes and the backward pass reads, before the change.
+    """Copy values that the step mutates and the backward pass reads, before the mutation.
 
     A training batch norm's derivative does not read the running statistics (`passes.split_convolution_backward`).
     """
-    changed = {value for value, _ in graph.mutations}
-    late = {v for op in graph.backward_ops for v in op.reads if v in changed}
-    return _Guard(graph, late).run() if late else graph
+    mutated = {value for value, _ in graph.mutations}
+    read_later = {v for op in graph.backward_ops for v in op.reads if v in mutated}
+    return _Guard(graph, read_later).run() if read_later else graph
 
 
 class _Guard(Rebuild):
-    def __init__(self, graph: JointGraph, late: set[int]) -> None:
+    def __init__(self, graph: JointGraph, read_later: set[int]) -> None:
         super().__init__(graph)
-        self.copies = {value: self._copy(value) for value in sorted(late)}
+        self.copies = {value: self._copy(value) for value in sorted(read_later)}
         self.views: dict[int, int] = {}
-        """View of the copy that corresponds to each view of a changed value."""
+        """View of the copy, by the same view of the mutated value."""
 
     def run(self) -> JointGraph:
         for op in self.graph.ops:
             if op.phase == "backward" and not op.is_view:
-                op = replace(op, args=map_refs(op.args, self._safe), kwargs=map_refs(op.kwargs, self._safe))
+                op = replace(op, args=map_refs(op.args, self._unmutated), kwargs=map_refs(op.kwargs, self._unmutated))
             self.add(op)
         return self.finished()
 
@@ -91,21 +88,21 @@ class _Guard(Rebuild):
         self.add(GraphOp(-1, _CLONE, (Ref(value),), {}, "forward", (number,), False, (value,), (number,), once=True))
         return number
 
-    def _safe(self, value: int) -> Any:
-        """Return the same value of the copy where it is of something that changes."""
-        found = self.values[value]
-        if found.base not in self.copies:
+    def _unmutated(self, value: int) -> Any:
+        """Return the copy, or view of the copy, to read in place of a mutated value; other values as they are."""
+        old = self.values[value]
+        if old.base not in self.copies:
             return Ref(value)
         if value in self.copies:
             return Ref(self.copies[value])
         if value not in self.views:
-            self._view(found)
+            self._add_view(old)
         return Ref(self.views[value])
 
-    def _view(self, value: Value) -> None:
+    def _add_view(self, value: Value) -> None:
         assert value.op is not None, "a view is made by an op"
         op = self.graph.ops[value.op]
-        args, kwargs = map_refs(op.args, self._safe), map_refs(op.kwargs, self._safe)
+        args, kwargs = map_refs(op.args, self._unmutated), map_refs(op.kwargs, self._unmutated)
         outputs: list[int | None] = []
         for output in op.outputs:
             if output is None:

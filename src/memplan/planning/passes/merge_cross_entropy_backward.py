@@ -1,8 +1,8 @@
-"""Compute the derivative of cross-entropy by one op, which need not hold the gradient of the loss by itself.
+"""Fuse the derivative of cross-entropy into a single op, without a buffer for the gradient of the log-probabilities.
 
-In torch it is two: that of the loss by the log-probabilities, zero but for one class a row and as large as they are,
-and that of the log-softmax by what it was taken of. Both treat each sample by itself, so the two can go through the
-samples together, in the memory of the log-probabilities where nobody needs those any more. The bits are the same.
+torch computes it by two ops: the derivative of nll_loss, as large as the log-probabilities and zero except at the
+target class, and the derivative of log_softmax. Samples are independent, so the fused op computes both for some
+samples at a time, and can overwrite the log-probabilities if no later op reads them. The bits are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Value
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_contiguous
 from memplan.planning.levers.in_place import WORTHWHILE
-from memplan.planning.passes.copies_and_views import looking_into
+from memplan.planning.passes.copies_and_views import with_views
 
 _LOSSES = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 _SOFTMAX = "aten._log_softmax_backward_data.default"
@@ -25,19 +25,18 @@ _SAME_ORDER = (
     "aten.squeeze.dim",
     "aten.unsqueeze.default",
 )
-"""Views that hold all elements of what they look into, in the same order, where that is contiguous."""
+"""Views with all elements of their source in the same order, if it is contiguous."""
 
 
 def fused(graph: JointGraph) -> JointGraph:
-    """Replace the derivatives of a loss and of its log-softmax by one op.
+    """Replace the derivatives of nll_loss and log_softmax by a single op.
 
-    That op makes what the log-softmax's derivative did, in place of the loss's gradient; what was the log-softmax's
-    derivative only looks into it. Left as they are: small ones, whose memory is not taken over, and where anything
-    else reads the loss's gradient.
+    The op takes the place of nll_loss's derivative and computes log_softmax's; the op of the latter becomes a view of
+    its result. Unchanged are small losses, which do not run in place, and those whose gradient another op reads.
     """
     outside = {graph.base(value) for value in graph.outputs}
     outside |= {graph.base(value) for _, value in (*graph.gradients, *graph.mutations)}
-    ops, same = list(graph.ops), dict[int, int]()
+    ops, bases = list(graph.ops), dict[int, int]()
     for loss in graph.backward_ops:
         if loss.target not in _LOSSES or loss.makes != loss.outputs or loss.makes[0] in outside:
             continue
@@ -47,7 +46,7 @@ def fused(graph: JointGraph) -> JointGraph:
         log_probs = graph.values[loss.args[1].value]
         if log_probs.shape[0] < 2 or graph.values[log_probs.base].bytes < WORTHWHILE:
             continue
-        same[softmax.makes[0]] = loss.makes[0]
+        bases[softmax.makes[0]] = loss.makes[0]
         ops[loss.index] = replace(
             loss, target=CROSS_ENTROPY, scratch=max(loss.scratch, softmax.scratch),
             layer=softmax.layer, where=softmax.where, gradient_of=softmax.gradient_of,
@@ -55,35 +54,35 @@ def fused(graph: JointGraph) -> JointGraph:
         ops[softmax.index] = replace(
             softmax, target="aten.alias.default", args=softmax.args[:1], kwargs={}, makes=(), scratch=0
         )
-    return looking_into(graph, ops, same) if same else graph
+    return with_views(graph, ops, bases) if bases else graph
 
 
 def _only_reader(graph: JointGraph, base: int) -> GraphOp | None:
-    """Return the one op that reads a value, if it is a log-softmax's derivative."""
+    """Return the op that reads a value if it is the only reader and a log-softmax's derivative, else None."""
     readers = [op for op in graph.ops if base in op.reads and not op.is_view]
     return readers[0] if len(readers) == 1 and readers[0].target == _SOFTMAX else None
 
 
 def _fits(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
-    """Return whether the softmax's derivative takes the loss's gradient and the log-probabilities that the loss took,
-    over the same classes, and everything lies in memory in the same order."""
-    given = arguments_of(softmax.target, softmax.args, softmax.kwargs)
+    """Return whether the softmax's derivative reads the loss's gradient and the log-probabilities of the loss, over the
+    same classes, and all of them have the same memory order."""
+    arguments = arguments_of(softmax.target, softmax.args, softmax.kwargs)
     of_loss, gradient = graph.values[loss.args[1].value], graph.values[loss.makes[0]]
-    of_softmax, handed_on = graph.values[given["output"].value], graph.values[given["grad_output"].value]
+    of_softmax, grad_output = graph.values[arguments["output"].value], graph.values[arguments["grad_output"].value]
     result, weight = graph.values[softmax.makes[0]], loss.args[3]
-    every = (of_loss, of_softmax, gradient, handed_on, result)
+    tensors = (of_loss, of_softmax, gradient, grad_output, result)
     return (
         of_softmax.base == of_loss.base
-        and handed_on.base == gradient.id
-        and all(one.dtype == of_loss.dtype and _is_whole(graph, one) for one in every)
+        and grad_output.base == gradient.id
+        and all(tensor.dtype == of_loss.dtype and _is_whole(graph, tensor) for tensor in tensors)
         and (weight is None or is_contiguous(graph.values[weight.value]))
         and len(of_loss.shape) in (2, 4)
-        and _around(of_loss.shape, 1) == _around(of_softmax.shape, given["dim"])
+        and _sizes_around(of_loss.shape, 1) == _sizes_around(of_softmax.shape, arguments["dim"])
     )
 
 
 def _is_whole(graph: JointGraph, value: Value) -> bool:
-    """Return whether a value is all of its base, contiguous."""
+    """Return whether a value is contiguous and all of its base."""
     while value.is_view:
         assert value.op is not None, "a view is made by an op"
         op = graph.ops[value.op]
@@ -93,7 +92,7 @@ def _is_whole(graph: JointGraph, value: Value) -> bool:
     return is_contiguous(value)
 
 
-def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
-    """Elements before, along and after a dimension."""
+def _sizes_around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+    """Return the numbers of elements before, along and after a dimension."""
     dim %= len(shape)
     return prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Prepare a captured graph for the search: the exact passes in order, then the forms that levers offer."""
+"""Prepare a captured graph for the search: run the exact passes, then add the encodings of all levers."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from memplan.planning.passes.merge_cross_entropy_backward import fused
 from memplan.planning.passes.recompute_batch_norm import with_again
 from memplan.planning.passes.share_autocast_casts import cast_once
 from memplan.planning.passes.split_convolution_backward import split
-from memplan.planning.passes.split_dropout import DROPOUT, apart
+from memplan.planning.passes.split_dropout import DROPOUT, split_dropouts
 
 
 def prepared(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *, on_cpu: bool) -> JointGraph:
-    """Return a graph as it was read, prepared for the search.
+    """Return a captured graph, prepared for the search.
 
     Args:
-        graph: as read.
-        casts: ops that cast under an autocast, as `cast_once` takes them.
-        precision: what a lossy plan computes and saves in.
-        on_cpu: whether its tensors lie there.
+        graph: as captured.
+        casts: casts of autocast, as for `cast_once`.
+        precision: precision in which a lossy plan computes and saves.
+        on_cpu: whether its tensors are on the CPU.
     """
     graph = without_copies(guarded(cast_once(graph, casts)))
-    graph = fused(apart(split(graph)))
+    graph = fused(split_dropouts(split(graph)))
     if on_cpu:
         graph = with_again(graph)
     return with_forms(_with_overwrites(rewritten(graph, precision)), Situation(precision.save))
 
 
 def _with_overwrites(graph: JointGraph) -> JointGraph:
-    def formed(op: GraphOp) -> GraphOp:
-        again = None if op.again is None else _with_forms(op.again, graph)
-        return replace(_with_forms(op, graph), again=again)
+    def with_overwrites(op: GraphOp) -> GraphOp:
+        again = None if op.again is None else _with_in_place_form(op.again, graph)
+        return replace(_with_in_place_form(op, graph), again=again)
 
-    return replace(graph, ops=tuple(map(formed, graph.ops)))
+    return replace(graph, ops=tuple(map(with_overwrites, graph.ops)))
 
 
-def _with_forms(op: GraphOp, graph: JointGraph) -> GraphOp:
-    """Return the op with its in-place forms, where its first result is the first that it makes."""
+def _with_in_place_form(op: GraphOp, graph: JointGraph) -> GraphOp:
+    """Return the op with the operands that its first result can overwrite."""
     if not op.makes or op.outputs[0] != op.makes[0]:
         return op
-    if op.target == DROPOUT and graph.is_on_card:  # what is drawn there is drawn by the kernel itself
+    if op.target == DROPOUT and graph.is_on_card:  # the kernel draws and multiplies at once there
         return op
-    over = in_place.overwrites(op.target, op.args, op.kwargs, graph.values, op.makes[0])
-    if not over:
+    overwrites = in_place.overwrites(op.target, op.args, op.kwargs, graph.values, op.makes[0])
+    if not overwrites:
         return op
-    pieces = op.target in in_place.PIECEWISE
-    op = replace(op, overwrites=over)
-    return replace(op, scratch_into=in_place.scratch_into(op, graph.values)) if pieces else op
+    is_piecewise = op.target in in_place.PIECEWISE
+    op = replace(op, overwrites=overwrites)
+    return replace(op, scratch_into=in_place.scratch_into(op, graph.values)) if is_piecewise else op

@@ -1,7 +1,7 @@
-"""Dropout as two ops: the mask, which is drawn once and kept, and the product with it, which can be made again.
+"""Split dropout into two ops: the mask, which is drawn once and saved, and the product, which can be recomputed.
 
-torch's kernel draws the mask and multiplies in one op, so that its result could never be dropped. Taken apart, the same
-random numbers are drawn in the same place, and the result is the same bit for bit.
+torch's kernel draws the mask and multiplies in a single op, so that its result could not be recomputed. The two ops
+draw the same random numbers at the same position, and the result is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from memplan.trace.records import HOST
 DROPOUT = "aten.native_dropout.default"
 MASK = "memplan.dropout_mask.default"
 HALF = "memplan.dropout.default"
-"""Mask and scale applied as one op: in half precision torch's products with a number round otherwise."""
+"""Op that applies mask and scale at once: in half precision torch's products with a scalar round differently."""
 _WHOLE = ("float32", "float64")
 
 
-def apart(graph: JointGraph) -> JointGraph:
+def split_dropouts(graph: JointGraph) -> JointGraph:
     """Split training dropout into mask and multiply."""
     rebuild = Rebuild(graph)
     for op in graph.ops:
         if op.target == DROPOUT and op.phase == "forward" and op.args[2] is not False and None not in op.outputs:
-            _take_apart(rebuild, op)
+            _split(rebuild, op)
         else:
             rebuild.add(op)
     return rebuild.finished()
 
 
 def scale_of(p: float, value: Value) -> float:
-    """Return native_dropout's factor: on a card in the precision that its kernel computes in (Dropout.cu: 1 - p is
-    rounded first, and then its inverse)."""
+    """Return native_dropout's factor. On a card it is computed in float32 (Dropout.cu: 1 - p is rounded first, and then
+    its inverse)."""
     if p == 1:
         return 0.0
     if value.place == HOST or value.dtype == "float64":
@@ -41,28 +41,28 @@ def scale_of(p: float, value: Value) -> float:
     return float(np.float32(1) / np.float32(1 - p))
 
 
-def _take_apart(rebuild: Rebuild, op: GraphOp) -> None:
-    read, p = op.args[0], op.args[1]
+def _split(rebuild: Rebuild, op: GraphOp) -> None:
+    x, p = op.args[0], op.args[1]
     result, mask = op.outputs
-    assert isinstance(read, Ref)
+    assert isinstance(x, Ref)
     assert result is not None
     assert mask is not None
     scale = scale_of(p, rebuild.values[result])
     shared = {"kwargs": {}, "multiple": False, "random": False, "discarded": 0}
     value = rebuild.values[result]
     size = value.bytes  # the mask as the result's dtype, or the product before it is scaled
-    drawn = 0 if value.place == HOST else size  # on a card the product is made and let go
+    mask_scratch = 0 if value.place == HOST else size  # on a card native_dropout runs and its product is freed
     rebuild.add(
-        op, target=MASK, args=(read, p), outputs=(mask,), makes=(mask,), scratch=drawn, **shared | {"random": True}
+        op, target=MASK, args=(x, p), outputs=(mask,), makes=(mask,), scratch=mask_scratch, **shared | {"random": True}
     )
     if value.dtype not in _WHOLE:
         rebuild.add(
-            op, target=HALF, args=(read, Ref(mask), scale), outputs=(result,), makes=(result,), scratch=size, **shared
+            op, target=HALF, args=(x, Ref(mask), scale), outputs=(result,), makes=(result,), scratch=size, **shared
         )
         return
     masked = rebuild.value(f"{value.name}_masked", value)
     rebuild.add(
-        op, target="aten.mul.Tensor", args=(read, Ref(mask)), outputs=(masked,), makes=(masked,), scratch=size, **shared
+        op, target="aten.mul.Tensor", args=(x, Ref(mask)), outputs=(masked,), makes=(masked,), scratch=size, **shared
     )
     rebuild.add(
         op,
