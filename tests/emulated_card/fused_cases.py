@@ -193,7 +193,7 @@ def test_what_a_kernel_holds_counts_once(monkeypatch: pytest.MonkeyPatch) -> Non
             found[call.key] = (64 << 20) if call.name == "aten.addmm.default" else 0
 
     monkeypatch.setattr(planned_card, "_known", {})
-    monkeypatch.setattr(planned_card, "held_on", held)
+    monkeypatch.setattr(planned_card, "workspace_on", held)
     plain = memplan.plan(model, x, budget="20 GiB", engine="inductor").predicted
     monkeypatch.setattr(planned_card, "_known", {})
     monkeypatch.setattr(planned_card, "measure", more)

@@ -63,7 +63,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(signature(graph, op))
         return 3 * roofline.CPU.seconds(roofline.work_of(graph, op))
 
-    monkeypatch.setattr(op_timing, "_timed", stand_in)
+    monkeypatch.setattr(op_timing, "_fastest_run", stand_in)
     return asked
 
 
@@ -110,7 +110,7 @@ def test_when_the_time_is_up_the_rest_is_estimated(monkeypatch: pytest.MonkeyPat
         time.sleep(0.03)
         return 7 * roofline.CPU.seconds(roofline.work_of(graph, op))
 
-    monkeypatch.setattr(op_timing, "_timed", slow)
+    monkeypatch.setattr(op_timing, "_fastest_run", slow)
     priced = with_costs(graph, limit=0.05)
     assert len(asked) == 2
     for op in graph.forward_ops:
@@ -269,6 +269,6 @@ def test_encodings_are_measured_by_what_runs() -> None:
 def test_what_a_direct_reader_takes_more_is_timed_against_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), 64, 64)
     times = {"memplan.threshold_backward_bits.default": 5.0, "aten.threshold_backward.default": 3.5}
-    monkeypatch.setattr(op_timing, "_timed", lambda graph, called, on: times.get(called[0], 1.0))
+    monkeypatch.setattr(op_timing, "_fastest_run", lambda graph, called, on: times.get(called[0], 1.0))
     (encoding,) = with_costs(graph).forms
     assert (encoding.store_seconds, encoding.direct_seconds) == (1.0, 1.5)

@@ -70,7 +70,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         object.__setattr__(copy, "target", weakref.ref(target))
         return copy
 
-    monkeypatch.setattr(host_copies, "_copied", copied)
+    monkeypatch.setattr(host_copies, "_begin_copy", copied)
     return seen
 
 

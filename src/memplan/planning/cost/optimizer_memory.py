@@ -53,7 +53,8 @@ def surroundings(
             another step: they have optimizer state and, with accumulation, an accumulated gradient.
         graph: its parameters with a gradient are updated.
         optimizer: a callable of the parameters; None: no update is counted.
-        gradients: whether parameters are updated early, and whether accumulated gradients exist when the step begins.
+        gradients: whether parameters are updated in the backward pass, and whether accumulated gradients exist when the
+            step begins.
         home: device of the step; None: the CPU.
         outside: temporary bytes of a loss outside of the graph, for each byte of the tangents.
     """

@@ -66,7 +66,7 @@ class Candidate:
 
 
 class Fusing:
-    """Searches steps of fused kernels of one graph, for any number of budgets.
+    """Search for steps of fused kernels of a graph, for any number of budgets.
 
     Args:
         search: on a graph with the costs of `as_fusible`.
@@ -95,8 +95,8 @@ class Fusing:
 
     def within(self, budget: int) -> Candidate | None:
         """Return the fastest candidate within the budget; None if even the lowest exceeds it."""
-        known = self._fastest_known(budget) is not None
-        if not known and isinstance(self._within(budget), Infeasible) and not self._is_feasible(budget):
+        is_known = self._fastest_known(budget) is not None
+        if not is_known and isinstance(self._within(budget), Infeasible) and not self._is_feasible(budget):
             return None
         best = self._aimed_search(budget)
         if best is None and self._is_feasible(budget):

@@ -26,23 +26,23 @@ from memplan.trace.records import HOST
 from memplan.trace.trace import Trace
 
 
-def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
+def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
     """Return the memory timeline of a step, from its inputs to the optimizer's update.
 
     Args:
-        of: the step.
+        fused: the step.
         codes: result of `inductor.code_of` by name of the part.
         around: memory outside of the graph's values.
 
     Raises:
         CompileError: the code calls an op that cannot run without data.
     """
-    step, kernels = _Step(of, codes, around), kernels_on(around.home, of.schedule.graph)
+    runner, kernels = _Step(fused, codes, around), kernels_on(around.home, fused.schedule.graph)
     with torch.autocast(around.home.type, enabled=False):
         try:
-            trace = _recorded(step, kernels)
+            trace = _recorded(runner, kernels)
             if kernels.measure():  # the code calls kernels that were not measured before
-                trace = _recorded(step, kernels)
+                trace = _recorded(runner, kernels)
         except MemplanError as error:
             raise CompileError(
                 f"The code that Inductor wrote cannot be followed without data: {error.found}",
@@ -57,9 +57,9 @@ def _recorded(step: _Step, kernels: Kernels) -> Trace:
 
 
 class _Step:
-    def __init__(self, of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> None:
-        self.graph, self.choices, self.around = of.schedule.graph, of.schedule.choices, around
-        self.halves = Halves(of, lambda part: inductor.without_kernels(part.lowerable, codes[part.name].text))
+    def __init__(self, fused: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> None:
+        self.graph, self.choices, self.around = fused.schedule.graph, fused.schedule.choices, around
+        self.halves = Halves(fused, lambda part: inductor.without_kernels(part.lowerable, codes[part.name].text))
         self.tangents = [value for value in self.graph.values if value.kind == "tangent"]
         self.surroundings: list[Tensor] = []
         self.inputs: list[Tensor] = []
@@ -102,9 +102,15 @@ class _Step:
         return [*sums, _scalar(self.tangents[0])] if sums else []
 
     def _is_freed_at_once(self, value: int) -> bool:
+<<<<<<< HEAD
         """Return whether a gradient is freed as soon as it is complete. An early update's workspace is allocated and
         freed first."""
         if not frees_gradient(self.graph, self.choices, value):
+=======
+        """Return whether a gradient is freed as soon as it is complete. The workspace of an update in the backward pass
+        is allocated and freed first."""
+        if not taken(self.graph, self.choices, value):
+>>>>>>> words_p2
             return False
         if self.choices.gradients.updates:
             self._bytes(self.around.update_of.get(value, 0))

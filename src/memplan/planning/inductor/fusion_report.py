@@ -42,11 +42,11 @@ Source: aten/src/ATen/native/Normalization.cpp (`batch_norm_cpu_update_stats_tem
 `batch_norm_cpu_transform_input_template`; `batch_norm_backward_cpu_template`)."""
 
 
-def fusion_of(of: Fused, codes: Mapping[str, inductor.Code], device: Device | None = None) -> Fusion | None:
+def fusion_of(fused: Fused, codes: Mapping[str, inductor.Code], device: Device | None = None) -> Fusion | None:
     """Compare a fused step with the same plan run op by op.
 
     Args:
-        of: the step.
+        fused: the step.
         codes: code that Inductor generated, by name of the part.
         device: device whose rates count; None: those of a CPU.
 
@@ -54,25 +54,25 @@ def fusion_of(of: Fused, codes: Mapping[str, inductor.Code], device: Device | No
         None if Inductor did not list its kernels.
     """
     called = list[tuple[Part, inductor.Kernel]]()
-    for part in of.parts:
+    for part in fused.parts:
         kernels = codes[part.name].kernels
         if kernels is None:
             return None
         called += [(part, kernel) for kernel in kernels]
-    bytes_before = bytes_by_action(of.schedule)
-    groups = _Grouping(of, rates_of(device) if device else CPU).groups(called)
+    bytes_before = bytes_by_action(fused.schedule)
+    groups = _Grouping(fused, rates_of(device) if device else CPU).groups(called)
     return Fusion(
         HOST if device is None else device.name, len(bytes_before), len(groups), sum(bytes_before.values()),
         sum(group.bytes for group in groups), groups,
     )  # fmt: skip
 
 
-def bytes_by_action(of: Schedule) -> dict[int, int]:
+def bytes_by_action(schedule: Schedule) -> dict[int, int]:
     """Return the bytes that each action of the engine ``graph`` reads and writes, by the action's index in the forward
     and backward actions, concatenated."""
-    graph = of.graph
+    graph = schedule.graph
     sizes = dict[int, int]()
-    for at, action in enumerate((*of.forward, *of.backward)):
+    for at, action in enumerate((*schedule.forward, *schedule.backward)):
         if action.op is not None:
             op = action.called(graph)
             sizes[at] = work_of(graph, op).bytes + _read_again(graph, op)
@@ -101,13 +101,13 @@ def _read_again(graph: JointGraph, op: GraphOp) -> int:
 class _Grouping:
     """Describes each kernel as a group of the plan's ops."""
 
-    def __init__(self, of: Fused, rates: Rates) -> None:
-        self.of, self.graph, self.rates = of, of.schedule.graph, rates
+    def __init__(self, fused: Fused, rates: Rates) -> None:
+        self.fused, self.graph, self.rates = fused, fused.schedule.graph, rates
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """Actions of both passes, indexed by the marks."""
-        return (*self.of.schedule.forward, *self.of.schedule.backward)
+        return (*self.fused.schedule.forward, *self.fused.schedule.backward)
 
     def groups(self, called: Sequence[tuple[Part, inductor.Kernel]]) -> tuple[Group, ...]:
         """Return all kernels of a step in order. The engine's own copies follow the forward pass."""
@@ -158,7 +158,7 @@ class _Grouping:
 
     def copies(self) -> Iterator[Group]:
         """Yield the copies of results into the inputs that the forward pass changes."""
-        for action in self.of.schedule.forward:
+        for action in self.fused.schedule.forward:
             if action.kind == "write":
                 assert action.value is not None
                 op = self.op_of_value(action)

@@ -14,28 +14,28 @@ from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule
 
 
-def joined(of: Schedule) -> Mapping[int, int]:
+def joined(schedule: Schedule) -> Mapping[int, int]:
     """Return the pairs of `pairs` to compute together: although both results are then alive before the input is freed,
     the peak of the step, counted op by op, stays the same."""
-    level = levels(of)
-    during, actions = (*level.forward, *level.backward), (*of.forward, *of.backward)
+    level = levels(schedule)
+    during, actions = (*level.forward, *level.backward), (*schedule.forward, *schedule.backward)
     fitting = dict[int, int]()
-    for first, second in pairs(of).items():
+    for first, second in pairs(schedule).items():
         index = actions[second].op
         assert index is not None, "ops are paired"
-        op = of.graph.ops[index]
-        earlier_bytes = op.scratch + sum(of.graph.values[value].bytes for value in op.makes)
+        op = schedule.graph.ops[index]
+        earlier_bytes = op.scratch + sum(schedule.graph.values[value].bytes for value in op.makes)
         if max(during[first : second + 1]) + earlier_bytes <= level.peak:
             fitting[first] = second
     return fitting
 
 
-def pairs(of: Schedule) -> Mapping[int, int]:
+def pairs(schedule: Schedule) -> Mapping[int, int]:
     """Return {action of the weight's part: action of the input's part} for each convolution's derivative, as indices
     into the schedule's forward and backward actions, concatenated."""
     complete, weight_parts = dict[int, int](), dict[str, int]()
-    for index, action in enumerate((*of.forward, *of.backward)):
-        op = None if action.op is None else action.called(of.graph)
+    for index, action in enumerate((*schedule.forward, *schedule.backward)):
+        op = None if action.op is None else action.called(schedule.graph)
         if op is None or op.target != CONVOLUTION_BACKWARD:
             continue
         key = repr((op.gradient_of, op.args[0], op.args[2:10]))

@@ -25,7 +25,7 @@ from memplan.planning.schedule.codegen import gives, program, read_in_backward
 from memplan.planning.schedule.scheduler import Schedule, changed_at_once, frees_gradient, schedule
 
 CHUNKS = 8
-"""Number of parts of the backward pass if gradients are freed early. All gradients of a part are alive at once, and
+"""Number of parts of the backward pass if it frees gradients. All gradients of a part are alive at once, and
 nothing is fused across parts."""
 
 
@@ -121,24 +121,24 @@ def as_fused(graph: JointGraph, choices: Choices) -> Schedule:
     return schedule(graph, replace(choices, in_place=False, pieces=frozenset(), fused=True))
 
 
-def fused(of: Schedule) -> Fused:
+def fused(planned: Schedule) -> Fused:
     """Trace and partition both passes of a schedule of `as_fused`."""
-    graph, mode, table = of.graph, inductor.fake_mode(), decompositions(of.graph.is_on_card)
+    graph, mode, table = planned.graph, inductor.fake_mode(), decompositions(planned.graph.is_on_card)
     functions: dict[str, Any] = {"mark": inductor.mark, "laid_out": laid_out}
-    exec(compile(program(of, marked=True), "<memplan fused>", "exec"), functions)
+    exec(compile(program(planned, marked=True), "<memplan fused>", "exec"), functions)
     resident = [value for value in graph.values if value.kind in RESIDENT]
-    read = read_in_backward(of)
+    read = read_in_backward(planned)
     handed = tuple(at for at, value in enumerate(resident) if value.id in read)
 
     def forward(*inputs: Tensor) -> list[Tensor]:
         outputs, saved = functions["forward"](list(inputs))
-        return [*_as_declared(graph, outputs, graph.outputs), *_as_declared(graph, saved, of.saved)]
+        return [*_as_declared(graph, outputs, graph.outputs), *_as_declared(graph, saved, planned.saved)]
 
     def backward(*arguments: Tensor) -> list[Tensor]:
         inputs: list[Any] = [None] * len(resident)
         for at, tensor in zip(handed, arguments, strict=False):
             inputs[at] = tensor
-        tangents_begin = len(handed) + len(of.saved)
+        tangents_begin = len(handed) + len(planned.saved)
         saved, tangents = list(arguments[len(handed) : tangents_begin]), list(arguments[tangents_begin:])
         return [gradient for group in functions["backward"](inputs, saved, tangents) for _, gradient in group]
 
@@ -146,15 +146,15 @@ def fused(of: Schedule) -> Fused:
         first = inductor.traced(forward, _fakes(resident, mode), mode, table)
     backward_inputs = [
         *(resident[at] for at in handed),
-        *(graph.values[value] for value in of.saved),
+        *(graph.values[value] for value in planned.saved),
         *_tangents(graph),
     ]
     with lowering("backward"):
         second = inductor.traced(backward, _fakes(backward_inputs, mode), mode, table)
     assert not second.written, "the backward pass does not change its inputs"
-    if of.choices.joined:
-        derivatives.join(second, joined(of))
-    return _partitioned(of, first, second, handed)
+    if planned.choices.joined:
+        derivatives.join(second, joined(planned))
+    return _partitioned(planned, first, second, handed)
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -185,37 +185,51 @@ def _fakes(values: Sequence[Value], mode: Any) -> list[Tensor]:
     return [inductor.fake_tensor(v.shape, v.stride, getattr(torch, v.dtype), mode, v.place) for v in values]
 
 
-def _partitioned(of: Schedule, first: inductor.Traced, second: inductor.Traced, handed: tuple[int, ...]) -> Fused:
-    chunks = tuple(tuple(chunk) for chunk in _chunks(of))
+def _partitioned(planned: Schedule, first: inductor.Traced, second: inductor.Traced, handed: tuple[int, ...]) -> Fused:
+    chunks = tuple(tuple(chunk) for chunk in _chunks(planned))
     inputs, ops, gradients = inductor.taken_apart(second)
-    begin, end = len(handed), len(handed) + len(of.saved)
+    begin, end = len(handed), len(handed) + len(planned.saved)
     used = {*inductor.read_by(ops), *gradients}
     needed = [at for at, node in enumerate(inputs[begin:end]) if node in used]
     takes = [*inputs[:begin], *(inputs[begin + at] for at in needed), *inputs[end:]]
     gradient_nodes = iter(gradients)
     results_of = [[next(gradient_nodes) for group in chunk for _ in group] for chunk in chunks]
-    resident = [value for value in of.graph.values if value.kind in RESIDENT]
+    resident = [value for value in planned.graph.values if value.kind in RESIDENT]
     node_of = {value.id: node for value, node in zip((resident[at] for at in handed), inputs, strict=False)}
     changing = [
-        [node_of[v] for group in chunk for v in group if v in node_of and changed_at_once(of.graph, of.choices, v)]
+        [
+            node_of[v]
+            for group in chunk
+            for v in group
+            if v in node_of and changed_at_once(planned.graph, planned.choices, v)
+        ]
         for chunk in chunks
     ]
     backward = _half(second, takes, ops, results_of, changing, stay=inputs[:begin], backward=True)
     inputs, ops, results = inductor.taken_apart(first)
-    outputs = len(of.graph.outputs)
+    outputs = len(planned.graph.outputs)
     read_results = [
-        *results[:outputs], *(results[outputs + at] for at in needed), *results[outputs + len(of.saved) :]
+        *results[:outputs], *(results[outputs + at] for at in needed), *results[outputs + len(planned.saved) :]
     ]  # fmt: skip
     forward = _half(first, inputs, ops, [read_results], [[]], stay=inputs, backward=False)
-    return Fused(of, forward, backward, handed, tuple(of.saved[at] for at in needed), first.written, chunks)
+    return Fused(planned, forward, backward, handed, tuple(planned.saved[at] for at in needed), first.written, chunks)
 
 
+<<<<<<< HEAD
 def _chunks(of: Schedule) -> Iterator[list[tuple[int, ...]]]:
     """Yield the groups of gradients of each part of the backward pass: a single part if no gradient is freed early,
     else parts with about a `CHUNKS`-th of the bytes that are."""
     values, graph = of.graph.values, of.graph
     groups = gives(of)
     sizes = [sum(values[v].own_bytes for v in group if frees_gradient(graph, of.choices, v)) for group in groups]
+=======
+def _chunks(planned: Schedule) -> Iterator[list[tuple[int, ...]]]:
+    """Yield the groups of gradients of each part of the backward pass: a single part if it frees no gradient, else
+    parts that each free about a `CHUNKS`-th of the bytes."""
+    values, graph = planned.graph.values, planned.graph
+    groups = gives(planned)
+    sizes = [sum(values[v].own_bytes for v in group if taken(graph, planned.choices, v)) for group in groups]
+>>>>>>> words_p2
     share, chunk, size = sum(sizes) / CHUNKS, list[tuple[int, ...]](), 0
     for group, group_size in zip(groups, sizes, strict=True):
         chunk.append(group)
@@ -228,7 +242,7 @@ def _chunks(of: Schedule) -> Iterator[list[tuple[int, ...]]]:
 
 
 def _half(
-    of: inductor.Traced,
+    traced: inductor.Traced,
     takes: Sequence[fx.Node],
     ops: Sequence[fx.Node],
     results: Sequence[Sequence[fx.Node]],
@@ -241,11 +255,12 @@ def _half(
     reads an argument that changes once these results are returned.
 
     Args:
-        of: the function.
+        traced: the function.
         takes: its arguments, without those that nothing reads.
         ops: its ops in order.
         results: the results to return after each part.
-        changing: the arguments that may change when these are returned, as an early update changes parameters.
+        changing: the arguments that may change when these are returned, as parameters that are updated in the backward
+            pass.
         stay: the arguments that the caller keeps, too.
         backward: see `inductor.Lowerable`.
     """
@@ -269,7 +284,7 @@ def _half(
         parts.append(
             Part(
                 f"backward {at}" if backward else "forward",
-                inductor.lowerable(of, part_ops, makes, freed, backward=backward),
+                inductor.lowerable(traced, part_ops, makes, freed, backward=backward),
                 tuple(node.name for node in read),
                 frozenset(node.name for node in dropped),
                 tuple(node.name for node in makes),
@@ -285,21 +300,21 @@ class Halves:
     `memplan.planning.schedule.codegen` for their signatures.
 
     Args:
-        of: the step.
+        step: what to run.
         compiler: compiles each part to a function.
     """
 
-    def __init__(self, of: Fused, compiler: Compiler) -> None:
-        self._of = of
-        self._outputs, self._saved = len(of.schedule.graph.outputs), len(of.saved)
+    def __init__(self, step: Fused, compiler: Compiler) -> None:
+        self._step = step
+        self._outputs, self._saved = len(step.schedule.graph.outputs), len(step.saved)
         self._forward, self._backward = (
-            [(part, compiler(part)) for part in half.parts] for half in (of.forward, of.backward)
+            [(part, compiler(part)) for part in half.parts] for half in (step.forward, step.backward)
         )
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs and the saved tensors. ``inputs`` is cleared."""
-        targets = [inputs[at] for at in self._of.written]
-        (results,) = _run(self._of.forward.takes, self._forward, inputs)
+        targets = [inputs[at] for at in self._step.written]
+        (results,) = _run(self._step.forward.takes, self._forward, inputs)
         saved_end = self._outputs + self._saved
         _torch.copy_all(targets, results[saved_end:])
         return results[: self._outputs], results[self._outputs : saved_end]
@@ -309,11 +324,11 @@ class Halves:
     ) -> Iterator[list[tuple[int, Tensor]]]:
         """Yield lists of (value id, gradient). A part computes all of its gradients before the first is yielded. The
         caller has to clear each list; the lists of arguments are cleared here."""
-        arguments = [*(inputs[at] for at in self._of.handed), *saved, *tangents]
+        arguments = [*(inputs[at] for at in self._step.handed), *saved, *tangents]
         for tensors in (inputs, saved, tangents):
             tensors.clear()
-        running = _run(self._of.backward.takes, self._backward, arguments)
-        for chunk, results in zip(self._of.chunks, running, strict=True):
+        running = _run(self._step.backward.takes, self._backward, arguments)
+        for chunk, results in zip(self._step.chunks, running, strict=True):
             results.reverse()
             for group in chunk:
                 yield [(value, results.pop()) for value in group]

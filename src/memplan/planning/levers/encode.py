@@ -274,7 +274,7 @@ def _lossy(
 
 
 def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
-    """Return whether an op only casts resident values: recomputing the cast is exact and saves nothing."""
+    """Return whether an op only casts resident values: recomputing the cast is exact and needs no saved value."""
     return maker.target == "aten._to_copy.default" and all(graph.values[v].kind in RESIDENT for v in maker.reads)
 
 

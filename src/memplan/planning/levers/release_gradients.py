@@ -14,7 +14,7 @@ class ReleaseGradients(Lever):
     """Name in the choices of a saved plan."""
 
     def decide(self, planned: PlannedStep) -> Reason | None:
-        """Report how many gradients are accumulated early, and their bytes."""
+        """Report how many gradients are accumulated at once, and their bytes."""
         if not (planned.gradients.adds and planned.trained):
             return None
         return Reason(
