@@ -102,15 +102,9 @@ class _Step:
         return [*sums, _scalar(self.tangents[0])] if sums else []
 
     def _is_freed_at_once(self, value: int) -> bool:
-<<<<<<< HEAD
-        """Return whether a gradient is freed as soon as it is complete. An early update's workspace is allocated and
-        freed first."""
-        if not frees_gradient(self.graph, self.choices, value):
-=======
         """Return whether a gradient is freed as soon as it is complete. The workspace of an update in the backward pass
         is allocated and freed first."""
-        if not taken(self.graph, self.choices, value):
->>>>>>> words_p2
+        if not frees_gradient(self.graph, self.choices, value):
             return False
         if self.choices.gradients.updates:
             self._bytes(self.around.update_of.get(value, 0))

@@ -215,21 +215,12 @@ def _partitioned(planned: Schedule, first: inductor.Traced, second: inductor.Tra
     return Fused(planned, forward, backward, handed, tuple(planned.saved[at] for at in needed), first.written, chunks)
 
 
-<<<<<<< HEAD
-def _chunks(of: Schedule) -> Iterator[list[tuple[int, ...]]]:
-    """Yield the groups of gradients of each part of the backward pass: a single part if no gradient is freed early,
-    else parts with about a `CHUNKS`-th of the bytes that are."""
-    values, graph = of.graph.values, of.graph
-    groups = gives(of)
-    sizes = [sum(values[v].own_bytes for v in group if frees_gradient(graph, of.choices, v)) for group in groups]
-=======
 def _chunks(planned: Schedule) -> Iterator[list[tuple[int, ...]]]:
     """Yield the groups of gradients of each part of the backward pass: a single part if it frees no gradient, else
     parts that each free about a `CHUNKS`-th of the bytes."""
     values, graph = planned.graph.values, planned.graph
     groups = gives(planned)
-    sizes = [sum(values[v].own_bytes for v in group if taken(graph, planned.choices, v)) for group in groups]
->>>>>>> words_p2
+    sizes = [sum(values[v].own_bytes for v in group if frees_gradient(graph, planned.choices, v)) for group in groups]
     share, chunk, size = sum(sizes) / CHUNKS, list[tuple[int, ...]](), 0
     for group, group_size in zip(groups, sizes, strict=True):
         chunk.append(group)
