@@ -194,7 +194,7 @@ def _summed_in_float32(x: torch.Tensor, dims: Sequence[int]) -> int:
 
 
 def total(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, sum_out: see `_summed_in_float32`; an operand of another dtype than the sum's is cast as a whole."""
+    """ReduceOps.cpp, sum_out: an operand of another dtype is cast as a whole; see also `_summed_in_float32`."""
     x, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     if x.dtype is not result.dtype:
         return summed_as(args, kwargs, result)
@@ -216,8 +216,7 @@ def infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def magnitude(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """UnaryOps.cpp, unary_op_impl_with_complex_to_float_out: magnitudes of complex numbers are complex temporaries
-    first."""
+    """UnaryOps.cpp, unary_op_impl_with_complex_to_float_out: magnitudes are complex temporaries first."""
     return bytes_of(args[0]) if args[0].is_complex() else 0
 
 
@@ -242,12 +241,12 @@ def working_copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> 
 
 
 def ctc_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """LossCTC.cpp, ctc_loss_backward_cpu_template: log betas of the size of the saved log alphas."""
+    """LossCTC.cpp, ctc_loss_backward_cpu_template: log betas, as large as the saved log alphas."""
     return bytes_of(args[6])
 
 
 def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; the output is first allocated with its size and then resized."""
+    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; the output starts with its size and is then resized."""
     return copied(args[0]) + (bytes_of(args[0]) if result.numel() > args[0].numel() else 0)
 
 

@@ -15,7 +15,7 @@ _INDEX = 8
 
 
 def index_table(taps: int) -> Formula:
-    """upsample_generic_Nd_kernel_impl: per output position, the indices and weights of `taps` inputs in each dimension."""
+    """upsample_generic_Nd_kernel_impl: indices and weights of `taps` inputs per output position and dimension."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         return sum(result.shape[2:]) * taps * (_INDEX + result.element_size())
