@@ -54,13 +54,14 @@ class Extra:
 class Semantics:
     """What a device's kernels do that fake tensors do not show.
 
-    ``extras(name, args, kwargs, result, in_backward)``: the allocations of a kernel besides its results. ``results``:
-    overload name -> ``(args, kwargs, result) -> result`` with the device's sizes and strides. ``instead``: for ops that
-    fake tensors refuse or are slow at: overload name -> ``(args, kwargs) -> result``, or NotImplemented to use the fake
-    tensors' result. ``order``: overload name -> the positions of the results in the order in which the kernel allocates
-    them, if not in sequence; omitted results are in host memory. ``assumed(name, args, result, answered)``: the
-    assumption behind a result, as text for the report; None if it is exact. ``answered``: whether ``instead`` computed
-    the result.
+    ``extras(name, args, kwargs, result, in_backward)``: the allocations of a kernel besides its results.
+    ``results``: overload name -> ``(args, kwargs, result) -> result`` with the device's sizes and strides.
+    ``instead``: for ops that fake tensors refuse or are slow at: overload name -> ``(args, kwargs) -> result``, or
+    NotImplemented to use the fake tensors' result.
+    ``order``: overload name -> the positions of the results in the order in which the kernel allocates them, if not in
+    sequence; omitted results are in host memory.
+    ``assumed(name, args, result, answered)``: the assumption behind a result, as text for the report, or None if it is
+    exact. ``answered``: whether ``instead`` computed the result.
     """
 
     extras: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Extra]]

@@ -40,18 +40,6 @@ def _like_operands(args: Arguments, kwargs: Keywords, results: Sequence[Any]) ->
     return grad_input if grad_input is None else grad_input.to(args[1].dtype), *others
 
 
-def _resized(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """Return col2im's result in a storage of the columns' size: the kernel resizes its output down, which frees
-    nothing.
-
-    Source: aten/src/ATen/native/Col2Im.cpp.
-    """
-    columns = args[0]
-    if columns.numel() <= result.numel():
-        return result
-    return result.new_empty(columns.numel()).as_strided(result.shape, result.stride())
-
-
 _IN_MIXED_PRECISION = {
     TRAINING_NORM: _with_statistics,
     "aten._native_batch_norm_legit.no_stats": _with_statistics,
@@ -62,7 +50,6 @@ _IN_MIXED_PRECISION = {
 RESULTS: Mapping[str, Callable[[Arguments, Keywords, Any], Any]] = {
     **recorded.RESULTS,
     **{name: then(recorded.RESULTS[name], correction) for name, correction in _IN_MIXED_PRECISION.items()},
-    "aten.col2im.default": _resized,
 }
 INSTEAD = recorded.INSTEAD
 
@@ -72,7 +59,10 @@ def eager_arguments(target: str, args: Arguments, like: Any) -> Arguments:
 
     There the dropout mask has the tensor's own dtype, so the scale is rounded to it.
 
-    Args: target: the op. args: its arguments. like: its result.
+    Args:
+        target: the op.
+        args: its arguments.
+        like: its result.
     """
     on_cpu = like.device.type in ("cpu", "meta")  # meta tensors represent CPU tensors
     if target != "aten.native_dropout_backward.default" or not on_cpu:

@@ -4,9 +4,9 @@ ATen/native/mkldnn/Conv.cpp asks oneDNN for its preferred layout ("any"), reorde
 computes, and reorders the result back. oneDNN's choice (x64/cpu_convolution_list.cpp, and each kernel's ``init_conf``)
 is one of three kinds:
 
-- blocked: channels in blocks of 16 (8, 4), padded if there is one group ("aBcd16b"); - channels last ("acdb"), for
-strided gradients, transposed convolution and bfloat16 with AMX; - plain, an im2col and a GEMM, for the shapes that no
-other kernel supports.
+- blocked: channels in blocks of 16 (8, 4), padded if there is one group ("aBcd16b");
+- channels last ("acdb"), for strided gradients, transposed convolution and bfloat16 with AMX;
+- plain, an im2col and a GEMM, for the shapes that no other kernel supports.
 
 Observed in torch 2.13 with oneDNN's verbose mode on AVX512 with AMX. The blocks of 8 elsewhere are those that oneDNN
 documents, unverified.

@@ -187,10 +187,10 @@ def _summed_in_float32(x: torch.Tensor, dims: Sequence[int]) -> int:
     do not merge into one in memory."""
     if x.dtype not in _REDUCED:
         return 0
-    kept = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
+    result_numel = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
     reduced = sorted((x.stride(dim), x.shape[dim]) for dim in dims if x.shape[dim] != 1)
     gaps = sum(after[0] != before[0] * before[1] for before, after in itertools.pairwise(reduced))
-    return 4 * (x.numel() + kept) if gaps else 0
+    return 4 * (x.numel() + result_numel) if gaps else 0
 
 
 def total(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -246,7 +246,7 @@ def ctc_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; the output starts with its size and is then resized."""
+    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; the output is allocated in its size, then resized."""
     return copied(args[0]) + (bytes_of(args[0]) if result.numel() > args[0].numel() else 0)
 
 
@@ -268,7 +268,7 @@ def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, the maximum of each row, and the temporaries of their sum."""
+    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, the maximum of each row, and what their sum takes."""
     return bytes_of(args[0]) + bytes_of(result) + total(args[:2], {}, result)
 
 

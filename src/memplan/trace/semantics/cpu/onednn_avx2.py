@@ -106,8 +106,12 @@ def _partial_sums(jobs: int, job: int, pieces: int, threads: int, buffer: int) -
     As ``reduce_balancer_t::balance`` computes it: thread groups process blocks of the weight, and the threads of a
     group share the pieces that each block is summed over and add up at the end.
 
-    Args: jobs: blocks of the weight. job: elements of a block. pieces: images, slices or positions that each block is
-    summed over. threads: number of threads. buffer: most elements of the partial sums of a group that shares.
+    Args:
+        jobs: blocks of the weight.
+        job: elements of a block.
+        pieces: images, slices or positions that each block is summed over.
+        threads: number of threads.
+        buffer: most elements of the partial sums of a group that shares.
     """
     least = max(1, jobs // threads)
     best, cost = _balanced(jobs, least, pieces, threads), jobs * job * pieces
@@ -123,6 +127,6 @@ def _partial_sums(jobs: int, job: int, pieces: int, threads: int, buffer: int) -
 
 
 def _balanced(jobs: int, each: int, pieces: int, threads: int) -> tuple[int, int, int]:
-    """Return the thread groups, the threads of each, and the most jobs of a group, if a group processes about `each`."""
+    """Return the thread groups, the threads of each, and the most jobs of a group if each is to process `each`."""
     groups = min(jobs // each, threads)
     return groups, min(threads // groups, pieces), -(-jobs // groups)
