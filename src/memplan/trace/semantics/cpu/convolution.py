@@ -95,15 +95,15 @@ def _forward(s: Shape) -> Work:
         return Work(s.wide_bytes(), s.weight_bytes(2, 16), s.narrow_bytes(), scratch, last=True)
     if _runs_on_avx2(s) and onednn_avx2.goes_by_columns(s):
         return plain_forward(s)
-    long = b > _AVX2_LANES and not s.bf16 and not s.simple and not forward_unrolled_in_avx512(s)
-    if long and (onednn_avx2.goes_by_columns(s) or (s.groups > 1 and group_block(s) < _AVX2_LANES)):
+    falls_back_to_avx2 = b > _AVX2_LANES and not s.bf16 and not s.simple and not forward_unrolled_in_avx512(s)
+    if falls_back_to_avx2 and (onednn_avx2.goes_by_columns(s) or (s.groups > 1 and group_block(s) < _AVX2_LANES)):
         return plain_forward(s)
     if s.groups > 1:
         block = group_block(s)
         if block == 1:
             return plain_forward(s)
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
-    if long:
+    if falls_back_to_avx2:
         flat = s.wide in (1, 3)
         wide, weight = 0 if flat else s.wide_bytes(_AVX2_LANES), s.weight_bytes(1 if flat else _AVX2_LANES, _AVX2_LANES)
         return Work(wide, weight, s.narrow_bytes(_AVX2_LANES))
@@ -155,7 +155,7 @@ def _data_gradient_amx(s: Shape) -> Work:
 
 
 def _float32_accumulators(s: Shape, channels: int) -> int:
-    """Return the float32 accumulators of an image per thread of a 1x1 kernel in 16 bits."""
+    """Return the bytes of a 1x1 kernel's float32 accumulators in 16 bits: an image per thread."""
     if not (s.bf16 and s.simple):
         return 0
     return booked(torch.get_num_threads() * padded(channels, simd()) * prod(s.narrow_space) * 4)
@@ -196,20 +196,20 @@ def _channels_last(s: Shape, data_gradient: bool) -> Work:
     blocks = _strided_blocks(s, last=True) if data_gradient and s.strided and not s.dilated else None
     if blocks:
         return Work(0, strided_weight(s, blocks), 0, strided_data_gradient(s, blocks))
-    lanes = simd()
+    block = simd()
     alignment = ALIGNED if data_gradient else 0
     if s.groups > 1:
         narrow, wide = s.narrow // s.groups, s.wide // s.groups
         input_channels, output_channels = (narrow, wide) if data_gradient else (wide, narrow)
-        if input_channels > lanes and not (data_gradient and s.strided):  # brgemm, whose groups need many channels
-            weight = s.groups * input_channels * padded(output_channels, lanes) * prod(s.kernel) * s.itemsize
+        if input_channels > block and not (data_gradient and s.strided):  # brgemm, whose groups need many channels
+            weight = s.groups * input_channels * padded(output_channels, block) * prod(s.kernel) * s.itemsize
             return Work(0, weight, 0, in_channels_last(s) + alignment)
         if data_gradient and not _has_vector_kernel(s, last=True):
-            lanes = _AVX2_LANES
-        elif max(narrow, wide) < lanes:
-            lanes = group_block(s) if group_block(s) > 1 else lanes
-        return Work(0, s.groups * padded(narrow, lanes) * padded(wide, lanes) * prod(s.kernel) * s.itemsize, 0)
-    weight = s.weight_bytes(lanes, 1) if data_gradient else s.weight_bytes(1, lanes)
+            block = _AVX2_LANES
+        elif max(narrow, wide) < block:
+            block = group_block(s) if group_block(s) > 1 else block
+        return Work(0, s.groups * padded(narrow, block) * padded(wide, block) * prod(s.kernel) * s.itemsize, 0)
+    weight = s.weight_bytes(block, 1) if data_gradient else s.weight_bytes(1, block)
     return Work(0, weight, 0, in_channels_last(s) + alignment)
 
 
