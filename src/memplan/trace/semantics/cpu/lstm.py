@@ -44,11 +44,12 @@ def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, itemsize: 
     parts = [
         rows * _leading_dimension(4 * hidden, itemsize) * itemsize,
         rows * _leading_dimension(hidden, itemsize) * itemsize,
+        states * _leading_dimension(widest, itemsize) * itemsize,
+        states * _leading_dimension(widest) * _FLOAT,
+        states * _leading_dimension(widest) * _FLOAT,
+        states * hidden * itemsize,
+        states * hidden * _FLOAT,
     ]
-    parts += [states * _leading_dimension(widest, itemsize) * itemsize] + [
-        states * _leading_dimension(widest) * _FLOAT
-    ] * 2
-    parts += [states * hidden * itemsize, states * hidden * _FLOAT]
     return sum(padded(part, _PAGE) for part in parts)
 
 

@@ -109,7 +109,7 @@ def normal(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return deviation.element_size() + of_number(0, deviation.dtype) + 1
 
 
-def _offset2bag(indices: torch.Tensor) -> int:
+def _offset2bag_bytes(indices: torch.Tensor) -> int:
     return (indices.numel() + 1) * indices.element_size()
 
 
@@ -120,7 +120,7 @@ def bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> 
     weights = args[10] if len(args) > 10 else None
     if mode == _MAX:
         return copied(gradient) + bytes_of(max_indices) + bytes_of(gradient) + _INT64 * gradient.shape[0]
-    bag_of_each = 0 if bags.numel() or not indices.numel() else _offset2bag(indices)
+    bag_of_each = 0 if bags.numel() or not indices.numel() else _offset2bag_bytes(indices)
     index_bytes = bytes_of(indices)
     sorted_weights = index_bytes + (0 if weights is None else bytes_of(weights))
     sorting = copied(gradient) + index_bytes + _INT64 * indices.numel() + max(_INT64 * indices.numel(), sorted_weights)
@@ -133,7 +133,7 @@ _MAX = 2
 def bag_weights_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """EmbeddingBag.cpp, _embedding_bag_per_sample_weights_backward_cpu: the bag of each index, by running sums."""
     indices, bags = args[2], args[4]
-    return 0 if bags.numel() or not indices.numel() else 2 * _offset2bag(indices)
+    return 0 if bags.numel() or not indices.numel() else 2 * _offset2bag_bytes(indices)
 
 
 def segments_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -224,7 +224,7 @@ def by_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
 
 def matrix_exp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """LinearAlgebra.cpp, linalg_matrix_exp: the scaled matrices and buffers of five times their size, twice for a
-    batch; for one matrix two more. The degree, and with it a smaller size, depends on values for a single small matrix.
+    batch; for one matrix two more. For a single small matrix the degree, and with it a smaller size, depends on values.
     """
     x = args[0]
     batch, n = _order(x)
