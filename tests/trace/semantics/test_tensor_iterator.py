@@ -37,7 +37,7 @@ def test_an_elementwise_result_is_laid_out_by_its_operands(data: st.DataObject, 
 def test_a_number_is_an_operand_without_dimensions(data: st.DataObject, shape: list[int]) -> None:
     x = laid_out(shape, data.draw(strides(shape)))
     for real in (x * 2, 1 - x, x > 0, torch.mul(x, 2)):
-        assert elementwise_strides([x], x.shape, beside_number=True) == real.stride()
+        assert elementwise_strides([x], x.shape, with_scalar=True) == real.stride()
 
 
 @settings(deadline=None)

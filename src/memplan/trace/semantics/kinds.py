@@ -1,4 +1,4 @@
-"""Storages that a kernel takes and no tensor shows."""
+"""Types that describe the allocations of an op besides its results, and corrections of its results, per device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Keywords = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What cuDNN is asked for a workspace when the recording is over, and which of its plans runs.
+    """A workspace size to query from cuDNN after the recording, and which of its plans runs.
 
-    ``first``: the first one whose workspace can be allocated. ``largest``: all are tried, in one workspace. ``any``:
-    the fastest of those that were tried before, which nobody knows without the card.
+    ``first``: the first plan whose workspace can be allocated. ``largest``: all are tried, in one workspace. ``any``:
+    the fastest of those benchmarked earlier, which is unknown without the GPU.
     """
 
     question: Question
@@ -28,40 +28,40 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Bytes of one allocation beyond an op's results. By default it is freed when the op is over."""
+    """One allocation of `bytes` bytes besides an op's results. By default it is freed when the op returns."""
 
     bytes: int
     low: int | None = None
-    """Where nobody can say how much it takes: the least; ``bytes`` are the most."""
+    """Lower bound of the bytes, if they are not known exactly; ``bytes`` is the upper bound."""
     owner: torch.Tensor | None = None
-    """The result that it lives with: a reserve that the backward needs."""
+    """The result it is freed with: a reserve space that the backward needs."""
     held: bool = False
-    """It is never freed."""
+    """Whether it is never freed."""
     first: bool = False
-    """It is made before the results, not after."""
+    """Whether it is allocated before the results, not after."""
     followed: int | None = None
-    """It is freed as soon as so many more were made after it; None: when the op is over."""
+    """Number of later allocations of the op after which it is freed; None: freed when the op returns."""
     workspace: bool = False
-    """A library's workspace, rather than a kernel's temporary."""
+    """Whether it is a library's workspace rather than a kernel's temporary."""
     asked: Asked | None = None
     after: int | None = None
-    """Number of the result after which it is made; without ``until`` it is freed before the next one."""
+    """Index of the result after which it is allocated; without ``until`` it is freed before the next result."""
     until: int | None = None
-    """Number of the result before which it is freed."""
+    """Index of the result before which it is freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Semantics:
-    """What a device's kernels do beyond what a fake tensor tells.
+    """What a device's kernels do that fake tensors do not show.
 
-    ``extras(name, args, kwargs, result, in_backward)``: the storages that a kernel takes for itself.
-    ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
-    ``instead``: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result``; NotImplemented: as
-    they say.
-    ``order``: of an op by name, the positions of its results in the order in which its kernel makes them, where that is
-    another one; those that are left out are in the host's memory.
-    ``assumed``: of ``(name, args, result, answered)``, what was taken for granted of a result; None where it is
-    certain. ``answered``: ``instead`` gave it.
+    ``extras(name, args, kwargs, result, in_backward)``: the allocations of a kernel besides its results.
+    ``results``: overload name -> ``(args, kwargs, result) -> result`` with the device's sizes and strides.
+    ``instead``: for ops that fake tensors refuse or are slow at: overload name -> ``(args, kwargs) -> result``, or
+    NotImplemented to use the fake tensors' result.
+    ``order``: overload name -> the positions of the results in the order in which the kernel allocates them, if not in
+    sequence; omitted results are in host memory.
+    ``assumed(name, args, result, answered)``: the assumption behind a result, as text for the report, or None if it is
+    exact. ``answered``: whether ``instead`` computed the result.
     """
 
     extras: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Extra]]
@@ -72,4 +72,4 @@ class Semantics:
 
 
 NONE = Semantics(lambda name, args, kwargs, result, in_backward: (), {}, {})
-"""Of the host's memory, where a step for a card is recorded: it does not count."""
+"""For host memory while a step on a GPU is recorded: nothing of it counts."""

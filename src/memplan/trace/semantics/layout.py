@@ -1,4 +1,4 @@
-"""What the formulas of the kernels' temporaries share: bytes, copies, layouts, this machine."""
+"""Helpers for the formulas of kernels' temporaries: sizes in bytes, copies, memory formats, properties of this CPU."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Arguments = tuple[Any, ...]
 
 @functools.cache
 def simd() -> int:
-    """Return the floats in a vector register: the channel block of oneDNN's layouts.
+    """Return the floats in a vector register, which is the channel block of oneDNN's layouts.
 
-    16 was verified on AVX512 and 8 on AVX2; elsewhere (ARM, plain x86) they are what oneDNN documents. Where the one
-    of ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` is set without the other, oneDNN's are not torch's.
+    Verified: 16 on AVX512 and 8 on AVX2; elsewhere (ARM, plain x86) 8 is what oneDNN documents. If only one of
+    ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` is set, oneDNN's block differs from torch's.
     """
     return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
 @functools.cache
 def has_amx() -> bool:
-    """Return whether oneDNN multiplies bfloat16 with tiles: brgemm kernels, which want channels last."""
+    """Return whether oneDNN multiplies bfloat16 in AMX tiles: its brgemm kernels, which want channels last."""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # in 2.13, not in 2.11
     return bool(capabilities.get("amx_bf16", False))
 
 
 @functools.cache
 def level_1_cache() -> int:
-    """Return the bytes of the L1 cache of data, which oneDNN sizes its blocks by."""
+    """Return the bytes of the L1 data cache, by which oneDNN sizes its blocks."""
     return int(getattr(torch.cpu, "get_capabilities", dict)().get("l1d_cache_size", 1 << 15))
 
 
 @functools.cache
 def level_2_cache() -> int:
-    """Return the bytes of the L2 cache, which oneDNN sizes its buffers by."""
+    """Return the bytes of the L2 cache, by which oneDNN sizes its buffers."""
     return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))
 
 
@@ -47,21 +47,21 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def padded(n: int, block: int) -> int:
-    """Return the next multiple of ``block``."""
+    """Return `n` rounded up to a multiple of ``block``."""
     return -(-n // block) * block
 
 
 def copied(tensor: torch.Tensor) -> int:
-    """Return the bytes of ``tensor.contiguous()``."""
+    """Return the bytes that ``tensor.contiguous()`` allocates."""
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
 
 
 _TRANSPOSED = 60
-"""Rows and columns of the blocks that a kernel transposes at a time (120 of bytes)."""
+"""Rows and columns of the blocks that copy_ transposes at a time (twice as many for uint8)."""
 
 
 def transposing(source: torch.Tensor) -> int:
-    """Return the bytes of the block that a copy of a transposed matrix in row-major order goes through.
+    """Return the bytes of copy_'s block buffer when it copies a transposed matrix to row-major order, else 0.
 
     Source: aten/src/ATen/native/Copy.cpp, `copy_transpose_valid` and `copy_same_type_transpose_`.
     """
@@ -74,7 +74,7 @@ def transposing(source: torch.Tensor) -> int:
 
 
 def like_channels_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """c10/core/MemoryFormat.h, is_channels_last_strides_2d_s4 and ..._3d_s5."""
+    """Return whether strides are channels last (MemoryFormat.h, is_channels_last_strides_2d_s4 and ..._3d_s5)."""
     order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(len(sizes))
     if order is None or strides[1] == 0:
         return False
@@ -87,19 +87,19 @@ def like_channels_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def suggests_channels_last(tensor: torch.Tensor) -> bool:
-    """``Tensor::suggest_memory_format``."""
+    """Return whether ``Tensor::suggest_memory_format`` is channels last."""
     return like_channels_last(tensor.shape, tensor.stride())
 
 
 def in_own_format(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor.contiguous(tensor.suggest_memory_format())``: itself, or a copy that is laid out in a format."""
+    """Return ``tensor.contiguous(memory_format=tensor.suggest_memory_format())``: the tensor itself, or a copy."""
     if not suggests_channels_last(tensor):
         return tensor.contiguous()
     return tensor.contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
 
 
 def copied_to(tensor: torch.Tensor, last: bool) -> int:
-    """Return the bytes of ``tensor.contiguous(memory_format)``, channels last or plain."""
+    """Return the bytes that ``tensor.contiguous(memory_format=...)`` allocates, channels last or contiguous."""
     if not last:
         return copied(tensor)
     form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
@@ -107,12 +107,12 @@ def copied_to(tensor: torch.Tensor, last: bool) -> int:
 
 
 def space(sizes: Sequence[int]) -> int:
-    """Return the number of positions in the dimensions after batch and channel."""
+    """Return the number of positions in the spatial dimensions, those after batch and channel."""
     return prod(sizes[2:])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
+    """Return whether the elements fill a block of memory without gaps or overlaps (non-overlapping and dense)."""
     expected = 1
     for size, stride in sorted(
         ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]

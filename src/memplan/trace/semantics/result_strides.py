@@ -1,7 +1,7 @@
-"""Ops whose results have other strides than fake tensors say, on every device.
+"""Ops whose results have other strides than fake tensors have, on every device.
 
-Where no dimension has size 1 and all operands are laid out alike, fake tensors are right. Each entry was compared with
-the kernels of torch 2.13 on the CPU; those of CUDA take their layouts from the same source files.
+Where no dimension has size 1 and all operands have the same layout, fake tensors are right. Each entry was compared
+with the kernels of torch 2.13 on the CPU; those of CUDA take their layouts from the same source files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Correction = Callable[[Arguments, Keywords, Any], Any]
 
 
 def laid_out(result: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """Return the result if it has these strides, else one that does."""
+    """Return the result if it has these strides, else a new tensor that does."""
     return result if result.stride() == strides else result.new_empty_strided(result.shape, strides)
 
 
 def then(*corrections: Correction) -> Correction:
-    """Return the corrections one after the other as one."""
+    """Return the corrections composed, applied in this order."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         for correction in corrections:
@@ -42,11 +42,11 @@ def then(*corrections: Correction) -> Correction:
 
 
 def elementwise(*positions: int) -> Correction:
-    """Return the correction for a kernel that takes its operands from these arguments, or from all, in this order."""
+    """Return the correction for a TensorIterator kernel whose operands are these arguments, in this order, or all."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        given = [args[at] for at in positions] if positions else args
-        operands = [one for one in given if isinstance(one, torch.Tensor)]
+        candidates = [args[position] for position in positions] if positions else args
+        operands = [operand for operand in candidates if isinstance(operand, torch.Tensor)]
         if not _are_strided(result, *operands):
             return result
         return laid_out(result, elementwise_strides(operands, result.shape))
@@ -55,59 +55,61 @@ def elementwise(*positions: int) -> Correction:
 
 
 def _arithmetic(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """Correct an op of two operands, of which one may be a number (ScalarOps.h, `wrapped_scalar_tensor`)."""
-    operands = [one for one in args[:2] if isinstance(one, torch.Tensor)]
+    """Correct a binary op, one of whose operands may be a number (ScalarOps.h, `wrapped_scalar_tensor`)."""
+    operands = [operand for operand in args[:2] if isinstance(operand, torch.Tensor)]
     if not _are_strided(result, *operands):
         return result
-    return laid_out(result, elementwise_strides(operands, result.shape, beside_number=len(operands) < 2))
+    return laid_out(result, elementwise_strides(operands, result.shape, with_scalar=len(operands) < 2))
 
 
-def like(position: int, of: int = 0) -> Correction:
-    """Return the correction for a result, or one of several, that is made by ``empty_like`` of an argument."""
+def like(position: int, index: int = 0) -> Correction:
+    """Return the correction for a result, or element `index` of several, allocated by ``empty_like`` of an argument."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        plain = kwargs.get("memory_format") in (None, torch.preserve_format)
-        if not plain or kwargs.get("layout") not in (None, torch.strided) or not _are_strided(args[position]):
+        default = kwargs.get("memory_format") in (None, torch.preserve_format)
+        if not default or kwargs.get("layout") not in (None, torch.strided) or not _are_strided(args[position]):
             return result
-        return _replaced(result, of, lambda made: preserved_strides(args[position]))
+        return _replaced(result, index, lambda output: preserved_strides(args[position]))
 
     return corrected
 
 
-def in_order(of: int = 0) -> Correction:
-    """Return the correction for a result, or one of several, that is contiguous whatever the operands are."""
-    return lambda args, kwargs, result: _replaced(result, of, lambda made: contiguous_strides(made.shape))
+def in_order(index: int = 0) -> Correction:
+    """Return the correction for a result, or element `index` of several, that is always contiguous."""
+    return lambda args, kwargs, result: _replaced(result, index, lambda output: contiguous_strides(output.shape))
 
 
-def as_suggested(position: int, of: int = 0) -> Correction:
-    """Return the correction for a result in an argument's memory format (``Tensor::suggest_memory_format``)."""
+def as_suggested(position: int, index: int = 0) -> Correction:
+    """Return the correction for a result in an argument's ``suggest_memory_format()``."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        def strides(made: torch.Tensor) -> Strides:
+        def strides(output: torch.Tensor) -> Strides:
             last = suggests_channels_last(args[position])
-            return (channels_last_strides if last else contiguous_strides)(made.shape)
+            return (channels_last_strides if last else contiguous_strides)(output.shape)
 
-        return _replaced(result, of, strides)
+        return _replaced(result, index, strides)
 
     return corrected
 
 
-def _replaced(result: Any, of: int, strides: Callable[[torch.Tensor], Strides]) -> Any:
+def _replaced(result: Any, index: int, strides: Callable[[torch.Tensor], Strides]) -> Any:
     if isinstance(result, torch.Tensor):
         return laid_out(result, strides(result)) if _are_strided(result) else result
-    made = list(result)
-    if made[of] is not None and _are_strided(made[of]):
-        made[of] = laid_out(made[of], strides(made[of]))
-    return tuple(made)
+    results = list(result)
+    if results[index] is not None and _are_strided(results[index]):
+        results[index] = laid_out(results[index], strides(results[index]))
+    return tuple(results)
 
 
 def _are_strided(*tensors: Any) -> bool:
-    return all(isinstance(one, torch.Tensor) and one.layout is torch.strided and is_told(one) for one in tensors)
+    return all(isinstance(t, torch.Tensor) and t.layout is torch.strided and has_usable_sizes(t) for t in tensors)
 
 
-def is_told(tensor: torch.Tensor) -> bool:
-    """Return whether sizes are numbers, or one of them is 1. To compare other symbols would tie a graph to its sizes;
-    there torch's own strides stand."""
+def has_usable_sizes(tensor: torch.Tensor) -> bool:
+    """Return whether all sizes are integers, or one of them is 1; otherwise torch's own strides stay.
+
+    Comparing other symbolic sizes would add guards that tie the graph to them.
+    """
     numbers = [size for size in tensor.shape if type(size) is int]
     return len(numbers) == tensor.dim() or 1 in numbers
 
@@ -120,25 +122,25 @@ def _view(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     return result if strides == result.stride() else result.as_strided(result.shape, strides)
 
 
-_ALONE = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp cos cosh digamma elu erf erfc erfinv
+_UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp cos cosh digamma elu erf erfc erfinv
 exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish isnan leaky_relu lgamma log log10 log1p log2 logical_not
 logit mish neg reciprocal relu round rsqrt selu sgn sigmoid sign sin sinc sinh softplus softshrink sqrt square tan tanh
 threshold trunc"""
-_TOGETHER = """addcdiv addcmul atan2 elu_backward fmax fmin gelu_backward hardsigmoid_backward hardswish_backward
+_MULTI_INPUT = """addcdiv addcmul atan2 elu_backward fmax fmin gelu_backward hardsigmoid_backward hardswish_backward
 hardtanh_backward hypot logaddexp logaddexp2 logical_and logical_or logical_xor logit_backward maximum minimum
 mish_backward sigmoid_backward silu_backward softplus_backward tanh_backward"""
-_TWO = "add sub mul div eq ne ge gt le lt remainder fmod bitwise_and bitwise_or bitwise_xor"
+_ARITHMETIC = "add sub mul div eq ne ge gt le lt remainder fmod bitwise_and bitwise_or bitwise_xor"
 _LIKE = "clone empty_like zeros_like ones_like full_like rand_like randn_like flip hardtanh relu6"
 _CONTIGUOUS = """tril triu _log_softmax _log_softmax_backward_data _softmax_backward_data linalg_vector_norm
 mse_loss_backward smooth_l1_loss_backward huber_loss_backward native_layer_norm native_layer_norm_backward"""
-_OF_SIZE = "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_nearest3d upsample_trilinear3d"
+_UPSAMPLING = "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_nearest3d upsample_trilinear3d"
 
 STRIDES: Mapping[str, Correction] = {
     "aten.view.default": _view,
     "aten._unsafe_view.default": _view,
-    # TensorIterator.cpp, by the operands that a kernel gives it: BinaryOps.cpp, UnaryOps.cpp, Activation.cpp
-    **{f"aten.{name}.default": elementwise() for name in f"{_ALONE} {_TOGETHER}".split()},
-    **{f"aten.{name}.{kind}": _arithmetic for name in _TWO.split() for kind in ("Tensor", "Scalar")},
+    # TensorIterator.cpp, with the operands of each kernel: BinaryOps.cpp, UnaryOps.cpp, Activation.cpp
+    **{f"aten.{name}.default": elementwise() for name in f"{_UNARY} {_MULTI_INPUT}".split()},
+    **{f"aten.{name}.{kind}": _arithmetic for name in _ARITHMETIC.split() for kind in ("Tensor", "Scalar")},
     "aten.rsub.Scalar": _arithmetic,
     **{f"aten.{name}": elementwise() for name in ("clamp.Tensor", "lerp.Tensor", "lerp.Scalar", "where.self")},
     **{f"aten.pow.Tensor_{kind}": elementwise() for kind in ("Tensor", "Scalar")},
@@ -149,11 +151,11 @@ STRIDES: Mapping[str, Correction] = {
     # TensorFactories.cpp, TensorTransformations.cpp, Activation.cpp, Sorting.cpp
     **{f"aten.{name}.default": like(0) for name in _LIKE.split()},
     "aten._prelu_kernel.default": like(0),
-    "aten.sort.default": then(like(0), like(0, of=1)),
+    "aten.sort.default": then(like(0), like(0, index=1)),
     # SoftMax.cpp, TriangularOps.cpp, LinearAlgebra.cpp, Loss.cpp, layer_norm.cpp
     **{f"aten.{name}.default": in_order() for name in _CONTIGUOUS.split()},
     "aten.masked_fill.Scalar": in_order(),
     # UpSample.cpp
-    **{f"aten.{name}.default": as_suggested(0) for name in _OF_SIZE.split()},
+    **{f"aten.{name}.default": as_suggested(0) for name in _UPSAMPLING.split()},
 }
-"""Overload name -> (args, kwargs, result) -> the result with the strides that the kernel gives it."""
+"""Overload name -> (args, kwargs, result) -> the result with the strides of the kernel's output."""

@@ -1,7 +1,7 @@
-"""Strides that torch's kernels give a result whose layout they choose.
+"""Strides of the results whose layout TensorIterator and `empty_like` choose.
 
-Dimensions of size 1 have strides, too, and kernels look at them to tell which layout is meant: of two tensors with the
-same bytes in the same order, a convolution may take one for channels last and the other not.
+The strides of dimensions of size 1 matter, too: kernels infer the memory format from them. Of two tensors with the same
+bytes in the same order, a convolution may treat one as channels last and the other not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Strides = tuple[int, ...]
 Sizes = Sequence[int]
 
 
-def elementwise_strides(operands: Sequence[torch.Tensor], shape: Sizes, *, beside_number: bool = False) -> Strides:
+def elementwise_strides(operands: Sequence[torch.Tensor], shape: Sizes, *, with_scalar: bool = False) -> Strides:
     """Return the strides of the result of an elementwise kernel.
 
     Source: aten/src/ATen/TensorIterator.cpp, `fast_set_up`, `compute_strides`, `allocate_or_resize_outputs`.
@@ -24,41 +24,42 @@ def elementwise_strides(operands: Sequence[torch.Tensor], shape: Sizes, *, besid
     Args:
         operands: in the kernel's order.
         shape: of the result, to which they are broadcast.
-        beside_number: whether the kernel takes a number as one more operand, a tensor without dimensions.
+        with_scalar: whether the kernel has a wrapped number (a 0-dim tensor) as one more operand.
     """
-    if not beside_number and all(operand.shape == shape for operand in operands):
+    if not with_scalar and all(operand.shape == shape for operand in operands):
         if all(operand.is_contiguous() for operand in operands):
             return contiguous_strides(shape)
-        if len(shape) == 4 and all(one.is_contiguous(memory_format=torch.channels_last) for one in operands):
+        if len(shape) == 4 and all(operand.is_contiguous(memory_format=torch.channels_last) for operand in operands):
             return channels_last_strides(shape)
         strides = operands[-1].stride()
-        if all(one.stride() == strides and is_dense(one) for one in operands):
+        if all(operand.stride() == strides and is_dense(operand) for operand in operands):
             return strides
-    return _without_gaps(shape, _inner_to_outer(shape, [_broadcast(operand, shape) for operand in operands]))
+    return _dense_strides(shape, _inner_to_outer(shape, [_expanded_strides(operand, shape) for operand in operands]))
 
 
 def preserved_strides(tensor: torch.Tensor) -> Strides:
-    """Return the strides of ``torch.empty_like(tensor)``: its own, if it is dense.
+    """Return the strides of ``torch.empty_like(tensor)``: those of the tensor if it is dense, else the same order
+    without gaps.
 
     Source: aten/src/ATen/native/TensorFactories.cpp, `empty_like`; aten/src/ATen/ExpandUtils.cpp,
     `infer_dense_strides`.
     """
     if is_dense(tensor):
         return tensor.stride()
-    return _without_gaps(tensor.shape, _inner_to_outer(tensor.shape, [tensor.stride()]))
+    return _dense_strides(tensor.shape, _inner_to_outer(tensor.shape, [tensor.stride()]))
 
 
 def contiguous_strides(shape: Sizes) -> Strides:
     """Return the strides of ``torch.empty(shape)``."""
-    return _without_gaps(shape, range(len(shape) - 1, -1, -1))
+    return _dense_strides(shape, range(len(shape) - 1, -1, -1))
 
 
 def channels_last_strides(shape: Sizes) -> Strides:
-    """Return the strides in channels last, of four or five dimensions."""
-    return _without_gaps(shape, (1, *range(len(shape) - 1, 1, -1), 0))
+    """Return the channels-last strides of a shape with four or five dimensions."""
+    return _dense_strides(shape, (1, *range(len(shape) - 1, 1, -1), 0))
 
 
-def _without_gaps(shape: Sizes, inner_to_outer: Sequence[int]) -> Strides:
+def _dense_strides(shape: Sizes, inner_to_outer: Sequence[int]) -> Strides:
     strides, step = [1] * len(shape), 1
     for dim in inner_to_outer:
         strides[dim] = step
@@ -66,35 +67,35 @@ def _without_gaps(shape: Sizes, inner_to_outer: Sequence[int]) -> Strides:
     return tuple(strides)
 
 
-def _broadcast(operand: torch.Tensor, shape: Sizes) -> Strides:
+def _expanded_strides(operand: torch.Tensor, shape: Sizes) -> Strides:
     missing = len(shape) - operand.dim()
-    own = zip(operand.shape, operand.stride(), shape[missing:], strict=True)
-    return (0,) * missing + tuple(0 if size == 1 and wanted != 1 else stride for size, stride, wanted in own)
+    dims = zip(operand.shape, operand.stride(), shape[missing:], strict=True)
+    return (0,) * missing + tuple(0 if size == 1 and target != 1 else stride for size, stride, target in dims)
 
 
 def _inner_to_outer(shape: Sizes, operands: Sequence[Strides]) -> list[int]:
-    """Sort dimensions as `TensorIteratorBase::reorder_dimensions` does: by insertion, since not all compare."""
+    """Sort dimensions as `TensorIteratorBase::reorder_dimensions` does: by insertion, since not all are comparable."""
     order = list(range(len(shape) - 1, -1, -1))
     for start in range(1, len(order)):
-        at = start
+        position = start
         for before in range(start - 1, -1, -1):
-            comparison = _compare(order[before], order[at], shape, operands)
+            comparison = _compare(order[before], order[position], shape, operands)
             if comparison > 0:
-                order[before], order[at] = order[at], order[before]
-                at = before
+                order[before], order[position] = order[position], order[before]
+                position = before
             elif comparison < 0:
                 break
     return order
 
 
 def _compare(first: int, second: int, shape: Sizes, operands: Sequence[Strides]) -> int:
-    """Return -1 if the first of two dimensions is the inner one, 1 if the second is, 0 if no operand says."""
+    """Return -1 if the first of two dimensions is the inner one, 1 if the second is, 0 if no operand decides."""
     for strides in operands:
-        one, other = strides[first], strides[second]
-        if one == 0 or other == 0:
+        first_stride, second_stride = strides[first], strides[second]
+        if first_stride == 0 or second_stride == 0:
             continue
-        if one != other:
-            return -1 if one < other else 1
+        if first_stride != second_stride:
+            return -1 if first_stride < second_stride else 1
         if shape[first] > shape[second]:
             return 1
     return 0

@@ -1,6 +1,6 @@
-"""Ops whose results are other than fake tensors say, beside those that a recording knows.
+"""Corrections of op results while a graph is traced, besides those of a recording.
 
-Taken as a step is traced, so that what is made of such a result is right, too.
+They are applied during tracing, so that ops that use such a result see its real sizes, dtypes and strides.
 """
 
 from __future__ import annotations
@@ -20,35 +20,24 @@ TRAINING_NORM = "aten._native_batch_norm_legit_functional.default"
 
 
 def _with_statistics(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a norm's results: in mixed precision the statistics have the parameters' dtype.
+    """Return a norm's results with the statistics in the parameters' dtype, as in mixed precision.
 
     Source: aten/src/ATen/native/Normalization.cpp (`batch_norm_cpu_update_stats_template`), layer_norm.cpp and
     group_norm.cpp (`param_scalar_type`).
     """
-    of = next((one for one in args[1:5] if isinstance(one, torch.Tensor)), None)
-    if of is None or of.dtype == args[0].dtype:
+    parameter = next((arg for arg in args[1:5] if isinstance(arg, torch.Tensor)), None)
+    if parameter is None or parameter.dtype == args[0].dtype:
         return tuple(results)
-    return tuple(one.to(of.dtype) if at in (1, 2) else one for at, one in enumerate(results))
+    return tuple(result.to(parameter.dtype) if i in (1, 2) else result for i, result in enumerate(results))
 
 
 def _like_operands(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a group norm's gradients in mixed precision: the input's has its dtype, the parameters' have theirs.
+    """Return a group norm's gradients in mixed precision: each has the dtype of its input or parameter.
 
     Source: aten/src/ATen/native/group_norm.cpp, `native_group_norm_backward`.
     """
-    of_input, *others = results
-    return of_input if of_input is None else of_input.to(args[1].dtype), *others
-
-
-def _resized(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """Columns put together to an image: made as large as the columns, then resized, which gives nothing back.
-
-    Source: aten/src/ATen/native/Col2Im.cpp.
-    """
-    columns = args[0]
-    if columns.numel() <= result.numel():
-        return result
-    return result.new_empty(columns.numel()).as_strided(result.shape, result.stride())
+    grad_input, *others = results
+    return grad_input if grad_input is None else grad_input.to(args[1].dtype), *others
 
 
 _IN_MIXED_PRECISION = {
@@ -61,23 +50,21 @@ _IN_MIXED_PRECISION = {
 RESULTS: Mapping[str, Callable[[Arguments, Keywords, Any], Any]] = {
     **recorded.RESULTS,
     **{name: then(recorded.RESULTS[name], correction) for name, correction in _IN_MIXED_PRECISION.items()},
-    "aten.col2im.default": _resized,
 }
 INSTEAD = recorded.INSTEAD
 
 
 def eager_arguments(target: str, args: Arguments, like: Any) -> Arguments:
-    """Return the arguments with which a kernel gives what eager mode gives on the CPU: there dropout multiplies by a
-    mask of the tensor's own dtype, so its scale is rounded to that.
+    """Return the arguments with which a kernel gives bit by bit what eager mode gives on the CPU.
+
+    There the dropout mask has the tensor's own dtype, so the scale is rounded to it.
 
     Args:
         target: the op.
         args: its arguments.
         like: its result.
     """
-    if target != "aten.native_dropout_backward.default" or like.device.type not in (
-        "cpu",
-        "meta",
-    ):  # meta: stands for the CPU
+    on_cpu = like.device.type in ("cpu", "meta")  # meta tensors represent CPU tensors
+    if target != "aten.native_dropout_backward.default" or not on_cpu:
         return args
     return (*args[:2], torch.tensor(args[2], dtype=like.dtype).item(), *args[3:])

@@ -1,6 +1,6 @@
 """Temporaries of the inference fast path: transformers/transformer.cpp and transformers/attention.cpp.
 
-A whole encoder layer, or self-attention, is one op: its tensors live and die inside.
+A whole encoder layer, or self-attention, is one op: all of its intermediate tensors are temporaries.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from memplan.trace.semantics.cpu import matmul
 from memplan.trace.semantics.layout import bytes_of
 
 Attend = Callable[[torch.Tensor, int, torch.Tensor | None], int]
-"""Of an input, the number of heads and a mask: the bytes at the peak of self-attention without its weights."""
+"""(input, heads, mask) -> peak bytes of self-attention that does not return its weights."""
 
 
 def _linear(x: torch.Tensor, rows: int, into: int, out: int) -> int:
-    """Scratchpad of a linear layer."""
+    """Scratchpad bytes of a linear layer."""
     return matmul.scratch(x.new_empty(rows, into), x.new_empty(out, into).t())
 
 
-def _spread(mask: torch.Tensor, scores: int) -> int:
-    """Convert a mask that is no boolean to one, as large as the scores."""
+def _boolean_mask(mask: torch.Tensor, scores: int) -> int:
+    """Return the bytes of a non-boolean mask converted to bool, expanded to the number of scores."""
     return 0 if mask.dtype is torch.bool else scores
 
 
 def attention_peak(
     x: torch.Tensor, heads: int, mask: torch.Tensor | None, weights: bool = False, average: bool = False
 ) -> int:
-    """Return the peak: projections, then the scores beside queries, keys and values, then the output's projection."""
+    """Return the peak bytes: the projections, the scores with queries, keys and values, or the output projection."""
     batch, length, width = x.shape
     unit, scores = bytes_of(x), batch * heads * length * length * x.element_size()
     rows, head = batch * length, width // heads
     q, p = x.new_empty(batch * heads, length, head), x.new_empty(batch * heads, length, length)
     products = max(matmul.scratch(q, q.transpose(1, 2)), matmul.scratch(p, q))
-    softmax = 0 if mask is None else scores + _spread(mask, batch * heads * length * length)
+    softmax = 0 if mask is None else scores + _boolean_mask(mask, batch * heads * length * length)
     return max(
         3 * unit + max(3 * unit, _linear(x, rows, width, 3 * width)),
         3 * unit + scores + max(softmax, products),
@@ -46,19 +46,19 @@ def attention_peak(
 
 
 def attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``_native_multi_head_attention`` of one tensor as query, key and value."""
+    """``_native_multi_head_attention`` with one tensor as query, key and value."""
     x, heads = args[0], args[4]
-    given = dict(zip(("mask", "need_weights", "average_attn_weights"), args[9:], strict=False))
-    given |= kwargs
+    options = dict(zip(("mask", "need_weights", "average_attn_weights"), args[9:], strict=False))
+    options |= kwargs
     if x.is_nested or args[1] is not x or x.dim() != 3:
         return 0
-    weights, average = given.get("need_weights", True), given.get("average_attn_weights", True)
-    kept = sum(bytes_of(t) for t in result if isinstance(t, torch.Tensor)) if isinstance(result, tuple) else 0
-    return attention_peak(x, heads, given.get("mask"), weights, average) - kept
+    weights, average = options.get("need_weights", True), options.get("average_attn_weights", True)
+    results = sum(bytes_of(t) for t in result if isinstance(t, torch.Tensor)) if isinstance(result, tuple) else 0
+    return attention_peak(x, heads, options.get("mask"), weights, average) - results
 
 
 def layer(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, attend: Attend = attention_peak) -> int:
-    """``_transformer_encoder_layer_fwd``; ``attend`` tells the peak of its attention."""
+    """``_transformer_encoder_layer_fwd``; ``attend`` returns the peak bytes of its attention."""
     x, heads, norm_first, hidden = args[0], args[2], args[8], args[14].shape[0]
     if x.is_nested or x.dim() != 3:
         return 0

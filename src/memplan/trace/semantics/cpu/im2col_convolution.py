@@ -1,8 +1,8 @@
-"""Temporaries of convolutions that oneDNN does not take: PyTorch's own im2col kernels.
+"""Temporaries of convolutions that oneDNN does not run: PyTorch's own im2col kernels.
 
-ATen/native/ConvolutionMM2d.cpp, ConvolutionMM3d.cpp, NaiveDilatedConvolution.cpp,
-NaiveConvolutionTranspose2d.cpp, NaiveConvolutionTranspose3d.cpp; Convolution.cpp calls them once a group, save that of
-volumes, which takes all groups at once.
+ATen/native/ConvolutionMM2d.cpp, ConvolutionMM3d.cpp, NaiveDilatedConvolution.cpp, NaiveConvolutionTranspose2d.cpp,
+NaiveConvolutionTranspose3d.cpp. Convolution.cpp calls them once per group, except the 3-d kernel, which handles all
+groups in one call.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ def _columns(channels: int, weight: torch.Tensor, positions: int, itemsize: int)
     return channels * prod(weight.shape[2:]) * positions * itemsize
 
 
-def _copied(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> int:
-    """Images in channels last stay so (``thnn_conv_use_channels_last`` in ATen/native/ConvUtils.h)."""
+def _contiguous_copies(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> int:
+    """Copies of tensors that are not in the common memory format (``thnn_conv_use_channels_last``, ConvUtils.h)."""
     last = x.dim() == 4 and (suggests_channels_last(x) or suggests_channels_last(weight))
-    return sum(copied_to(one, last) for one in (x, weight, *others))
+    return sum(copied_to(t, last) for t in (x, weight, *others))
 
 
 def _skips_columns(
     weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> bool:
-    """Return whether there is no copy: a 1x1 kernel reads its input in place."""
+    """Return whether a 1x1 kernel reads its input in place, without im2col."""
     steps = (*stride, *dilation)
     return prod(weight.shape[2:]) == 1 and all(s == 1 for s in steps) and not any(padding)
 
 
-def _takes_groups(x: torch.Tensor, transposed: bool, dilation: Sequence[int]) -> bool:
+def _handles_groups(x: torch.Tensor, transposed: bool, dilation: Sequence[int]) -> bool:
     """Return whether one call has the columns of all groups: ConvolutionMM3d.cpp, ``slow_conv3d_forward_out_cpu``."""
     return x.dim() == 5 and not transposed and all(d == 1 for d in dilation)
 
@@ -49,12 +49,12 @@ def forward(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Return the columns; with groups also the slices of input and output, which are put together at the end; those of
-    one image are views."""
+    """Return the bytes of the columns, and with groups the slices of input and output, which are concatenated at the
+    end; the slices of a single image are views."""
     batch, size = x.shape[0], x.element_size()
-    if _takes_groups(x, transposed, dilation):
+    if _handles_groups(x, transposed, dilation):
         groups = 1
-    copies = _copied(x, weight)
+    copies = _contiguous_copies(x, weight)
     if transposed:
         columns = _columns(y.shape[1] // groups, weight, space(x.shape), size)
         if x.dim() < 5:
@@ -83,36 +83,36 @@ def backward(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Return the bytes of columns, which are live while the last result is computed; the results of a group are
-    slices first."""
+    """Return the bytes of the columns, which are live while the last result is computed; with groups, each result is
+    first computed in slices."""
     batch, size = x.shape[0], x.element_size()
-    if _takes_groups(x, transposed, dilation):
+    if _handles_groups(x, transposed, dilation):
         groups = 1
-    copies = _copied(x, weight, gradient)
-    turned = copied_to(x, False) if x.dim() == 5 else 0  # of volumes, and for the weight's gradient alone
-    copies -= turned
-    data = weights = 0
+    copies = _contiguous_copies(x, weight, gradient)
+    volume_copy = copied_to(x, False) if x.dim() == 5 else 0  # 3-d only, and only for the weight's gradient
+    copies -= volume_copy
+    data_columns = weight_columns = 0
     if transposed:
-        data = weights = _columns(gradient.shape[1] // groups, weight, space(x.shape), size)
+        data_columns = weight_columns = _columns(gradient.shape[1] // groups, weight, space(x.shape), size)
     else:
         image = _columns(x.shape[1] // groups, weight, space(gradient.shape), size)
         dilated = any(d != 1 for d in dilation)
-        every = image if dilated else image * batch
+        all_columns = image if dilated else image * batch
         skips = _skips_columns(weight, stride, padding, dilation)
-        weights = 0 if skips else every
-        data = every if x.dim() == 5 or (dilated and not skips) else 0
-    w, into = bytes_of(weight) // groups, bytes_of(x) // groups
-    moments = [0]
+        weight_columns = 0 if skips else all_columns
+        data_columns = all_columns if x.dim() == 5 or (dilated and not skips) else 0
+    grad_weight, input_slice = bytes_of(weight) // groups, bytes_of(x) // groups
+    peaks = [0]
     if mask[0]:
         bias = gradient.shape[1] * size if mask[2] and x.dim() == 5 else 0
-        moments.append(data - (w if mask[1] else 0) - bias)
+        peaks.append(data_columns - (grad_weight if mask[1] else 0) - bias)
     if mask[1]:
-        summed = gradient.shape[1] * size if mask[2] and not transposed and any(d != 1 for d in dilation) else 0
-        moments.append(weights + turned + summed)
-    extra = max(moments)
+        bias_sums = gradient.shape[1] * size if mask[2] and not transposed and any(d != 1 for d in dilation) else 0
+        peaks.append(weight_columns + volume_copy + bias_sums)
+    extra = max(peaks)
     if groups == 1:
         return copies + extra
-    # Each group's slices of gradient and input, then all groups' results beside their concatenation.
-    slices = bytes_of(gradient) // groups + into if batch > 1 else 0
+    # Each group's slices of gradient and input, then all groups' results and their concatenation.
+    slices = bytes_of(gradient) // groups + input_slice if batch > 1 else 0
     results = (bytes_of(x) if mask[0] else 0) + (bytes_of(weight) if mask[1] else 0)
     return copies + max(slices + extra, results if mask[1] else bytes_of(x))

@@ -1,7 +1,7 @@
 """Temporaries of PyTorch's own CPU kernels: norms, softmax, pooling, reductions, casts.
 
-Each formula names the file under ATen/native it comes from. ``result`` is the op's result, ``args`` its
-operands as dispatched. What stays below 64 KiB or 2 % of the op's own tensors is left out.
+Each formula names its file under ATen/native. ``result`` is the op's result, ``args`` its operands as dispatched.
+Temporaries below 64 KiB or 2 % of the op's own tensors are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 def copies_of(*positions: int) -> Formula:
-    """Return the kernel's copies: it works on ``contiguous()`` of these operands."""
+    """Return the formula of a kernel that calls ``contiguous()`` on these operands."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         return sum(copied(args[i]) for i in positions)
@@ -32,7 +32,7 @@ def copies_of(*positions: int) -> Formula:
 
 
 def copies_by_format(*positions: int) -> Formula:
-    """Return the kernel's copies of operands that are not in the memory format that the first of them suggests."""
+    """Return the formula of a kernel that copies these operands to the memory format suggested by the first."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         last = suggests_channels_last(args[positions[0]])
@@ -45,54 +45,55 @@ def _in_channels_last(x: torch.Tensor) -> bool:
     return x.dim() in (4, 5) and copied_to(x, True) == 0
 
 
-def _is_normed_by_rows(x: torch.Tensor) -> bool:
-    """batch_norm_kernel.cpp, batch_norm_use_channels_last_kernel: also where there is one position a channel."""
+def _uses_channels_last_norm(x: torch.Tensor) -> bool:
+    """batch_norm_kernel.cpp, batch_norm_use_channels_last_kernel: also for a single position per channel."""
     return _in_channels_last(x) or (x.is_contiguous() and x.stride(1) == 1)
 
 
 def batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_cpu: scale and shift of each channel; before, mean and variance, and by rows sums
-    beside them."""
+    """Normalization.cpp, batch_norm_cpu: scale and shift of each channel; before that mean and variance and, in
+    channels last, their sums."""
     x, training = args[0], args[5]
     channels = x.shape[1] * _accumulated(x)
     if not training:
         return 2 * channels
     statistics = 2 * bytes_of(result[1])
-    return max(2 * channels, statistics + (channels if _is_normed_by_rows(x) else 0))
+    return max(2 * channels, statistics + (channels if _uses_channels_last_norm(x) else 0))
 
 
 def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, _batch_norm_with_update_cpu: the same, in training."""
+    """Normalization.cpp, _batch_norm_with_update_cpu: as `batch_norm` in training."""
     return batch_norm((*args[:5], True), kwargs, result)
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice, unless the kernel is one of strides;
-    batch_norm_kernel.cpp, batch_norm_cpu_backward_channels_last_impl: sums of each thread.
+    """Normalization.cpp, batch_norm_backward_cpu: the input's gradient is allocated twice; batch_norm_kernel.cpp,
+    batch_norm_cpu_backward_channels_last_impl: sums per thread.
 
-    Where the formats differ, a kernel of strides runs, after the gradient was summed.
+    If the memory formats differ, a strided kernel runs instead, after the gradient was summed.
     """
     gradient, x, mean, training, mask = args[0], args[1], args[5], args[7], args[9]
     channels = x.shape[1] * _accumulated(x)
-    dense = all(one.is_contiguous() or _in_channels_last(one) for one in (gradient, x))
+    dense = all(t.is_contiguous() or _in_channels_last(t) for t in (gradient, x))
     if dense and suggests_channels_last(gradient) == suggests_channels_last(x):
         sums = 0
-        if _is_normed_by_rows(x):
-            beside = 3 if x.dtype in _REDUCED else (not training) + (not mask[1])
-            sums = (2 * torch.get_num_threads() + beside) * channels
+        if _uses_channels_last_norm(x):
+            shared = 3 if x.dtype in _REDUCED else (not training) + (not mask[1])
+            sums = (2 * torch.get_num_threads() + shared) * channels
         return max(bytes_of(x) if mask[0] else 0, sums)
-    own = x.shape[1] * (mean.element_size() if training else x.element_size())
-    return own + _summed_in_float32(gradient, [dim for dim in range(gradient.dim()) if dim != 1])
+    statistics = x.shape[1] * (mean.element_size() if training else x.element_size())
+    return statistics + _summed_in_float32(gradient, [dim for dim in range(gradient.dim()) if dim != 1])
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """group_norm_kernel.cpp, GroupNormKernelImplChannelsLastInternal: sums by sample and channel, in channels last."""
+    """group_norm_kernel.cpp, GroupNormKernelImplChannelsLastInternal: sums per sample and channel in channels last."""
     last = args[0].dim() > 3 and not args[0].is_contiguous()
     return _sums_by_channel(args[0]) if last else 0
 
 
 def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """group_norm_kernel.cpp, GroupNormBackwardKernelImplInternal: the same sums of the gradient and its product.
+    """group_norm_kernel.cpp, GroupNormBackwardKernelImplInternal: sums of the gradient and of its product with the
+    input, per sample and channel.
 
     From torch 2.14 on, group_norm.cpp makes the copies that the derivative formula made before.
     """
@@ -106,12 +107,12 @@ def _sums_by_channel(x: torch.Tensor) -> int:
 
 
 def _accumulated(x: torch.Tensor) -> int:
-    """Bytes of an element that sums are accumulated in."""
+    """Return the bytes of an accumulator for sums."""
     return max(x.element_size(), 4)
 
 
 def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """layer_norm.cpp: copies; layer_norm_kernel.cpp: two rows of sums a thread."""
+    """layer_norm.cpp: contiguous copies; layer_norm_kernel.cpp: two rows of sums per thread."""
     gradient, x, shape, mask = args[0], args[1], args[2], args[7]
     rows = 0
     if mask[1] or mask[2]:
@@ -122,7 +123,7 @@ def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def by_number(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """UnaryOps.cpp, deg2rad and rad2deg: the factor."""
+    """UnaryOps.cpp, deg2rad and rad2deg: the wrapped factor."""
     return of_number(math.pi, result.dtype)
 
 
@@ -132,20 +133,20 @@ def dropout_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
 
 
 def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """transformers/attention.cpp, _safe_softmax: which entries are masked, and which rows are all masked."""
+    """transformers/attention.cpp, _safe_softmax: the mask of entries, and of rows that are masked completely."""
     x, dim = args[0], args[1]
     return x.numel() + x.numel() // max(1, x.shape[dim])
 
 
 def pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """DilatedMaxPool2d.cpp and the like: indices and result in the memory format of the output's gradient."""
+    """DilatedMaxPool2d.cpp and similar: indices and result in the memory format of the output's gradient."""
     last = suggests_channels_last(args[0])
     indices = [a for a in args[2:] if isinstance(a, torch.Tensor) and a.dtype is torch.int64]
     return sum(copied_to(t, last) for t in [args[0], result, *indices])
 
 
 def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Embedding.cpp: both operands contiguous."""
+    """Embedding.cpp: contiguous copies of both operands."""
     return copied(args[0]) + copied(args[1])
 
 
@@ -159,7 +160,7 @@ def to_common(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 
 
 def to_common_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the same where the first operand is the result: cast twice, as operand and as output."""
+    """As `to_common`, with the result as first operand: it is cast twice, as input and as output."""
     a, b = args[0], args[1]
     if not isinstance(b, torch.Tensor) or a.dtype is b.dtype:
         return 0
@@ -182,19 +183,18 @@ def summed_as(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 
 
 def _summed_in_float32(x: torch.Tensor, dims: Sequence[int]) -> int:
-    """ReduceOps.cpp, should_use_acc_buffer: reduced precision is cast as a whole, and summed in float32, where the
-    dimensions that are summed over are not one in memory."""
+    """ReduceOps.cpp, should_use_acc_buffer: reduced precision is cast to float32 as a whole if the reduced dimensions
+    do not merge into one in memory."""
     if x.dtype not in _REDUCED:
         return 0
-    kept = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
-    summed = sorted((x.stride(dim), x.shape[dim]) for dim in dims if x.shape[dim] != 1)
-    parts = sum(after[0] != before[0] * before[1] for before, after in itertools.pairwise(summed))
-    return 4 * (x.numel() + kept) if parts else 0
+    result_numel = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
+    reduced = sorted((x.stride(dim), x.shape[dim]) for dim in dims if x.shape[dim] != 1)
+    gaps = sum(after[0] != before[0] * before[1] for before, after in itertools.pairwise(reduced))
+    return 4 * (x.numel() + result_numel) if gaps else 0
 
 
 def total(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, sum_out: an operand of another dtype than the sum's is cast as a whole; see
-    `_summed_in_float32`."""
+    """ReduceOps.cpp, sum_out: an operand of another dtype is cast as a whole; see also `_summed_in_float32`."""
     x, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     if x.dtype is not result.dtype:
         return summed_as(args, kwargs, result)
@@ -211,83 +211,82 @@ def mean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorCompare.cpp, isinf: absolute values, compared with a number."""
+    """TensorCompare.cpp, isinf: the absolute values, which are compared with a wrapped number."""
     return bytes_of(args[0]) + of_number(math.inf, args[0].dtype) if args[0].is_floating_point() else 0
 
 
 def magnitude(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """UnaryOps.cpp, unary_op_impl_with_complex_to_float_out: the magnitudes of complex numbers are complex at first."""
+    """UnaryOps.cpp, unary_op_impl_with_complex_to_float_out: magnitudes are complex temporaries first."""
     return bytes_of(args[0]) if args[0].is_complex() else 0
 
 
 def truth(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, any and all: the operand as booleans."""
+    """ReduceOps.cpp, any and all: the operand cast to bool."""
     return 0 if args[0].dtype is torch.bool else args[0].numel()
 
 
 def unary(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the cast that a function of integers computes on."""
+    """The cast of an integer operand to the result's dtype."""
     return _cast(args[0], result.dtype)
 
 
-def whole_only(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, argmax without a dimension: the operand, flat."""
+def flat_argmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ReduceOps.cpp, argmax without a dimension: the flattened operand."""
     return 0 if args[1:] or result.dim() else copied(args[0])
 
 
-def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return one operand-sized temporary: native_dropout's scaled mask, its derivative's masked gradient, the working
-    copy of median and kthvalue."""
+def working_copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """One temporary of the operand's size: the scaled mask of native_dropout, the working copy of median."""
     return bytes_of(args[0])
 
 
-def connectionist_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """LossCTC.cpp, ctc_loss_backward_cpu_template: as much as the forward pass has kept."""
+def ctc_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """LossCTC.cpp, ctc_loss_backward_cpu_template: log betas, as large as the saved log alphas."""
     return bytes_of(args[6])
 
 
 def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; a result of its size is made first, and resized."""
+    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; the output is allocated in its size, then resized."""
     return copied(args[0]) + (bytes_of(args[0]) if result.numel() > args[0].numel() else 0)
 
 
 def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Sorting.cpp, sort_stable_kernel: the positions along the dimension that is sorted."""
+    """Sorting.cpp, sort_stable_kernel: the positions along the sorted dimension."""
     x, numbers = args[0], [arg for arg in args[1:] if type(arg) is int]
     return 8 * x.shape[kwargs.get("dim", numbers[0] if numbers else -1)] if x.dim() else 0
 
 
 def median_of_rows(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Sorting.cpp, median_with_indices_impl: rows that do not lie in one piece are copied."""
+    """Sorting.cpp, median_with_indices_impl: a copy of the rows unless they are contiguous."""
     x = args[0]
     return bytes_of(x) if x.dim() and x.stride(args[1]) != 1 else 0
 
 
 def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Sorting.cpp, kthvalue_out_impl_cpu: a working copy of the values, and their indices."""
+    """Sorting.cpp, kthvalue_out_impl_cpu: a working copy of the values, and their int64 indices."""
     return bytes_of(args[0]) + 8 * args[0].numel()
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, which are summed, and the greatest element of each row."""
+    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, the maximum of each row, and what their sum takes."""
     return bytes_of(args[0]) + bytes_of(result) + total(args[:2], {}, result)
 
 
 def gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Activation.cpp: oneDNN, which knows the exact form alone and no float64, copies a gradient for itself."""
+    """Activation.cpp: oneDNN, which has only the exact form and no float64, needs a contiguous gradient."""
     gradient, form = args[0], args[2] if len(args) > 2 else kwargs.get("approximate", "none")
     return copied(gradient) if form == "none" and gradient.dtype is not torch.float64 else 0
 
 
 def rms_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """layer_norm.cpp, rms_norm_composite: squares, then the product; reduced precision in float32."""
+    """layer_norm.cpp, rms_norm_composite: the squares, then the product; reduced precision in float32."""
     x = args[0]
     if x.dtype in _REDUCED:
         return 2 * 4 * x.numel() + 4 * x.numel() - bytes_of(x)
     return bytes_of(x)
 
 
-_CASTING = (
+_WITH_IN_PLACE = (
     "add.Tensor",
     "sub.Tensor",
     "mul.Tensor",
@@ -314,7 +313,7 @@ _COMPARING = (
     "logical_or.default",
     "logical_xor.default",
 )
-_OF_A_NUMBER = (
+_WITH_SCALAR = (
     *(f"{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod", "rsub", "copysign")),
     *("xlogy.Scalar_Self", "xlogy.Scalar_Other", "pow.Scalar", "pow.Tensor_Scalar"),
 )
@@ -398,23 +397,27 @@ FORMULAS: dict[str, Formula] = {
     "aten.all.dim": truth,
     "aten.max.default": copies_of(0),
     "aten.min.default": copies_of(0),
-    "aten.argmax.default": whole_only,
-    "aten.argmin.default": whole_only,
+    "aten.argmax.default": flat_argmax,
+    "aten.argmin.default": flat_argmax,
     "aten.logsumexp.default": logsumexp,
-    "aten.native_dropout.default": one_more,
+    "aten.native_dropout.default": working_copy,
     "aten.native_dropout_backward.default": dropout_backward,
     **{f"aten.{name}.default": by_number for name in ("deg2rad", "rad2deg")},
-    **{f"aten._ctc_loss_backward.{form}": connectionist_loss_backward for form in ("default", "Tensor")},
+    **{f"aten._ctc_loss_backward.{form}": ctc_loss_backward for form in ("default", "Tensor")},
     "aten.im2col.default": columns,
     "aten.col2im.default": columns,
     "aten.sort.default": sort,
     "aten.sort.stable": sort,
-    **{f"aten.{name}.default": one_more for name in ("median", "nanmedian")},
+    **{f"aten.{name}.default": working_copy for name in ("median", "nanmedian")},
     **{f"aten.{name}.dim": median_of_rows for name in ("median", "nanmedian")},
     "aten.kthvalue.default": kthvalue,
     "aten.gelu_backward.default": gelu_backward,
-    **{f"aten.{name}": to_common for name in (*_CASTING, *_WITHOUT_IN_PLACE, *_COMPARING, *_OF_A_NUMBER)},
-    **{f"aten.{name.replace('.', '_.')}": to_common_in_place for name in _CASTING if name != "floor_divide.default"},
+    **{f"aten.{name}": to_common for name in (*_WITH_IN_PLACE, *_WITHOUT_IN_PLACE, *_COMPARING, *_WITH_SCALAR)},
+    **{
+        f"aten.{name.replace('.', '_.')}": to_common_in_place
+        for name in _WITH_IN_PLACE
+        if name != "floor_divide.default"
+    },
     **{f"aten.{name}": to_common_in_place for name in _IN_PLACE},
     **{f"aten.{name}.default": unary for name in _UNARY},
     **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},

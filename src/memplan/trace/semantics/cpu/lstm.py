@@ -1,8 +1,8 @@
-"""The LSTM of oneDNN: its workspace, which fake tensors give no size, and its temporaries.
+"""oneDNN's LSTM: its workspace, which fake tensors leave empty, and its temporaries.
 
-torch calls it for one layer and direction at a time (ATen/native/mkldnn/RNN.cpp). The sizes are those of
-oneDNN's reference LSTM, src/cpu/rnn/rnn_utils.cpp, `set_workspace_sizes`, `set_scratchpad_sizes` and
-`get_good_ld`; measured with oneDNN 3.12 on AVX512 in float32. In bfloat16 its brgemm kernels run: approximate.
+torch calls it per layer and direction (ATen/native/mkldnn/RNN.cpp). The sizes are those of oneDNN's reference LSTM,
+src/cpu/rnn/rnn_utils.cpp, `set_workspace_sizes`, `set_scratchpad_sizes` and `get_good_ld`; measured with oneDNN 3.12 on
+AVX512 in float32. In bfloat16 its brgemm kernels run: approximate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POINTERS = 4664
 
 
 def with_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the results of ``mkldnn_rnn_layer`` with oneDNN's workspace, where gradients are recorded."""
+    """Return the results of ``mkldnn_rnn_layer`` with oneDNN's workspace if gradients are enabled."""
     output, hidden, cell, _ = result
     if not torch.is_grad_enabled():
         return result
@@ -30,70 +30,75 @@ def with_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
 
 
 def with_both_biases(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the results of ``mkldnn_rnn_layer_backward``: of fake tensors, the two biases' gradients are one and the
-    same."""
+    """Return the results of ``mkldnn_rnn_layer_backward`` with separate bias gradients; fake tensors share one."""
     *before, bias, _, hidden, cell = result
     return *before, bias, torch.empty_like(bias), hidden, cell
 
 
 def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, itemsize: int = _FLOAT) -> int:
-    """Return the bytes of the workspace: the gates, the new gate's hidden part, and five sets of states.
+    """Return the bytes of the workspace: the gates, the hidden part of the new gate, and five sets of states.
 
     Three of the states are in float32 whatever the dtype: two of gradients, and the cell's.
     """
     rows, states, widest = steps * batch, 2 * (steps + 1) * batch, max(inputs, hidden)
-    parts = [rows * _leading(4 * hidden, itemsize) * itemsize, rows * _leading(hidden, itemsize) * itemsize]
-    parts += [states * _leading(widest, itemsize) * itemsize] + [states * _leading(widest) * _FLOAT] * 2
-    parts += [states * hidden * itemsize, states * hidden * _FLOAT]
+    parts = [
+        rows * _leading_dimension(4 * hidden, itemsize) * itemsize,
+        rows * _leading_dimension(hidden, itemsize) * itemsize,
+        states * _leading_dimension(widest, itemsize) * itemsize,
+        states * _leading_dimension(widest) * _FLOAT,
+        states * _leading_dimension(widest) * _FLOAT,
+        states * hidden * itemsize,
+        states * hidden * _FLOAT,
+    ]
     return sum(padded(part, _PAGE) for part in parts)
 
 
-def _leading(size: int, itemsize: int = _FLOAT) -> int:
-    """Return a row's length that avoids 4K aliasing: whole cache lines, but no multiple of 256."""
+def _leading_dimension(size: int, itemsize: int = _FLOAT) -> int:
+    """Return the row length that avoids 4K aliasing: whole cache lines, but no multiple of 256 elements."""
     length = padded(size, 64 // itemsize)
     return length + 64 // itemsize if length % 256 == 0 else length
 
 
-def _scratch(steps: int, batch: int, hidden: int) -> int:
-    """Gates of the steps whose products with the input are one, and two hidden states."""
-    gates = steps * batch * _leading(4 * hidden) * _FLOAT
-    return padded(gates, _PAGE) + 2 * padded(batch * _leading(hidden) * _FLOAT, _PAGE) + _POINTERS
+def _scratchpad(steps: int, batch: int, hidden: int) -> int:
+    """Gates of the `steps` whose input product is one GEMM, and two hidden states."""
+    gates = steps * batch * _leading_dimension(4 * hidden) * _FLOAT
+    return padded(gates, _PAGE) + 2 * padded(batch * _leading_dimension(hidden) * _FLOAT, _PAGE) + _POINTERS
 
 
 def _weights(inputs: int, hidden: int) -> int:
-    """Both weights, turned, in rows of all gates; and the sum of the biases."""
-    return (inputs + hidden) * _leading(4 * hidden) * _FLOAT + 4 * hidden * _FLOAT
+    """Both weights transposed, with all gates in a row, and the sum of the biases."""
+    return (inputs + hidden) * _leading_dimension(4 * hidden) * _FLOAT + 4 * hidden * _FLOAT
 
 
 def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``mkldnn_rnn_layer``: without gradients, another kernel runs, with another scratchpad."""
+    """``mkldnn_rnn_layer``. Without gradients another kernel runs, with another scratchpad."""
     (steps, batch, inputs), hidden = args[0].shape, args[10]
     if args[0].dtype is not torch.float32:
         return _weights(inputs, hidden) // 2 + _POINTERS
     if not torch.is_grad_enabled():
         return _inference(steps, batch, inputs, hidden)
-    return _weights(inputs, hidden) + _scratch(1 if batch >= _LARGE_BATCH else steps, batch, hidden)
+    return _weights(inputs, hidden) + _scratchpad(1 if batch >= _LARGE_BATCH else steps, batch, hidden)
 
 
 def _inference(steps: int, batch: int, inputs: int, hidden: int) -> int:
-    """Return a brgemm kernel, in blocks of 32 columns; the states' part is fitted to batches up to 64."""
+    """The brgemm kernel, in blocks of 32 columns. The part for the states is fitted to batches up to 64."""
     weights = 4 * (inputs + hidden) * padded(hidden, 32) * _FLOAT
     gates = padded(steps * batch * 4 * hidden * _FLOAT, _PAGE)
     return weights + gates + 16 * batch * hidden * _FLOAT + _POINTERS
 
 
 def backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``mkldnn_rnn_layer_backward``: weights for both directions, gradients contiguous or zero, and the scratchpad."""
+    """``mkldnn_rnn_layer_backward``: weights for both directions, contiguous or zero gradients, and the scratchpad."""
     (steps, batch, inputs), hidden = args[0].shape, args[5].shape[-1]
-    # in half precision it computes a step's gates at a time: as measured on one shape, so approximate
-    at_once = steps if args[0].dtype is torch.float32 else 1
-    taken = _weights(inputs, hidden) + _scratch(at_once, batch, hidden)
+    # Half precision computes the gates of one step at a time: measured on one shape, so approximate.
+    merged_steps = steps if args[0].dtype is torch.float32 else 1
+    total = _weights(inputs, hidden) + _scratchpad(merged_steps, batch, hidden)
     for width in (inputs, hidden):
-        if _leading(width) != width:
-            taken += 4 * hidden * _leading(width) * _FLOAT
+        if _leading_dimension(width) != width:
+            total += 4 * hidden * _leading_dimension(width) * _FLOAT
     for gradient, like in zip(args[10:13], (args[7], args[5], args[6]), strict=True):
-        taken += bytes_of(like) if gradient is None else copied(gradient)
-    return taken
+        total += bytes_of(like) if gradient is None else copied(gradient)
+    return total
 
 
 FORMULAS = {"aten.mkldnn_rnn_layer.default": forward, "aten.mkldnn_rnn_layer_backward.default": backward}

@@ -1,4 +1,4 @@
-"""Ops whose results are other on the CPU than fake tensors say: sizes that no shape tells, and strides."""
+"""Ops whose results on the CPU differ from those of fake tensors: sizes that shapes do not determine, and strides."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memplan.trace.semantics.cpu.strides import STRIDES
 _NO_REDUCTION = 0
 
 
-def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
-    """Return a reduced loss whose 0-dim result lies in the storage of the unreduced one.
+def _reduced_in_place(position: int) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+    """Return the correction of a loss whose reduced, 0-dim result lies in the storage of the unreduced loss.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp: the loss is computed into the result, which is then reduced
     into itself; the storage keeps its size for as long as the loss lives.
@@ -32,45 +32,45 @@ def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any]
     return corrected
 
 
-def _as_large_as_its_operand(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return a result in the storage of one that was made of the operand's size (Im2Col.cpp, Col2Im.cpp)."""
+def _resized_from_operand(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Return a result whose storage was allocated with the operand's size (Im2Col.cpp, Col2Im.cpp)."""
     if result.numel() >= args[0].numel():
         return result
     return result.new_empty(args[0].numel()).as_strided(result.shape, result.stride())
 
 
-def _bags(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return an embedding bag's results with the size of each bag, the last offset's too, and one index more.
+def _embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Return an embedding bag's results with a size for each bag, and ``offset2bag`` as a view that lacks its last
+    element.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp, `make_bag_size_out` and `make_offset2bag_out`.
     """
-    out, bags, _, largest = result
-    if bags.numel():
-        bags = bags.new_empty(bags.numel() + 1)[:-1]
-    return out, bags, args[2].new_empty(args[2].shape), largest
+    output, offset2bag, _, max_indices = result
+    if offset2bag.numel():
+        offset2bag = offset2bag.new_empty(offset2bag.numel() + 1)[:-1]
+    return output, offset2bag, args[2].new_empty(args[2].shape), max_indices
 
 
 RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
     **STRIDES,
     "aten.convolution.default": resized,
-    "aten._embedding_bag.default": _bags,
-    "aten.col2im.default": _as_large_as_its_operand,
-    "aten.im2col.default": _as_large_as_its_operand,
+    "aten._embedding_bag.default": _embedding_bag,
+    "aten.col2im.default": _resized_from_operand,
+    "aten.im2col.default": _resized_from_operand,
     "aten.mkldnn_rnn_layer.default": with_workspace,
     "aten.mkldnn_rnn_layer_backward.default": with_both_biases,
-    "aten.mse_loss.default": _keeps_unreduced(2),
-    "aten.smooth_l1_loss.default": _keeps_unreduced(2),
-    "aten.soft_margin_loss.default": _keeps_unreduced(2),
-    "aten.binary_cross_entropy.default": _keeps_unreduced(3),
+    "aten.mse_loss.default": _reduced_in_place(2),
+    "aten.smooth_l1_loss.default": _reduced_in_place(2),
+    "aten.soft_margin_loss.default": _reduced_in_place(2),
+    "aten.binary_cross_entropy.default": _reduced_in_place(3),
 }
-"""Overload name -> (args, kwargs, result) -> the result as the kernel makes it."""
+"""Overload name -> (args, kwargs, result) -> the result with the kernel's sizes and strides."""
 
 
 def grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_grouped_mm``: torch describes it for bfloat16 only, and takes float32 and float16 on every device.
+    """``_grouped_mm``: fake tensors support bfloat16 only, the kernels float32 and float16 on every device.
 
-    Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`: rows begin at multiples of 16
-    bytes.
+    Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`: rows are aligned to 16 bytes.
     """
     a, b = args[0], args[1]
     offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
@@ -81,17 +81,17 @@ def grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape = (a.shape[0], rows, columns)
     elif a.dim() == 2 and b.dim() == 2:
         shape = (offsets.shape[0], rows, columns)
-    across = 16 // dtype.itemsize
-    row = -(-columns // across) * across
-    return a.new_empty_strided(shape, (rows * row, row, 1)[-len(shape) :], dtype=dtype)
+    alignment = 16 // dtype.itemsize
+    row_stride = -(-columns // alignment) * alignment
+    return a.new_empty_strided(shape, (rows * row_stride, row_stride, 1)[-len(shape) :], dtype=dtype)
 
 
-def _connectionist_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_ctc_loss``: the losses, and what the derivative keeps; as long as the longest target, where that is known.
+def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_ctc_loss``: the losses, and the log alphas saved for backward, as long as the longest target if that is known.
 
     Source: aten/src/ATen/native/LossCTC.cpp, `ctc_loss_cpu_template`.
     """
-    log_probs, lengths = args[0], _known(args[3])
+    log_probs, lengths = args[0], _known_lengths(args[3])
     if lengths is None:
         return NotImplemented
     longest = max(lengths, default=0)
@@ -99,16 +99,16 @@ def _connectionist_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return log_probs.new_empty(batch), log_probs.new_empty((batch, log_probs.shape[0], 2 * longest + 1))
 
 
-def _known(lengths: Any) -> list[int] | None:
-    """Return lengths given as integers, or as a tensor whose values are known; None of others."""
+def _known_lengths(lengths: Any) -> list[int] | None:
+    """Return lengths passed as integers, or as a tensor with known values; else None."""
     if isinstance(lengths, torch.Tensor):
         constant = getattr(lengths, "constant", None)
         return None if constant is None else constant.reshape(-1).tolist()
-    return [int(one) for one in lengths]
+    return [int(length) for length in lengths]
 
 
-def _gradient_of_bags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_embedding_bag_backward``: torch runs it on fake tensors as on real ones, and reads memory that is not there.
+def _embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_embedding_bag_backward``: torch runs the real kernel on fake tensors, which reads memory that does not exist.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp, `_embedding_bag_dense_backward_cpu`.
     """
@@ -116,11 +116,11 @@ def _gradient_of_bags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented if sparse else gradient.new_empty((rows, gradient.shape[1]))
 
 
-def _least_squares(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``linalg_lstsq`` by ``gelsy``, the default: the solution lies where the right side was, with all of its rows.
+def _lstsq(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``linalg_lstsq`` by ``gelsy``, the default: the solution is a view of the right side's copy, which has all rows.
 
-    Source: aten/src/ATen/native/BatchLinearAlgebra.cpp, `linalg_lstsq_out_info`. Other drivers say by the ranks, which
-    are values, whether there are residuals.
+    Source: aten/src/ATen/native/BatchLinearAlgebra.cpp, `linalg_lstsq_out_info`. With other drivers the residuals
+    depend on the ranks, which are values.
     """
     x, right = args[0], args[1]
     driver = kwargs.get("driver", args[3] if len(args) > 3 else None)
@@ -138,10 +138,10 @@ def _least_squares(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._grouped_mm.default": grouped_product,
-    "aten._embedding_bag_backward.default": _gradient_of_bags,
-    "aten.linalg_lstsq.default": _least_squares,
+    "aten._embedding_bag_backward.default": _embedding_bag_backward,
+    "aten.linalg_lstsq.default": _lstsq,
 }
 """Overload name -> (args, kwargs) -> the result, for ops that fake tensors refuse and the CPU runs."""
 
-OF_LENGTHS = dict.fromkeys(("aten._ctc_loss.default", "aten._ctc_loss.Tensor"), _connectionist_loss)
-"""The same for ops whose results are as large as values say, where a recording knows these; a graph of them is none."""
+OF_LENGTHS = dict.fromkeys(("aten._ctc_loss.default", "aten._ctc_loss.Tensor"), _ctc_loss)
+"""Like `INSTEAD`, for ops whose result sizes depend on values that a recording may know and a graph cannot."""

@@ -1,6 +1,6 @@
-"""Numbers as operands: torch makes a tensor of one element of each, and casts it to the dtype of the kernel.
+"""Sizes of Python numbers as operands: torch wraps each in a one-element tensor and casts it to the kernel's dtype.
 
-The former in ScalarOps.h, ``wrapped_scalar_tensor``; the latter in TensorIterator.cpp, ``compute_types``.
+Source: ScalarOps.h, ``wrapped_scalar_tensor``; TensorIterator.cpp, ``compute_types``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPS = frozenset(
 ) | {"aten.pow.Scalar"}  # a power by a number has a kernel of its own
 """Ops of two operands, either of which may be a number."""
 _FOREACH = frozenset(f"aten._foreach_{name}{place}.Scalar" for name in _ARITHMETIC for place in ("", "_"))
-"""The same for each tensor of a list, one after the other."""
+"""Foreach ops with a scalar, which run tensor by tensor."""
 
 _WRAPPED = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _COMMON: dict[Any, torch.dtype] = {}
@@ -40,35 +40,35 @@ _FRACTIONS = ("aten.div.Tensor", "aten.div.Scalar", "aten.div_.Tensor", "aten.di
 
 
 def transient_bytes(name: str, args: tuple[Any, ...]) -> int:
-    """Return the bytes that the numbers among an op's first two operands take while it runs."""
+    """Return the bytes of the wrapped numbers among an op's first two operands; 0 for other ops."""
     if name in _FOREACH:
-        return max((_taken(name, tensor, args[1]) for tensor in args[0]), default=0)
-    return _taken(name, *args[:2]) if name in OPS and len(args) > 1 else 0
+        return max((_wrapped_bytes(name, tensor, args[1]) for tensor in args[0]), default=0)
+    return _wrapped_bytes(name, *args[:2]) if name in OPS and len(args) > 1 else 0
 
 
-def _taken(name: str, one: Any, other: Any) -> int:
-    if isinstance(one, torch.Tensor) == isinstance(other, torch.Tensor):
+def _wrapped_bytes(name: str, left: Any, right: Any) -> int:
+    if isinstance(left, torch.Tensor) == isinstance(right, torch.Tensor):
         return 0
-    number = other if isinstance(one, torch.Tensor) else one
-    common = common_dtype(one, other)
+    number = right if isinstance(left, torch.Tensor) else left
+    common = common_dtype(left, right)
     if name in _FRACTIONS and not (common.is_floating_point or common.is_complex):
         common = torch.get_default_dtype()
     return of_number(number, common)
 
 
-def common_dtype(one: Any, other: Any) -> torch.dtype:
-    """Return `torch.result_type` of two operands. It is asked once for each kind: of fake tensors it is slow."""
-    kinds = _kind(one), _kind(other)
-    if None in kinds:
-        return torch.result_type(one, other)
-    key = (*kinds, torch.get_default_dtype())
+def common_dtype(left: Any, right: Any) -> torch.dtype:
+    """Return `torch.result_type` of two operands, cached by what it depends on: it is slow on fake tensors."""
+    keys = _type_key(left), _type_key(right)
+    if None in keys:
+        return torch.result_type(left, right)
+    key = (*keys, torch.get_default_dtype())
     if key not in _COMMON:
-        _COMMON[key] = torch.result_type(one, other)
+        _COMMON[key] = torch.result_type(left, right)
     return _COMMON[key]
 
 
-def _kind(operand: Any) -> Any:
-    """Return what `torch.result_type` looks at; None for a tensor that may itself have been made of a number."""
+def _type_key(operand: Any) -> Any:
+    """Return what `torch.result_type` reads of an operand; None for a 0-dim tensor that may be a wrapped number."""
     if not isinstance(operand, torch.Tensor):
         return type(operand)
     if operand.dim():
@@ -77,18 +77,18 @@ def _kind(operand: Any) -> Any:
 
 
 def of_number(number: complex, common: torch.dtype) -> int:
-    """Return the bytes that a number takes as the operand of a kernel that computes in a dtype."""
+    """Return the bytes of a number as operand of a kernel that computes in `common`: wrapped, and its cast."""
     dtype = wrapped(number)
     return dtype.itemsize + (0 if dtype is common else common.itemsize)
 
 
 def wrapped(number: complex) -> torch.dtype:
-    """Return the dtype of the tensor that torch makes of a number."""
+    """Return the dtype of the tensor that torch wraps a number in."""
     return next((dtype for kind, dtype in _WRAPPED.items() if isinstance(number, kind)), torch.float64)
 
 
 def averaged(numel: int, dtype: torch.dtype, results: int = 1) -> int:
-    """Return what a mean takes beside its result: sums, divided in place by the number of elements.
+    """Return the temporary bytes of a mean: its sums are divided in place by a wrapped number.
 
     Reduced precision is summed in float32, cast as a whole (ReduceOps.cpp, mean_kernel_impl and mean_out).
     """

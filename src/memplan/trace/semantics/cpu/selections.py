@@ -1,6 +1,6 @@
-"""Temporaries of the CPU's kernels that select by value: masks, distinct elements.
+"""Temporaries of the CPU's kernels whose result size depends on values: masks, unique.
 
-Each formula names the file under ATen/native it comes from.
+Each formula names its file under ATen/native.
 """
 
 from __future__ import annotations
@@ -14,60 +14,60 @@ import torch
 from memplan.trace.semantics.layout import bytes_of, copied
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
-_PLACE = 8
+_INDEX = 8
 """Bytes of an index."""
-_GRAIN = 32768
+_GRAIN_SIZE = 32768
 """Elements from which a kernel runs on several threads (TensorIterator.h)."""
 
 
 def masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, masked_select_out_impl_cpu: the mask is counted as integers before the result is
-    made; unless the kernel goes through both in order, it is kept as integers beside their running sums."""
+    """TensorAdvancedIndexing.cpp, masked_select_out_impl_cpu: the mask as int64, to be counted before the result is
+    allocated; unless the kernel runs serially, the mask as int64 and its running sums."""
     x, mask = args
     shape = torch.broadcast_shapes(x.shape, mask.shape)
-    counted = _PLACE * (math.prod(shape) + 1)
-    whole = x.shape == mask.shape and x.is_contiguous() and mask.is_contiguous()
-    in_order = whole and (x.numel() < _GRAIN or torch.get_num_threads() == 1)
-    return max(counted - bytes_of(result), 0 if in_order else 2 * _PLACE * math.prod(shape))
+    count_scratch = _INDEX * (math.prod(shape) + 1)
+    contiguous = x.shape == mask.shape and x.is_contiguous() and mask.is_contiguous()
+    serial = contiguous and (x.numel() < _GRAIN_SIZE or torch.get_num_threads() == 1)
+    return max(count_scratch - bytes_of(result), 0 if serial else 2 * _INDEX * math.prod(shape))
 
 
 def distinct(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Unique.cpp, unique_cpu_sorted_template: sorted elements and their places; while sorting, the places once more."""
+    """Unique.cpp, unique_cpu_sorted_template: sorted elements and their permutation, and while sorting a second one."""
     x = args[0]
     if x.dtype is torch.bool:
         return 0
     counts = args[3] if len(args) > 3 else kwargs.get("return_counts", False)
-    in_order = bytes_of(x) + _PLACE * x.numel()
-    beside = in_order + (_PLACE * (result[0].numel() + 1) if counts else 0)
-    return copied(x) + max(in_order + _PLACE * x.numel() - sum(map(bytes_of, result)), beside)
+    sorted_bytes = bytes_of(x) + _INDEX * x.numel()
+    with_counts = sorted_bytes + (_INDEX * (result[0].numel() + 1) if counts else 0)
+    return copied(x) + max(sorted_bytes + _INDEX * x.numel() - sum(map(bytes_of, result)), with_counts)
 
 
 def distinct_rows(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Unique.cpp, _unique_dim_cpu_template: the rows in order, of a copy where they do not lie so."""
+    """Unique.cpp, _unique_dim_cpu_template: the sorted rows, and a contiguous copy of the input."""
     x, dim = args[0], args[1]
     return bytes_of(x) + copied(x.movedim(dim, 0))
 
 
 def indexed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """IndexingUtils.h, expandTensors: a mask is turned into places, one for each of its dimensions."""
+    """IndexingUtils.h, expandTensors: each mask is converted to int64 indices, one tensor per dimension of the mask."""
     x, indices = args[0], args[1]
-    rest = x.numel() // max(1, math.prod(_indexed_sizes(x, indices)))
-    return _places(indices, result.numel() // max(1, rest))
+    slice_numel = x.numel() // max(1, math.prod(_indexed_sizes(x, indices)))
+    return _index_bytes(indices, result.numel() // max(1, slice_numel))
 
 
 def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, _index_put_impl_: the same; of one value without summing a mask is filled instead."""
+    """TensorAdvancedIndexing.cpp, _index_put_impl_: as `indexed`; one value without accumulation is a masked_fill."""
     x, indices, values = args[0], args[1], args[2]
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if values.numel() == 1 and not accumulates and len(_masks(indices)) == len(indices) == 1:
         return 0
-    rest = x.dim() - len(_indexed_sizes(x, indices))
-    whole = values.dim() > rest and values.shape[0] != 1
-    return _places(indices, values.shape[0] if whole else _largest(indices))
+    slice_dims = x.dim() - len(_indexed_sizes(x, indices))
+    value_per_index = values.dim() > slice_dims and values.shape[0] != 1
+    return _index_bytes(indices, values.shape[0] if value_per_index else _most_selected(indices))
 
 
-def _largest(indices: Sequence[Any]) -> int:
-    """Return how many places masks select: as many as is known, else all there are."""
+def _most_selected(indices: Sequence[Any]) -> int:
+    """Return how many elements the masks select: the exact number if it is known, else all."""
     masks = _masks(indices)
     if not masks:
         return 0
@@ -75,29 +75,29 @@ def _largest(indices: Sequence[Any]) -> int:
     return masks[0].numel() if known is None else int(known.sum())
 
 
-def _places(indices: Sequence[Any], selected: int) -> int:
-    return sum(_PLACE * mask.dim() * selected for mask in _masks(indices))
+def _index_bytes(indices: Sequence[Any], selected: int) -> int:
+    return sum(_INDEX * mask.dim() * selected for mask in _masks(indices))
 
 
 def _masks(indices: Sequence[Any]) -> list[torch.Tensor]:
-    return [one for one in indices if isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8)]
+    return [index for index in indices if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)]
 
 
 def _indexed_sizes(x: torch.Tensor, indices: Sequence[Any]) -> list[int]:
-    """Return the sizes of the dimensions that are indexed."""
+    """Return the sizes of the indexed dimensions."""
     sizes: list[int] = []
-    at = 0
+    dim = 0
     masks = {id(mask) for mask in _masks(indices)}
-    for one in indices:
-        dims = one.dim() if id(one) in masks else 1
-        if one is not None:
-            sizes += x.shape[at : at + dims]
-        at += dims
+    for index in indices:
+        dims = index.dim() if id(index) in masks else 1
+        if index is not None:
+            sizes += x.shape[dim : dim + dims]
+        dim += dims
     return sizes
 
 
 def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, masked_scatter__cpu: the source in order."""
+    """TensorAdvancedIndexing.cpp, masked_scatter__cpu: a contiguous copy of the source."""
     return copied(args[2])
 
 

@@ -1,4 +1,4 @@
-"""Ops whose results have other strides on the CPU than fake tensors say, beside those of every device."""
+"""Ops whose results have other strides on the CPU than fake tensors have, besides those of every device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memplan.trace.semantics.result_strides import (
     Correction,
     as_suggested,
     elementwise,
+    has_usable_sizes,
     in_order,
-    is_told,
     laid_out,
     like,
     then,
@@ -31,25 +31,26 @@ from memplan.trace.semantics.tensor_iterator import (
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _is_in_last(x: torch.Tensor) -> bool:
+def _is_channels_last(x: torch.Tensor) -> bool:
     return x.dim() in _FORMATS and x.is_contiguous(memory_format=_FORMATS[x.dim()])
 
 
 def _norm(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Normalization.cpp, `suggest_memory_format_contig`: contiguous first, unless channels last alone describes it."""
+    """Normalization.cpp, `suggest_memory_format_contig`: contiguous, unless the input is channels last and not
+    contiguous."""
     x, (output, *statistics) = args[0], results
-    last = not x.is_contiguous() and _is_in_last(x)
+    last = not x.is_contiguous() and _is_channels_last(x)
     return _formatted(output, last=last), *statistics
 
 
 def _norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Normalization.cpp, `batch_norm_backward_cpu_template`: the same where gradient and input are of one format."""
-    (gradient, x), (of_input, *others) = args[:2], results
+    """Normalization.cpp, `batch_norm_backward_cpu_template`: as `_norm` if gradient and input have the same format."""
+    (gradient, x), (grad_input, *others) = args[:2], results
     last = suggests_channels_last(x)
-    dense = all(one.is_contiguous() or _is_in_last(one) for one in (gradient, x))
+    dense = all(t.is_contiguous() or _is_channels_last(t) for t in (gradient, x))
     if dense and suggests_channels_last(gradient) == last:
         last = not x.is_contiguous()
-    return None if of_input is None else _formatted(of_input, last=last), *others
+    return None if grad_input is None else _formatted(grad_input, last=last), *others
 
 
 def _formatted(tensor: torch.Tensor, *, last: bool) -> torch.Tensor:
@@ -57,36 +58,36 @@ def _formatted(tensor: torch.Tensor, *, last: bool) -> torch.Tensor:
 
 
 def _convolution_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Convolution.cpp: a weight's gradient that more than one format describes is contiguous, unless the weight is in
-    channels last or in groups."""
-    of_input, of_weight, of_bias = results
+    """Convolution.cpp: a weight gradient that is contiguous in more than one format gets contiguous strides, unless the
+    weight is channels last or grouped."""
+    grad_input, grad_weight, grad_bias = results
     plain = args[9] == 1 and not suggests_channels_last(args[2])
-    if plain and of_weight is not None and of_weight.is_contiguous():
-        of_weight = laid_out(of_weight, contiguous_strides(of_weight.shape))
-    return of_input, of_weight, of_bias
+    if plain and grad_weight is not None and grad_weight.is_contiguous():
+        grad_weight = laid_out(grad_weight, contiguous_strides(grad_weight.shape))
+    return grad_input, grad_weight, grad_bias
 
 
-def _rectified_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Activation.cpp, `_prelu_kernel_backward`: of input, weight and gradient, in this order."""
+def _prelu_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
+    """Activation.cpp, `_prelu_kernel_backward`, whose TensorIterator has input, weight and gradient in this order."""
     gradient, x, weight = args[:3]
-    return tuple(laid_out(made, elementwise_strides([x, weight, gradient], made.shape)) for made in results)
+    return tuple(laid_out(grad, elementwise_strides([x, weight, gradient], grad.shape)) for grad in results)
 
 
 def _group_norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """group_norm.cpp: in the input's memory format; from torch 2.14 on, by ``empty_like`` of the input in it."""
+    """group_norm.cpp: in the input's memory format; from torch 2.14 on, ``empty_like`` of the input in that format."""
     x = args[1]
     if torch_version() < (2, 14) or copied_to(x, suggests_channels_last(x)):
         return as_suggested(1)(args, kwargs, results)
-    of_input, *others = results
-    return (None if of_input is None else laid_out(of_input, preserved_strides(x)), *others)
+    grad_input, *others = results
+    return (None if grad_input is None else laid_out(grad_input, preserved_strides(x)), *others)
 
 
-def _of_cpu(correction: Correction) -> Correction:
-    """Return the correction for tensors in the host's memory: a graph that is traced for a card asks for it, too."""
+def _on_cpu(correction: Correction) -> Correction:
+    """Return the correction restricted to CPU tensors: tracing for a GPU looks it up in the same table."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        own = args[0].device.type in ("cpu", "meta") and is_told(args[0])
-        return correction(args, kwargs, result) if own else result
+        applies = args[0].device.type in ("cpu", "meta") and has_usable_sizes(args[0])
+        return correction(args, kwargs, result) if applies else result
 
     return corrected
 
@@ -97,20 +98,20 @@ _NORMS = (
     "_native_batch_norm_legit.no_stats",
     "_native_batch_norm_legit_functional.default",
 )
-_OWN: Mapping[str, Correction] = {
+_CPU_ONLY: Mapping[str, Correction] = {
     **{f"aten.{name}": _norm for name in _NORMS},
     "aten.native_batch_norm_backward.default": _norm_backward,
     "aten.native_group_norm.default": as_suggested(0),  # group_norm.cpp
     "aten.native_group_norm_backward.default": _group_norm_backward,
     "aten.convolution_backward.default": _convolution_backward,
-    "aten._prelu_kernel_backward.default": _rectified_backward,
+    "aten._prelu_kernel_backward.default": _prelu_backward,
     # Dropout.cpp
     "aten.native_dropout.default": then(
-        lambda args, kwargs, results: (elementwise(0)(args, kwargs, results[0]), results[1]), like(0, of=1)
+        lambda args, kwargs, results: (elementwise(0)(args, kwargs, results[0]), results[1]), like(0, index=1)
     ),
     "aten.native_dropout_backward.default": elementwise(0, 1),
     # Activation.cpp, GatedLinearUnit.cpp, LossNLL2d.cpp, FlashAttentionKernel.cpp
-    "aten.log_sigmoid_forward.default": then(in_order(), in_order(of=1)),
+    "aten.log_sigmoid_forward.default": then(in_order(), in_order(index=1)),
     "aten.log_sigmoid_backward.default": like(0),
     "aten.glu_backward.default": in_order(),
     "aten.nll_loss2d_backward.default": like(1),
@@ -121,5 +122,5 @@ _OWN: Mapping[str, Correction] = {
     "aten.replication_pad3d_backward.default": as_suggested(1),
     "aten.channel_shuffle.default": as_suggested(0),
 }
-STRIDES: Mapping[str, Correction] = {**EVERYWHERE, **{name: _of_cpu(entry) for name, entry in _OWN.items()}}
-"""Overload name -> (args, kwargs, result) -> the result with the strides that the kernel gives it."""
+STRIDES: Mapping[str, Correction] = {**EVERYWHERE, **{name: _on_cpu(entry) for name, entry in _CPU_ONLY.items()}}
+"""Overload name -> (args, kwargs, result) -> the result with the strides of the kernel's output."""

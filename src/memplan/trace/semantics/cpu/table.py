@@ -1,4 +1,4 @@
-"""What an op takes on the CPU besides its results: the temporaries inside its kernel."""
+"""Allocations of CPU ops besides their results: the temporaries inside their kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the bytes that the kernel holds at its worst moment beyond what was there before and its results."""
+    """Return the peak bytes that the kernel allocates beyond its results."""
     if sparse.concerns(name, args, result):
         return sparse.transient_bytes(name, args, kwargs, result)
     formula = _FORMULAS.get(name)
@@ -63,12 +63,12 @@ def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], re
 
 
 def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> tuple[Extra, ...]:
-    taken = transient_bytes(name, args, kwargs, result) + scalar_operands.transient_bytes(name, args)
-    return (Extra(taken),) if taken else ()
+    temporaries = transient_bytes(name, args, kwargs, result) + scalar_operands.transient_bytes(name, args)
+    return (Extra(temporaries),) if temporaries else ()
 
 
 def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
-    return indexing.granted(name, args) or sparse_results.assumed(name, args, result, answered)
+    return indexing.assumed(name, args) or sparse_results.assumed(name, args, result, answered)
 
 
 SEMANTICS = Semantics(_extras, RESULTS, {**INSTEAD, **OF_LENGTHS, **AT_ONCE, **sparse_results.INSTEAD}, _assumed)

@@ -1,4 +1,4 @@
-"""oneDNN's convolution that takes every shape, x64:gemm: an im2col and a matrix product.
+"""oneDNN's convolution that supports every shape, x64:gemm: an im2col and a GEMM.
 
 Source: src/cpu/gemm_convolution_utils.cpp of oneDNN 3.12, `init_conf`.
 """
@@ -18,14 +18,14 @@ from memplan.trace.semantics.layout import level_2_cache, padded, simd
 _FEW_NARROW = 8
 """Channels of the output below which a block is not split."""
 _SMALL = 64 * 1024
-"""Products of a thread up to which threads had better share images."""
+"""Multiplications per thread below which threads had better split images and groups."""
 _MOST_SCRATCH = 1 << 30
 _TIMES_TENSORS = 15
-"""Scratch goes no further than so many times the tensors, for each thread."""
+"""The scratchpad is at most this many times the tensors, per thread."""
 _SUM = 4
-"""Bytes of a number that fewer bits are summed up in."""
+"""Bytes of an accumulator for 16-bit types."""
 _LINE = 16
-"""Such numbers in a cache line."""
+"""Accumulators in a cache line."""
 
 
 class _Blocks(NamedTuple):
@@ -35,13 +35,13 @@ class _Blocks(NamedTuple):
 
 
 def plain_forward(s: Shape) -> Work:
-    """Return a forward: columns of a block for each thread; in fewer bits sums in float32."""
+    """Return the buffers of a forward: the columns of a block per thread; in 16 bits also float32 accumulators."""
     threads = torch.get_num_threads()
-    found = _best_blocks(s, threads)
+    blocks = _best_blocks(s, threads)
     positions, narrow = _positions(s), s.narrow // s.groups
-    if found:
-        narrow, columns = found.narrow, found.wide * prod(s.kernel) * found.positions
-        positions = found.positions
+    if blocks:
+        narrow, columns = blocks.narrow, blocks.wide * prod(s.kernel) * blocks.positions
+        positions = blocks.positions
     else:
         threads = threads if _outer_forward(s, threads) else 1
         columns = s.wide // s.groups * prod(s.kernel) * positions
@@ -51,34 +51,34 @@ def plain_forward(s: Shape) -> Work:
 
 
 def plain_data_gradient(s: Shape) -> Work:
-    """Return a data gradient: columns of an image for each thread, or of a part of it."""
+    """Return the buffers of a data gradient: the columns of an image, or of a part of it, per thread."""
     threads = torch.get_num_threads()
     limit = _limit(s, threads)
     threads = threads if _outer_data_gradient(s, threads) else 1
-    numbers = s.wide // s.groups * prod(s.wide_space)
-    sums = threads * padded(numbers, _LINE) * _SUM if s.bf16 else 0
+    elements = s.wide // s.groups * prod(s.wide_space)
+    sums = threads * padded(elements, _LINE) * _SUM if s.bf16 else 0
     columns = _columns(s, _SUM, threads, limit - booked(sums), 0.1)
     return Work(0, 0, s.wide_bytes(), booked(sums, columns), by_columns=True)
 
 
 def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
-    """Return a weight's gradient: columns of one image at a time, or, where an image is too small to be shared, of one
-    for each thread; an image in channels last is turned round first."""
+    """Return the buffers of a weight's gradient: the columns of one image, or of one per thread if images are small; an
+    image in channels last is transposed first."""
     threads, weight = torch.get_num_threads(), s.weight_bytes()
     limit = _limit(s, threads)
-    taps, summed = s.wide // s.groups * prod(s.kernel), 4 * weight if s.bf16 else 0
-    least = 4 * threads * weight + summed + s.itemsize * threads * taps * _vector(s)
+    taps, accumulators = s.wide // s.groups * prod(s.kernel), 4 * weight if s.bf16 else 0
+    least = 4 * threads * weight + accumulators + s.itemsize * threads * taps * _vector(s)
     outer = least < limit and _positions(s) // threads < 256 and (s.batch != 1 or s.groups > 2)
-    each = threads if outer else 1
-    sums = each * 4 * weight
-    turned = s.wide_bytes() // s.batch if last else 0
-    room = _MOST_SCRATCH if last else limit - booked(sums, summed)
-    columns = _columns(s, s.itemsize, each, room, 0.05)
-    return Work(0, weight, 0, booked(columns, sums, each * turned, summed), by_columns=True)
+    images = threads if outer else 1
+    sums = images * 4 * weight
+    transposed = s.wide_bytes() // s.batch if last else 0
+    room = _MOST_SCRATCH if last else limit - booked(sums, accumulators)
+    columns = _columns(s, s.itemsize, images, room, 0.05)
+    return Work(0, weight, 0, booked(columns, sums, images * transposed, accumulators), by_columns=True)
 
 
 def _positions(s: Shape) -> int:
-    """Return the positions of an output, of one slice of a volume."""
+    """Return the number of output positions, for a volume those of one slice."""
     return prod(s.narrow_space[-2:])
 
 
@@ -87,7 +87,7 @@ def _vector(s: Shape) -> int:
 
 
 def _unfolded(s: Shape) -> bool:
-    """Return whether there are columns at all."""
+    """Return whether an im2col is needed."""
     return not s.pointwise or s.strided
 
 
@@ -97,8 +97,7 @@ def _limit(s: Shape, threads: int) -> int:
 
 
 def _columns(s: Shape, size: int, threads: int, room: int, part: float) -> int:
-    """Return the bytes of all threads' columns: of a part of the positions that there is room for, where all are too
-    many."""
+    """Return the bytes of all threads' columns, for a part of the positions if all do not fit into `room`."""
     if not _unfolded(s):
         return 0
     taps, positions = s.wide // s.groups * prod(s.kernel), _positions(s)
@@ -107,34 +106,34 @@ def _columns(s: Shape, size: int, threads: int, room: int, part: float) -> int:
     return threads * taps * positions * size
 
 
-def _even(work: int, threads: int) -> float:
+def _balance(work: int, threads: int) -> float:
     return work / padded(work, threads)
 
 
 def _outer_data_gradient(s: Shape, threads: int) -> bool:
-    """Return whether threads share images and groups, not the columns of one."""
+    """Return whether threads split images and groups rather than the columns of one image."""
     wide, narrow, area = s.wide // s.groups, s.narrow // s.groups, prod(s.wide_space[-2:])
     if (s.batch == 1 and s.groups <= 2) or (_positions(s) // threads >= 512 and prod(s.kernel) >= 64):
         return False
     pieces = -(-area // _vector(s)) * -(-wide // _vector(s))
-    even = _even(s.groups * s.batch, threads) >= _even(pieces, threads)
-    return even or area * wide * narrow // threads < _SMALL
+    balanced = _balance(s.groups * s.batch, threads) >= _balance(pieces, threads)
+    return balanced or area * wide * narrow // threads < _SMALL
 
 
 def _outer_forward(s: Shape, threads: int) -> bool:
-    """Return the same of a forward that is not blocked."""
+    """As `_outer_data_gradient`, for a forward that is not blocked."""
     wide, narrow, depth = s.wide // s.groups, s.narrow // s.groups, s.narrow_space[0] if s.volumetric else 1
     positions = _positions(s)
     if positions // threads >= 512 or (depth == 1 and s.batch == 1 and s.groups <= 2):
         return False
     pieces = -(-positions // _vector(s)) * -(-narrow // _vector(s))
-    even = _even(s.groups * s.batch * depth, threads) >= _even(pieces, threads)
-    return even or positions * wide * narrow // threads < _SMALL
+    balanced = _balance(s.groups * s.batch * depth, threads) >= _balance(pieces, threads)
+    return balanced or positions * wide * narrow // threads < _SMALL
 
 
 @functools.lru_cache(maxsize=4096)
 def _best_blocks(s: Shape, threads: int) -> _Blocks | None:
-    """Return the blocks of a forward that are estimated to be fastest; None where it is not blocked."""
+    """Return the blocks of a forward with the best estimated speed, or None if it is not blocked."""
     wide, narrow, positions = s.wide // s.groups, s.narrow // s.groups, _positions(s)
     taps, all_positions = prod(s.kernel), s.batch * s.groups * positions
     if s.volumetric:
@@ -152,7 +151,7 @@ def _best_blocks(s: Shape, threads: int) -> _Blocks | None:
 
 
 class _Search:
-    """For the fastest blocks, by an estimate that weighs caches and threads."""
+    """Search for the fastest blocks by oneDNN's estimate, which weighs caches and load balance."""
 
     def __init__(self, s: Shape, threads: int) -> None:
         self.s, self.threads, self.vector = s, threads, _vector(s)
@@ -164,7 +163,7 @@ class _Search:
         self.best, self.speed = _Blocks(1, 1, self.wide), 0.0
 
     def go(self, of_narrow: int) -> None:
-        """Try blocks with so many threads for the channels of the output."""
+        """Try blocks with `of_narrow` threads for the output channels."""
         most_narrow, most = -(-self.narrow // of_narrow), -(-self.all_positions // (self.threads // of_narrow))
         wide, taps, cache, vector = self.wide, self.taps, self.cache, self.vector
         if not _unfolded(self.s):
@@ -178,22 +177,22 @@ class _Search:
         self._around(of_narrow, narrow, max(vector, min(most, (cache - b * wide) // (a * wide + narrow))))
         least = max(1, cache // (2 * _FEW_NARROW * a + 2 * b))
         if least < wide:
-            part = wide // max(1, wide // least)
-            positions = max(1, (cache - 2 * b * part) // (2 * part * a))
+            wide_part = wide // max(1, wide // least)
+            positions = max(1, (cache - 2 * b * wide_part) // (2 * wide_part * a))
             narrow = cache // 2 // positions
             if narrow > most_narrow:
                 narrow = most_narrow
-                positions = max(vector, min(most, (cache - b * part) // (a * part + narrow)))
+                positions = max(vector, min(most, (cache - b * wide_part) // (a * wide_part + narrow)))
             elif positions > most:
                 positions = most
-                room = (cache - a * part * positions - b * part) // positions
+                room = (cache - a * wide_part * positions - b * wide_part) // positions
                 narrow = max(_FEW_NARROW, min(most_narrow, room))
             self._around(of_narrow, narrow, positions)
         positions = max(vector, (cache - b * wide) // (a * wide + most_narrow) // vector * vector)
         self._around(of_narrow, most_narrow, positions)
 
     def _around(self, of_narrow: int, narrow: int, positions: int) -> None:
-        """Try multiples of 8 channels and 48 positions near them, too."""
+        """Try these blocks and, near them, multiples of 8 channels and 48 positions."""
         self._try(of_narrow, narrow, positions)
         self._try(of_narrow, narrow // 8 * 8, positions // 48 * 48)
         for near in (positions // 48 * 48, padded(positions, self.vector), padded(positions, 48)):
@@ -201,9 +200,9 @@ class _Search:
 
     def _try(self, of_narrow: int, narrow: int, positions: int) -> None:
         most_narrow, most = -(-self.narrow // of_narrow), -(-self.all_positions // (self.threads // of_narrow))
-        at_once = min(self.positions, most)
+        block_limit = min(self.positions, most)
         narrow = min(most_narrow, max(_FEW_NARROW, min(most_narrow, narrow)))
-        positions = min(at_once, max(self.vector, min(most, positions)))
+        positions = min(block_limit, max(self.vector, min(most, positions)))
         room = self._room(narrow, positions, most_narrow, most)
         cost = 20 if room < 1 else 1
         wide = max(1, self.wide // -(-self.wide // max(1, room)))
@@ -213,23 +212,24 @@ class _Search:
             self.best, self.speed = _Blocks(narrow, positions, wide), speed
 
     def _evenness(self, of_narrow: int) -> float:
-        """Return the least work of a thread over the most."""
-        slices = self.threads // of_narrow, -(-self.threads // of_narrow)
+        """Return the least work of a thread divided by the most."""
+        position_threads = self.threads // of_narrow, -(-self.threads // of_narrow)
         most_narrow, least_narrow = -(-self.narrow // of_narrow), max(1, self.narrow // of_narrow)
-        left, more = self.narrow % of_narrow, self.threads % of_narrow
-        most = most_narrow * -(-self.all_positions // slices[0])
-        if left <= more:
+        narrow_remainder, thread_remainder = self.narrow % of_narrow, self.threads % of_narrow
+        most = most_narrow * -(-self.all_positions // position_threads[0])
+        if narrow_remainder <= thread_remainder:
             most = max(
-                most_narrow * -(-self.all_positions // slices[1]), least_narrow * -(-self.all_positions // slices[0])
+                most_narrow * -(-self.all_positions // position_threads[1]),
+                least_narrow * -(-self.all_positions // position_threads[0]),
             )
-        least_positions = max(1, self.all_positions // slices[1])
+        least_positions = max(1, self.all_positions // position_threads[1])
         least = least_narrow * least_positions
-        if more <= left:
-            least = min(most_narrow * least_positions, least_narrow * (self.all_positions // slices[0]))
+        if thread_remainder <= narrow_remainder:
+            least = min(most_narrow * least_positions, least_narrow * (self.all_positions // position_threads[0]))
         return least / most
 
     def _room(self, narrow: int, positions: int, most_narrow: int, most: int) -> int:
-        """Return the channels of the input that the cache has room for."""
+        """Return the number of input channels that fit into the cache."""
         source, cache, out = self.step * positions, self.cache, narrow * positions
         columns = self.taps * positions if _unfolded(self.s) else 0
         within = (cache - out if columns else cache) // (source + columns + self.taps * most_narrow)
@@ -249,8 +249,8 @@ class _Search:
         columns = 2 * read * filled / b.positions if _unfolded(self.s) else 0
         columns *= 8 if self.s.stride[-1] != 1 else 1
         moved = read + columns + cost * most_narrow * padded(all_taps, vector) + out
-        at_once = min(self.positions, most)
-        speed = most_narrow / padded(most_narrow, b.narrow) * at_once / padded(at_once, b.positions)
+        block_limit = min(self.positions, most)
+        speed = most_narrow / padded(most_narrow, b.narrow) * block_limit / padded(block_limit, b.positions)
         speed *= self.wide / padded(self.wide, b.wide) * b.positions / padded(b.positions, 3 * vector)
         speed *= most / vector * most_narrow * all_taps / moved
         speed *= (b.positions * b.narrow * block / (most_narrow * most * all_taps)) ** 0.5

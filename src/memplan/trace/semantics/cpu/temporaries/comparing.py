@@ -14,28 +14,28 @@ Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
 def all_close(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorCompare.cpp, isclose: which elements are close, the error that is allowed beside the one that is there.
-
-    Its magnitude is compared with infinity. Integers are cast as a whole, booleans both.
-    """
+    """TensorCompare.cpp, isclose: the boolean result, and the larger of the allowed error, the actual error and the
+    check of the latter's magnitude against infinity. Integers are cast as a whole, booleans on both sides."""
     x, other = args[:2]
-    rtol, atol = (args[at] if len(args) > at else kwargs.get(name, tolerance) for at, name, tolerance in _TOLERANCES)
+    rtol, atol = (args[at] if len(args) > at else kwargs.get(name, default) for at, name, default in _TOLERANCES)
     n = math.prod(torch.broadcast_shapes(x.shape, other.shape))
     equal_nan = args[4] if len(args) > 4 else kwargs.get("equal_nan", False)
     inexact = x.is_floating_point() or x.is_complex()
-    there = n * (3 if equal_nan and inexact else 1)
+    close = n * (3 if equal_nan and inexact else 1)
     if not rtol and not atol:
-        return max(there, n + 1)
+        return max(close, n + 1)
     dtype = x.dtype if inexact else torch.get_default_dtype()
     cast = 0 if inexact else dtype.itemsize * (other.numel() + (x.numel() if x.dtype is torch.bool else 0))
     error, magnitude = n * dtype.itemsize, n * dtype.to_real().itemsize
-    twice = error if dtype.is_complex else 0  # magnitudes of complex numbers are complex at first
-    kept = other.numel() * dtype.to_real().itemsize
+    complex_magnitude = error if dtype.is_complex else 0  # magnitudes of complex numbers are complex at first
+    tolerance = other.numel() * dtype.to_real().itemsize
     relative = other.numel() * dtype.itemsize
-    allowed = relative + kept + max(relative if twice else 0, kept + of_number(atol, dtype.to_real()))
-    actual = kept + error + magnitude + twice
-    finite = kept + 2 * magnitude + max(n + of_number(math.inf, dtype.to_real()), 3 * n)
-    return max(there, n + cast + max(allowed, actual, finite))
+    allowed = (
+        relative + tolerance + max(relative if complex_magnitude else 0, tolerance + of_number(atol, dtype.to_real()))
+    )
+    actual = tolerance + error + magnitude + complex_magnitude
+    finite = tolerance + 2 * magnitude + max(n + of_number(math.inf, dtype.to_real()), 3 * n)
+    return max(close, n + cast + max(allowed, actual, finite))
 
 
 _TOLERANCES = (2, "rtol", 1e-05), (3, "atol", 1e-08)

@@ -11,12 +11,12 @@ Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
 def clone(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Copy.cpp, copy_impl: the block that a transposed matrix goes through."""
+    """Copy.cpp, copy_impl: the block buffer that a transposed matrix goes through."""
     return transposing(args[0]) if result.is_contiguous() and result.dtype is args[0].dtype else 0
 
 
 def copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Copy.cpp, copy_impl: the same where the sizes are equal."""
+    """Copy.cpp, copy_impl: as `clone` if the sizes are equal."""
     target, source = args[0], args[1]
     return clone((source,), kwargs, target) if source.shape == target.shape else 0
 

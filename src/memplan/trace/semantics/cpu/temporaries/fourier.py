@@ -1,4 +1,4 @@
-"""Temporaries of Fourier transforms on the CPU, which MKL runs (mkl/SpectralOps.cpp), and of rolls."""
+"""Temporaries of Fourier transforms on the CPU, which MKL runs (mkl/SpectralOps.cpp), and of roll."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from memplan.trace.semantics.layout import bytes_of
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
-def _copied_for(x: torch.Tensor, dims: Sequence[int]) -> int:
-    """_exec_fft: a copy where the other dimensions, by stride, are not one for MKL, or where elements are repeated."""
+def _batched_copy(x: torch.Tensor, dims: Sequence[int]) -> int:
+    """_exec_fft: a copy if the batch dimensions, sorted by stride, do not merge into one for MKL, or if the input is
+    expanded."""
     transformed = {d % x.dim() for d in dims}
     others = [(x.stride(d), x.shape[d]) for d in range(x.dim()) if d not in transformed and x.shape[d] != 1]
-    others.sort(key=lambda one: -one[0])
+    others.sort(key=lambda dim: -dim[0])
     merged = all(outer == inner * size for (outer, _), (inner, size) in pairwise(others))
-    repeated = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
-    return 0 if merged and not repeated else bytes_of(x)
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+    return 0 if merged and not expanded else bytes_of(x)
 
 
 def transform(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """SpectralOps.cpp, _fft_r2c_mkl and _fft_c2c_mkl."""
-    return _copied_for(args[0], args[1])
+    return _batched_copy(args[0], args[1])
 
 
 def to_real(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """SpectralOps.cpp, _fft_c2r_mkl: of several dimensions, all but the last go as complex numbers first."""
+    """SpectralOps.cpp, _fft_c2r_mkl: all dimensions but the last are transformed to a complex temporary first."""
     x, dims = args[0], args[1]
     if len(dims) == 1:
-        return _copied_for(x, dims)
-    complex_ones = torch.fft.fftn(x, dim=tuple(dims[:-1]))
-    before = _copied_for(x, dims[:-1]) - result.untyped_storage().nbytes()
-    return bytes_of(x) + max(before, _copied_for(complex_ones, dims[-1:]))
+        return _batched_copy(x, dims)
+    partial = torch.fft.fftn(x, dim=tuple(dims[:-1]))
+    first_pass = _batched_copy(x, dims[:-1]) - result.untyped_storage().nbytes()
+    return bytes_of(x) + max(first_pass, _batched_copy(partial, dims[-1:]))
 
 
 def roll(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorTransformations.cpp and TensorTransformations.h, roll_common: one dimension after the other."""
+    """TensorTransformations.cpp and TensorTransformations.h, roll_common: one dimension at a time, each into a new
+    tensor."""
     x, dims = args[0], args[2] if len(args) > 2 else kwargs.get("dims", ())
     return max(0, len(dims) - 1) * bytes_of(x)
 

@@ -24,7 +24,7 @@ from memplan.trace.semantics.layout import bytes_of, copied, transposing
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 _INFO = 4
-"""Bytes of what LAPACK says of a matrix."""
+"""Bytes of LAPACK's `info` of a matrix."""
 
 
 def _order(matrices: torch.Tensor) -> tuple[int, int]:
@@ -36,96 +36,95 @@ def _infos(batch: int) -> int:
 
 
 def _checked(infos: int) -> int:
-    """_linalg_check_errors: all of LAPACK's answers as booleans, and whether any is set."""
+    """_linalg_check_errors: all infos as booleans, and `any` of them."""
     return 1 + infos
 
 
 def check_errors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return what it takes to see that LAPACK succeeded."""
+    """_linalg_check_errors."""
     return _checked(args[0].numel())
 
 
 def cholesky_solve(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return a copy of the factors for each result, which the answers of LAPACK lie beside."""
+    """A copy of the factors for each result, and LAPACK's infos or the block buffer of a transposed copy."""
     batch, order = max(1, prod(result.shape[:-2])), args[1].shape[-1]
-    beside = max(_infos(batch) + _checked(batch), transposing(args[1].mT))
-    return batch * order * order * result.element_size() + beside
+    other = max(_infos(batch) + _checked(batch), transposing(args[1].mT))
+    return batch * order * order * result.element_size() + other
 
 
 def _permutation_sign(batch: int, n: int) -> int:
-    """lu_det_P: pivots and their places, which of them differ, and how many do, counted as integers."""
+    """lu_det_P: the pivots and their positions, where they differ, and the count of these as int64."""
     return (4 + batch) * n + 8 * batch + max(8 * batch * n, of_number(1, torch.int64))
 
 
 def determinant(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return a factor of each matrix, and the sign of its permutation, which is cast to be multiplied."""
+    """A factor for each matrix, and the sign of its permutation, which is cast to be multiplied."""
     batch, n = _order(args[0])
     size = batch * args[0].element_size()
     return _infos(batch) + size + max(_permutation_sign(batch, n), 8 * batch + size)
 
 
 def log_determinant(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the sign of the permutation, then signs along the diagonal and their product."""
+    """The sign of the permutation, then the signs of the diagonal and their product."""
     batch, n = _order(args[0])
     size = batch * args[0].element_size()
     return _infos(batch) + max(_permutation_sign(batch, n), 8 * batch + size * (n + 2))
 
 
 def eigenvalues(vectors: bool) -> Formula:
-    """Return what linalg_eig and _linalg_eigvals take: values as pairs of reals, a copy, a workspace."""
+    """Return the formula of linalg_eig or _linalg_eigvals: eigenvalues as pairs of reals, a copy, a workspace."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         x = args[0]
         if x.is_complex():
             return 0
         batch, n = _order(x)
-        beside = _infos(batch) + 2 * batch * n * x.element_size() + (bytes_of(x) if vectors else 0)
+        buffers = _infos(batch) + 2 * batch * n * x.element_size() + (bytes_of(x) if vectors else 0)
         workspace = x.element_size() * max(2, general_workspace(n, x.dtype, vectors))
-        return beside + max(bytes_of(x) + workspace, of_number(0.0, x.dtype) + batch * n)
+        return buffers + max(bytes_of(x) + workspace, of_number(0.0, x.dtype) + batch * n)
 
     return formula
 
 
-def eigenvalues_of_symmetric(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return LAPACK's workspaces; without vectors a copy of the matrices too."""
+def eigh(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """LAPACK's workspaces; without eigenvectors also a copy of the matrices."""
     x, vectors = args[0], args[2] if len(args) > 2 else kwargs.get("compute_v", True)
     if x.is_complex() or not x.numel():
         return 0
     batch, n = _order(x)
     elements, integers = symmetric_workspace(n, x.dtype, vectors)
-    taken = max(elements * x.element_size() + 4 * integers, _checked(max(1, batch)))
-    beside = _infos(batch) + taken
-    return beside if vectors else bytes_of(x) + max(beside, transposing(x.mT))
+    buffers = _infos(batch) + max(elements * x.element_size() + 4 * integers, _checked(max(1, batch)))
+    return buffers if vectors else bytes_of(x) + max(buffers, transposing(x.mT))
 
 
 def solve_with_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return whether each pivot is one, compared with a number."""
-    return _pivots_checked(args[1])
+    """The check of the pivots: each is compared with a wrapped number."""
+    return _pivots_check(args[1])
 
 
 def solve(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the same of the pivots that it returns; a copy of the right sides that are vectors."""
+    """The check of the result's pivots; a copy of right-hand sides that are vectors."""
     solution, factors = result[:2]
-    return _pivots_checked(result[2]) + (bytes_of(solution) if solution.dim() < factors.dim() else 0)
+    return _pivots_check(result[2]) + (bytes_of(solution) if solution.dim() < factors.dim() else 0)
 
 
 def solve_with_symmetric_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """BatchLinearAlgebraKernel.cpp, apply_ldl_solve: a copy of the pivots, which are compared as those of `solve`."""
-    return bytes_of(args[1]) + _pivots_checked(args[1])
+    """BatchLinearAlgebraKernel.cpp, apply_ldl_solve: a copy of the pivots and their check."""
+    return bytes_of(args[1]) + _pivots_check(args[1])
 
 
 def cholesky(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """BatchLinearAlgebra.cpp, cholesky: a copy, which is turned into the result."""
+    """BatchLinearAlgebra.cpp, cholesky: the block buffer of the transposed copy that becomes the result."""
     batch = max(1, _order(args[0])[0])
     return max(transposing(args[0].mT), _infos(batch) + _checked(batch)) if args[0].numel() else 0
 
 
-def _pivots_checked(pivots: torch.Tensor) -> int:
+def _pivots_check(pivots: torch.Tensor) -> int:
     return of_number(0, pivots.dtype) + pivots.numel() if pivots.numel() else 0
 
 
-def unpack(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the rows' numbers, and these for each matrix of a batch; a square part of a batch to cut."""
+def lu_unpack(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """The row numbers, and a permutation for each matrix of a batch; a square part to cut from non-square batches."""
     factors = args[0]
     if not result[0].numel():
         return 0
@@ -136,13 +135,13 @@ def unpack(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def singular_values(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return a copy of the matrices, which LAPACK destroys."""
+    """A copy of the matrices, which LAPACK overwrites."""
     x = args[0]
     return _infos(_order(x)[0]) + bytes_of(x) + transposing(x.mT) if x.numel() else 0
 
 
 def inverse(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """BatchLinearAlgebra.cpp, linalg_inv_ex_out: the factors and pivots of an equation whose right side is the
+    """BatchLinearAlgebra.cpp, linalg_inv_ex_out: factors and pivots of the equation whose right-hand side is the
     identity."""
     x = args[0]
     if not x.numel():
@@ -152,51 +151,51 @@ def inverse(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def least_squares(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """BatchLinearAlgebra.cpp, linalg_lstsq: a copy, and for ``gelsy`` the columns' order and a workspace; twice the
-    ranks."""
+    """BatchLinearAlgebra.cpp, linalg_lstsq: a copy of the matrices; for ``gelsy`` column pivots, a workspace, and the
+    ranks twice."""
     x, right = args[0], result[0]
     batch, (rows, columns) = prod(x.shape[:-2]), x.shape[-2:]
     if not x.numel():
         return 0
     sides = 1 if args[1].dim() < x.dim() else right.shape[-1]
     workspace = least_squares_workspace(rows, columns, sides) * x.element_size()
-    beside = _INFO * columns + workspace + 2 * result[2].element_size() * max(1, batch)
-    return _infos(batch) + bytes_of(x) + beside
+    gelsy = _INFO * columns + workspace + 2 * result[2].element_size() * max(1, batch)
+    return _infos(batch) + bytes_of(x) + gelsy
 
 
 def pseudoinverse(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """LinearAlgebra.cpp, linalg_pinv: the singular values and vectors, which values are kept, and a product of them."""
+    """LinearAlgebra.cpp, linalg_pinv: singular values and vectors, the mask of those above the tolerance, and a product
+    of them."""
     x = args[0]
     batch, (rows, columns) = prod(x.shape[:-2]), x.shape[-2:]
     if not x.numel() or kwargs.get("hermitian", False):
         return 0
     order, size = min(rows, columns), x.element_size()
     tolerances = 16
-    parts = batch * order * (rows + columns + 1) * size
-    first = _infos(batch) + transposing(x.mT)  # the copy that LAPACK destroys is as large as the result
-    return tolerances + parts + max(first, 8 * batch + batch * order * (columns + 1) * size)
+    svd = batch * order * (rows + columns + 1) * size
+    during_svd = _infos(batch) + transposing(x.mT)  # the copy that LAPACK overwrites is as large as the result
+    return tolerances + svd + max(during_svd, 8 * batch + batch * order * (columns + 1) * size)
 
 
-def with_permutation(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """BatchLinearAlgebra.cpp, linalg_lu_out: factors and pivots; later the permutation, as lu_unpack has it."""
+def lu(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """BatchLinearAlgebra.cpp, linalg_lu_out: factors and pivots; later the permutation, as in lu_unpack."""
     x = args[0]
     batch, (rows, columns) = prod(x.shape[:-2]), x.shape[-2:]
     if not x.numel():
         return 0
-    beside = _INFO * batch * min(rows, columns) + _infos(batch)
+    pivots = _INFO * batch * min(rows, columns) + _infos(batch)
     block = transposing(x.mT) if rows == columns else 0
-    return beside + max(bytes_of(x) + block, 8 * rows * (1 + batch if x.dim() > 2 else 1))
+    return pivots + max(bytes_of(x) + block, 8 * rows * (1 + batch if x.dim() > 2 else 1))
 
 
-def triangular(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return factors of the reflections, beside a workspace, or a triangle to be cut from each tall matrix of a
-    batch."""
+def qr(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """The reflections' factors, and a workspace or, for a batch of tall matrices, the triangular part that is cut."""
     x, (q, r) = args[0], result
     batch, columns = _order(x)
     rows, size = x.shape[-2], x.element_size()
     cut = bytes_of(r) if x.dim() > 2 and rows > columns and q.shape[-1] == columns else 0
-    making = product_workspace(rows, q.shape[-1], x.dtype) if q.numel() else 0
-    workspace = size * max(factors_workspace(rows, columns), making)
+    orgqr = product_workspace(rows, q.shape[-1], x.dtype) if q.numel() else 0
+    workspace = size * max(factors_workspace(rows, columns), orgqr)
     return batch * min(rows, columns) * size + max(workspace, cut)
 
 
@@ -214,7 +213,7 @@ def product_of_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def by_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``ormqr``: reflections by column, and a workspace for them and a row or a column of the other matrix."""
+    """``ormqr``: a column-major copy of the reflections, and the workspace."""
     x, other, left = args[0], args[2], args[3] if len(args) > 3 else kwargs.get("left", True)
     if not other.numel():
         return 0
@@ -223,9 +222,10 @@ def by_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
     return copied(x.mT) + workspace * other.element_size()
 
 
-def exponential(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """LinearAlgebra.cpp, linalg_matrix_exp: the matrices scaled, buffers of five times their size, made twice over for
-    a batch; of one matrix two more. A small matrix alone takes a shorter way: which one, values say."""
+def matrix_exp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """LinearAlgebra.cpp, linalg_matrix_exp: the scaled matrices and buffers of five times their size, twice for a
+    batch; for one matrix two more. For a single small matrix the degree, and with it a smaller size, depends on values.
+    """
     x = args[0]
     batch, n = _order(x)
     if n <= 1 or not batch:
@@ -236,7 +236,7 @@ def exponential(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> i
 
 
 FORMULAS: dict[str, Formula] = {
-    "aten.linalg_matrix_exp.default": exponential,
+    "aten.linalg_matrix_exp.default": matrix_exp,
     "aten._linalg_check_errors.default": check_errors,
     **{f"aten.{name}.default": cholesky_solve for name in ("cholesky_solve", "_cholesky_solve_helper")},
     "aten._linalg_det.default": determinant,
@@ -244,19 +244,19 @@ FORMULAS: dict[str, Formula] = {
     "aten.linalg_eig.default": eigenvalues(True),
     "aten._linalg_eigvals.default": eigenvalues(False),
     "aten.linalg_eigvals.default": eigenvalues(False),
-    "aten._linalg_eigh.default": eigenvalues_of_symmetric,
+    "aten._linalg_eigh.default": eigh,
     "aten.linalg_lu_solve.default": solve_with_factors,
     "aten.linalg_ldl_solve.default": solve_with_symmetric_factors,
     "aten.cholesky.default": cholesky,
     "aten._linalg_solve_ex.default": solve,
-    "aten.lu_unpack.default": unpack,
+    "aten.lu_unpack.default": lu_unpack,
     "aten._linalg_svd.default": singular_values,
     "aten.linalg_inv_ex.default": inverse,
     "aten.linalg_lstsq.default": least_squares,
-    "aten.linalg_qr.default": triangular,
+    "aten.linalg_qr.default": qr,
     "aten.geqrf.default": reflections,
     "aten.linalg_householder_product.default": product_of_reflections,
     "aten.linalg_pinv.atol_rtol_tensor": pseudoinverse,
-    "aten.linalg_lu.default": with_permutation,
+    "aten.linalg_lu.default": lu,
     "aten.ormqr.default": by_reflections,
 }

@@ -1,4 +1,4 @@
-"""Temporaries of PyTorch's own CPU losses (ATen/native/Loss.cpp): unreduced losses, and their means."""
+"""Temporaries of the CPU's losses (ATen/native/Loss.cpp): unreduced losses, and their means."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from memplan.trace.semantics.layout import bytes_of
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _NONE, _MEAN = 0, 1
-"""Of ``at::Reduction``."""
+"""Values of ``at::Reduction``."""
 
 
-def reduced_loss(position: int, *, beside: int, returned: bool = False) -> Formula:
-    """Return what a loss takes that is computed unreduced, then reduced.
+def reduced_loss(position: int, *, unreduced: int, copies_mean: bool = False) -> Formula:
+    """Return the formula of a loss that is computed unreduced and then reduced.
 
-    ``position``: of the argument that says how; ``beside``: how many unreduced losses there are beside the result's
-    storage, which of the structured ones has such a size itself. ``returned``: the mean is made apart, then copied.
+    ``position``: of the ``reduction`` argument. ``unreduced``: number of unreduced losses besides the storage of the
+    result, which structured ops compute the unreduced loss into. ``copies_mean``: whether the mean is a temporary that
+    is copied to the result.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -29,13 +30,13 @@ def reduced_loss(position: int, *, beside: int, returned: bool = False) -> Formu
             return 0
         numel = torch.Size(torch.broadcast_shapes(args[0].shape, args[1].shape)).numel()
         mean = averaged(numel, result.dtype) if reduction == _MEAN else 0
-        return (beside * numel + returned) * result.element_size() + mean
+        return (unreduced * numel + copies_mean) * result.element_size() + mean
 
     return formula
 
 
 def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return two operand-sized terms, then their reduction."""
+    """Two temporaries of the operand's size, then their reduction."""
     x, reduction = args[0], args[4] if len(args) > 4 else kwargs.get("reduction", _MEAN)
     if reduction == _NONE:
         return bytes_of(x)
@@ -43,33 +44,33 @@ def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], res
 
 
 def cross_entropy_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the number of elements, which the gradient of a mean is divided by."""
+    """The number of elements as a tensor, which the gradient of a mean is divided by."""
     reduction = args[4] if len(args) > 4 else kwargs.get("reduction", _MEAN)
     return of_number(1, result.dtype) if reduction == _MEAN else 0
 
 
 def soft_margin_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return three tensors of the operand's size at first, later a number beside one of them."""
+    """Two temporaries of the operand's size at first, later one of them and a wrapped scalar."""
     size = bytes_of(result)
     return max(2 * size, size + of_number(1, result.dtype))
 
 
-def of_targets(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """LossMultiLabelMargin.cpp: the smallest of the targets, then the largest, to be checked."""
+def multilabel_margin_loss(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """LossMultiLabelMargin.cpp: the minimum of the targets, then the maximum, for the range check."""
     return next(arg.element_size() for arg in args if isinstance(arg, torch.Tensor) and arg.dtype is torch.int64)
 
 
 FORMULAS: dict[str, Formula] = {
-    "aten.mse_loss.default": reduced_loss(2, beside=1),
-    "aten.smooth_l1_loss.default": reduced_loss(2, beside=1),
-    "aten.l1_loss.default": reduced_loss(2, beside=2),
-    "aten.huber_loss.default": reduced_loss(2, beside=1),
-    "aten.kl_div.default": reduced_loss(2, beside=3),
-    "aten.soft_margin_loss.default": reduced_loss(2, beside=0, returned=True),
+    "aten.mse_loss.default": reduced_loss(2, unreduced=1),
+    "aten.smooth_l1_loss.default": reduced_loss(2, unreduced=1),
+    "aten.l1_loss.default": reduced_loss(2, unreduced=2),
+    "aten.huber_loss.default": reduced_loss(2, unreduced=1),
+    "aten.kl_div.default": reduced_loss(2, unreduced=3),
+    "aten.soft_margin_loss.default": reduced_loss(2, unreduced=0, copies_mean=True),
     "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
-    "aten.binary_cross_entropy.default": reduced_loss(3, beside=0, returned=True),
+    "aten.binary_cross_entropy.default": reduced_loss(3, unreduced=0, copies_mean=True),
     "aten.binary_cross_entropy_backward.default": cross_entropy_backward,
     "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
-    "aten.multilabel_margin_loss_forward.default": of_targets,
-    "aten.multilabel_margin_loss_backward.default": of_targets,
+    "aten.multilabel_margin_loss_forward.default": multilabel_margin_loss,
+    "aten.multilabel_margin_loss_backward.default": multilabel_margin_loss,
 }

@@ -14,8 +14,8 @@ Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 _INDEX = 8
 
 
-def neighbors(taps: int) -> Formula:
-    """Return what upsample_generic_Nd_kernel_impl takes: of each output position its neighbors and their weights."""
+def index_table(taps: int) -> Formula:
+    """upsample_generic_Nd_kernel_impl: indices and weights of `taps` inputs per output position and dimension."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         return sum(result.shape[2:]) * taps * (_INDEX + result.element_size())
@@ -23,56 +23,60 @@ def neighbors(taps: int) -> Formula:
     return formula
 
 
-def by_format(taps: int) -> Formula:
-    """Return the same of a large image in the plain format; a small one is resized in channels last, where there is
-    nothing to look up, and so is a volume that lies in it."""
+def index_table_or_copies(taps: int) -> Formula:
+    """Return the formula of upsampling: the index table for contiguous inputs; channels-last copies of input and output
+    if the output is small; nothing for channels-last inputs."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         x = args[0]
-        if x.dim() == 4 and sum(result.shape[2:]) <= _SMALL:
+        if x.dim() == 4 and sum(result.shape[2:]) <= _SMALL_OUTPUT:
             return 0 if x.shape[1] == 1 else copied_to(x, True) + copied_to(result, True)
         if x.shape[1] > 1 and suggests_channels_last(x):
             return 0
-        return neighbors(taps)(args, kwargs, result)
+        return index_table(taps)(args, kwargs, result)
 
     return formula
 
 
-_SMALL = 128
+_SMALL_OUTPUT = 128
 
 
-def antialiased(reach: int) -> Formula:
-    """Return what separable_upsample_generic_Nd_kernel_impl takes: the image resized along its rows, and of each output
-    position its weights, as far as the filter reaches, and three integers and a pointer."""
+def separable(reach: int) -> Formula:
+    """separable_upsample_generic_Nd_kernel_impl: the image resized along its rows and, per output position, the weights
+    within the filter's reach, three integers and a pointer."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         x, aligned, scales = args[0], args[2], (args[3:5] if len(args) > 3 else (None, None))
-        (tall, wide), (height, width) = x.shape[-2:], result.shape[-2:]
-        between = result.numel() // max(1, height) * tall * x.element_size() if (tall, wide) != (height, width) else 0
-        rows = _weights(wide, width, aligned, scales[1], reach, x)
-        columns = _weights(tall, height, aligned, scales[0], reach, x)
-        return (between if rows and columns else 0) + max(rows, columns)
+        (in_height, in_width), (height, width) = x.shape[-2:], result.shape[-2:]
+        intermediate = (
+            result.numel() // max(1, height) * in_height * x.element_size()
+            if (in_height, in_width) != (height, width)
+            else 0
+        )
+        rows = _weights_bytes(in_width, width, aligned, scales[1], reach, x)
+        columns = _weights_bytes(in_height, height, aligned, scales[0], reach, x)
+        return (intermediate if rows and columns else 0) + max(rows, columns)
 
     return formula
 
 
-def _weights(size: int, wanted: int, aligned: bool, factor: float | None, reach: int, x: torch.Tensor) -> int:
-    if size == wanted:
+def _weights_bytes(size: int, target: int, aligned: bool, factor: float | None, reach: int, x: torch.Tensor) -> int:
+    if size == target:
         return 0
-    scale = 1 / factor if factor else size / wanted
+    scale = 1 / factor if factor else size / target
     if aligned:
-        scale = (size - 1) / (wanted - 1) if wanted > 1 else 0.0
+        scale = (size - 1) / (target - 1) if target > 1 else 0.0
     taps = 2 * math.ceil(reach * max(scale, 1.0)) + 1
-    return wanted * (4 * _INDEX + taps * x.element_size())
+    return target * (4 * _INDEX + taps * x.element_size())
 
 
 def copied_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the gradient contiguous, in its memory format."""
+    """A copy of the gradient unless it is contiguous in its memory format."""
     return copied_to(args[0], suggests_channels_last(args[0]))
 
 
 def trilinear(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Linear.cpp, _trilinear: of one slice the product of the first two operands, and of that and the third."""
+    """Linear.cpp, _trilinear: for one slice, the product of the first two operands, and its product with the third."""
     tensors, expands, summed = args[:3], args[3:6], args[6]
     unrolled = args[7] if len(args) > 7 else kwargs.get("unroll_dim", 1)
     if not all(tensor.numel() for tensor in tensors):
@@ -96,19 +100,19 @@ _BACKWARD = (
     "_upsample_bicubic2d_aa",
 )
 FORMULAS: dict[str, Formula] = {
-    **{f"aten.{name}.default": neighbors(1) for name in ("upsample_nearest1d", "_upsample_nearest_exact1d")},
-    "aten.upsample_linear1d.default": neighbors(2),
-    "aten.upsample_bicubic2d.default": neighbors(4),
+    **{f"aten.{name}.default": index_table(1) for name in ("upsample_nearest1d", "_upsample_nearest_exact1d")},
+    "aten.upsample_linear1d.default": index_table(2),
+    "aten.upsample_bicubic2d.default": index_table(4),
     **{
-        f"aten.{name}.default": by_format(1)
+        f"aten.{name}.default": index_table_or_copies(1)
         for name in (
             "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d"
         )
     },
-    "aten.upsample_bilinear2d.default": by_format(2),
-    "aten.upsample_trilinear3d.default": by_format(2),
-    "aten._upsample_bilinear2d_aa.default": antialiased(1),
-    "aten._upsample_bicubic2d_aa.default": antialiased(2),
+    "aten.upsample_bilinear2d.default": index_table_or_copies(2),
+    "aten.upsample_trilinear3d.default": index_table_or_copies(2),
+    "aten._upsample_bilinear2d_aa.default": separable(1),
+    "aten._upsample_bicubic2d_aa.default": separable(2),
     **{f"aten.{name}_backward.default": copied_gradient for name in _BACKWARD},
     "aten._trilinear.default": trilinear,
 }  # fmt: skip
