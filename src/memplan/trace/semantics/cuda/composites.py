@@ -358,28 +358,28 @@ def _flash(call: _Call) -> torch.Tensor:
 
 
 def _efficient(call: _Call) -> torch.Tensor:
-    """Lay a mask out to be added: in the queries' dtype, its rows beginning at multiples of 8 elements."""
+    """The mask is converted to an additive one whose rows are aligned to 8 elements, and expanded."""
     mask = call.mask
     if mask is not None:
         aligned = _aligned(_additive(mask, call.query.dtype))
         mask = aligned.expand(*call.query.shape[:3], call.key.shape[2])
     kernel = _ATEN._scaled_dot_product_efficient_attention.default
-    needed = _needs_gradient(*call.heads)
-    return kernel(*call.heads, mask, needed, call.dropout, call.causal, scale=call.scale)[0]
+    compute_logsumexp = _needs_gradient(*call.heads)
+    return kernel(*call.heads, mask, compute_logsumexp, call.dropout, call.causal, scale=call.scale)[0]
 
 
 def _cudnn(call: _Call) -> torch.Tensor:
     mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
     kernel = _ATEN._scaled_dot_product_cudnn_attention.default
-    needed = _needs_gradient(*call.heads)
-    return kernel(*call.heads, mask, needed, call.dropout, call.causal, False, scale=call.scale)[0]
+    compute_logsumexp = _needs_gradient(*call.heads)
+    return kernel(*call.heads, mask, compute_logsumexp, call.dropout, call.causal, False, scale=call.scale)[0]
 
 
 _KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask of bools as one to add to the scores: 0 where it is true, minus infinity else."""
+    """Convert a bool mask to a mask to add to the scores: 0 where true, -inf elsewhere."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, mask.new_full((), 0.0, dtype=dtype), -math.inf)

@@ -107,7 +107,7 @@ def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 
 
 def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Im2Col.cu and Col2Im.cu: a copy of the operand; a result of its size is made first, and resized."""
+    """Im2Col.cu and Col2Im.cu: a copy of the operand; the result is first allocated in its size, then resized."""
     x = args[0]
     return nonzero(copied(x), bytes_of(x) if result.numel() > x.numel() else 0)
 
