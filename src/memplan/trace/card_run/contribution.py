@@ -1,7 +1,6 @@
-"""A golden file of a user's step: what the allocator did, with shapes and sizes, and none of the user's strings.
+"""A golden file of a user's step: its allocator events, with shapes and sizes, and none of the user's strings.
 
-The format is that of the files in ``goldens/`` (tools/gpu/README.md), with ``allocations`` beside, and without
-``workspaces``.
+The format is that of the files in ``goldens/`` (tools/gpu/README.md), plus ``allocations``, without ``workspaces``.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from memplan.trace.records import Op, Storage
 NAME = "contributed"
 _SETTING = re.compile(r"[A-Za-z0-9_:,.\[\]>-]{1,200}")
 OTHER = "other"
-"""Op that is none of torch's own."""
+"""Replaces the name of an op that a library or the user registered."""
 
 
 def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
-    """Return the content of a golden file of a run whose snapshot was kept. ``number``: of the card."""
-    emulated = CARD in os.environ  # by no means a real card's
+    """The content of the golden file of a run with a snapshot. ``number``: device index of the card."""
+    emulated = CARD in os.environ  # marked so that it does not pass for a real card
     events, segments = golden_format.compact(run.snapshot, number)
     settings = golden_format.plain(run.snapshot.get("allocator_settings") or {})
     return {
@@ -34,7 +33,7 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
         "gpu": machine.gpu(number), "versions": machine.versions(),
         "environment": _settings(machine.environment()), "flags": machine.flags(),
         "allocator_settings": _settings(settings),
-        "build": _pair(run, 0), "peaks": [_pair(run, at) for at in range(1, len(run.counters))],
+        "build": _pair(run, 0), "peaks": [_pair(run, i) for i in range(1, len(run.counters))],
         "end": [run.end.allocated, run.end.reserved], "context": None,
         "events": events, "segments": segments, "workspaces": None, "calls": None, "notes": [],
         "allocations": allocations(run),
@@ -42,13 +41,16 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
 
 
 def allocations(run: CardRun) -> list[list[Any]]:
-    """Return [bytes, cause, phase, op, dtype, shape] of each allocation, in order; the op where it is torch's own."""
+    """[bytes, cause, phase, op, dtype, shape] of each allocation, in order. Ops as in `op_name`."""
     ops = {op.index: op for op in run.found.joined.ops}
-    return [_allocation(one, None if one.op is None else ops.get(one.op)) for one in run.found.joined.storages]
+    return [
+        _allocation(storage, None if storage.op is None else ops.get(storage.op))
+        for storage in run.found.joined.storages
+    ]
 
 
 def write(path: str, content: Mapping[str, Any]) -> int:
-    """Write a golden file, gzip-packed JSON, and return its bytes."""
+    """Write a golden file, gzipped JSON, and return its size in bytes."""
     data = golden_format.packed(content)
     write_whole(path, data)
     return len(data)
@@ -60,20 +62,20 @@ def _allocation(storage: Storage, op: Op | None) -> list[Any]:
 
 
 def op_name(name: str) -> str:
-    """Return the name of an op of torch's own; `OTHER` for one that a library or the user has registered."""
+    """The name of a torch op; `OTHER` for one that a library or the user registered."""
     return name if name.startswith(("aten.", "prims.")) else OTHER
 
 
-def _pair(run: CardRun, at: int) -> list[int]:
-    return [run.counters[at].allocated, run.counters[at].reserved]
+def _pair(run: CardRun, index: int) -> list[int]:
+    return [run.counters[index].allocated, run.counters[index].reserved]
 
 
-def _settings(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings whose names and texts look like settings: whoever set a variable may have written anything."""
-    kept: dict[str, Any] = {}
-    for name, value in found.items():
+def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings whose values look like settings: users may have put anything into a variable."""
+    safe: dict[str, Any] = {}
+    for name, value in settings.items():
         if isinstance(value, Mapping):
-            kept[name] = _settings(value)
+            safe[name] = _settings(value)
         elif not isinstance(value, str) or _SETTING.fullmatch(value):
-            kept[name] = value
-    return kept
+            safe[name] = value
+    return safe

@@ -1,8 +1,8 @@
-"""What a golden file looks like, without torch or a GPU: events, segments, keys of ops, and the bytes of the file.
+"""The format of golden files, without torch or a GPU: events, segments, keys of ops, and the bytes of the file.
 
-A file is one JSON object, gzip-packed, the same bytes for the same content. `FORMAT` (or `DRY_FORMAT`) and `VERSION`
-head it; tools/gpu/README.md lists the fields. `benchmarks/cuda_accuracy.py` reads it and shares no code with
-what is here.
+A file is one gzipped JSON object, the same bytes for the same content. It starts with `FORMAT` (or `DRY_FORMAT`) and
+`VERSION`; tools/gpu/README.md lists the fields. `benchmarks/cuda_accuracy.py` reads it without sharing code with this
+module.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from memplan._bytes import ALLOCATOR_BLOCK
 
 FORMAT, VERSION = "memplan-golden", 1
 DRY_FORMAT = "memplan-dry-golden"
-"""Of files of an emulated card, so that nothing takes one for a real card's."""
+"""Files of an emulated card, so that they do not pass for those of a real one."""
 UNIT = ALLOCATOR_BLOCK
-"""Bytes that addresses are counted in: all blocks of torch's caching allocator are cut in multiples of this."""
+"""Unit of addresses in bytes: torch's caching allocator splits blocks in multiples of it."""
 LIMIT = 10_000_000
 """Bytes that a folder of golden files may hold."""
 
@@ -34,7 +34,7 @@ CODES = {
     "segment_unmap": "u",
     "oom": "o",
 }
-"""What torch calls an action -> its letter; ``f`` stands for a free that is completed as soon as it is requested."""
+"""torch's action -> its letter; ``f`` is a free that is completed as soon as it is requested."""
 
 DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
@@ -50,45 +50,46 @@ class Numbers:
         self.known: dict[Any, int] = {default: 0}
 
     def of(self, value: Any) -> int:
-        """Return the number of a value."""
+        """The number of a value, a new one for a new value."""
         return self.known.setdefault(value, len(self.known))
 
 
 def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return the history of one GPU and what it holds at the end, as columns of small numbers, from torch's snapshot.
+    """The history and final segments of one GPU from torch's snapshot, as columns of small numbers.
 
-    Events: ``actions`` is one letter an event. ``places`` has one number an event: for a free, how many allocations ago
-    its block was allocated (1: the last one); else the address, from the lowest one, in units of ``unit`` bytes
-    (``o``: the bytes that the card had left). ``sizes`` has one number for each event that is no such free: bytes as
-    requested. Frees of blocks that were not allocated within the events, or with another size, are ``R`` and ``C``,
-    with address and size. ``streams`` and ``pools`` have one number an event, or are None where all are on the default
-    stream and in the default pool; ``pool_ids`` tells which pools these are.
+    Events: ``actions`` is one letter per event. ``places`` has one number per event: for a free, how many allocations
+    ago its block was allocated (1: the last one); else the address, relative to the lowest, in units of ``unit`` bytes
+    (``o``: the bytes that were free on the card). ``sizes`` has the requested bytes of each event other than such a
+    free. Frees of blocks that were not allocated within the events, or with another size, are ``R`` and ``C``, with
+    address and size. ``streams`` and ``pools`` have one number per event, or are None if all events are on the default
+    stream and in the default pool; ``pool_ids`` are torch's ids of the pools.
 
     Segments, in order of address: [place, size, stream, small, pool, expandable, blocks] each; a block is
     [size, requested, state], the state 0 for free, 1 for live, 2 for freed and waiting for a stream.
     """
     traces = snapshot["device_traces"]
     rows = [row for row in (traces[gpu] if gpu < len(traces) else ()) if row["action"] in CODES]
-    held = [segment for segment in snapshot["segments"] if segment.get("device", 0) == gpu]
-    base, unit = _origin(rows, held)
+    segments = [segment for segment in snapshot["segments"] if segment.get("device", 0) == gpu]
+    base, unit = _origin(rows, segments)
     streams, pools = Numbers(0), Numbers((0, 0))
     actions, places, sizes = list[str](), list[int](), list[int]()
-    on, within = list[int](), list[int]()
+    stream_numbers, pool_numbers = list[int](), list[int]()
     for letter, row, place in _lettered(rows):
         if place is None:
             place = row.get("device_free", -1) if letter == "o" else (row["addr"] - base) // unit
             sizes.append(row["size"])
         actions.append(letter)
         places.append(place)
-        on.append(streams.of(row.get("stream", 0)))
-        within.append(pools.of(tuple(row.get("pool_id", (0, 0)))))
-    segments = [_segment(segment, base, unit, streams, pools) for segment in held]
+        stream_numbers.append(streams.of(row.get("stream", 0)))
+        pool_numbers.append(pools.of(tuple(row.get("pool_id", (0, 0)))))
+    segment_rows = [_segment(segment, base, unit, streams, pools) for segment in segments]
     events = {
         "unit": unit, "actions": "".join(actions), "places": places, "sizes": sizes,
-        "streams": on if any(on) else None, "pools": within if any(within) else None,
+        "streams": stream_numbers if any(stream_numbers) else None,
+        "pools": pool_numbers if any(pool_numbers) else None,
         "pool_ids": [list(pool) for pool in pools.known],
     }  # fmt: skip
-    return events, sorted(segments, key=lambda row: row[0])
+    return events, sorted(segment_rows, key=lambda row: row[0])
 
 
 def _segment(segment: Mapping[str, Any], base: int, unit: int, streams: Numbers, pools: Numbers) -> list[Any]:
@@ -100,20 +101,20 @@ def _segment(segment: Mapping[str, Any], base: int, unit: int, streams: Numbers,
 
 
 def _block(block: Mapping[str, Any]) -> list[int]:
-    """What a free block was once asked for does not count; torch leaves it standing."""
+    """[size, requested bytes, state]. torch leaves the last requested size in free blocks: 0 here."""
     state = {"inactive": 0, "active_allocated": 1}.get(block["state"], 2)
     return [block["size"], block.get("requested_size", block["size"]) if state else 0, state]
 
 
 def _origin(rows: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """The lowest address, and the unit that all addresses are multiples of from there."""
-    found = [row["addr"] for row in rows if row["action"] != "oom"] + [segment["address"] for segment in segments]
-    base = min(found, default=0)
-    return base, UNIT if all((address - base) % UNIT == 0 for address in found) else 1
+    """The lowest address, and the unit that all offsets from it are multiples of."""
+    addresses = [row["addr"] for row in rows if row["action"] != "oom"] + [segment["address"] for segment in segments]
+    base = min(addresses, default=0)
+    return base, UNIT if all((address - base) % UNIT == 0 for address in addresses) else 1
 
 
 def _lettered(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any], int | None]]:
-    """Each event's letter, the event, and for a free of a known block how many allocations ago that was."""
+    """(Letter, event, how many allocations ago its block was allocated, for a free of a known block) per event."""
     count = 0
     live: dict[int, tuple[int, int]] = {}
     skip = False
@@ -128,7 +129,7 @@ def _lettered(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[
         elif letter in "rc":
             number, size = live.get(row["addr"], (0, -1))
             following = rows[index + 1] if index + 1 < len(rows) else {}
-            skip = letter == "r" and following.get("action") == "free_completed" and _same(row, following)
+            skip = letter == "r" and following.get("action") == "free_completed" and _same_block(row, following)
             if letter == "c" or skip:
                 live.pop(row["addr"], None)
             if size == row["size"]:
@@ -141,35 +142,35 @@ def _lettered(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[
         yield letter, row, None
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(key) == other.get(key) for key in ("addr", "size", "stream", "pool_id"))
+def _same_block(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(row.get(key) == other.get(key) for key in ("addr", "size", "stream", "pool_id"))
 
 
 def plain(value: Any) -> Any:
-    """Return settings as JSON has them: texts, numbers, and tables of these; anything else is left out (None)."""
+    """Settings as JSON values: strings, numbers, booleans and objects of these; None for anything else."""
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     return value if isinstance(value, (str, int, float, bool)) else None
 
 
 def op_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return what an op was called with, as text that is equal for calls that take the same memory.
+    """The arguments of an op as text, which is equal for calls that need the same memory.
 
     Example:
         >>> op_key((torch.zeros(2, 3), [1, 1], None), {"groups": 1})
         'f32[2,3] [1,1] - groups=1'
     """
-    parts = [_told(value) for value in args]
-    return " ".join(parts + [f"{name}={_told(value)}" for name, value in sorted(kwargs.items())])
+    parts = [_value_text(value) for value in args]
+    return " ".join(parts + [f"{name}={_value_text(value)}" for name, value in sorted(kwargs.items())])
 
 
-def _told(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "stride"):
-        return _tensor(value)
+        return _tensor_text(value)
     if isinstance(value, (list, tuple)):
         if len(value) > _LISTED:
-            return f"({len(value)} of them, first {_told(value[0])})"
-        return f"[{','.join(_told(part) for part in value)}]"
+            return f"({len(value)} of them, first {_value_text(value[0])})"
+        return f"[{','.join(_value_text(part) for part in value)}]"
     if value is None:
         return "-"
     if isinstance(value, (bool, int, float, str)):
@@ -177,8 +178,8 @@ def _told(value: Any) -> str:
     return str(value).replace(" ", "")
 
 
-def _tensor(tensor: Any) -> str:
-    """Dtype and shape, and strides where it is not contiguous."""
+def _tensor_text(tensor: Any) -> str:
+    """Dtype and shape, and strides if it is not contiguous."""
     name = str(tensor.dtype).removeprefix("torch.")
     text = f"{DTYPES.get(name, name)}[{','.join(map(str, tensor.shape))}]"
     if str(tensor.layout) != "torch.strided":
@@ -189,7 +190,7 @@ def _tensor(tensor: Any) -> str:
 
 
 def packed(content: Mapping[str, Any]) -> bytes:
-    """Return a golden file's bytes: the same for the same content, whenever and wherever they are made."""
+    """The bytes of a golden file: gzipped JSON, always the same for the same content."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     buffer = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=9, mtime=0) as file:
@@ -198,7 +199,7 @@ def packed(content: Mapping[str, Any]) -> bytes:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> int:
-    """Write a golden file and return how many bytes it has. It is there as a whole or not at all."""
+    """Write a golden file atomically and return its size in bytes."""
     data = packed(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -208,12 +209,12 @@ def write(path: Path, content: Mapping[str, Any]) -> int:
 
 
 def shrink(folder: Path, limit: int = LIMIT) -> list[str]:
-    """Leave the events out of a folder's largest files until all of them hold at most ``limit`` bytes.
+    """Remove the events of the largest files of a folder until all files hold at most ``limit`` bytes.
 
-    Returns the names of the files that lost theirs.
+    Returns the names of the files whose events were removed.
     """
     sizes = {path: path.stat().st_size for path in folder.rglob("*.json.gz")}
-    lost: list[str] = []
+    shrunk: list[str] = []
     for path in sorted(sizes, key=lambda path: (-sizes[path], path.name)):
         if sum(sizes.values()) <= limit:
             break
@@ -223,10 +224,10 @@ def shrink(folder: Path, limit: int = LIMIT) -> list[str]:
         content["events"], content["segments"] = None, []
         content["notes"] = [*content["notes"], f"events left out: with them the set has over {limit} bytes"]
         sizes[path] = write(path, content)
-        lost.append(path.name)
-    return lost
+        shrunk.append(path.name)
+    return shrunk
 
 
 def slug(text: str) -> str:
-    """Return a name that any file system and any copying tool takes."""
+    """``text`` in characters that are safe in file names: lower case, other characters as ``-``."""
     return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in text.lower()).strip("-")

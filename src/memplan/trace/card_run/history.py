@@ -1,4 +1,4 @@
-"""torch's memory history of a run as what the profiler saw of it, in the history's order and sizes."""
+"""torch's memory history of a run, joined with the calls that the profiler recorded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from memplan._bytes import round_to_blocks
 from memplan.trace.recording.join_events import Joined
 from memplan.trace.records import ON_CARD, Call, CallKind
 
-_FREED, _WAITED = "free_requested", "free_completed"
-"""Bytes: the caching allocator gives out multiples of these."""
-_DEFAULT: tuple[int, tuple[int, ...]] = (0, (0, 0))
+_FREE_REQUESTED, _FREE_COMPLETED = "free_requested", "free_completed"
+_DEFAULT_POOL: tuple[int, tuple[int, ...]] = (0, (0, 0))
 
 
 @dataclass(frozen=True)
 class Events:
-    """A history as events of memory.
+    """A memory history as events.
 
-    ``profile`` has an event for each allocation and each release that was asked for. ``pools`` has a number for each
-    allocation, in order: that of its stream and pool, 0 for torch's default. ``waited`` are the allocations whose
-    release had to wait for another stream. ``calls`` are (number of events before, kind).
+    ``profile`` has an event for each allocation and each requested free. ``pools`` has a number for each allocation, in
+    order: that of its stream and pool, 0 for torch's default. ``waited`` are the allocations whose free had to wait for
+    another stream. ``calls`` are (number of events before, kind).
     """
 
     profile: _torch.Profile
@@ -31,60 +30,60 @@ class Events:
 
 
 @dataclass
-class _Life:
-    """What the profiler saw of one allocation."""
+class _Allocation:
+    """The profiler's events of one allocation."""
 
-    born: _torch.MemoryEvent | None = None
-    died: _torch.MemoryEvent | None = None
+    allocated: _torch.MemoryEvent | None = None
+    freed: _torch.MemoryEvent | None = None
 
 
-def _lives(profile: _torch.Profile) -> defaultdict[int, deque[_Life]]:
-    """Return the allocations at each address, in order."""
-    seen: defaultdict[int, deque[_Life]] = defaultdict(deque)
+def _by_address(profile: _torch.Profile) -> defaultdict[int, deque[_Allocation]]:
+    """The allocations at each address, in order."""
+    by_address: defaultdict[int, deque[_Allocation]] = defaultdict(deque)
     for event in profile.events:
-        lives = seen[event.address]
+        allocations = by_address[event.address]
         if event.bytes > 0:
-            lives.append(_Life(event))
-        elif lives and lives[-1].died is None:
-            lives[-1].died = event
-    return seen
+            allocations.append(_Allocation(event))
+        elif allocations and allocations[-1].freed is None:
+            allocations[-1].freed = event
+    return by_address
 
 
-def _size(life: _Life) -> int:
-    return 0 if life.born is None else life.born.bytes
+def _size(allocation: _Allocation) -> int:
+    return 0 if allocation.allocated is None else allocation.allocated.bytes
 
 
 def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Events:
-    """Return a history with the profiler's calls.
+    """The events of a history, with the profiler's marks and calls.
 
-    The profiler saw the same allocations at the same addresses, in blocks rather than as requested, and within calls.
-    What it did not see, as it does not in threads that the step starts, is outside of all calls; of some allocations
-    it does not see the release.
+    The profiler saw the same allocations at the same addresses, in block sizes instead of requested ones, and within
+    calls. Allocations that it missed (in threads that the step starts) are outside of all calls, and some frees are
+    missing.
     """
-    seen = _lives(profile)
+    profiled = _by_address(profile)
     events, pools, calls = list[_torch.MemoryEvent](), list[int](), list[tuple[int, CallKind]]()
-    open_now = dict[int, _Life]()
-    numbers, live, waiting, waited = {_DEFAULT: 0}, dict[int, int](), dict[int, int](), set[int]()
+    live_profiled = dict[int, _Allocation]()
+    numbers, live, waiting, waited = {_DEFAULT_POOL: 0}, dict[int, int](), dict[int, int](), set[int]()
     time = 0
     for index, row in enumerate(history):
-        if row.action in ("alloc", _FREED):
-            born = row.action == "alloc"
-            if born:
-                known = seen[row.address]
-                matches = bool(known) and _size(known[0]) == round_to_blocks(max(row.bytes, 1))
-                open_now[row.address] = life = known.popleft() if matches else _Life()
+        if row.action in ("alloc", _FREE_REQUESTED):
+            is_alloc = row.action == "alloc"
+            if is_alloc:
+                candidates = profiled[row.address]
+                matches = bool(candidates) and _size(candidates[0]) == round_to_blocks(max(row.bytes, 1))
+                live_profiled[row.address] = allocation = candidates.popleft() if matches else _Allocation()
             else:
-                life = open_now.pop(row.address, _Life())
-            found = life.born if born else life.died
-            time = max(time, found.time) if found is not None else time
-            mark, call = (found.mark, found.call) if found is not None else ("", -1)
-            events.append(_torch.MemoryEvent(row.address, row.bytes if born else -row.bytes, time, mark, call))
-            if born:
+                allocation = live_profiled.pop(row.address, _Allocation())
+            event = allocation.allocated if is_alloc else allocation.freed
+            time = max(time, event.time) if event is not None else time
+            mark, call = (event.mark, event.call) if event is not None else ("", -1)
+            events.append(_torch.MemoryEvent(row.address, row.bytes if is_alloc else -row.bytes, time, mark, call))
+            if is_alloc:
                 live[row.address] = len(pools)
                 pools.append(numbers.setdefault((row.stream, row.pool), len(numbers)))
             elif not _completed_at_once(history, index):
                 waiting[row.address] = live.get(row.address, -1)
-        elif row.action == _WAITED and row.address in waiting:
+        elif row.action == _FREE_COMPLETED and row.address in waiting:
             waited.add(waiting.pop(row.address))
             calls.append((len(events), "synchronize"))
         elif row.action == "segment_free":
@@ -95,31 +94,32 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
 
 def _completed_at_once(history: list[_torch.HistoryEvent], index: int) -> bool:
     following = history[index + 1 : index + 2]
-    return bool(following) and following[0].action == _WAITED and following[0].address == history[index].address
+    return bool(following) and following[0].action == _FREE_COMPLETED and following[0].address == history[index].address
 
 
 @dataclass(frozen=True)
 class OnCard:
-    """A joined step with its storages on the card, and what was asked of the allocator."""
+    """A joined step with its storages on the card, and its calls of the allocator."""
 
     joined: Joined
     calls: tuple[Call, ...]
 
 
 def on_card(joined: Joined, events: Events) -> OnCard:
-    """Return a step as joined to a history, each call of the allocator at a tick of its own."""
+    """A step that was joined to a history, with a tick for each call of the allocator."""
     before = [number for number, _ in events.calls]
-    calls = tuple(Call(number + 1 + place, kind) for place, (number, kind) in enumerate(events.calls))
+    calls = tuple(Call(number + 1 + position, kind) for position, (number, kind) in enumerate(events.calls))
 
     def later(tick: int) -> int:
         return tick + sum(1 for number in before if number < tick)
 
     storages = tuple(
         replace(
-            one, device=ON_CARD, stream=events.pools[one.id], used_on=(-1,) if one.id in events.waited else (),
-            born=later(one.born), died=None if one.died is None else later(one.died),
+            storage, device=ON_CARD, stream=events.pools[storage.id],
+            used_on=(-1,) if storage.id in events.waited else (),
+            born=later(storage.born), died=None if storage.died is None else later(storage.died),
         )
-        for one in joined.storages
+        for storage in joined.storages
     )  # fmt: skip
     ops = tuple(replace(op, start=later(op.start), end=later(op.end)) for op in joined.ops)
     steps = tuple(later(tick) for tick in joined.steps)

@@ -1,4 +1,4 @@
-"""What a machine's card and libraries are, as far as it decides what is allocated."""
+"""The properties of a machine (card, library versions, settings) that determine what is allocated."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ VARIABLES = (
     "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "TORCH_CUBLAS_WORKSPACE_CACHE", "TORCH_BLAS_PREFER_CUBLASLT",
     "TORCH_CUDNN_V8_API_DISABLED", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
-"""Variables that change what is allocated."""
+"""Environment variables that change what is allocated."""
 
 
 def gpu(number: int = 0) -> dict[str, Any]:
-    """Return the card: name, compute capability, multiprocessors, memory in bytes."""
-    seen = torch.cuda.get_device_properties(number)
+    """The card: name, compute capability, multiprocessors, memory in bytes."""
+    properties = torch.cuda.get_device_properties(number)
     return {
-        "name": seen.name, "capability": [seen.major, seen.minor], "multiprocessors": seen.multi_processor_count,
-        "memory": seen.total_memory,
+        "name": properties.name, "capability": [properties.major, properties.minor],
+        "multiprocessors": properties.multi_processor_count, "memory": properties.total_memory,
     }  # fmt: skip
 
 
 def versions(libraries: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the versions of torch, CUDA, cuDNN, the driver, Python, and those of these libraries that are imported."""
-    found: dict[str, Any] = {
+    """Versions of torch, CUDA, cuDNN, the driver, Python, and those of these libraries that are imported."""
+    by_library: dict[str, Any] = {
         "torch": str(torch.__version__), "cuda": torch.version.cuda, "python": platform.python_version(),
         "cudnn": or_none(torch.backends.cudnn.version), "driver": or_none(_driver),
     }  # fmt: skip
     for library in libraries:
         if library in sys.modules:
-            found[library] = or_none(lambda name=library: importlib.metadata.version(name))
-    return found
+            by_library[library] = or_none(lambda name=library: importlib.metadata.version(name))
+    return by_library
 
 
 def _driver() -> str:
@@ -54,12 +54,12 @@ def _driver() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that are set of those that change what is allocated."""
+    """The environment variables that change what is allocated, if set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def flags() -> dict[str, Any]:
-    """Return torch's switches that choose kernels, as they stand."""
+    """torch's current settings that choose kernels."""
     cudnn = torch.backends.cudnn
     return {
         "cudnn_benchmark": or_none(lambda: cudnn.benchmark),
@@ -71,7 +71,7 @@ def flags() -> dict[str, Any]:
 
 
 def or_none(ask: Callable[[], Any]) -> Any:
-    """Return what a question answers; None where this version of torch or this machine has no answer."""
+    """The result of ``ask``; None if it raises, as in a version of torch or on a machine without the property."""
     try:
         return ask()
     except Exception:  # of any library, in any way

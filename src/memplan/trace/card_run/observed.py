@@ -1,4 +1,4 @@
-"""Run a step twice on the card of this process: as it is, and under a dispatch mode that names what it allocates."""
+"""Runs a step twice on the card of this process: unmodified, and under a dispatch mode that names its allocations."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class CardRun:
 
     found: OnCard
     counters: tuple[Counters, ...]
-    """torch's own peaks: of building, and of each step."""
+    """torch's own peaks: of the build, and of each step."""
     end: Counters
-    """What was held after the last step."""
+    """Allocated and reserved bytes after the last step."""
     snapshot: dict[str, Any]
-    """torch's memory snapshot of the run as it is, at its end; empty where it was not asked for."""
+    """torch's memory snapshot at the end of the unmodified run; empty unless requested."""
     notes: tuple[str, ...]
 
 
 @dataclass
-class _Plain:
-    """What a run gave that nothing but torch's history and profiler watched."""
+class _UnmodifiedRun:
+    """The records of the unmodified run, made by torch's history and profiler alone."""
 
     history: list[_torch.HistoryEvent] = field(default_factory=list[_torch.HistoryEvent])
     profile: _torch.Profile = field(default_factory=lambda: _torch.Profile([], [], {}))
@@ -52,8 +52,8 @@ class _Plain:
     snapshot: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-class _Nothing(BaseException):
-    """Building put nothing on the card. Not an Exception: it goes through the user's code."""
+class _NothingOnCard(BaseException):
+    """The build put nothing on the card. Not an Exception, so that user code does not catch it."""
 
 
 def observed(
@@ -62,11 +62,11 @@ def observed(
     """Run a step on the card of this process and return what torch's allocator did.
 
     Args:
-        build: as for `memplan.measure`. If it puts nothing on CUDA, everything is made on the card.
+        build: as for `memplan.measure`. If it puts nothing on CUDA, all its tensors are created on the card.
         steps: how often the step runs.
-        snapshot_file: that torch's own snapshot of the history is written to, with stacks.
+        snapshot_file: file for torch's own snapshot of the history, with stacks.
         snapshot: whether to return that snapshot, too.
-        around: makes the context in which the step runs as it is.
+        around: makes the context in which the unmodified step runs.
 
     Raises:
         StepError: ``build`` or the step raised.
@@ -78,72 +78,78 @@ def observed(
         random_state = torch.cuda.get_rng_state()
         with random_kept():
             try:
-                plain = _plain(build, steps, snapshot_file, snapshot, around, elsewhere=True)
-            except _Nothing:
+                unmodified = _run_unmodified(build, steps, snapshot_file, snapshot, around, elsewhere=True)
+            except _NothingOnCard:
                 build = everything_on_card(build)
                 notes.append(_EVERYTHING)
-                plain = _plain(build, steps, snapshot_file, snapshot, around, elsewhere=False)
+                unmodified = _run_unmodified(build, steps, snapshot_file, snapshot, around, elsewhere=False)
         _settle()
         torch.cuda.set_rng_state(random_state)
         before = len(_torch.history())
-        named = named_run(build, steps, device="cuda")
-        requested = events_of(_torch.history()[before:], named.record).profile
+        attributed = named_run(build, steps, device="cuda")
+        requested = events_of(_torch.history()[before:], attributed.record).profile
         _torch.end_history()
-    events = events_of(plain.history, plain.profile)
-    joined = join(named.parts, named.entries, requested, events.profile, _is_librarys)
+    events = events_of(unmodified.history, unmodified.profile)
+    joined = join(attributed.parts, attributed.entries, requested, events.profile, _is_librarys)
     if joined.lost:
         size = format_bytes(joined.lost)
         notes.append(f"{size} of allocations could not be joined to an op: they have no layer and no cause")
-    return CardRun(on_card(joined, events), tuple(plain.counters), plain.end, plain.snapshot, (*notes, *named.notes))
+    return CardRun(
+        on_card(joined, events),
+        tuple(unmodified.counters),
+        unmodified.end,
+        unmodified.snapshot,
+        (*notes, *attributed.notes),
+    )
 
 
 def _is_librarys(call: str) -> bool:
-    """Return whether a call allocates by itself for cuBLAS or cuDNN: a tensor of its own would be another call."""
+    """Whether a call allocates internally for cuBLAS or cuDNN: its tensors are allocated by other calls."""
     return any(part in call for part in _LIBRARIES)
 
 
 def _settle() -> None:
-    """Free what nobody holds, libraries' workspaces too: a run is to take its own."""
+    """Free garbage and the workspaces of libraries, so that a run allocates its own."""
     gc.collect()
     torch.cuda.synchronize()
     _torch.clear_cublas_workspaces()
     torch.cuda.empty_cache()
 
 
-def _plain(
+def _run_unmodified(
     build: Runs, steps: int, snapshot_file: str | None, snapshot: bool, around: Around, *, elsewhere: bool
-) -> _Plain:
-    """Run the step as it is. What was on the card before does not count.
+) -> _UnmodifiedRun:
+    """Run the unmodified step. What was on the card before does not count.
 
     Raises:
-        _Nothing: building put nothing on the card, and ``elsewhere`` says that it may have been meant for the CPU.
+        _NothingOnCard: the build put nothing on the card, and ``elsewhere`` says that it may be meant for the CPU.
     """
-    found, profile = _Plain(), _torch.memory_profile()
+    run, profile = _UnmodifiedRun(), _torch.memory_profile()
     place = Place()
     observer = Observer(place, real=True)
     marks = StepMarks(observer)
     _torch.record_history(stacks=snapshot_file is not None)
     before = len(_torch.history())
-    held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    initial = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
-    def counted() -> None:
+    def count_peak() -> None:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        found.counters.append(Counters(peak[0] - held[0], peak[1] - held[1]))
-        if len(found.counters) == 1 and elsewhere and not found.counters[0].reserved:
-            raise _Nothing
+        run.counters.append(Counters(peak[0] - initial[0], peak[1] - initial[1]))
+        if len(run.counters) == 1 and elsewhere and not run.counters[0].reserved:
+            raise _NothingOnCard
         torch.cuda.reset_peak_memory_stats()
 
-    def ended() -> None:
+    def finish() -> None:
         if snapshot_file is not None:
             _torch.dump_history(snapshot_file)
-        found.end = Counters(torch.cuda.memory_allocated() - held[0], torch.cuda.memory_reserved() - held[1])
-        found.snapshot = _torch.memory_snapshot() if snapshot else {}
-        found.history = _torch.history()[before:]
+        run.end = Counters(torch.cuda.memory_allocated() - initial[0], torch.cuda.memory_reserved() - initial[1])
+        run.snapshot = _torch.memory_snapshot() if snapshot else {}
+        run.history = _torch.history()[before:]
 
-    marks.after, marks.last = counted, ended
+    marks.after, marks.last = count_peak, finish
     torch.cuda.reset_peak_memory_stats()
     with around(), recording_runs(measurement(place, "cuda")), profile:
         run_steps(build, steps, observer, marks)
-    found.profile = _torch.Profile.of(profile, "cuda")
-    return found
+    run.profile = _torch.Profile.of(profile, "cuda")
+    return run

@@ -1,4 +1,4 @@
-"""A step that names CUDA nowhere, put on the card as a whole."""
+"""Puts all tensors of a step that never names CUDA on the card."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from memplan.trace.recording.boundaries import Boundaries, Program, Runs
 
 
 def everything_on_card(build: Runs) -> Runs:
-    """Return a build whose tensors are all made on the card, as are those that its step makes.
+    """A build that creates all its tensors on the card, as does its step.
 
-    ``torch.autocast("cpu")`` in it means the card's.
+    ``torch.autocast("cpu")`` in it acts as ``torch.autocast("cuda")``.
     """
 
     if isinstance(build, Program):
@@ -25,7 +25,7 @@ def everything_on_card(build: Runs) -> Runs:
         with _card_is_default():
             step = build()
         if not callable(step) or isinstance(step, torch.nn.Module):
-            return step  # refused where it is looked at
+            return step  # the caller raises the error
 
         def step_on_card() -> Any:
             with _card_is_default():
@@ -37,7 +37,7 @@ def everything_on_card(build: Runs) -> Runs:
 
 
 class _ProgramOnCard:
-    """A program whose tensors are all made on the card."""
+    """A program that creates all its tensors on the card."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

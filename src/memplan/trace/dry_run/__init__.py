@@ -1,1 +1,1 @@
-"""A step run on the dry card: asked for here, run in a process that sees the card, made a Trace of torch's history."""
+"""Dry runs: a step in a process with the emulated card, and torch's memory history of it as a Trace."""

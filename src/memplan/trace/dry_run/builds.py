@@ -1,4 +1,4 @@
-"""A build on its way to another process, perhaps of another Python: named where that is possible, else as its code."""
+"""Serializes a build for another process, perhaps of another Python: by name if possible, else as code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VERSION = sys.version_info[:2]
 
 @dataclass(frozen=True)
 class Packed:
-    """A build for another process.
+    """A serialized build.
 
-    One of: ``module`` and ``name``, with the module's file in case that it cannot be imported there by its name;
-    ``data``, a pickle; ``code``, a pickle with code of the Python ``version``.
+    Either ``module`` and ``name``, with the module's file in case its name cannot be imported there; or ``data``, a
+    pickle; or ``code``, a pickle that contains code of Python ``version``.
     """
 
     module: str = ""
@@ -35,10 +35,10 @@ class Packed:
 
 
 def packed(build: Callable[..., Any] | Program, version: tuple[int, int]) -> Packed:
-    """Return a build for a process of a version of Python.
+    """Serialize a build for a process of this Python version.
 
     Raises:
-        UsageError: it cannot be sent there.
+        UsageError: it cannot be serialized.
     """
     name, module = getattr(build, "__qualname__", ""), getattr(build, "__module__", None) or ""
     home = sys.modules.get(module)
@@ -72,7 +72,7 @@ def packed(build: Callable[..., Any] | Program, version: tuple[int, int]) -> Pac
 
 
 def unpacked(build: Packed) -> Any:
-    """Return the build here."""
+    """The build, in this process."""
     if build.data is not None or build.code is not None:
         return pickle.loads(build.data or build.code or b"")
     module = _imported(build)

@@ -1,4 +1,4 @@
-"""In the process that sees the emulated card: run the step there and make a Trace of it."""
+"""Runs the step in the process with the emulated card, and returns its Trace."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ DRY = (
 
 
 def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trace:
-    """Run a step on the card of this process and return what torch's allocator did.
+    """Run a step on the card of this process and return the trace of torch's allocator.
 
     Args:
         build: as for `memplan.measure`.
-        card: what the process sees.
+        card: the emulated card.
         steps: how often the step runs.
-        snapshot: a file that torch's own snapshot of the history is written to, with stacks.
+        snapshot: file for torch's own memory snapshot, with stacks.
 
     Raises:
         StepError: ``build`` or the step raised.
-        DeviceError: the card is not there, or torch has no code for it.
+        DeviceError: torch does not see the card, or has no code for it.
     """
     check_card(card)
     reads = Reads()
     with _torch.HostValues():
         run = observed(build, steps, snapshot_file=snapshot, around=reads.noted)
-    parts = run.found.joined
+    joined = run.found.joined
     return Trace(
         origin="dry",
         device=card.name,
         torch=torch.__version__,
-        ops=parts.ops,
-        storages=parts.storages,
-        layers=parts.layers,
-        steps=parts.steps,
-        end=parts.end,
+        ops=joined.ops,
+        storages=joined.storages,
+        layers=joined.layers,
+        steps=joined.steps,
+        end=joined.end,
         assumptions=(*reads.assumptions(), *not_known()),
         notes=(DRY, *run.notes),
         calls=run.found.calls,
-        forms=parts.forms,
-        returned=parts.returned,
+        forms=joined.forms,
+        returned=joined.returned,
         counters=run.counters,
     )
 
 
 def check_card(card: Device) -> None:
-    """See that the card is there, and tell it which code it runs.
+    """Check that torch sees the card, and tell the emulated driver which compute capability torch's code is for.
 
     Raises:
-        DeviceError: the card is not there, or torch has no code for it.
+        DeviceError: torch does not see the card, or has no code for it.
     """
     if not torch.cuda.is_available():
         raise DeviceError(
@@ -89,10 +89,10 @@ def _architectures(names: Sequence[str]) -> list[str]:
 
 
 def not_known() -> tuple[Assumption, ...]:
-    """Return what the emulated driver was asked for and did not know, by the file that it notes that in."""
+    """The assumptions that the emulated driver logged: calls that it does not know."""
     path = os.environ.get(DRIVER_LOG)
     if path is None or not os.path.exists(path):
         return ()
     with open(path, encoding="utf-8") as file:
-        said = [line.strip() for line in file if line.startswith(("assumed: ", "refused: "))]
-    return tuple(Assumption("dry", text.removeprefix("assumed: "), None) for text in dict.fromkeys(said))
+        lines = [line.strip() for line in file if line.startswith(("assumed: ", "refused: "))]
+    return tuple(Assumption("dry", text.removeprefix("assumed: "), None) for text in dict.fromkeys(lines))

@@ -1,4 +1,4 @@
-"""The process that sees the card: started here with a request, and what runs in it."""
+"""Starts the process with the emulated card, sends it the step, and runs it there."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from memplan.trace.dry_run.builds import Packed, packed, unpacked
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.trace import Trace
 
-_REQUEST, _STARTED, _TRACE, _ERROR, _LOG, _SAID = "request", "started", "trace.json", "error", "log", "stderr"
-_LOOK = 0.2
-"""Seconds after which a process that has not started yet is looked at."""
+_REQUEST, _STARTED, _TRACE, _ERROR, _LOG, _STDERR = "request", "started", "trace.json", "error", "log", "stderr"
+_POLL_INTERVAL = 0.2
+"""Seconds between checks whether the process has started."""
 _BORROWED = ("attr", "attrs", "cattrs", "click", "cloudpickle", "rich", "markdown_it", "mdurl", "pygments",
              "sortedcontainers", "typing_extensions")  # fmt: skip
-"""Packages in Python alone that memplan needs: taken from here where the other environment lacks them."""
+"""Pure Python packages that memplan needs: imported from here if the other environment lacks them."""
 _START = """
 import sys
 from importlib.machinery import PathFinder
@@ -50,20 +50,20 @@ _ANSWER = """
 from memplan.trace.dry_run.process import answer
 answer({folder!r})
 """
-_MEANT = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
-"""Variables for real cards."""
+_REAL_CARD_VARIABLES = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+"""Environment variables that select real cards: not inherited."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the process is asked for."""
+    """A step to run in the process."""
 
     build: Packed
     card: str
     steps: int
     snapshot: str | None
     path: tuple[str, ...]
-    """Folders that the build may import from."""
+    """Folders to add to the import path."""
 
 
 def run_dry(
@@ -74,17 +74,17 @@ def run_dry(
     environment: str | os.PathLike[str] | None = None,
     snapshot: str | os.PathLike[str] | None = None,
 ) -> Trace:
-    """Run a step on an emulated card, in a process of its own, and return what torch's allocator did.
+    """Run a step on an emulated card, in its own process, and return the trace of torch's allocator.
 
     Args:
-        build: as for `memplan.measure`, or one that is named already.
+        build: as for `memplan.measure`, or already serialized.
         device: a card whose clocks are in the catalogue.
         steps: how often the step runs.
-        environment: with the CUDA build of torch that is to run it; this one where None.
+        environment: the environment with the CUDA build of torch to use; None: this one.
         snapshot: a file for torch's own snapshot.
 
     Raises:
-        DeviceError: no card, no such card, no CUDA build of torch, no compiler.
+        DeviceError: no card, an unknown card, no CUDA build of torch, or no compiler.
         StepError: ``build`` or the step raised, or ended the process.
         UsageError: ``build`` cannot be sent to the process.
     """
@@ -100,23 +100,23 @@ def run_dry(
     description(card)
     torch = find_torch(environment)
     library = library_for(torch)
-    sent = build if isinstance(build, Packed) else packed(build, _version(torch))
+    serialized = build if isinstance(build, Packed) else packed(build, _version(torch))
     file = None if snapshot is None else os.path.abspath(snapshot)
-    request = Request(sent, card.name, steps, file, _folders())
+    request = Request(serialized, card.name, steps, file, _folders())
     with tempfile.TemporaryDirectory(prefix="memplan-dry-") as folder:
         Path(folder, _REQUEST).write_bytes(pickle.dumps(request))
         variables = process_variables(os.environ, card, library, Path(folder, _LOG))
-        return _with_surroundings(_run(torch, folder, variables), torch)
+        return _with_environment_notes(_run(torch, folder, variables), torch)
 
 
 def process_variables(inherited: Mapping[str, str], card: Device, library: Library, log: Path) -> dict[str, str]:
-    """Return the environment of a process that is to see a card; what its driver does not know goes to ``log``."""
-    kept = {name: value for name, value in inherited.items() if name not in _MEANT}
-    return kept | {CARD: description(card), DRIVER_LOG: str(log), **library.variables}
+    """The environment variables of a process with the emulated card; its driver logs unknown calls to ``log``."""
+    variables = {name: value for name, value in inherited.items() if name not in _REAL_CARD_VARIABLES}
+    return variables | {CARD: description(card), DRIVER_LOG: str(log), **library.variables}
 
 
 def process_command(torch: CudaTorch, code: str) -> list[str]:
-    """Return the command that runs code in an environment, with the memplan that runs here and what it needs."""
+    """The command that runs code in an environment, with this memplan and its dependencies."""
     home = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
     places = [entry for entry in sys.path if entry.endswith("-packages")]
     start = _START.format(home=home, borrowed=set(_BORROWED), places=places)
@@ -125,8 +125,8 @@ def process_command(torch: CudaTorch, code: str) -> list[str]:
 
 def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
     command = process_command(torch, _ANSWER.format(folder=folder))
-    with open(os.path.join(folder, _SAID), "w+b") as said:
-        process = subprocess.Popen(command, env=variables, stderr=said)
+    with open(os.path.join(folder, _STDERR), "w+b") as stderr:
+        process = subprocess.Popen(command, env=variables, stderr=stderr)
         try:
             with waiting():
                 _wait_for_start(process, Path(folder, _STARTED), torch)
@@ -135,8 +135,8 @@ def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
             process.kill()
             process.wait()
             raise
-        said.seek(0)
-        text = said.read().decode("utf-8", "replace")
+        stderr.seek(0)
+        text = stderr.read().decode("utf-8", "replace")
     trace, error = Path(folder, _TRACE), Path(folder, _ERROR)
     if trace.exists():
         sys.stderr.write(text)
@@ -147,7 +147,7 @@ def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
 
 
 def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: CudaTorch) -> None:
-    """Wait until a process has loaded torch, or has ended.
+    """Wait until the process has loaded torch, or has ended.
 
     Raises:
         DeviceError: it hangs before.
@@ -155,7 +155,7 @@ def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: Cuda
     progress = Progress(process.pid)
     while not started.exists():
         try:
-            process.wait(_LOOK)
+            process.wait(_POLL_INTERVAL)
             return
         except subprocess.TimeoutExpired:
             pass
@@ -167,9 +167,9 @@ def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: Cuda
             )
 
 
-def _ended(status: int, said: str) -> MemplanError:
-    """Return the error of a process that gave no answer."""
-    lines = [line for line in said.splitlines() if line.strip()]
+def _ended(status: int, stderr: str) -> MemplanError:
+    """The error for a process that ended without a result."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
     last = f": {lines[-1].strip()[:200]}" if lines else ""
     return StepError(
@@ -179,8 +179,8 @@ def _ended(status: int, said: str) -> MemplanError:
     )
 
 
-def _with_surroundings(trace: Trace, torch: CudaTorch) -> Trace:
-    """Return the trace, with what has to be said of the release of torch and of the allocator's settings."""
+def _with_environment_notes(trace: Trace, torch: CudaTorch) -> Trace:
+    """The trace, with notes on the release of torch and the settings of the allocator."""
     notes, settings = trace.notes, allocator_settings()
     if settings is not None:
         notes += (f"the allocator ran with {settings}: simulate takes it as settings",)
@@ -191,30 +191,30 @@ def _with_surroundings(trace: Trace, torch: CudaTorch) -> Trace:
 
 
 def _version(torch: CudaTorch) -> tuple[int, int]:
-    """Return the version of Python that a build is sent to."""
+    """The Python version of the environment."""
     if str(torch.python) == sys.executable:
         return sys.version_info[:2]
     code = "import sys, json; print(json.dumps(sys.version_info[:2]))"
-    said = subprocess.run([str(torch.python), "-P", "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run([str(torch.python), "-P", "-c", code], capture_output=True, text=True, check=False)
     try:
-        major, minor = json.loads(said.stdout)
+        major, minor = json.loads(result.stdout)
     except ValueError:
         raise UsageError(f"{torch.python} does not run", expected="the Python of an environment") from None
     return major, minor
 
 
 def allocator_settings() -> str | None:
-    """Return the settings of the caching allocator that a process started here takes from its environment."""
+    """The allocator settings that a process started here inherits from its environment."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
 
 
 def _folders() -> tuple[str, ...]:
-    """Return where this process imports from, less what belongs to its own Python."""
+    """The import path of this process, without the folders of its Python."""
     roots = (sys.prefix, sys.base_prefix)
-    found = [os.path.abspath(entry) for entry in sys.path]
+    folders = [os.path.abspath(entry) for entry in sys.path]
     own = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
     return tuple(
-        entry for entry in found
+        entry for entry in folders
         if entry != own and os.path.isdir(entry)
         and not entry.endswith("-packages") and not _is_library(entry, roots)
     )  # fmt: skip
@@ -225,7 +225,7 @@ def _is_library(entry: str, roots: tuple[str, ...]) -> bool:
 
 
 def _on_dry_card(error: StepError) -> StepError:
-    """Return a step's error with what to do where it ran on the emulated card."""
+    """The error of a step, with the advice for an emulated card."""
     if "OutOfMemoryError" in error.found:
         fewer = "Take fewer samples or a larger card; memplan fit makes a step fit"
         return StepError(error.found, expected="a step that fits on the card", do=fewer)
@@ -234,7 +234,10 @@ def _on_dry_card(error: StepError) -> StepError:
 
 
 def answer(folder: str) -> None:
-    """Answer the request in a folder, and end the process at once: its threads may hold objects of Python."""
+    """Run the request in ``folder``, write its trace or error there, and exit at once.
+
+    The exit skips cleanup: threads may hold Python objects.
+    """
     try:
         request: Request = pickle.loads(Path(folder, _REQUEST).read_bytes())
         sys.path[:0] = request.path
@@ -250,8 +253,8 @@ def answer(folder: str) -> None:
         Path(folder, _ERROR).write_bytes(pickle.dumps(error))
     except Exception as error:  # the user's module raised while it was imported
         text = str(error).strip().split("\n")[0]
-        found = StepError(f"loading the build raised {type(error).__name__}: {text}", expected="a build that loads")
-        Path(folder, _ERROR).write_bytes(pickle.dumps(found))
+        failure = StepError(f"loading the build raised {type(error).__name__}: {text}", expected="a build that loads")
+        Path(folder, _ERROR).write_bytes(pickle.dumps(failure))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Values that a step reads back from the dry card, noted with where: no kernel computed any."""
+"""Reads of values from the emulated card, reported as assumptions: no kernel computed these values."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from memplan.trace.recording.stand_ins import branches
 from memplan.trace.records import Assumption
 
 _READS = ("item", "tolist", "__float__", "__int__", "__index__", "__bool__", "__complex__")
-_SIZES = ("__bool__", "__index__")
-_BY_VALUE = {
+_BRANCH_READS = ("__bool__", "__index__")
+_SIZED_BY_VALUE = {
     name: getattr(torch, name) for name in ("nonzero", "unique", "unique_consecutive", "masked_select", "bincount")
 }
-_NOTHING = "no kernel of a dry run computes anything, and only what the host wrote is there"
+_NO_DATA = "no kernel of a dry run computes anything, and only what the host wrote is there"
 
 
 class Reads:
-    """What a step read of the card, and where."""
+    """The values that a step read from the card, and the source lines of the reads."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, tuple[str, int] | None], int] = {}
+        self._counts: dict[tuple[str, str, tuple[str, int] | None], int] = {}
         self._inside = False
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note every value that Python code reads of a tensor on the card, and every result that values size."""
+        """Within this context, record reads of values from the card, and ops whose result size depends on values."""
         methods = {name: self._reading(name, getattr(torch.Tensor, name)) for name in _READS}
-        sized = {name: self._sized(name, function) for name, function in _BY_VALUE.items()}
+        sized = {name: self._sized(name, function) for name, function in _SIZED_BY_VALUE.items()}
         on_tensors = {
             name: self._sized(name, getattr(torch.Tensor, name)) for name in sized if hasattr(torch.Tensor, name)
         }
@@ -40,10 +40,10 @@ class Reads:
             yield
 
     def assumptions(self) -> tuple[Assumption, ...]:
-        """Return what was read: what decides a branch or a size first."""
+        """The reads as assumptions, those that decide a branch or a size first."""
         rows = [
             Assumption(kind, text, format_frame(frame), count)  # pyright: ignore[reportArgumentType]  # kinds below
-            for (kind, text, frame), count in self._found.items()
+            for (kind, text, frame), count in self._counts.items()
         ]
         return tuple(sorted(rows, key=lambda row: row.kind == "scalar"))
 
@@ -56,12 +56,12 @@ class Reads:
                 value = read(tensor, *args, **kwargs)
             finally:
                 self._inside = False
-            said = f"{value!r:.20}" if tensor.dim() == 0 else "a list"
-            if name in _SIZES or branches(user_frame()):
-                self._add("branch", f"a value was read as {said}, and {_NOTHING}: it DECIDES A BRANCH or a size here, "
+            shown = f"{value!r:.20}" if tensor.dim() == 0 else "a list"
+            if name in _BRANCH_READS or branches(user_frame()):
+                self._add("branch", f"a value was read as {shown}, and {_NO_DATA}: it DECIDES A BRANCH or a size here, "
                           "and the step may go another way on a real card")  # fmt: skip
             else:
-                self._add("scalar", f"a value was read as {said}: {_NOTHING}")
+                self._add("scalar", f"a value was read as {shown}: {_NO_DATA}")
             return value
 
         return read_and_note
@@ -69,11 +69,11 @@ class Reads:
     def _sized(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run_and_note(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                self._add("bound", f"{name} SELECTS BY VALUE: {_NOTHING}, so its result is smaller than on a real card")
+                self._add("bound", f"{name} SELECTS BY VALUE: {_NO_DATA}, so its result is smaller than on a real card")
             return function(tensor, *args, **kwargs)
 
         return run_and_note
 
     def _add(self, kind: str, text: str) -> None:
         key = (kind, text, user_frame())
-        self._found[key] = self._found.get(key, 0) + 1
+        self._counts[key] = self._counts.get(key, 0) + 1

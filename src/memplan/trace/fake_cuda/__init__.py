@@ -1,4 +1,4 @@
-"""A card that is not there: which storages lie on it, and torch's functions that would ask for it."""
+"""An emulated CUDA device for recordings without a GPU: which storages lie on it, and `torch.cuda` functions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from memplan.trace.semantics.cuda import autocast, composites
 
 @dataclass(frozen=True, slots=True)
 class Composites:
-    """What a dispatch mode has to do itself, in inference mode, where composite ops reach it whole."""
+    """The composite ops that a dispatch mode must decompose itself, in inference mode, where they reach it whole."""
 
     instead: Mapping[Any, Callable[..., Any]]
     whole: frozenset[Any]
     taking_apart: Callable[[], AbstractContextManager[None]]
     differing: set[tuple[int, int]]
-    """Compute capabilities on which an op takes another kernel; filled while the step runs."""
+    """Compute capabilities on which an op runs another kernel; filled while the step runs."""
 
 
 @contextmanager
 def installed(card: Card, device: Device, chosen: Callable[[str, str], None]) -> Iterator[Composites]:
-    """Run a step that was written for CUDA on fake tensors of the CPU.
+    """Run a step that was written for CUDA on fake CPU tensors.
 
-    ``chosen(op, reason)`` is told which kernel an op takes that could take several.
+    ``chosen(op, reason)`` is called with the kernel choice of an op that could run several.
     """
     others = frozenset(other.architecture for other in catalogue()) - {device.architecture}
     with ExitStack() as stack:

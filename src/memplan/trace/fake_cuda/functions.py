@@ -1,4 +1,4 @@
-"""What of `torch.cuda` and `torch.accelerator` answers while a step for a card is recorded; the rest stops it."""
+"""Emulation of `torch.cuda` and `torch.accelerator` during a recording; functions that need a GPU raise an error."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from memplan.trace.recording.place import format_frame, user_frame
 
 Answer = Callable[..., Any]
 
-_NOTHING = (
+_NO_OPS = (
     "init", "ipc_collect", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_device", "set_rng_state",
     "set_rng_state_all", "set_per_process_memory_fraction", "set_sync_debug_mode", "reset_max_memory_cached",
     "reset_accumulated_memory_stats", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
 )  # fmt: skip
-"""Functions that change nothing a recording knows of, and answer None."""
+"""Functions without effect on a recording: they return None."""
 
-_KEPT = frozenset({"amp", "nvtx", "check_error", "classproperty", "cudaStatus", "lru_cache", "cast", "is_initialized"})
-"""What stays as it is: plain Python that asks nothing of a GPU, or is replaced by itself below."""
+_UNCHANGED = frozenset(
+    {"amp", "nvtx", "check_error", "classproperty", "cudaStatus", "lru_cache", "cast", "is_initialized"}
+)
+"""Not replaced: plain Python without a GPU, or replaced separately below."""
 
 
 def answers(card: Card, device: Device) -> dict[str, Answer]:
-    """Return the emulated functions of `torch.cuda`: by name, what answers instead."""
+    """The emulated functions of `torch.cuda`, by name."""
     return {
-        **dict.fromkeys(_NOTHING, _nothing),
-        **_about(device),
+        **dict.fromkeys(_NO_OPS, _no_op),
+        **_properties(device),
         **_memory(card, device),
         **_streams(card),
         "is_available": lambda: True,
@@ -56,11 +58,11 @@ def answers(card: Card, device: Device) -> dict[str, Answer]:
     }
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _no_op(*_: Any, **__: Any) -> None:
     return None
 
 
-def _about(device: Device) -> dict[str, Answer]:
+def _properties(device: Device) -> dict[str, Answer]:
     major, minor = device.architecture
     properties = SimpleNamespace(
         name=device.title, major=major, minor=minor, total_memory=device.capacity, is_integrated=0,
@@ -78,31 +80,31 @@ def _about(device: Device) -> dict[str, Answer]:
 
 
 def _memory(card: Card, device: Device) -> dict[str, Answer]:
-    """Queries answer with the bytes that tensors hold; what the allocator holds besides is known after simulating."""
+    """Memory queries return the bytes of live tensors; reserved bytes are only known after a simulation."""
     ledger = card.ledger
 
-    def now(device: Any = None) -> int:
+    def current(device: Any = None) -> int:
         return ledger.level
 
     def peak(device: Any = None) -> int:
         return ledger.most
 
-    def forget(device: Any = None) -> None:
+    def reset_peak(device: Any = None) -> None:
         ledger.most = ledger.level
 
     def stats(device: Any = None) -> dict[str, int]:
-        held: dict[str, int] = defaultdict(int)
+        counts: dict[str, int] = defaultdict(int)
         for kind in ("allocated", "reserved", "active", "requested"):
-            held[f"{kind}_bytes.all.current"], held[f"{kind}_bytes.all.peak"] = now(), peak()
-        return held
+            counts[f"{kind}_bytes.all.current"], counts[f"{kind}_bytes.all.peak"] = current(), peak()
+        return counts
 
     return {
-        "memory_allocated": now, "memory_reserved": now, "memory_cached": now,
+        "memory_allocated": current, "memory_reserved": current, "memory_cached": current,
         "max_memory_allocated": peak, "max_memory_reserved": peak, "max_memory_cached": peak,
-        "reset_peak_memory_stats": forget, "reset_max_memory_allocated": forget,
+        "reset_peak_memory_stats": reset_peak, "reset_max_memory_allocated": reset_peak,
         "memory_stats": stats, "memory_summary": lambda *_, **__: "(recorded without a GPU)",
-        "mem_get_info": lambda device_=None: (device.capacity - now(), device.capacity),
-        "get_memory_info": lambda device_=None: (device.capacity - now(), device.capacity),
+        "mem_get_info": lambda device_=None: (device.capacity - current(), device.capacity),
+        "get_memory_info": lambda device_=None: (device.capacity - current(), device.capacity),
         "empty_cache": lambda: card.call("empty_cache"),
         "synchronize": lambda device=None: card.call("synchronize"),
     }  # fmt: skip
@@ -123,13 +125,13 @@ def _streams(card: Card) -> dict[str, Answer]:
 
 @contextmanager
 def installed(card: Card, device: Device) -> Iterator[None]:
-    """Let what is public in `torch.cuda` and `torch.accelerator` answers without a GPU, or names itself and stops."""
+    """Replace public functions of `torch.cuda` and `torch.accelerator` by emulations, or by errors that name them."""
     known = answers(card, device)
     accelerator = known | {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": lambda: 0, "current_device_idx": lambda: 0,
-        "set_device_index": _nothing, "set_device_idx": _nothing, "device_index": OnDevice,
-        "empty_host_cache": _nothing,
+        "set_device_index": _no_op, "set_device_idx": _no_op, "device_index": OnDevice,
+        "empty_host_cache": _no_op,
     }  # fmt: skip
     with ExitStack() as stack:
         for module, emulated in ((torch.cuda, known), (torch.accelerator, accelerator)):
@@ -137,11 +139,11 @@ def installed(card: Card, device: Device) -> Iterator[None]:
         for module in (torch.cuda.memory, torch.cuda.random):
             own = {name: answer for name, answer in known.items() if name in vars(module)}
             stack.enter_context(_torch.patched(module, **own))
-        ranges = dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
+        ranges = dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _no_op)
         within = lambda *_, **__: nullcontext()  # noqa: E731
         stack.enter_context(_torch.patched(torch.cuda.nvtx, **ranges, range=within))
         stack.enter_context(_torch.patched(torch.backends.cuda, is_built=lambda: True))
-        # a recurrent network's weights are not made one buffer: they are taken to be one already, at the same bytes
+        # weights of recurrent networks are not flattened: they are assumed to be one buffer already, of the same bytes
         no = lambda tensor: False  # noqa: E731
         stack.enter_context(_torch.patched(torch.backends.cudnn, is_available=lambda: True, is_acceptable=no))
         stack.enter_context(_torch.checkpoints_for_cuda())
@@ -154,10 +156,10 @@ def installed(card: Card, device: Device) -> Iterator[None]:
 
 
 class _Generator(torch.Generator):
-    """Stands in for `torch.Generator`, which makes one on a card only with a GPU."""
+    """Replaces `torch.Generator`, which can create one for a card only with a GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """Return one on the CPU, whatever the device."""
+        """A CPU generator, whatever the device."""
         return _HOST_GENERATOR("cpu")
 
 
@@ -165,29 +167,29 @@ _HOST_GENERATOR = torch.Generator
 
 
 def _scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-    """`torch.nn.DataParallel` over one card: everything goes there."""
+    """`torch.nn.DataParallel` over one card: all inputs go there."""
     to_card = lambda leaf: leaf.to("cuda") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
     return (_torch.tree_map(to_card, tuple(inputs)),), (_torch.tree_map(to_card, dict(kwargs or {})),)
 
 
 def _replaced(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str, Any]:
-    """For every public function and class of a module: what answers instead, or what stops the recording."""
-    found: dict[str, Any] = {}
+    """Replacements for the public functions and classes of a module: an emulation, or an error."""
+    replacements: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name in emulated:
-            found[name] = emulated[name]
-        elif name.startswith("_") or name in _KEPT or not _is_own(value, module):
+            replacements[name] = emulated[name]
+        elif name.startswith("_") or name in _UNCHANGED or not _is_own(value, module):
             continue
         elif inspect.isclass(value):
             if not issubclass(value, (BaseException, tuple)) and not name.endswith(("Storage", "Tensor")):
-                found[name] = type(name, (), {"__init__": _refusal(module, name)})
+                replacements[name] = type(name, (), {"__init__": _refusal(module, name)})
         elif callable(value):
-            found[name] = _refusal(module, name)
-    return found
+            replacements[name] = _refusal(module, name)
+    return replacements
 
 
 def _is_own(value: Any, module: types.ModuleType) -> bool:
-    """Return whether something belongs to the module rather than being imported into it."""
+    """Whether ``value`` is defined in the module rather than imported into it."""
     return getattr(value, "__module__", "").startswith(module.__name__)
 
 

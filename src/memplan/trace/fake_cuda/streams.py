@@ -1,4 +1,4 @@
-"""Streams and events that only say which stream's pool an allocation comes from: a recording has no time."""
+"""Emulated streams and events: a recording has no time, streams only select the memory pool."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from memplan.trace.fake_cuda.residence import CUDA, Card
 
 
 class Stream:
-    """Stands in for `torch.cuda.Stream`."""
+    """Replaces `torch.cuda.Stream`."""
 
-    made = 0
+    count = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        type(self).made += 1
-        self.stream_id = self.cuda_stream = type(self).made
+        type(self).count += 1
+        self.stream_id = self.cuda_stream = type(self).count
         self.device, self.device_index, self.device_type, self.priority = CUDA, 0, 1, priority
 
     def wait_event(self, event: Any) -> None:
@@ -26,15 +26,15 @@ class Stream:
         """Do nothing: no time passes."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Return an event."""
+        """The event, or a new one."""
         return event if event is not None else Event()
 
     def query(self) -> bool:
-        """Return whether all is done: it is."""
+        """True: all work is done."""
         return True
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured."""
+        """False: no CUDA graph is captured."""
         return False
 
     def synchronize(self) -> None:
@@ -42,7 +42,7 @@ class Stream:
 
 
 class Event:
-    """Stands in for `torch.cuda.Event`."""
+    """Replaces `torch.cuda.Event`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = CUDA
@@ -54,11 +54,11 @@ class Event:
         """Do nothing: no time passes."""
 
     def query(self) -> bool:
-        """Return whether it has passed: it has."""
+        """True: the event has passed."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Return milliseconds; none are known, and 1 divides safely."""
+        """Milliseconds: 1, since none are known and callers divide by it."""
         return 1.0
 
     def synchronize(self) -> None:
@@ -66,28 +66,26 @@ class Event:
 
 
 class Streams:
-    """Which stream is the current one."""
+    """The current stream."""
 
     def __init__(self, card: Card) -> None:
         self._card = card
-        self._waiting: list[int] = []
-
         streams = self
 
         class OfThisRecording(Stream):
-            """Numbers begin anew with every recording."""
+            """Stream ids start again with every recording."""
 
             def __enter__(self) -> Any:
-                self._within = _Within(streams, self)
-                self._within.__enter__()
+                self._context = _StreamContext(streams, self)
+                self._context.__enter__()
                 return self
 
             def __exit__(self, *_: object) -> None:
-                self._within.__exit__()
+                self._context.__exit__()
 
         self.Stream = OfThisRecording
         self.default = OfThisRecording()
-        self.default.stream_id = self.default.cuda_stream = OfThisRecording.made = 0
+        self.default.stream_id = self.default.cuda_stream = OfThisRecording.count = 0
         self._current: Any = self.default
 
     def current(self, device: Any = None) -> Any:
@@ -101,25 +99,25 @@ class Streams:
 
     def context(self, stream: Any) -> Any:
         """`torch.cuda.stream`."""
-        return _Within(self, stream)
+        return _StreamContext(self, stream)
 
 
-class _Within:
+class _StreamContext:
     def __init__(self, streams: Streams, stream: Any) -> None:
         self._streams, self.stream = streams, stream
 
     def __enter__(self) -> Any:
-        self._before = self._streams.current()
+        self._previous = self._streams.current()
         if self.stream is not None:
             self._streams.set(self.stream)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._streams.set(self._before)
+        self._streams.set(self._previous)
 
 
 class OnDevice:
-    """Stands in for `torch.cuda.device` and `torch.cuda.device_of`: there is one."""
+    """Replaces `torch.cuda.device` and `torch.cuda.device_of`: there is only one device."""
 
     def __init__(self, device: Any = None) -> None:
         if not isinstance(device, torch.Tensor) and device is not None:

@@ -1,4 +1,4 @@
-"""Tensors that go to the card and come back: methods and factories that take a device."""
+"""Tensor methods and factories with a device argument, for tensors on the emulated card."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new
 
 @contextmanager
 def installed(card: Card) -> Iterator[None]:
-    """Let methods and factories that take a device put what they make on the card, or take it from there."""
+    """Replace the methods and factories that take a device: their tensors lie on the emulated card or on the host."""
     emulated = _Tensors(card)
     with ExitStack() as stack:
         stack.enter_context(_torch.tensors_that_tell(emulated.device, card.inside))
-        methods = {name: emulated.made(getattr(torch.Tensor, name)) for name in _METHODS}
+        methods = {name: emulated.factory(getattr(torch.Tensor, name)) for name in _METHODS}
         stack.enter_context(
             _torch.patched(
                 torch.Tensor,
@@ -37,8 +37,8 @@ def installed(card: Card) -> Iterator[None]:
                 **methods,
             )
         )
-        stack.enter_context(_torch.factories_replaced(emulated.made))
-        stack.enter_context(_torch.default_device_replaced(lambda device: card.going(emulated.asked(device))))
+        stack.enter_context(_torch.factories_replaced(emulated.factory))
+        stack.enter_context(_torch.default_device_replaced(lambda device: card.going(emulated.named_device(device))))
         yield
 
 
@@ -47,21 +47,21 @@ class _Tensors:
         self._card = card
 
     def device(self, tensor: torch.Tensor) -> torch.device | None:
-        """Return what ``tensor.device`` answers; None where the tensor knows best."""
+        """The emulated ``tensor.device``; None to use the real one."""
         return CUDA if self._card.holds(tensor) else None
 
-    def asked(self, device: Any) -> torch.device:
-        """Return the device that the user's code names, which counts as naming it."""
-        found = wanted(device)
-        if found.type == "cuda" and device is not CUDA:  # a tensor's own device is no decision of the user's
+    def named_device(self, device: Any) -> torch.device:
+        """The device of an argument in the user's code. A CUDA device is noted as named by the step."""
+        target = wanted(device)
+        if target.type == "cuda" and device is not CUDA:  # the user only passed on a tensor's own device
             self._card.name()
-        return found
+        return target
 
-    def made(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a factory that tells where what it makes lies, and makes it on the CPU."""
+    def factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a factory: it makes its tensor on the CPU and records on which device it should lie."""
         card = self._card
 
-        def make_where_asked(*args: Any, **kwargs: Any) -> Any:
+        def make_on_device(*args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
             if card.inside():
                 return make(*args, **kwargs)
@@ -69,31 +69,34 @@ class _Tensors:
             if device is None:
                 if args and isinstance(args[0], torch.Tensor):
                     return make(*args, **kwargs)  # like its argument
-                with card.going(CPU):  # by default; a default device in force says otherwise, inside
+                with card.going(CPU):  # unless a default device is set, which is applied inside
                     return make(*args, **kwargs)
-            place = self.asked(device)
+            place = self.named_device(device)
             if place.type not in ("cuda", "cpu"):
                 return make(*args, **kwargs)
             with card.going(place):
-                made = make(*args, **kwargs | {"device": CPU})
-            return self._there(made, place)
+                value = make(*args, **kwargs | {"device": CPU})
+            # `torch.as_tensor` may return its argument, which lies elsewhere
+            if isinstance(value, torch.Tensor) and self._moves(value, place):
+                return self._moved(value, place)
+            return value
 
-        make_where_asked.__name__ = getattr(make, "__name__", "made")
-        return make_where_asked
+        make_on_device.__name__ = getattr(make, "__name__", "made")
+        return make_on_device
 
     def to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`torch.Tensor.to`."""
         if self._card.inside():
             return _TO(tensor, *args, **kwargs)
-        device, rest, kwargs = _split(args, kwargs)
+        device, others, kwargs = _split(args, kwargs)
         if device is None:
-            return _TO(tensor, *rest, **kwargs)
-        place = self.asked(device)
+            return _TO(tensor, *others, **kwargs)
+        place = self.named_device(device)
         if place.type not in ("cuda", "cpu"):
-            return _TO(tensor, place, *rest, **kwargs)
+            return _TO(tensor, place, *others, **kwargs)
         if not self._moves(tensor, place):
-            return _TO(tensor, *rest, **kwargs) if rest or kwargs else tensor
-        return self._moved(tensor, place, *rest, **kwargs)
+            return _TO(tensor, *others, **kwargs) if others or kwargs else tensor
+        return self._moved(tensor, place, *others, **kwargs)
 
     def cuda(self, tensor: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         """`torch.Tensor.cuda`."""
@@ -102,7 +105,7 @@ class _Tensors:
         return self.to(tensor, CUDA if device is None else device, **kwargs)
 
     def cpu(self, tensor: Any, **kwargs: Any) -> Any:
-        """`torch.Tensor.cpu`: a copy, too, where CUDA is not named, as this is why a step for a card would call it."""
+        """`torch.Tensor.cpu`. Copies even if the step never names CUDA: a step for a card calls it for that."""
         if self._card.everything and not self._card.inside() and self._card.holds(tensor):
             return self._moved(tensor, CPU, **kwargs)
         return self.to(tensor, CPU, **kwargs)
@@ -124,7 +127,7 @@ class _Tensors:
             return tensor.clone()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """`torch.Tensor.record_stream`: the storage's block waits for this stream when it is freed."""
+        """`torch.Tensor.record_stream`: when freed, the block waits for this stream."""
         entry = self._card.ledger.find(tensor)
         if entry is not None:
             number = getattr(stream, "stream_id", 0)
@@ -136,23 +139,17 @@ class _Tensors:
             return False
         return (place.type == "cuda") != self._card.holds(tensor)
 
-    def _moved(self, tensor: Any, place: torch.device, *rest: Any, **kwargs: Any) -> Any:
+    def _moved(self, tensor: Any, place: torch.device, *others: Any, **kwargs: Any) -> Any:
         layout = kwargs.pop("memory_format", None) or torch.preserve_format
         with _torch.no_modes():
-            target = _TO(torch.empty((), dtype=tensor.dtype, device="meta"), *rest, **kwargs)  # reads them for us
+            target = _TO(torch.empty((), dtype=tensor.dtype, device="meta"), *others, **kwargs)  # parses the arguments
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _Moved.apply(tensor, self._card, place, target.dtype, layout)
         return _copied(tensor, self._card, place, target.dtype, layout)
 
-    def _there(self, made: Any, place: torch.device) -> Any:
-        """Return what a factory returned, on the device asked for: `torch.as_tensor` may hand its argument back."""
-        if isinstance(made, torch.Tensor) and self._moves(made, place):
-            return self._moved(made, place)
-        return made
-
 
 def _method(bound: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a plain function, which a class makes a method of its instances; a bound one it would leave bound."""
+    """Wrap a bound method in a function, which a class turns into a method of its instances."""
     return lambda tensor, *args, **kwargs: bound(tensor, *args, **kwargs)
 
 
@@ -161,18 +158,18 @@ _TYPE = torch.Tensor.type
 
 
 class _Moved(torch.autograd.Function):
-    """A copy between host and card, whose gradient goes back the way it came."""
+    """A differentiable copy between host and card."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, card: Any, place: Any, dtype: Any, layout: Any) -> Any:  # type: ignore[override]
-        """Return the copy."""
-        ctx.card, ctx.dtype, ctx.back = card, tensor.dtype, CUDA if card.holds(tensor) else CPU
+        """Copy to the target device."""
+        ctx.card, ctx.dtype, ctx.source = card, tensor.dtype, CUDA if card.holds(tensor) else CPU
         return _copied(tensor, card, place, dtype, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
-        """Return the gradient's copy."""
-        return _copied(gradient, ctx.card, ctx.back, ctx.dtype, torch.preserve_format), None, None, None, None
+        """Copy the gradient back to the source device."""
+        return _copied(gradient, ctx.card, ctx.source, ctx.dtype, torch.preserve_format), None, None, None, None
 
 
 def _copied(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
@@ -181,7 +178,7 @@ def _copied(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, la
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the device among the arguments of `to`, and the others without it."""
+    """The device among the arguments of `to`, and the other arguments."""
     kwargs = dict(kwargs)
     device, first = kwargs.pop("device", None), args[0] if args else kwargs.pop("other", None)
     if isinstance(first, torch.Tensor):

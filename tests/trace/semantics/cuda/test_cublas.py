@@ -63,14 +63,14 @@ def test_the_config_sums_its_pools_and_is_ignored_where_it_is_no_config(config: 
 def test_which_workspaces_a_call_takes(
     version: tuple[int, int], env: dict[str, str], library: Any, expected: dict[str, int]
 ) -> None:
-    assert cublas.taken(library, (8, 0), env, version) == expected
+    assert cublas.workspaces(library, (8, 0), env, version) == expected
 
 
 def test_workspaces_stay_up_to_2_14_and_then_only_when_asked_for() -> None:
-    assert cublas.kept({}, (2, 14))
-    assert not cublas.kept({}, (2, 15))
-    assert cublas.kept({"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, (2, 15))
-    assert cublas.kept({"TORCH_CUBLAS_WORKSPACE_CACHE": "0"}, (2, 12))
+    assert cublas.caches_workspaces({}, (2, 14))
+    assert not cublas.caches_workspaces({}, (2, 15))
+    assert cublas.caches_workspaces({"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, (2, 15))
+    assert cublas.caches_workspaces({"TORCH_CUBLAS_WORKSPACE_CACHE": "0"}, (2, 12))
 
 
 def matrices(*sizes: tuple[int, int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

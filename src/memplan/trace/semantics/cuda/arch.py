@@ -1,4 +1,4 @@
-"""What a formula of a CUDA kernel's memory needs to know of the card that it would run on."""
+"""The properties of a CUDA card that determine the temporaries of kernels."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """A CUDA architecture: what the sizes of workspaces and of partial sums depend on."""
+    """A CUDA architecture and its number of multiprocessors."""
 
     capability: tuple[int, int]
     """Compute capability, (major, minor)."""
     multiprocessors: int
-    """Streaming multiprocessors: how far a kernel splits its work."""
+    """Streaming multiprocessors: they decide how far a kernel splits its work."""
 
     @property
     def threads(self) -> int:
-        """Threads that live on one multiprocessor at a time.
+        """Maximum number of resident threads per multiprocessor.
 
         Source: the table of technical specifications per compute capability in the CUDA programming guide.
         """
@@ -37,4 +37,4 @@ class Arch:
 
 
 A100 = Arch((8, 0), 108)
-"""NVIDIA A100: what a formula takes where nothing else is known."""
+"""NVIDIA A100: the default of formulas."""

@@ -1,18 +1,17 @@
 """Temporaries of the fused attention kernels on CUDA: flash, memory-efficient and cuDNN.
 
-The choice among them is made elsewhere; here is what each holds inside. Lengths, heads and head sizes are those of the
-op's operands; the `_scaled_dot_product_*` forms have (batch, heads, length, head size), the others (batch, length,
-heads, head size).
+`sdpa_choice` selects the kernel. Operands of the `_scaled_dot_product_*` ops are (batch, heads, length, head size),
+those of the others (batch, length, heads, head size).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.cuda.formula import Formula, nonzero
 from memplan.trace.semantics.kinds import Extra
 from memplan.trace.semantics.layout import bytes_of, copied, padded
 
@@ -20,13 +19,7 @@ _REDUCED = (torch.bfloat16, torch.float16)
 _FLOAT = 4
 _MOST_SPLITS = 128
 _PLAN_BYTES = {8: 128, 9: 256}
-"""Major compute capability -> bytes of workspace that cuDNN's plans for attention ask for beside what is explained."""
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
-
-
-def _taken(*sizes: int) -> tuple[int, ...]:
-    return tuple(size for size in sizes if size)
+"""Major compute capability -> bytes of workspace of cuDNN's attention plans beyond the known parts."""
 
 
 def _by_length(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
@@ -35,7 +28,7 @@ def _by_length(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
 
 
 def flash_splits(blocks: int, multiprocessors: int, columns: int) -> int:
-    """Return into how many parts the keys are split where there are too few queries to fill the card.
+    """Number of parts that the keys are split into if there are too few queries to fill the card.
 
     Source: transformers/cuda/flash_attn/flash_api.cpp, num_splits_heuristic: the fewest parts that reach 85 % of the
     best occupancy. ``blocks`` are the blocks of queries, ``columns`` those of keys.
@@ -43,18 +36,18 @@ def flash_splits(blocks: int, multiprocessors: int, columns: int) -> int:
     if blocks >= 0.8 * multiprocessors:
         return 1
     most = min(_MOST_SPLITS, multiprocessors, columns)
-    reached: dict[int, float] = {}
+    occupancy: dict[int, float] = {}
     for n in range(1, most + 1):
         if n > 1 and -(-columns // n) == -(-columns // (n - 1)):
             continue
         waves = blocks * n / multiprocessors
-        reached[n] = waves / -(-blocks * n // multiprocessors)
-    best = max(reached.values(), default=0)
-    return min((n for n, share in reached.items() if share >= 0.85 * best), default=1)
+        occupancy[n] = waves / -(-blocks * n // multiprocessors)
+    best = max(occupancy.values(), default=0)
+    return min((n for n, share in occupancy.items() if share >= 0.85 * best), default=1)
 
 
 def flash_forward(heads_first: bool, dropout: int) -> Formula:
-    """flash_api.cpp, mha_fwd: partial outputs and their log-sum-exp, where the keys are split; not with dropout.
+    """flash_api.cpp, mha_fwd: partial outputs and their log-sum-exp if the keys are split, which needs no dropout.
 
     ``dropout`` is the position of its probability.
     """
@@ -70,7 +63,7 @@ def flash_forward(heads_first: bool, dropout: int) -> Formula:
         if splits == 1:
             return ()
         rows = splits * batch * heads * length * _FLOAT
-        return _taken(rows, rows * padded(size, 32))
+        return nonzero(rows, rows * padded(size, 32))
 
     return formula
 
@@ -78,9 +71,9 @@ def flash_forward(heads_first: bool, dropout: int) -> Formula:
 def flash_backward(heads_first: bool) -> Formula:
     """flash_api.cpp, mha_bwd and mha_varlen_bwd; attention_backward.cu, _flash_attention_backward.
 
-    The gradient of the queries in float32, rows padded to 128 and head sizes to 32; a sum a row; gradients of keys
-    and values for every query head where heads are grouped; the output and its gradient, contiguous by length.
-    Deterministic algorithms take the first once for each split of the keys.
+    The gradient of the queries in float32, with rows padded to 128 and head sizes to 32 (with deterministic algorithms
+    one per split of the keys); a sum per row; gradients of keys and values for every query head with grouped queries;
+    the output and its gradient, contiguous by length.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -94,35 +87,35 @@ def flash_backward(heads_first: bool) -> Formula:
             splits = -(-arch.multiprocessors // (batch * heads))
         accumulated = splits * rows * heads * padded(size, 32) * _FLOAT
         grouped = [bytes_of(t) // k.shape[-2] * heads if k.shape[-2] != heads else 0 for t in (k, v)]
-        return _taken(copied(gradient), copied(out), rows * heads * _FLOAT, accumulated, *grouped)
+        return nonzero(copied(gradient), copied(out), rows * heads * _FLOAT, accumulated, *grouped)
 
     return formula
 
 
 def efficient_forward(heads_first: bool) -> Formula:
-    """attention.cu, _efficient_attention_forward: half precision and heads over 128 accumulate in float32."""
+    """attention.cu, _efficient_attention_forward: a float32 accumulator for half precision and head sizes over 128."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         q, k, v = (_by_length(t, heads_first) for t in args[:3])
         if q.dtype not in _REDUCED or max(k.shape[-1], v.shape[-1]) <= 128:
             return ()
-        return _taken(q.shape[0] * q.shape[1] * q.shape[2] * v.shape[-1] * _FLOAT)
+        return nonzero(q.shape[0] * q.shape[1] * q.shape[2] * v.shape[-1] * _FLOAT)
 
     return formula
 
 
 def _tiles(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
-    """Queries and keys in a tile, and whether the gradients of keys and values stay in registers.
+    """(Queries, keys) in a tile, and whether the gradients of keys and values stay in registers.
 
     Source: mem_eff_attention/kernels/cutlassB.h, the first kernel of the list whose head size and shared memory fit.
-    That the large tiles do not fit where a block has less than 100 KiB is concluded from the list itself,
-    which has a smaller one for such cards.
+    That the large tiles do not fit with less than 100 KiB per block is inferred from the list, which has smaller ones
+    for such cards.
     """
     if size <= 64:
         return 64, 64, reduced
-    roomy = arch.shared_memory >= 96
+    large = arch.shared_memory >= 96
     if arch.capability[0] < 8 or not reduced:
-        wide = 128 if roomy else 64
+        wide = 128 if large else 64
         return wide, 64, reduced and size <= wide
     if size <= 96 and arch.capability in ((8, 6), (8, 9)):
         return 128, 64, True
@@ -135,48 +128,48 @@ def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch
     """mem_eff_attention/kernel_backward.h, workspace_size: dq in tiles of float32; dk and dv where not in registers."""
     (batch, rows, heads, size), keys, width = q.shape, k.shape[1], v.shape[-1]
     reduced = q.dtype in _REDUCED
-    high, wide, kept = _tiles(max(size, width), reduced, arch)
-    elements = -(-rows // high) * -(-size // wide) * (high * wide + 4)
-    splits = -(-keys // wide)
-    if batch * heads >= 256 and keys <= 2 * wide:
+    tile_rows, tile_columns, in_registers = _tiles(max(size, width), reduced, arch)
+    elements = -(-rows // tile_rows) * -(-size // tile_columns) * (tile_rows * tile_columns + 4)
+    splits = -(-keys // tile_columns)
+    if batch * heads >= 256 and keys <= 2 * tile_columns:
         splits = 1
-    if reduced and not kept:
+    if reduced and not in_registers:
         splits = max(1, min(splits, 200 // (batch * heads)))
-        elements += splits * wide * (padded(size, high) + padded(width, high))
+        elements += splits * tile_columns * (padded(size, tile_rows) + padded(width, tile_rows))
     return batch * heads * padded(elements, 4) * _FLOAT
 
 
 def efficient_backward(heads_first: bool) -> Formula:
     """attention_backward.cu, _efficient_attention_backward.
 
-    The gradient, contiguous by length, is made before the results. A sum of output times gradient for each row: inside
-    the kernel in half precision; in float32 a product as large as the output, its sums and these contiguous, of which
-    the first two are gone before the workspace is made.
+    The gradient is made contiguous by length before the results are allocated. Output times gradient is summed per row:
+    inside the kernel in half precision; in float32 by a product as large as the output, its sums and a contiguous copy
+    of them, of which the first two are freed before the workspace is allocated.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Extra, ...]:
         gradient, q, k, v = (_by_length(t, heads_first) for t in args[:4])
         sums = q.shape[0] * q.shape[1] * q.shape[2] * _FLOAT
         workspace = _efficient_workspace(q, k, v, arch)
-        kept = [Extra(size, first=True) for size in _taken(copied(gradient))]
+        copies = [Extra(size, first=True) for size in nonzero(copied(gradient))]
         if q.dtype in _REDUCED:
-            return (*kept, sums, workspace)
-        return (*kept, Extra(sums * v.shape[-1], followed=2), Extra(sums, followed=1), sums, workspace)
+            return (*copies, sums, workspace)
+        return (*copies, Extra(sums * v.shape[-1], followed=2), Extra(sums, followed=1), sums, workspace)
 
     return formula
 
 
 def cudnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """cudnn/MHA.cpp: the workspace of cuDNN's plan, which on sm_90 alone asks for any (cuDNN 9.19)."""
-    return _taken(_PLAN_BYTES[9] if arch.capability[0] == 9 else 0)
+    """cudnn/MHA.cpp: the workspace of cuDNN's plan, which is empty except on sm_90 (cuDNN 9.19)."""
+    return nonzero(_PLAN_BYTES[9] if arch.capability[0] == 9 else 0)
 
 
 def cudnn_backward(heads_first: bool) -> Formula:
-    """cudnn/MHA.cpp: the workspace of cuDNN's plan, of which the known parts are counted.
+    """cudnn/MHA.cpp: the workspace of cuDNN's plan, as far as its parts are known.
 
-    dq in float32, on sm_80 to sm_89 twice, and a sum a row; dk and dv for every query head where heads are grouped
+    dq in float32, on sm_80 to sm_89 twice, and a sum per row; dk and dv for every query head with grouped queries
     (cudnn-frontend, the backward node of scaled dot product attention; cuDNN 9.19's answers for several shapes on
-    described cards), and what the plan asks for besides.
+    emulated cards), and a few bytes of the plan itself.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -185,7 +178,7 @@ def cudnn_backward(heads_first: bool) -> Formula:
         heads = q.shape[2]
         grouped = sum(bytes_of(t) // t.shape[2] * heads for t in (k, v) if t.shape[2] != heads)
         sums = 2 if arch.capability[0] == 8 else 1
-        return _taken(rows + sums * rows * q.shape[-1] + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
+        return nonzero(rows + sums * rows * q.shape[-1] + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
 
     return formula
 

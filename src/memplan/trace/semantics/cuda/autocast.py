@@ -1,9 +1,9 @@
-"""`torch.autocast("cuda")` for tensors that stand for ones on the card while they lie on the CPU.
+"""`torch.autocast("cuda")` for CPU tensors that represent tensors on the card.
 
-torch's kernels for autocast on CUDA leave CPU tensors alone, and those for the CPU have other lists. So kernels of
-ours, at an unused key of the dispatcher, do what CUDA's do: they cast arguments, above autograd, and call the op again.
-Which ops they are for, the running torch says itself; what is done to them is its policy: aten/src/ATen/autocast_mode.h
-and autocast_mode.cpp of torch 2.11 to 2.15.
+torch's CUDA autocast kernels ignore CPU tensors, and those of the CPU have other op lists. So we register kernels at an
+unused dispatch key that do the same as CUDA's: cast the arguments, above autograd, and call the op again. The list of
+ops comes from the running torch; the policy of each is that of aten/src/ATen/autocast_mode.h and autocast_mode.cpp of
+torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put 
 
 
 class Autocast:
-    """What `torch.autocast("cuda")` does to ops while a step is recorded, and its copies of weights."""
+    """The state of CUDA autocast during a recording, with its cache of weight casts."""
 
     def __init__(self, on_card: OnCard) -> None:
         self._on_card = on_card
@@ -52,16 +52,16 @@ class Autocast:
         self._running = False
 
     def copies(self) -> list[torch.Tensor]:
-        """Return the copies of weights in lower precision that are kept now."""
+        """The cached low-precision copies of weights."""
         return [copy for _, copy in self._copies.values()]
 
     def forget(self) -> None:
-        """Let go of the copies, as torch does where the outermost autocast context ends."""
+        """Clear the cache of casts, as torch does when the outermost autocast context ends."""
         self._copies.clear()
 
     def kernels(self) -> dict[str, dispatch.Kernel]:
-        """Name of an op, of another library's with its namespace -> what stands above it."""
-        # torch registers the one of cuDNN where it is built with cuDNN
+        """Op name (qualified by its namespace unless ``aten``) -> the autocast kernel to register for it."""
+        # torch registers this one only if it is built with cuDNN
         names = {*dispatch.autocast_ops(), "aten::_cudnn_rnn"}
         ops = {name.removeprefix("aten::"): dispatch.op_of(name) for name in names}
         return {name: self._kernel(op) for name, op in ops.items() if op is not None}
@@ -73,20 +73,20 @@ class Autocast:
             with dispatch.below_autocast():
                 if not self._any_on_card(args, kwargs):
                     return op(*args, **kwargs)
-                outside, self._running = self._running, True
+                was_running, self._running = self._running, True
                 try:
-                    target, given, named = prepare(self, op, args, kwargs)
-                    return target(*given, **named)
+                    target, cast_args, cast_kwargs = prepare(self, op, args, kwargs)
+                    return target(*cast_args, **cast_kwargs)
                 finally:
-                    self._running = outside
+                    self._running = was_running
 
         return kernel
 
     @contextmanager
     def taking_apart(self) -> Iterator[None]:
-        """Serve a dispatch mode that takes an op apart, as one has to in inference mode: its parts are cast as on CUDA.
+        """Context for a dispatch mode that decomposes a composite op (inference mode): its parts are cast as on CUDA.
 
-        Inside of a dispatch mode nothing is cast. Here the parts are, unless the op is itself on the lists.
+        Within a dispatch mode nothing is cast. Here the parts are, unless the op itself has an autocast policy.
         """
         with nullcontext() if self._running else dispatch.above_autocast():
             yield
@@ -95,7 +95,7 @@ class Autocast:
         return any(self._on_card(tensor) for tensor in _tensors((*args, *kwargs.values())))
 
     def takes(self, value: Any) -> bool:
-        """Return whether autocast would cast it: a floating-point tensor on the card, no float64."""
+        """Whether autocast would cast ``value``: a floating-point tensor on the card, other than float64."""
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
@@ -104,24 +104,23 @@ class Autocast:
         )
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Return an argument, or each tensor in a list, in another dtype. The copy of a weight is kept and used
-        again."""
+        """Return a tensor, or each tensor of a list, in another dtype. Casts of weights are cached."""
         if isinstance(value, (list, tuple)):
             return [self.cast(item, dtype) for item in value]
         if not self.takes(value) or value.dtype is dtype:
             return value
-        if not self._is_kept(value, dtype):
+        if not self._is_cacheable(value, dtype):
             return value.to(dtype)
-        known = self._copies.get(id(value))
-        if known is not None and known[0]() is value:
-            return known[1]
-        with torch.enable_grad():  # the copy may be used again where gradients are asked for
+        cached = self._copies.get(id(value))
+        if cached is not None and cached[0]() is value:
+            return cached[1]
+        with torch.enable_grad():  # the cached copy may be reused where gradients are needed
             copy = value.to(dtype)
         self._copies[id(value)] = (weakref.ref(value), copy)
         return copy
 
     @staticmethod
-    def _is_kept(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    def _is_cacheable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         """autocast_mode.cpp, cached_cast: leaves in float32 that need a gradient, cast to the lower precision."""
         return (
             torch.is_autocast_cache_enabled()
@@ -136,22 +135,22 @@ class Autocast:
 
 @contextmanager
 def installed(on_card: OnCard) -> Iterator[Autocast]:
-    """`torch.autocast("cuda")` works on tensors that stand for ones on the card.
+    """Make `torch.autocast("cuda")` work on CPU tensors that represent tensors on the card.
 
-    ``torch.is_autocast_enabled("cuda")`` and its kin answer as ever: the state is torch's own. `torch.autocast` refuses
-    to be enabled where ``torch.cuda.is_available()`` is not patched to say yes.
+    ``torch.is_autocast_enabled("cuda")`` and its kin are unaffected: the state is torch's own. `torch.autocast` can be
+    enabled only if ``torch.cuda.is_available()`` is patched to return True.
 
     Args:
-        on_card: whether a tensor stands for one on the card. What a dispatch mode calls while it runs an op is not cast
-            and not asked for.
+        on_card: whether a tensor represents one on the card. Not called for ops that a dispatch mode runs: those are
+            not cast.
     """
     state = Autocast(on_card)
     enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
-    with dispatch.autocast_like_cuda(state.kernels()) as turn:
+    with dispatch.autocast_like_cuda(state.kernels()) as set_active:
 
         def set_enabled(*args: Any, **kwargs: Any) -> None:
             enable(*args, **kwargs)
-            turn(torch.is_autocast_enabled("cuda"))
+            set_active(torch.is_autocast_enabled("cuda"))
 
         def clear_both() -> None:
             clear()
@@ -159,7 +158,7 @@ def installed(on_card: OnCard) -> Iterator[Autocast]:
 
         with _torch.patched(torch, set_autocast_enabled=set_enabled, clear_autocast_cache=clear_both):
             try:
-                turn(torch.is_autocast_enabled("cuda"))
+                set_active(torch.is_autocast_enabled("cuda"))
                 yield state
             finally:
                 state.forget()
@@ -178,7 +177,7 @@ Prepared = tuple[Any, Sequence[Any], dict[str, Any]]
 
 
 def _cast_all(state: Autocast, op: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Prepared:
-    """Cast the last argument first: autocast_mode.h casts them as arguments of a call, which GCC evaluates so."""
+    """Cast the last argument first, in the order in which GCC evaluates the arguments of autocast_mode.h's call."""
     cast = {name: state.cast(value, dtype) for name, value in reversed(kwargs.items())}
     positional = [state.cast(value, dtype) for value in reversed(args)]
     return op, positional[::-1], cast
@@ -193,81 +192,81 @@ def _float(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
 
 
 def _float_by_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """Ask an op that casts by itself for float32, unless the user asked it for another dtype."""
+    """Pass ``dtype=torch.float32`` to an op that casts by itself, unless the user passed another dtype."""
     if not state.takes(args[0]):
         return op, args, kwargs
     for position, argument in enumerate(_torch.arguments(op)):
         if argument.name == "dtype":
             if position < len(args) and not argument.kwarg_only:
-                given = torch.float32 if args[position] is None else args[position]
-                return op, [*args[:position], given, *args[position + 1 :]], kwargs
-            given = kwargs.get("dtype")
-            return op, args, {**kwargs, "dtype": torch.float32 if given is None else given}
+                dtype = torch.float32 if args[position] is None else args[position]
+                return op, [*args[:position], dtype, *args[position + 1 :]], kwargs
+            dtype = kwargs.get("dtype")
+            return op, args, {**kwargs, "dtype": torch.float32 if dtype is None else dtype}
     return op, args, kwargs
 
 
 def _norm(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """Replace the overloads without a dtype by those with one."""
+    """Call the overload of ``norm`` that has a dtype argument instead."""
     dtype = torch.float32 if state.takes(args[0]) else args[0].dtype
-    given = [*args]
+    arguments = [*args]
     for argument in _torch.arguments(op)[len(args) :]:
-        given.append(kwargs.get(argument.name, argument.default_value))
+        arguments.append(kwargs.get(argument.name, argument.default_value))
     overload = str(op).rpartition(".")[2]
     overload = "ScalarOpt" if overload == "Scalar" else overload
-    return getattr(_ATEN.norm, f"{overload}_dtype"), given, {"dtype": dtype}
+    return getattr(_ATEN.norm, f"{overload}_dtype"), arguments, {"dtype": dtype}
 
 
 def _widest(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """float32 where any of the tensors is, else the lower precision."""
+    """Cast to float32 if any of the tensors is in float32, else to the autocast dtype."""
     lower = torch.get_autocast_dtype("cuda")
-    given = {t.dtype for t in _tensors((*args, *kwargs.values())) if state.takes(t)}
-    if not given <= {torch.float32, lower}:
-        others = ", ".join(sorted(str(dtype) for dtype in given - {torch.float32, lower}))
+    dtypes = {t.dtype for t in _tensors((*args, *kwargs.values())) if state.takes(t)}
+    if not dtypes <= {torch.float32, lower}:
+        others = ", ".join(sorted(str(dtype) for dtype in dtypes - {torch.float32, lower}))
         raise RuntimeError(f"{op} got {others} while autocast gives {lower}: it takes float32 and what autocast gives")
-    return _cast_all(state, op, args, kwargs, torch.float32 if torch.float32 in given else lower)
+    return _cast_all(state, op, args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
 
 
 def _recurrent(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """cudnn/AutocastRNN.cpp: float16, whatever the dtype of autocast, with new copies of the weights at every call.
+    """cudnn/AutocastRNN.cpp: float16, whatever the autocast dtype, with new copies of the weights at every call.
 
-    torch puts the copies into one buffer; here each has its own.
+    torch copies them into one buffer; here each has its own.
     """
     half = torch.float16
-    x, weights, stride, buffer, hx, cx, *rest = args
+    x, weights, stride, buffer, hx, cx, *options = args
     if state.takes(weights[0]) and weights[0].dtype is not half:
         weights = [weight.to(half) for weight in weights]
         with torch.no_grad():
             buffer = weights[0].detach().reshape(-1)[:1].expand(buffer.numel())
-    given = state.cast(x, half), weights, stride, buffer, state.cast(hx, half), state.cast(cx, half), *rest
-    return op, given, kwargs
+    arguments = state.cast(x, half), weights, stride, buffer, state.cast(hx, half), state.cast(cx, half), *options
+    return op, arguments, kwargs
 
 
 def _banned(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """torch's kernel raises its own message, whatever the tensors."""
+    """Call torch's own kernel, which raises torch's message for any tensors."""
     dispatch.with_cuda_autocast(op, *args, **kwargs)
     raise AssertionError(f"{op} is not refused by this torch")
 
 
 def _of_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """Cast as the op's library has registered it: seen on tensors without data."""
+    """Cast as the autocast kernel of the op's library does, which is observed on tensors without data."""
     try:
-        given, made, handed_on = dispatch.cast_on_cuda(op, args, kwargs)
-    except Exception as error:  # the library's kernel runs
-        op(*args, **kwargs)  # what is wrong with the call itself is the user's to know
+        arg_dtypes, own_dtypes, returned_dtypes = dispatch.cast_on_cuda(op, args, kwargs)
+    except Exception as error:  # raised by the library's kernel
+        op(*args, **kwargs)  # if the call itself is wrong, this raises the library's own error
         raise RecordingError(
             f"how autocast on CUDA casts for {op} cannot be seen ({type(error).__name__}: {str(error)[:200]})",
             expected="an op with an implementation for tensors without data, which its kernel for autocast calls once",
             do="Run that op with autocast off, or run memplan.measure(build)",
         ) from error
-    leaves, form = _torch.tree_flatten((args, kwargs))
-    cast = [one if dtype is None else state.cast(one, dtype) for one, dtype in zip(leaves, given, strict=True)]
-    positional, named = _torch.tree_unflatten(cast, form)
+    leaves, spec = _torch.tree_flatten((args, kwargs))
+    cast = [leaf if dtype is None else state.cast(leaf, dtype) for leaf, dtype in zip(leaves, arg_dtypes, strict=True)]
+    positional, named = _torch.tree_unflatten(cast, spec)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        results, form = _torch.tree_flatten(op(*args, **kwargs))
-        casts = zip(results, made, handed_on, strict=True)
+        results, spec = _torch.tree_flatten(op(*args, **kwargs))
+        dtypes = zip(results, own_dtypes, returned_dtypes, strict=True)
         return _torch.tree_unflatten(
-            [one if to is None or own is to else state.cast(one, to) for one, own, to in casts], form
+            [result if to is None or own is to else state.cast(result, to) for result, own, to in dtypes], spec
         )
 
     return run, positional, named
@@ -290,4 +289,4 @@ _POLICIES: dict[str, Callable[[Autocast, Any, Any, Any], Prepared]] = {
     "_cudnn_rnn": _recurrent,
     "binary_cross_entropy": _banned,
 }
-"""Name of an op -> how its arguments are prepared."""
+"""Op name -> its autocast policy."""

@@ -1,7 +1,7 @@
-"""Composite ops that choose by device: what each is made of on CUDA, while a step for CUDA is recorded on the CPU.
+"""Composite ops that decompose by device: their CUDA decompositions, while a CUDA step is recorded on the CPU.
 
-Such an op is taken apart before a dispatch mode sees it, and on the CPU it would be into the CPU's parts. So kernels of
-ours stand above it for the time of a recording, in the dispatcher, where calls from C++ are caught as well.
+Such an op is decomposed before a dispatch mode sees it, on the CPU as for the CPU. So during a recording we register
+kernels for it in the dispatcher, which catches calls from C++ as well.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _BACKENDS = {
 _NUMBERS = {name: number for number, name in _BACKENDS.items()}
 _FUSED_NORM = _ATEN._fused_rms_norm.default
 _RECURRENT = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""Recurrent networks -> cuDNN's number for them."""
+"""Recurrent op -> cuDNN's mode number."""
 _MEAN = 1
 """Reduction of a loss, as C++ numbers it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replacements:
-    """For inference mode, where composite ops reach a dispatch mode whole and no kernel of ours is called.
+    """For inference mode, where composite ops reach a dispatch mode undecomposed and our kernels are not called.
 
-    ``instead`` maps an op to the function to call in its place. An op of ``whole`` has a kernel of its own on the card:
-    it is not to be taken apart where its first argument is there.
+    ``instead`` maps an op to the function to call in its place. The ops of ``whole`` have a CUDA kernel: they are not
+    decomposed if their first argument is on the card.
     """
 
     instead: Mapping[Any, Callable[..., Any]]
@@ -59,13 +59,13 @@ class Replacements:
 def installed(
     on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch] = frozenset()
 ) -> Iterator[Replacements]:
-    """Make CUDA's choices for the time of a recording.
+    """Decompose composite ops as on CUDA, for the time of a recording.
 
     Args:
-        on_card: whether a tensor stands for one on the card; for others the CPU's choice stays.
+        on_card: whether a tensor represents one on the card; others are decomposed as on the CPU.
         arch: the card's compute capability.
-        chosen: told which kernel an op took where there was a choice: the op's name and a reason, one sentence.
-        others: compute capabilities to compare with; `Replacements.differing` says on which an op takes another kernel.
+        chosen: called with the name of an op that could run several kernels and the reason for its choice, a sentence.
+        others: compute capabilities to compare with; `Replacements.differing` collects those with another choice.
     """
     table = _Table(on_card, arch, chosen, others)
     order = sdpa_choice.default_order(arch, sdpa_choice.versions()[1])
@@ -95,7 +95,7 @@ def _overload(name: str) -> Any:
 
 
 def enabled_now() -> Enabled:
-    """Return what `scaled_dot_product_attention` may choose from, as `torch.backends.cuda` and its contexts say now."""
+    """What `scaled_dot_product_attention` may choose from under the current `torch.backends.cuda` settings."""
     allowed, version = torch.backends.cuda, sdpa_choice.versions()
     order: list[Any] = [_BACKENDS[number] for number in dispatch.tried_in_order() if number in _BACKENDS]
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -112,7 +112,7 @@ def enabled_now() -> Enabled:
 
 
 class _Table:
-    """The ops that are made of other parts on CUDA."""
+    """The CUDA decompositions."""
 
     def __init__(self, on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch]) -> None:
         self._on_card = on_card
@@ -122,7 +122,7 @@ class _Table:
         self.differing: set[Arch] = set()
 
     def dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        """native/Dropout.cpp: one kernel that keeps a mask of bools, where anything is dropped at random."""
+        """native/Dropout.cpp: a single kernel that saves a bool mask, if anything is dropped at random."""
         if train and 0 < p < 1 and x.numel() and self._on_card(x):
             return _ATEN.native_dropout.default(x, p, train)[0]
         return dispatch.composite(_ATEN.dropout.default, x, p, train)
@@ -139,8 +139,10 @@ class _Table:
         epsilon: float,
         enabled: bool,
     ) -> torch.Tensor:
-        """native/Normalization.cpp, _batch_norm_impl_index: cuDNN's reads, and keeps, its input in its memory format: a
-        copy where it is laid out in no format."""
+        """native/Normalization.cpp, _batch_norm_impl_index: cuDNN reads and saves its input in its memory format.
+
+        An input in no memory format is copied.
+        """
         if self._on_card(x) and uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn:
             x = in_own_format(x)
         return dispatch.composite(
@@ -148,21 +150,21 @@ class _Table:
         )
 
     def softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """native/SoftMax.cpp: from float16 to float32 without a copy in float32 first."""
+        """native/SoftMax.cpp: float16 to float32 in the kernel, without a float32 copy first."""
         if dtype is torch.float32 and x.dtype is torch.float16 and self._on_card(x):
             return _ATEN._softmax.default(x, dim, True)
         return dispatch.composite(_ATEN.softmax.int, x, dim, dtype)
 
     def log_softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the same for its logarithm."""
+        """native/SoftMax.cpp: like `softmax`."""
         if dtype is torch.float32 and x.dtype is torch.float16 and self._on_card(x):
             return _ATEN._log_softmax.default(x, dim, True)
         return dispatch.composite(_ATEN.log_softmax.int, x, dim, dtype)
 
     def rms_norm(self, x: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
-        """native/layer_norm.cpp: one kernel, which keeps its input and one statistic in float32 a row.
+        """native/layer_norm.cpp: one kernel that saves its input and a float32 statistic per row.
 
-        ``rms_norm`` itself stays as it is: it calls this one under the same conditions on every device.
+        ``rms_norm`` itself is not replaced: it calls this op under the same conditions on every device.
         """
         if self._on_card(x):
             return dispatch.whole(_FUSED_NORM, x, shape, weight, eps)
@@ -180,56 +182,58 @@ class _Table:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """native/transformers/attention.cpp: the kernel that `cuda_attention.choose` names, with its preparations."""
+        """native/transformers/attention.cpp: the kernel that `sdpa_choice.choose` selects, with its preprocessing."""
         if not self._on_card(query) or not _acceptable(query, key, value, attn_mask, is_causal):
             return dispatch.composite(
                 _ATEN.scaled_dot_product_attention.default,
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
-        given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        choice = sdpa_choice.choose(*given, arch=self._arch, enabled=enabled_now())
-        self._compare(given, choice.kernel)
+        arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        choice = sdpa_choice.choose(*arguments, arch=self._arch, enabled=enabled_now())
+        self._compare(arguments, choice.kernel)
         self._chosen("scaled_dot_product_attention", f"{_TITLES[choice.kernel]}: {choice.reason}")
         if choice.kernel == "math":
             return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        added = query.dim() == 3
-        if added:
+        unbatched = query.dim() == 3
+        if unbatched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         kernel = _KERNELS[choice.kernel]
         output = kernel(_Call(query, key, value, attn_mask, dropout_p, is_causal, scale))
-        return output.squeeze(0) if added else output
+        return output.squeeze(0) if unbatched else output
 
-    def _compare(self, given: tuple[Any, ...], kernel: str) -> None:
-        """Note on which other cards attention takes another kernel, or none."""
+    def _compare(self, arguments: tuple[Any, ...], kernel: str) -> None:
+        """Add the cards on which attention runs another kernel, or none, to `differing`."""
         enabled = enabled_now()
         for other in self._others - self.differing:
             order = sdpa_choice.default_order(other, enabled.cudnn_version)
             try:
-                same = sdpa_choice.choose(*given, arch=other, enabled=replace(enabled, order=order)).kernel == kernel
+                same = (
+                    sdpa_choice.choose(*arguments, arch=other, enabled=replace(enabled, order=order)).kernel == kernel
+                )
             except RuntimeError:
                 same = False
             if not same:
                 self.differing.add(other)
 
     def recurrent(self, name: str) -> Callable[..., Any]:
-        """native/RNN.cpp: cuDNN's, with the weights in one buffer, which a module makes where it comes to the card."""
+        """native/RNN.cpp: cuDNN, with the weights in one buffer (modules flatten them when moved to the card)."""
         op = getattr(_ATEN, name).input
 
-        def run(x: torch.Tensor, states: Any, weights: list[torch.Tensor], *rest: Any) -> Any:
+        def run(x: torch.Tensor, states: Any, weights: list[torch.Tensor], *options: Any) -> Any:
             if not self._on_card(x):
-                return dispatch.composite(op, x, states, weights, *rest)
-            against = self._against_recurrent(x)
-            if against:
-                self._chosen(name, f"{against}: not cuDNN's, and recorded with the CPU's parts")
-                return dispatch.composite(op, x, states, weights, *rest)
+                return dispatch.composite(op, x, states, weights, *options)
+            refusal = self._cudnn_refusal(x)
+            if refusal:
+                self._chosen(name, f"{refusal}: not cuDNN's, and recorded with the CPU's parts")
+                return dispatch.composite(op, x, states, weights, *options)
             hx, cx = states if name == "lstm" else (states, None)
-            output, hy, cy = _cudnn_recurrent(_RECURRENT[name], x, hx, cx, weights, *rest)
+            output, hy, cy = _cudnn_recurrent(_RECURRENT[name], x, hx, cx, weights, *options)
             return (output, hy, cy) if name == "lstm" else (output, hy)
 
         return run
 
-    def _against_recurrent(self, x: torch.Tensor) -> str | None:
-        """native/RNN.cpp, use_cudnn: why cuDNN does not take a recurrent network, None where it does."""
+    def _cudnn_refusal(self, x: torch.Tensor) -> str | None:
+        """native/RNN.cpp, use_cudnn: why cuDNN does not run a recurrent network; None if it does."""
         if not torch.backends.cudnn.enabled:
             return "cuDNN is switched off"
         if x.dtype is torch.bfloat16 and self._arch < (8, 0):
@@ -237,17 +241,19 @@ class _Table:
         return None if x.numel() else "the input is empty"
 
     def packed(self, name: str) -> Callable[..., Any]:
-        """native/RNN.cpp: cuDNN's, of the steps of all sequences; how many have each lies in the host's memory."""
+        """native/RNN.cpp: cuDNN, on packed sequences. Their batch sizes are in host memory."""
         op = getattr(_ATEN, name).data
 
-        def run(data: torch.Tensor, sizes: torch.Tensor, states: Any, weights: list[torch.Tensor], *rest: Any) -> Any:
+        def run(
+            data: torch.Tensor, sizes: torch.Tensor, states: Any, weights: list[torch.Tensor], *options: Any
+        ) -> Any:
             if not self._on_card(data):
-                return dispatch.composite(op, data, sizes, states, weights, *rest)
-            against = self._against_recurrent(data)
-            if not isinstance(sizes, FakeTensor) and not against:
+                return dispatch.composite(op, data, sizes, states, weights, *options)
+            refusal = self._cudnn_refusal(data)
+            if not isinstance(sizes, FakeTensor) and not refusal:
                 hx, cx = states if name == "lstm" else (states, None)
                 with no_modes():
-                    switches: tuple[Any, ...] = (*rest, False, sizes.tolist())
+                    switches: tuple[Any, ...] = (*options, False, sizes.tolist())
                 output, hy, cy = _cudnn_recurrent(_RECURRENT[name], data, hx, cx, weights, *switches)
                 return (output, hy, cy) if name == "lstm" else (output, hy)
             raise DataDependentError(
@@ -267,7 +273,7 @@ class _Table:
         b_ih: torch.Tensor | None = None,
         b_hh: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """native/RNN.cpp, LSTMCell: two products and one kernel for all gates, which keeps them."""
+        """native/RNN.cpp, LSTMCell: two products and one kernel for all gates, which saves them."""
         if not self._on_card(x):
             return dispatch.composite(_ATEN.lstm_cell.default, x, states, w_ih, w_hh, b_ih, b_hh)
         gates = x @ w_ih.t(), states[0] @ w_hh.t()
@@ -282,7 +288,7 @@ class _Table:
         b_ih: torch.Tensor | None = None,
         b_hh: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """native/RNN.cpp, GRUCell: likewise."""
+        """native/RNN.cpp, GRUCell: like `lstm_cell`."""
         if not self._on_card(x):
             return dispatch.composite(_ATEN.gru_cell.default, x, hidden, w_ih, w_hh, b_ih, b_hh)
         return _ATEN._thnn_fused_gru_cell.default(x @ w_ih.t(), hidden @ w_hh.t(), hidden, b_ih, b_hh)[0]
@@ -297,11 +303,11 @@ class _Table:
         reduction: int = _MEAN,
         zero_infinity: bool = False,
     ) -> torch.Tensor:
-        """native/LossCTC.cpp: lengths are read on the host; a mean divides by those of the targets, on the card."""
-        op, given = _ATEN.ctc_loss.Tensor, (log_probs, targets, steps, lengths, blank)
+        """native/LossCTC.cpp: lengths are read on the host; a mean divides by the target lengths, on the card."""
+        op, arguments = _ATEN.ctc_loss.Tensor, (log_probs, targets, steps, lengths, blank)
         if reduction != _MEAN or not self._on_card(log_probs) or self._on_card(lengths):
-            return dispatch.composite(op, *given, reduction, zero_infinity)
-        losses = dispatch.composite(op, *given, 0, zero_infinity)
+            return dispatch.composite(op, *arguments, reduction, zero_infinity)
+        losses = dispatch.composite(op, *arguments, 0, zero_infinity)
         return (losses / losses.new_empty(lengths.shape).copy_(lengths).clamp_min(1)).mean()
 
 
@@ -311,7 +317,7 @@ _TITLES = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN", 
 def _acceptable(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
 ) -> bool:
-    """Return whether attention takes these at all; where it does not, its own implementation says so best."""
+    """Whether the arguments of attention are valid at all; if not, the original op raises its own error."""
     if len({t.dtype for t in (query, key, value)}) > 1 or min(t.dim() for t in (query, key, value)) < 2:
         return False
     if any(t.is_nested for t in (query, key, value)):
@@ -325,7 +331,7 @@ def _needs_gradient(*tensors: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of attention: (batch, heads, rows, size) each, a mask or none."""
+    """The arguments of attention, (batch, heads, length, head size) each."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -342,7 +348,7 @@ class _Call:
 
 
 def _flash(call: _Call) -> torch.Tensor:
-    """Heads are padded to a multiple of 8 first, and what is kept for backward is the padded tensors."""
+    """Heads are padded to a multiple of 8 first, and the padded tensors are saved for backward."""
     head = call.query.shape[-1]
     scale = 1 / math.sqrt(head) if call.scale is None else call.scale
     heads = [functional.pad(t, [0, -head % 8]) for t in call.heads] if head % 8 else call.heads
@@ -352,28 +358,28 @@ def _flash(call: _Call) -> torch.Tensor:
 
 
 def _efficient(call: _Call) -> torch.Tensor:
-    """Lay a mask out to be added: in the queries' dtype, its rows beginning at multiples of 8 elements."""
+    """The mask is converted to an additive one whose rows are aligned to 8 elements, and expanded."""
     mask = call.mask
     if mask is not None:
         aligned = _aligned(_additive(mask, call.query.dtype))
         mask = aligned.expand(*call.query.shape[:3], call.key.shape[2])
     kernel = _ATEN._scaled_dot_product_efficient_attention.default
-    needed = _needs_gradient(*call.heads)
-    return kernel(*call.heads, mask, needed, call.dropout, call.causal, scale=call.scale)[0]
+    compute_logsumexp = _needs_gradient(*call.heads)
+    return kernel(*call.heads, mask, compute_logsumexp, call.dropout, call.causal, scale=call.scale)[0]
 
 
 def _cudnn(call: _Call) -> torch.Tensor:
     mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
     kernel = _ATEN._scaled_dot_product_cudnn_attention.default
-    needed = _needs_gradient(*call.heads)
-    return kernel(*call.heads, mask, needed, call.dropout, call.causal, False, scale=call.scale)[0]
+    compute_logsumexp = _needs_gradient(*call.heads)
+    return kernel(*call.heads, mask, compute_logsumexp, call.dropout, call.causal, False, scale=call.scale)[0]
 
 
 _KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask of bools as one to add to the scores: 0 where it is true, minus infinity else."""
+    """Convert a bool mask to a mask to add to the scores: 0 where true, -inf elsewhere."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, mask.new_full((), 0.0, dtype=dtype), -math.inf)
@@ -398,35 +404,35 @@ def _math(
 ) -> torch.Tensor:
     """Attention by two products and a softmax, in float32 for half precision.
 
-    Not torch's own composite: for fake tensors that adds the mask to a copy of the scores, for real ones in place.
+    Not torch's own decomposition, which adds the mask in place for real tensors but out of place for fake ones.
     """
     dtype = query.dtype
-    added = None if mask is None else _additive(mask, dtype)
+    bias = None if mask is None else _additive(mask, dtype)
     allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     if dtype in (torch.float16, torch.bfloat16) and not allowed:
         query, key, value = query.float(), key.float(), value.float()
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     root = math.sqrt(abs(scale))
-    scaled = _ATEN.mul.Scalar(query, math.copysign(root, scale))  # as in C++: a scalar is no tensor that is kept
+    scaled = _ATEN.mul.Scalar(query, math.copysign(root, scale))  # as in C++: no tensor is saved for a scalar
     if causal:
         square = (query.shape[-2], key.shape[-2])
-        added = _additive(scaled.new_ones(square, dtype=torch.bool).tril(), scaled.dtype)
+        bias = _additive(scaled.new_ones(square, dtype=torch.bool).tril(), scaled.dtype)
     if gqa:
         key, value = (_repeated(t, query.shape[-3]) for t in (key, value))
     weights = scaled @ _ATEN.mul.Scalar(key.transpose(-2, -1), root)
-    if added is not None:
-        weights.add_(added)
+    if bias is not None:
+        weights.add_(bias)
     weights = _ATEN._safe_softmax.default(weights, -1)
     if dropout > 0:
         weights = torch.dropout(weights, dropout, True)
     output = (weights @ value).to(dtype)
-    returned_too = weights.to(dtype)  # its second result, which nobody uses and which takes its memory all the same
-    del returned_too
+    unused_result = weights.to(dtype)  # the second result of torch's op: unused, but allocated
+    del unused_result
     return output
 
 
-def _repeated(heads: torch.Tensor, wanted: int) -> torch.Tensor:
-    return heads if heads.shape[-3] == wanted else heads.repeat_interleave(wanted // heads.shape[-3], -3)
+def _repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
+    return heads if heads.shape[-3] == count else heads.repeat_interleave(count // heads.shape[-3], -3)
 
 
 def _cudnn_recurrent(
@@ -449,7 +455,7 @@ def _cudnn_recurrent(
     number = (4 if biases else 2) + bool(projection)
     elements = rnn_weight_bytes(MODES[mode], x.shape[-1], hidden, layers, bidirectional, 1, projection)
     with torch.no_grad():
-        # the weights lie in this one already: none of its bytes is new
+        # the weights are views of this buffer already: it allocates nothing
         buffer = weights[0].detach().reshape(-1)[:1].expand(elements)
     return _ATEN._cudnn_rnn.default(
         x, weights, number, buffer, hx, cx, mode, hidden, projection, layers, batch_first, dropout, train,

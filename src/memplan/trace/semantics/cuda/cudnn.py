@@ -1,6 +1,6 @@
-"""cuDNN's batch norm and recurrent networks: where torch takes them, their reserves and their workspaces.
+"""cuDNN's batch norm and recurrent networks: when torch uses them, and the bytes of their reserves and workspaces.
 
-cuDNN tells its sizes only on a card, so what is not public is an interval of bytes, (low, high).
+cuDNN reports sizes only on a card, so undocumented ones are intervals of bytes, (low, high).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from memplan.trace.semantics.layout import bytes_of, copied, like_channels_last
 Kind = Literal["lstm", "gru", "rnn"]
 Interval = tuple[int, int]
 
-_MOST_SAMPLES = {True: 880_801, False: 65_535}
+_MAX_BATCH = {True: 880_801, False: 65_535}
 _INT_MAX = (1 << 31) - 1
 _GATES: dict[Kind, int] = {"lstm": 4, "gru": 3, "rnn": 1}
-_KEPT: dict[Kind, int] = {"lstm": 5, "gru": 6, "rnn": 1}
-_HEADER, _MOST_OF_A_ROW = 256, 12
+_SAVED_VALUES: dict[Kind, int] = {"lstm": 5, "gru": 6, "rnn": 1}
+_HEADER, _MAX_VALUES_PER_ROW = 256, 12
 MODES: dict[int, Kind] = {0: "rnn", 1: "rnn", 2: "lstm", 3: "gru"}
-"""cuDNN mode number, as torch passes it, -> kind."""
+"""cuDNN mode number, as torch passes it -> kind."""
 
 
 class Choice(NamedTuple):
-    """Whether cuDNN is taken, and why."""
+    """Whether cuDNN is used, and why."""
 
     cudnn: bool
     reason: str
@@ -41,22 +41,22 @@ def uses_batch_norm(
     epsilon: float,
     enabled: bool = True,
 ) -> Choice:
-    """Return whether ``batch_norm`` on CUDA is cuDNN's: the same rule in 2.11 to 2.15.
+    """Whether ``batch_norm`` on CUDA runs cuDNN: the same rule in 2.11 to 2.15.
 
     ``enabled`` is ``torch.backends.cudnn.enabled``. Source: native/Normalization.cpp, _select_batch_norm_backend.
     """
-    kinds = {t.dtype for t in (x, weight) if t is not None}
+    dtypes = {t.dtype for t in (x, weight) if t is not None}
     untracked = running_mean is None and running_var is None
     tracked = running_mean is not None and running_var is not None
-    most = _MOST_SAMPLES[bool(training)]
+    max_batch = _MAX_BATCH[bool(training)]
     refusals = (
         (not enabled, "cuDNN is switched off"),
         (weight is None or bias is None, "it has no weight and bias"),
-        (torch.bfloat16 in kinds, "cuDNN's does not take bfloat16"),
-        (x.dtype is torch.float16 and torch.float32 not in kinds, "a float16 input needs a float32 weight"),
+        (torch.bfloat16 in dtypes, "cuDNN's does not take bfloat16"),
+        (x.dtype is torch.float16 and torch.float32 not in dtypes, "a float16 input needs a float32 weight"),
         (not (tracked or (untracked and training)), "there are no running statistics to normalize with"),
         (x.dim() < 3, "the input has no spatial dimension"),
-        (x.dim() >= 1 and x.shape[0] > most, f"the batch is over {most}"),
+        (x.dim() >= 1 and x.shape[0] > max_batch, f"the batch is over {max_batch}"),
         (epsilon < 0, "epsilon is negative"),
         (x.numel() >= _INT_MAX, "the input has 2^31 elements or more"),
     )
@@ -76,22 +76,21 @@ _MEASURED = (9, 0)
 
 
 def batch_norm_reserve_bytes(x: torch.Tensor, training: bool, arch: Arch) -> Interval:
-    """Return the bytes of what cuDNN's batch norm keeps for its backward, as an interval.
+    """Bytes that cuDNN's batch norm saves for its backward pass, as an interval.
 
     0 without training. torch asks for the norm alone (CUDNN_BATCHNORM_OPS_BN), which needs no mask of an activation:
-    0 is expected, is what an H100 kept, and other frameworks take the call for granted only where it is 0. cuDNN does
-    not document it, so on other cards the mask that it would keep for a fused activation, a bit an element, is the
-    upper end for the persistent kernel.
+    0 is expected, was measured on an H100, and is what other frameworks rely on. cuDNN does not document it, so on
+    other cards the upper end for the persistent kernel is the mask of a fused activation, one bit per element.
     """
     return (0, -(-x.numel() // 8)) if _persistent(x, training) and arch.capability != _MEASURED else (0, 0)
 
 
 def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, backward: bool = False) -> Interval:
-    """Return the bytes of the transient workspace of cuDNN's batch norm: for the persistent kernel alone.
+    """Bytes of the workspace of cuDNN's batch norm: only the persistent kernel has one.
 
-    Not documented. Every tile of 64 rows, or 96 in the backward pass, has two sums in float32 a channel and, forward, a
-    counter for each 64 channels; counters and a little more are there once. To the byte what an H100 took for the six
-    shapes in ``goldens/`` (``batch_norm_channels_last``, ``resnet18_channels_last``); on other cards the upper end.
+    Not documented. Each tile of 64 rows, or 96 in the backward pass, has two float32 sums per channel and, forward, a
+    counter per 64 channels; counters and a small constant are added once. Exact on an H100 for the six shapes in
+    ``goldens/`` (``batch_norm_channels_last``, ``resnet18_channels_last``); the upper end on other cards.
     """
     if not _persistent(x, training):
         return 0, 0
@@ -107,11 +106,10 @@ def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, b
 def rnn_weight_bytes(
     kind: Kind, inputs: int, hidden: int, layers: int, bidirectional: bool, itemsize: int, projection: int = 0
 ) -> int:
-    """Return the bytes of all weights and biases in one buffer: cuDNN keeps two biases a gate, whether or not torch has
-    any.
+    """Bytes of all weights and biases in one buffer. cuDNN has two biases per gate, whether or not torch has any.
 
-    Where a module's weights are not views of one buffer (never flattened, or moved since), ``_cudnn_rnn`` makes
-    such a buffer at every call and the graph keeps it. Source: cudnn/RNN.cpp.
+    If the weights of a module are not views of one buffer (never flattened, or moved since), ``_cudnn_rnn`` allocates
+    such a buffer at every call and the graph keeps it alive. Source: cudnn/RNN.cpp.
     """
     gates, directions = _GATES[kind], 2 if bidirectional else 1
     output = projection or hidden
@@ -135,12 +133,12 @@ def rnn_reserve_bytes(
     *,
     seen: bool = False,
 ) -> Interval:
-    """Return the bytes of what cuDNN's recurrent network keeps for its backward, as an interval.
+    """Bytes that cuDNN's recurrent network saves for its backward pass, as an interval.
 
     The lower end is, for every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and
     the cell), 6 for a GRU, 1 for a plain network, and the output of every layer but the last. That is exactly
     what cuDNN asked for in pytorch#2895, 736,000,000 bytes for an LSTM and 864,000,000 for a GRU of 4 layers.
-    An H100 and an H200 (cuDNN 9.19, seven networks) take 256 bytes more, and with dropout a bit for each output of
+    An H100 and an H200 (cuDNN 9.19, seven networks) need 256 bytes more, and with dropout a bit for each output of
     every layer but the last. The upper end adds, for other releases, one value a layer, and with dropout the dropped
     outputs.
 
@@ -148,12 +146,12 @@ def rnn_reserve_bytes(
         steps: time steps; ``steps * batch`` is the number of rows of a packed sequence.
         itemsize: bytes of an element.
         projection: size of an LSTM's projected output, 0 without.
-        seen: whether the card is one of those, so that the size of an LSTM or a GRU without projection is known.
+        seen: whether the card was measured, so that the size of an LSTM or a GRU without projection is known.
     """
     directions = 2 if bidirectional else 1
     row = steps * batch * directions * itemsize
     between = (layers - 1) * (projection or hidden)
-    low = row * (layers * _KEPT[kind] * hidden + between)
+    low = row * (layers * _SAVED_VALUES[kind] * hidden + between)
     projected = row * layers * projection
     mask = -(-(layers - 1) * steps * batch * directions * hidden // 8) if dropout else 0
     if seen and kind != "rnn" and not projection:
@@ -174,25 +172,25 @@ def rnn_workspace_bytes(
     *,
     rows: int = 0,
 ) -> Interval:
-    """Return the bytes of the transient workspace of cuDNN's recurrent network, as an interval.
+    """Bytes of the workspace of cuDNN's recurrent network, as an interval.
 
     In pytorch#2895 cuDNN asked for another copy of the matrices, and three states a gate less one for every layer
-    (17,730,560 and 13,169,920 bytes). An H100 and an H200 (cuDNN 9.19, seven networks) take 3 to 12 values for every
-    step, sample, hidden unit, layer and direction besides; the upper end has 12. Persistent kernels need less: the
+    (17,730,560 and 13,169,920 bytes). An H100 and an H200 (cuDNN 9.19, seven networks) need another 3 to 12 values for
+    every step, sample, hidden unit, layer and direction; the upper end has 12. Persistent kernels need less: the
     lower end is 0.
 
     Args:
-        rows: steps of all samples; 0 leaves out what grows with them.
+        rows: total steps of all samples; 0 omits the part that grows with them.
     """
     directions, gates = 2 if bidirectional else 1, _GATES[kind]
     weights = rnn_weight_bytes(kind, inputs, hidden, layers, bidirectional, itemsize, projection)
     biases = layers * directions * gates * 2 * hidden * itemsize
-    states = (3 * gates - 1) * batch + _MOST_OF_A_ROW * rows
+    states = (3 * gates - 1) * batch + _MAX_VALUES_PER_ROW * rows
     return 0, weights - biases + layers * directions * states * hidden * itemsize
 
 
 class RecurrentCall(NamedTuple):
-    """What the sizes of a ``_cudnn_rnn`` call depend on."""
+    """The parameters that determine the sizes of a ``_cudnn_rnn`` call."""
 
     kind: Kind
     rows: int
@@ -209,7 +207,7 @@ class RecurrentCall(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> RecurrentCall:
-        """Read the arguments of ``aten._cudnn_rnn.default``."""
+        """From the arguments of ``aten._cudnn_rnn.default``."""
         x, batch_sizes = args[0], args[14]
         if batch_sizes:
             rows, batch = x.shape[0], batch_sizes[0]
@@ -233,7 +231,7 @@ class RecurrentCall(NamedTuple):
         )
 
     def reserve(self, arch: Arch) -> Interval:
-        """Return the bytes of the reserve, nothing without training."""
+        """Bytes of the reserve; 0 without training."""
         if not self.training:
             return 0, 0
         sizes = (self.rows, 1, self.hidden, self.layers, self.bidirectional)
@@ -241,39 +239,39 @@ class RecurrentCall(NamedTuple):
         return rnn_reserve_bytes(self.kind, *sizes, self.dropout, self.itemsize, self.projection, seen=seen)
 
     def workspace(self) -> Interval:
-        """Return the bytes of the transient workspace."""
+        """Bytes of the workspace."""
         sizes = (self.inputs, self.batch, self.hidden, self.layers, self.bidirectional, self.itemsize)
         return rnn_workspace_bytes(self.kind, *sizes, self.projection, rows=self.rows)
 
 
 def dropout_state_bytes(arch: Arch) -> int:
-    """Return the bytes of the random states that recurrent networks with dropout share: kept for good, one a card.
+    """Bytes of the random states that recurrent networks with dropout share: one allocation per card, never freed.
 
-    Of each thread that the card runs at a time 24 bytes: 6,488,064 on an H100 and an H200 (measured). Source:
-    cudnn/RNN.cpp, get_dropout_state.
+    24 bytes per resident thread of the card: 6,488,064 on an H100 and an H200 (measured). Source: cudnn/RNN.cpp,
+    get_dropout_state.
     """
     return 24 * arch.threads * arch.multiprocessors
 
 
 def rnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """cudnn/RNN.cpp, _cudnn_rnn: the input contiguous, time first. Reserve and workspace stand apart."""
+    """cudnn/RNN.cpp, _cudnn_rnn: a contiguous, time-first copy of the input. `table` counts reserve and workspace."""
     x = args[0].transpose(0, 1) if args[10] and not args[14] else args[0]
     return (bytes_of(x),) if copied(x) else ()
 
 
 def rnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """cudnn/RNN.cpp, _cudnn_rnn_backward: gradients contiguous and by time, or zero where none came; the input too.
+    """cudnn/RNN.cpp, _cudnn_rnn_backward: contiguous, time-first copies of input and gradients; zeros for missing ones.
 
-    The weight gradients are views of one buffer, which `cuda_results` counts with the results.
+    The weight gradients are views of one buffer, which counts as a result (`results.recurrent_backward`).
     """
     x, hx, cx, output, gradient, batch_first = args[0], args[4], args[5], args[6], args[7], args[14]
-    turned = batch_first and not args[18]
-    by_time = [t.transpose(0, 1) if turned else t for t in (x, output if gradient is None else gradient)]
-    taken = [copied(by_time[0]), bytes_of(output) if gradient is None else copied(by_time[1])]
-    taken += [
+    transposed = batch_first and not args[18]
+    by_time = [t.transpose(0, 1) if transposed else t for t in (x, output if gradient is None else gradient)]
+    sizes = [copied(by_time[0]), bytes_of(output) if gradient is None else copied(by_time[1])]
+    sizes += [
         bytes_of(like) for state, like in zip(args[8:10], (hx, cx), strict=True) if state is None and like is not None
     ]
-    return tuple(size for size in taken if size)
+    return tuple(size for size in sizes if size)
 
 
 FORMULAS = {"aten._cudnn_rnn.default": rnn_forward, "aten._cudnn_rnn_backward.default": rnn_backward}

@@ -1,8 +1,8 @@
-"""Convolutions on CUDA: which library takes one, copies into its memory format, and cuDNN's workspace as an interval.
+"""Convolutions on CUDA: which library runs them, copies into its memory format, and cuDNN's workspace as an interval.
 
-cuDNN chooses an algorithm by shape, version and card, and with ``benchmark`` by trying. Where it cannot be asked itself
-(`memplan.cudnn`), nobody can tell the workspace without the card: the lower end is 0, the upper what the known
-algorithms need. Very large 3d convolutions can take more: 17 GB and a request for 161 GiB are on record
+cuDNN chooses an algorithm by shape, version and card, and with ``benchmark`` by trying. Unless cuDNN itself can be
+queried (`memplan.cudnn`), the workspace is unknown without the card: the lower end is 0, the upper end what the known
+algorithms need. Very large 3d convolutions can need more: 17 GB and a request for 161 GiB are on record
 (pytorch#128947), also #136479, #31500 and #13412.
 """
 
@@ -28,23 +28,23 @@ _WINOGRAD = 36 / 16
 _TILE = 128
 _FFT_TILE = 32
 _BIAS = 2
-"""Number of the bias's gradient among the results of ``convolution_backward``."""
+"""Position of the bias gradient among the results of ``convolution_backward``."""
 
 
 class Workspace(NamedTuple):
-    """Bytes that a convolution may take for the time that it runs, and why."""
+    """Bytes of the workspace of a convolution, as an interval, and the reason."""
 
     low: int
     high: int
     reason: str
     product: bool = False
-    """Whether it is a product of cuBLAS, which takes that one's workspace, too."""
+    """Whether it runs a cuBLAS product, which needs a cuBLAS workspace, too."""
     cudnn: bool = False
-    """Whether cuDNN takes it, and can be asked."""
+    """Whether cuDNN runs it, and can be queried."""
 
 
 class Backing(NamedTuple):
-    """Whose kernel convolves, and why."""
+    """Which library runs a convolution, and why."""
 
     backend: Backend
     reason: str
@@ -52,7 +52,7 @@ class Backing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A convolution as a product: the sides of its three tensors in elements, transposed ones turned round."""
+    """A convolution as a matrix product: sizes in elements. Transposed convolutions swap input and output."""
 
     batch: int
     inputs: int
@@ -91,14 +91,14 @@ def _describe(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, options: t
 
 
 def is_depthwise(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
-    """native/Convolution.cpp, is_depthwise: one group a channel."""
+    """native/Convolution.cpp, is_depthwise: one group per channel."""
     if transposed or x.dim() not in (4, 5) or groups <= 1:
         return False
     return x.shape[1] == groups and weight.shape[0] % x.shape[1] == 0
 
 
 def _fast_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:
-    """Return where cuDNN's depthwise kernel was found faster in contiguous float16.
+    """Whether torch prefers cuDNN for a contiguous float16 depthwise convolution.
 
     Source: native/Convolution.cpp, use_cudnn_depthwise and check_cudnn_depthwise_workload_with_filter. From 2.14 on
     a setting of torch can override this.
@@ -121,14 +121,14 @@ def _fast_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]
 
 
 def in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """native/ConvUtils.h, cudnn_conv_suggest_memory_format: either in channels last, and not in float64."""
+    """native/ConvUtils.h, cudnn_conv_suggest_memory_format: if input or weight is, but never in float64."""
     if torch.float64 in (x.dtype, weight.dtype):
         return False
     return suggests_channels_last(x) or suggests_channels_last(weight)
 
 
 def allows_tf32() -> bool:
-    """Context.cpp, allowTF32CuDNN, of convolutions; ``allow_tf32`` sets it, too."""
+    """Context.cpp, allowTF32CuDNN, for convolutions; ``allow_tf32`` sets it, too."""
     cudnn: Any = torch.backends.cudnn  # torch puts an object in the module's place, which has more
     return cudnn.conv.fp32_precision == "tf32"
 
@@ -144,34 +144,32 @@ def backing(
     arch: Arch,
     enabled: bool = True,
 ) -> Backing:
-    """Return whose kernel takes a convolution on CUDA. Source: native/Convolution.cpp, use_cudnn and
-    _select_conv_backend.
+    """Which library runs a convolution on CUDA.
 
-    ``enabled`` is ``torch.backends.cudnn.enabled``.
+    Source: native/Convolution.cpp, use_cudnn and _select_conv_backend. ``enabled`` is ``torch.backends.cudnn.enabled``.
     """
     if not x.numel() or not weight.numel():
         return Backing("empty", "nothing to convolve")
     bfloat16 = torch.bfloat16 in (x.dtype, weight.dtype)
     wide = any(p >= s for p, s in zip(output_padding, stride, strict=False))
-    refused = None
+    refusal = None
     if not enabled:
-        refused = "cuDNN is switched off"
+        refusal = "cuDNN is switched off"
     elif bfloat16 and arch.capability < (8, 0):
-        refused = "cuDNN takes bfloat16 from sm_80 on"
+        refusal = "cuDNN takes bfloat16 from sm_80 on"
     elif wide:
-        refused = "the output padding reaches the stride"
-    if is_depthwise(x, weight, transposed, groups) and (refused or not in_channels_last(x, weight)):
-        if not refused and max(dilation) == 1 and _fast_depthwise(x, weight, stride):
+        refusal = "the output padding reaches the stride"
+    if is_depthwise(x, weight, transposed, groups) and (refusal or not in_channels_last(x, weight)):
+        if not refusal and max(dilation) == 1 and _fast_depthwise(x, weight, stride):
             return Backing("cudnn", "cuDNN's depthwise kernel for float16")
         return Backing("depthwise", "torch's own depthwise kernel")
-    if refused:
-        return Backing("slow", refused)
+    if refusal:
+        return Backing("slow", refusal)
     return Backing("cudnn", "cuDNN")
 
 
 def _layout(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
-    """Return the bytes of all three tensors in channels last, with channels padded to 16 bytes, where the tensor cores
-    want them.
+    """Bytes of all three tensors converted to channels last, with channels padded to 16 bytes, for the tensor cores.
 
     Source: cuDNN's developer guide, "Conversion between FP32 and FP16" and "Tensor Core operations" on padding.
     """
@@ -187,7 +185,7 @@ def _layout(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
 
 
 def _winograd(shape: _Shape) -> int:
-    """Return the bytes of F(4x4, 3x3): 36 values in float32 for every 16 of the images, and 36 for every filter."""
+    """Bytes of F(4x4, 3x3): 36 float32 values for every 16 of the images, and 36 for every filter."""
     if not shape.winograd:
         return 0
     images = shape.batch * (shape.inputs * shape.large + shape.outputs * shape.small)
@@ -195,15 +193,14 @@ def _winograd(shape: _Shape) -> int:
 
 
 def _columns(shape: _Shape) -> int:
-    """Return the bytes of the explicit product: every patch of every image as a column."""
+    """Bytes of the im2col buffer: every patch of every image as a column."""
     if shape.kernel == 1:
         return 0
     return shape.batch * shape.inputs * shape.kernel * shape.small * shape.itemsize
 
 
 def _fourier(shape: _Shape) -> int:
-    """Return the bytes of tiled FFTs: complex float32 spectra of 32 x 17 for images and filters, where kernels fit a
-    tile."""
+    """Bytes of tiled FFTs: complex float32 spectra of 32 x 17 for images and filters, if kernels fit a tile."""
     if shape.ranks != 2 or shape.kernel >= _FFT_TILE**2 or shape.groups > 1:
         return 0
     tiles = -(-shape.large // (_FFT_TILE // 2) ** 2)
@@ -213,8 +210,7 @@ def _fourier(shape: _Shape) -> int:
 
 
 def _split(shape: _Shape, arch: Arch) -> int:
-    """Return the bytes of partial weight gradients in float32: as many as fill the card twice with tiles of 128 x
-    128."""
+    """Bytes of float32 partial weight gradients of a split product that fills the card twice with 128 x 128 tiles."""
     high = -(-shape.outputs // shape.groups // _TILE)
     wide = -(-(shape.inputs // shape.groups * shape.kernel) // _TILE)
     splits = max(1, 2 * arch.multiprocessors // max(1, high * wide * shape.groups))
@@ -225,13 +221,12 @@ def _split(shape: _Shape, arch: Arch) -> int:
 def convolution_workspace(
     args: tuple[Any, ...], result: Any, arch: Arch, *, benchmark: bool = False, backward: bool = False
 ) -> Workspace:
-    """Return the bytes of the transient workspace of ``aten.convolution`` or ``aten.convolution_backward``, as an
-    interval.
+    """Bytes of the workspace of ``aten.convolution`` or ``aten.convolution_backward``, as an interval.
 
-    The upper end, with cuDNN's heuristics: a layout in channels last with padded channels, and beside it the larger of
-    Winograd's transform (3x3, stride 1), the columns of an explicit product (3d, and 2d in float64), and for
-    gradients of the weight the partial sums of a split product. With ``benchmark`` every algorithm is tried, so
-    that of tiled FFTs and the columns count for all. Forward and backward take one workspace at a time.
+    The upper end, with cuDNN's heuristics: the tensors in channels last with padded channels, and the largest of
+    Winograd's transform (3x3, stride 1), the im2col buffer (3d, and 2d in float64), and for weight gradients the
+    partial sums of a split product. With ``benchmark`` every algorithm is tried, so tiled FFTs and im2col count for
+    all. Only one workspace is live at a time.
 
     Args:
         args: as dispatched.
@@ -269,15 +264,14 @@ def convolution_workspace(
 
 
 def copied_operand(tensor: torch.Tensor, channels_last: bool) -> int:
-    """Return the bytes of the copy of an operand in the memory format that cuDNN computes in; 0 where it is in that."""
+    """Bytes of the copy of an operand into cuDNN's memory format; 0 if it is in that format."""
     if tensor.dim() == 3:
         return 0 if tensor.is_contiguous() else bytes_of(tensor)
     return copied_to(tensor, channels_last)
 
 
 def copies(backward: bool) -> Any:
-    """Return the temporaries of `convolution` beside the workspace: the operands in the memory format that cuDNN
-    computes in.
+    """Formula for the copies of the operands into cuDNN's memory format.
 
     Source: native/Convolution.cpp, _convolution and convolution_backward.
     """
@@ -292,11 +286,11 @@ def copies(backward: bool) -> Any:
 
 
 def around(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Extra]:
-    """Return the same copies where they are made, the operands before the results and until the gradient of the bias,
-    and what the sum for that is staged in.
+    """The copies of `copies` with their lifetimes, and the staging buffer of the bias gradient.
 
-    Source: native/Convolution.cpp, convolution_backward; native/cudnn/ConvShared.cpp, cudnn_convolution_backward: the
-    gradient of the result is converted once, and made contiguous for each of the two gradients.
+    Operands are copied before the results are allocated, and freed when the bias gradient is computed. Source:
+    native/Convolution.cpp, convolution_backward; native/cudnn/ConvShared.cpp, cudnn_convolution_backward: the gradient
+    of the result is converted once, and made contiguous for each of the two gradients.
     """
     x, weight = args[1:3] if backward else args[:2]
     last = in_channels_last(x, weight)
@@ -308,7 +302,10 @@ def around(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Extra]:
             before.append(grad)
         else:
             size = copied_operand(grad, last)
-            each = (Extra(size, after=0), Extra(size, after=0, until=_BIAS))  # the second before its result is made
+            each = (
+                Extra(size, after=0),
+                Extra(size, after=0, until=_BIAS),
+            )  # the second before its result is allocated
             after = [copy for copy, wanted in zip(each, args[10], strict=False) if size and wanted]
         if args[10][_BIAS]:
             summed = reductions.staging(grad, [0, *range(2, grad.dim())], max(4, grad.element_size()), arch)

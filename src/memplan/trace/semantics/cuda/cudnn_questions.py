@@ -1,4 +1,4 @@
-"""What torch asks cuDNN for a convolution and for its gradients.
+"""The queries for workspaces that torch sends to cuDNN for a convolution and its gradients.
 
 Source: native/Convolution.cpp, _convolution and convolution_backward; native/cudnn/ConvShared.cpp.
 """
@@ -17,11 +17,11 @@ from memplan.trace.semantics.layout import Arguments
 _DTYPES = {
     torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16",
 }  # fmt: skip
-_ALIGNED = 32
+_MAX_ALIGNMENT = 32
 
 
 def questions(args: Arguments, result: Any, *, backward: bool) -> list[tuple[int, Question]]:
-    """Return the questions of ``aten.convolution`` or ``aten.convolution_backward``, which cuDNN takes.
+    """The queries for ``aten.convolution`` or ``aten.convolution_backward`` if cuDNN computes it.
 
     Args:
         args: as dispatched.
@@ -29,7 +29,7 @@ def questions(args: Arguments, result: Any, *, backward: bool) -> list[tuple[int
         backward: whether ``args`` are those of ``convolution_backward``.
 
     Returns:
-        With each, the position among the op's results of the one that it computes.
+        (position among the op's results of the result that it computes, query).
     """
     if backward:
         y, x, weight = args[:3]
@@ -50,41 +50,46 @@ def questions(args: Arguments, result: Any, *, backward: bool) -> list[tuple[int
 
 
 class _Call:
-    """A convolution with its options, the images of which are ``x`` and ``y``: of a transposed one, turned round."""
+    """A convolution with its options. ``x`` and ``y`` are the images; a transposed convolution swaps their roles."""
 
     def __init__(
-        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, options: tuple[Sequence[int], ...], turned: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        y: torch.Tensor,
+        options: tuple[Sequence[int], ...],
+        transposed: bool,
     ) -> None:
-        self._last = in_channels_last(x, weight)
+        self._channels_last = in_channels_last(x, weight)
         self._dtype = x.dtype
-        self._tensors = (y, weight, x) if turned else (x, weight, y)
-        self._flat = x.dim() == 3  # computed in two dimensions, of which the first is 1
-        given = [tuple(option) * (x.dim() - 2 if len(option) == 1 else 1) for option in options]
+        self._tensors = (y, weight, x) if transposed else (x, weight, y)
+        self._is_1d = x.dim() == 3  # computed in 2d, with a height of 1
+        expanded = [tuple(option) * (x.dim() - 2 if len(option) == 1 else 1) for option in options]
         self._options = [
-            (first, *option) if self._flat else option for first, option in zip((0, 1, 1), given, strict=True)
+            (default, *option) if self._is_1d else option for default, option in zip((0, 1, 1), expanded, strict=True)
         ]
 
     def question(self, kind: Kind) -> Question:
-        """Return what is asked for the result or a gradient: each is made anew, so that it is aligned."""
+        """The query for the result or a gradient, which is newly allocated and thus aligned."""
         x, w, y = (self._sizes(tensor) for tensor in self._tensors)
         alignments = tuple(self._alignment(tensor) for tensor in self._tensors)
-        made = {"forward": 2, "input gradient": 0, "weight gradient": 1}[kind]
-        first, second, third = (_ALIGNED if number == made else found for number, found in enumerate(alignments))
+        output = {"forward": 2, "input gradient": 0, "weight gradient": 1}[kind]
+        first, second, third = (_MAX_ALIGNMENT if i == output else bytes_ for i, bytes_ in enumerate(alignments))
         padding, stride, dilation = self._options
         cudnn = torch.backends.cudnn
         return Question(
-            kind, x, w, y, self._last, _DTYPES[self._dtype], padding, stride, dilation, (first, second, third),
+            kind, x, w, y, self._channels_last, _DTYPES[self._dtype], padding, stride, dilation, (first, second, third),
             tf32=self._dtype is not torch.float32 or allows_tf32(),
             deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
 
     def _sizes(self, tensor: torch.Tensor) -> tuple[int, ...]:
         sizes = tuple(int(size) for size in tensor.shape)
-        return (*sizes[:2], 1, *sizes[2:]) if self._flat else sizes
+        return (*sizes[:2], 1, *sizes[2:]) if self._is_1d else sizes
 
     def _alignment(self, tensor: torch.Tensor) -> int:
-        """native/cudnn/Conv_v8.cpp, getAlignment: of the address in bytes; blocks and copies are aligned."""
+        """native/cudnn/Conv_v8.cpp, getAlignment: alignment of the address in bytes. Blocks and copies are aligned."""
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        if not offset or copied_operand(tensor, self._last):
-            return _ALIGNED
-        return min(_ALIGNED, offset & -offset)
+        if not offset or copied_operand(tensor, self._channels_last):
+            return _MAX_ALIGNMENT
+        return min(_MAX_ALIGNMENT, offset & -offset)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.cuda.formula import Formula
 from memplan.trace.semantics.cuda.reductions import staging
 from memplan.trace.semantics.kinds import Extra
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
-
 
 def _summed(like: torch.Tensor, shape: tuple[int, ...], dim: int, arch: Arch) -> tuple[int, ...]:
-    """Return the bytes of a buffer that is summed over a dimension, and of what that sum stages."""
+    """Bytes of a buffer that is summed over a dimension, and of the staging of that sum."""
     buffer = like.new_empty(shape)
     size = buffer.numel() * buffer.element_size()
     return (size, *staging(buffer, [dim], max(4, buffer.element_size()), arch)) if size else ()
 
 
 def pdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """DistanceKernel.cu, pdist_backward_kernel_impl: the part of every point in the gradient of every other.
+    """DistanceKernel.cu, pdist_backward_kernel_impl: the gradient contribution of every point to every other.
 
-    That of the number of differing coordinates is zero.
+    The gradient of the 0-norm is zero: no buffer.
     """
     if not args[2]:
         return ()
@@ -34,7 +32,7 @@ def pdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 
 
 def cdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """DistanceKernel.cu, cdist_backward_kernel_impl: likewise, for the gradient of the first operand."""
+    """DistanceKernel.cu, cdist_backward_kernel_impl: like `pdist_backward`, for the gradient of the first operand."""
     if not args[3]:
         return ()
     x, y = args[1:3]
@@ -44,23 +42,23 @@ def cdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 
 
 def euclidean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
-    """Distance.cpp, _euclidean_dist: both operands with two columns more, of which one product makes the squares."""
+    """Distance.cpp, _euclidean_dist: operands with two more columns, so that one product yields squared distances."""
     sizes = [x.numel() // x.shape[-1] * (x.shape[-1] + 2) * x.element_size() for x in args[:2] if x.shape[-1]]
     return tuple(Extra(size, first=True) for size in sizes if size)
 
 
 def trilinear(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Linear.cpp, _trilinear: a product and its sum for each place along the dimension that is unrolled."""
+    """Linear.cpp, _trilinear: a product and its sum at each position of the unrolled dimension."""
     operands, summed = [_expanded(x, dims) for x, dims in zip(args[:3], args[3:6], strict=True)], args[6]
     unrolled: int = [*args[7:8], kwargs.get("unroll_dim", 1)][0]
     first, second = list[int](), list[int]()
     for at, sizes in enumerate(zip(*operands, strict=True)):
-        here = 1 if at == unrolled else max(sizes[:2])
-        first.append(1 if at in summed and sizes[2] == 1 else here)
+        size = 1 if at == unrolled else max(sizes[:2])
+        first.append(1 if at in summed and sizes[2] == 1 else size)
         second.append(1 if at in summed or at == unrolled else max(sizes))
     itemsize = args[0].element_size()
-    some = result.numel() and all(x.numel() for x in args[:3])
-    return (prod(first) * itemsize, prod(second) * itemsize) if some else ()
+    nonempty = result.numel() and all(x.numel() for x in args[:3])
+    return (prod(first) * itemsize, prod(second) * itemsize) if nonempty else ()
 
 
 def _expanded(x: torch.Tensor, dims: list[int]) -> list[int]:
@@ -76,4 +74,4 @@ FORMULAS: dict[str, Formula] = {
     "aten._euclidean_dist.default": euclidean,
     "aten._trilinear.default": trilinear,
 }
-"""Overload name -> bytes of the allocations that live together at the kernel's worst moment."""
+"""Overload name -> bytes of the allocations that are live at the kernel's peak."""

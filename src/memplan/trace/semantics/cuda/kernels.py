@@ -1,14 +1,13 @@
-"""What an op takes on CUDA besides its results: the allocations inside its kernel.
+"""Temporaries of CUDA kernels: what an op allocates besides its results.
 
-Elementwise kernels cast while they read and write (TensorIterator's dynamic casting), so the operand-sized casts of
-the CPU's kernels do not occur: an op that is not listed here takes nothing. The exceptions cast as a whole there too:
-sums of integers and booleans, scans, `where` of two dtypes. What stays below 64 KiB or 2 % of the op's own tensors is
-left out, such as the metadata of `cat`; that of the foreach and of the fused optimizers is passed by value.
+Elementwise kernels cast while they read and write (TensorIterator's dynamic casting), so they make no operand-sized
+casts as on the CPU: an op that is not listed allocates nothing. The exceptions, which cast whole operands: sums of
+integers and booleans, scans, `where` of two dtypes. Left out is what stays below 64 KiB or 2 % of the op's own tensors,
+such as the metadata of `cat`; that of foreach ops and fused optimizers is passed by value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,36 +22,31 @@ from memplan.trace.semantics.cuda import (
     norms,
 )
 from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.cuda.formula import Formula, nonzero
 from memplan.trace.semantics.cuda.norms import copies_of
 from memplan.trace.semantics.cuda.reductions import FORMULAS as REDUCTIONS
 from memplan.trace.semantics.kinds import Extra
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
-
 _REDUCED = (torch.bfloat16, torch.float16)
 _NO_REDUCTION = 0
 
 
-def _taken(*sizes: int) -> tuple[int, ...]:
-    return tuple(size for size in sizes if size)
-
-
 def copies_by_format(*positions: int) -> Formula:
-    """Return the kernel's copies of operands that are not in the memory format that the first of them suggests."""
+    """Formula for copies of these operands into the memory format that the first of them suggests."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         last = suggests_channels_last(args[positions[0]])
-        return _taken(*(copied_to(args[i], last) for i in positions))
+        return nonzero(*(copied_to(args[i], last) for i in positions))
 
     return formula
 
 
 def pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """DilatedMaxPool2d.cu, AveragePool2d.cu: the gradient and the indices in the memory format of the input."""
+    """DilatedMaxPool2d.cu, AveragePool2d.cu: copies of gradient and indices into the memory format of the input."""
     last = suggests_channels_last(args[1])
     indices = [a for a in args[2:] if isinstance(a, torch.Tensor) and a.dtype is torch.int64]
-    return _taken(*(copied_to(t, last) for t in (args[0], *indices)))
+    return nonzero(*(copied_to(t, last) for t in (args[0], *indices)))
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> int:
@@ -60,100 +54,99 @@ def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> 
 
 
 def reduced_loss(position: int) -> Formula:
-    """Loss.cpp, mse_loss, smooth_l1_loss, huber_loss: the unreduced loss, where it is reduced at all.
+    """Loss.cpp, mse_loss, smooth_l1_loss, huber_loss: the unreduced loss, unless it is the result.
 
-    ``position`` is that of the reduction. The first two leave another unreduced loss as the result's storage.
+    ``position`` is that of the reduction. The first two use another unreduced loss as the storage of the result.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         if _reduction(args, kwargs, position) == _NO_REDUCTION:
             return ()
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        return _taken(torch.Size(shape).numel() * result.element_size())
+        return nonzero(torch.Size(shape).numel() * result.element_size())
 
     return formula
 
 
 def soft_margin(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Loss.cpp, soft_margin_loss_out: the reduced loss, before it is copied to where the unreduced one was."""
+    """Loss.cpp, soft_margin_loss_out: the reduced loss, before it is copied into the storage of the unreduced one."""
     return () if _reduction(args, kwargs, 2) == _NO_REDUCTION else (result.element_size(),)
 
 
 def soft_margin_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Loss.cpp, soft_margin_loss_backward_out: two factors of every element."""
-    return _taken(bytes_of(result), bytes_of(result))
+    """Loss.cpp, soft_margin_loss_backward_out: two factors per element."""
+    return nonzero(bytes_of(result), bytes_of(result))
 
 
 def cross_entropy_with_logits(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int, ...]:
-    """Loss.cpp, binary_cross_entropy_with_logits: log-sigmoid, a reduced loss, a positive weight's."""
+    """Loss.cpp, binary_cross_entropy_with_logits: log-sigmoid, and the loss before reduction or its positive weight."""
     size = bytes_of(args[0])
     positive = args[3] if len(args) > 3 else kwargs.get("pos_weight")
     reduced = _reduction(args, kwargs, 4) != _NO_REDUCTION
-    return _taken(size, size if reduced or positive is not None else 0)
+    return nonzero(size, size if reduced or positive is not None else 0)
 
 
-def together(first: Formula, second: Formula) -> Formula:
-    """Return what two formulas say of one op."""
+def _concatenated(first: Formula, second: Formula) -> Formula:
     return lambda args, kwargs, result, arch: (*first(args, kwargs, result, arch), *second(args, kwargs, result, arch))
 
 
-def summed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ReduceOpsUtils.h, make_reduction: an operand of another dtype is cast as a whole, but not half precision."""
+def sum_cast(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """ReduceOpsUtils.h, make_reduction: an operand of another dtype is cast first, unless in half precision."""
     x = args[0]
     if x.dtype is result.dtype or (x.dtype in _REDUCED and result.dtype is torch.float32):
         return ()
-    return _taken(x.numel() * result.element_size())
+    return nonzero(x.numel() * result.element_size())
 
 
 def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """TensorCompare.cpp, where_self_out: operands of another dtype than the result's are cast as a whole."""
+    """TensorCompare.cpp, where_self_out: casts of operands to the dtype of the result."""
     cast = [t for t in args[1:3] if t.dim() and t.dtype is not result.dtype]
-    return _taken(*(t.numel() * result.element_size() for t in cast))
+    return nonzero(*(t.numel() * result.element_size() for t in cast))
 
 
 def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Im2Col.cu and Col2Im.cu: a copy of the operand; a result of its size is made first, and resized."""
+    """Im2Col.cu and Col2Im.cu: a copy of the operand; the result is first allocated in its size, then resized."""
     x = args[0]
-    return _taken(copied(x), bytes_of(x) if result.numel() > x.numel() else 0)
+    return nonzero(copied(x), bytes_of(x) if result.numel() > x.numel() else 0)
 
 
 def roll(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """TensorTransformations.cu, roll_cuda: a copy of the operand; each dimension but the last leaves its own result."""
+    """TensorTransformations.cu, roll_cuda: a copy of the operand, or the result of each dimension but the last."""
     x, dims = args[0], args[2] if len(args) > 2 else kwargs.get("dims", ())
-    return (bytes_of(result),) * (len(dims) - 1) or _taken(copied(x))
+    return (bytes_of(result),) * (len(dims) - 1) or nonzero(copied(x))
 
 
 def is_infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """TensorCompare.cpp, isinf: the magnitudes of floating-point numbers."""
-    return _taken(bytes_of(args[0])) if args[0].is_floating_point() else ()
+    """TensorCompare.cpp, isinf: the absolute values of floating-point operands."""
+    return nonzero(bytes_of(args[0])) if args[0].is_floating_point() else ()
 
 
 _MOST_CHANNELS = 1024
 
 
-def sampled(grid: int) -> Formula:
-    """GridSampler.cpp, grid_sampler: where cuDNN takes it, what is expanded as a whole, and the grid contiguous.
+def grid_sample(grid: int) -> Formula:
+    """GridSampler.cpp, grid_sampler: for cuDNN, expanded operands are copied and the grid is made contiguous.
 
-    ``grid`` is that argument's position.
+    ``grid`` is the position of that argument.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Extra, ...]:
         x = args[grid - 1]
         mode, padding, corners = args[grid + 1 : grid + 4]
-        plain = x.dtype in (torch.float32, torch.float64, torch.float16) and x.shape[1] <= _MOST_CHANNELS
-        if not (torch.backends.cudnn.enabled and plain and corners and mode == padding == 0):
+        supported = x.dtype in (torch.float32, torch.float64, torch.float16) and x.shape[1] <= _MOST_CHANNELS
+        if not (torch.backends.cudnn.enabled and supported and corners and mode == padding == 0):
             return ()
-        spread = [bytes_of(one) for one in args[:grid] if 0 in one.stride() and one.numel()]
-        return tuple(Extra(size, first=True) for size in _taken(*spread, copied(args[grid])))
+        expanded = [bytes_of(tensor) for tensor in args[:grid] if 0 in tensor.stride() and tensor.numel()]
+        return tuple(Extra(size, first=True) for size in nonzero(*expanded, copied(args[grid])))
 
     return formula
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the greatest element of each row."""
-    return _taken(bytes_of(args[0]), bytes_of(result))
+    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the maximum of each row."""
+    return nonzero(bytes_of(args[0]), bytes_of(result))
 
 
 _SUMS = ("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "prod.default", "prod.dim_int")
@@ -186,8 +179,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.soft_margin_loss.default": soft_margin,
     "aten.soft_margin_loss_backward.default": soft_margin_backward,
     "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
-    **{f"aten.{name}": summed for name in _SUMS},
-    "aten.linalg_vector_norm.default": summed,
+    **{f"aten.{name}": sum_cast for name in _SUMS},
+    "aten.linalg_vector_norm.default": sum_cast,
     "aten.where.self": where,
     "aten.logsumexp.default": logsumexp,
     **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
@@ -195,8 +188,8 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}.default": columns for name in ("im2col", "col2im")},
     "aten.roll.default": roll,
     "aten.isinf.default": is_infinite,
-    "aten.grid_sampler_2d.default": sampled(1),
-    "aten.grid_sampler_2d_backward.default": sampled(2),
+    "aten.grid_sampler_2d.default": grid_sample(1),
+    "aten.grid_sampler_2d_backward.default": grid_sample(2),
     "aten.nll_loss_backward.default": copies_of(0, 1),
     "aten.nll_loss2d_backward.default": copies_of(1),
     **{f"aten.{name}.default": pool_backward for name in _POOL_BACKWARD},
@@ -209,7 +202,7 @@ FORMULAS: dict[str, Formula] = {
     **cudnn_convolution.FORMULAS,
 }
 FORMULAS.update(
-    {name: together(FORMULAS[name], staged) if name in FORMULAS else staged for name, staged in REDUCTIONS.items()}
+    {name: _concatenated(FORMULAS[name], staged) if name in FORMULAS else staged for name, staged in REDUCTIONS.items()}
 )
-"""Overload name -> (args, kwargs, result, arch) -> bytes of the allocations that live together at the kernel's worst
-moment, beyond inputs and results; each element is one request to the caching allocator, unrounded."""
+"""Overload name -> (args, kwargs, result, arch) -> bytes of the allocations that are live at the kernel's peak, beyond
+inputs and results; each element is one request to the caching allocator, unrounded."""

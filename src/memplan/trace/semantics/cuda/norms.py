@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from memplan._torch import torch_version
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.cudnn import uses_batch_norm
+from memplan.trace.semantics.cuda.formula import Formula, nonzero
+from memplan.trace.semantics.cuda.reductions import floor_power_of_two
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, like_channels_last, suggests_channels_last
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
 
 _WARP = 32
 _LARGE = 64 << 10
@@ -24,19 +23,15 @@ _TILE = 32
 _HIGHEST = 128
 
 
-def _taken(*sizes: int) -> tuple[int, ...]:
-    return tuple(size for size in sizes if size)
-
-
 def _accumulated(dtype: torch.dtype) -> int:
-    """Return the bytes of an element of the type that sums are kept in."""
+    """Bytes of an element of the accumulation dtype."""
     return 8 if dtype is torch.float64 else 4
 
 
 def _partial_rows(rows: int, columns: int, arch: Arch) -> int:
-    """Rows of partial sums for the gradient of a norm's weight, 0 where one pass does.
+    """Rows of partial sums for the gradient of a norm's weight; 0 if it is computed in one pass.
 
-    Source: native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: over 65,536 rows, and
+    Source: native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: partial sums for over 65,536 rows with
     columns that fill less than half of the card.
     """
     if rows <= _LARGE or columns // _WARP >= arch.multiprocessors // 2:
@@ -45,58 +40,58 @@ def _partial_rows(rows: int, columns: int, arch: Arch) -> int:
 
 
 def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """layer_norm_kernel.cu, layer_norm_backward_cuda: contiguous operands, and partial sums of weight and bias.
+    """layer_norm_kernel.cu, layer_norm_backward_cuda: contiguous operands, and partial sums for weight and bias.
 
-    The partial sums are as wide as the weight's gradient is.
+    The partial sums have the dtype of the weight.
     """
     gradient, x, shape, mask = args[0], args[1], args[2], args[7]
     weight = args[5]
     columns = prod(shape)
     rows = _partial_rows(x.numel() // max(1, columns), columns, arch)
     size = rows * columns * (x if weight is None else weight).element_size()
-    return _taken(copied(gradient), copied(x), size * bool(mask[1]), size * bool(mask[2]))
+    return nonzero(copied(gradient), copied(x), size * bool(mask[1]), size * bool(mask[2]))
 
 
 def rms_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """layer_norm_kernel.cu, _fused_rms_norm_backward_cuda: as for layer norm, without a bias."""
+    """layer_norm_kernel.cu, _fused_rms_norm_backward_cuda: like `layer_norm_backward`, without a bias."""
     gradient, x, shape, weight, mask = args[0], args[1], args[2], args[4], args[5]
     columns = prod(shape)
     rows = _partial_rows(x.numel() // max(1, columns), columns, arch)
     size = rows * columns * (x if weight is None else weight).element_size()
-    return _taken(copied(gradient), copied(x), size * bool(mask[1]))
+    return nonzero(copied(gradient), copied(x), size * bool(mask[1]))
 
 
 def copies_of(*positions: int) -> Formula:
-    """Return the kernel's copies: it works on ``contiguous()`` of these operands, and on nothing else of its own."""
+    """Formula for kernels whose only temporaries are contiguous copies of these operands."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-        return _taken(*(copied(args[i]) for i in positions))
+        return nonzero(*(copied(args[i]) for i in positions))
 
     return formula
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """group_norm_kernel.cu: a factor and an offset for every channel of every sample."""
+    """group_norm_kernel.cu: a scale and an offset per channel and sample."""
     x, batch, channels, size = args[0], args[3], args[4], args[5]
     if size == 1 or (args[1] is None and args[2] is None):
         return ()
-    each = batch * channels * _accumulated(x.dtype)
-    return _taken(each, each)
+    per_channel = batch * channels * _accumulated(x.dtype)
+    return nonzero(per_channel, per_channel)
 
 
 def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """group_norm_kernel.cu: two sums for every channel of every sample, one factor with a weight, two a group.
+    """group_norm_kernel.cu: two sums per channel and sample, a scale with a weight, and two values per group.
 
-    From torch 2.14 on, group_norm.cpp makes the copies that the derivative formula made before: seen on the CPU only.
+    From torch 2.14 on, group_norm.cpp makes the copies of the derivative formula: observed on the CPU only.
     """
     copies = _copies_of_group_norm(args[0], args[1])
     x, weight, batch, channels, size, groups, mask = args[1], args[4], *args[5:9], args[9]
-    wide = _accumulated(x.dtype)
-    each, grouped = batch * channels * wide, batch * groups * wide
+    itemsize = _accumulated(x.dtype)
+    per_channel, per_group = batch * channels * itemsize, batch * groups * itemsize
     if size == 1:
-        return _taken(*copies, each, each, *((grouped, grouped) if mask[0] else ()))
-    inner = (each if weight is not None else 0, grouped, grouped) if mask[0] else ()
-    return _taken(*copies, each, each, *inner)
+        return nonzero(*copies, per_channel, per_channel, *((per_group, per_group) if mask[0] else ()))
+    inner = (per_channel if weight is not None else 0, per_group, per_group) if mask[0] else ()
+    return nonzero(*copies, per_channel, per_channel, *inner)
 
 
 def _copies_of_group_norm(gradient: torch.Tensor, x: torch.Tensor) -> tuple[int, ...]:
@@ -105,34 +100,29 @@ def _copies_of_group_norm(gradient: torch.Tensor, x: torch.Tensor) -> tuple[int,
     return (copied_to(gradient, last), copied_to(x, last)) if version >= (2, 14) else ()
 
 
-def _last_power(n: int) -> int:
-    """Return the greatest power of two that is at most ``n``."""
-    return 1 << (max(1, n).bit_length() - 1)
-
-
 def _grid_rows(rows: int, channels: int) -> int:
-    """Blocks that share a channel's sum in channels last: Normalization.cuh, flexible_launch_configs."""
-    wide = min(_last_power(channels), _TILE)
-    high = min(_last_power(-(-rows // _PER_THREAD)), _BLOCK // wide)
-    blocks = min(-(-rows // (high * _PER_THREAD)), _HIGHEST)
+    """Normalization.cuh, flexible_launch_configs: blocks that share a channel's sum in channels last."""
+    width = min(floor_power_of_two(channels), _TILE)
+    height = min(floor_power_of_two(-(-rows // _PER_THREAD)), _BLOCK // width)
+    blocks = min(-(-rows // (height * _PER_THREAD)), _HIGHEST)
     return blocks if blocks >= 8 else 1
 
 
-def _last(x: torch.Tensor) -> bool:
-    """Normalization.cu, batch_norm_use_channels_last_kernels: also 2d inputs and one channel's layout."""
+def _uses_channels_last(x: torch.Tensor) -> bool:
+    """Normalization.cu, batch_norm_use_channels_last_kernels: also for 2d inputs and inputs with one channel."""
     if x.is_contiguous():
         return x.dim() == 2 or x.stride(1) == 1
     return like_channels_last(x.shape, x.stride()) and x.dim() in (4, 5)
 
 
 def _staging(x: torch.Tensor, sums: int) -> int:
-    """Return the bytes of partial sums over a grid of blocks, in channels last."""
+    """Bytes of the partial sums of a grid of blocks, in channels last."""
     channels = x.shape[1]
     blocks = _grid_rows(x.numel() // max(1, channels), channels)
     return sums * channels * blocks * _accumulated(x.dtype) if blocks > 1 else 0
 
 
-def _by_cudnn(
+def _uses_cudnn(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -148,21 +138,21 @@ def _by_cudnn(
 def batch_norm(training: int) -> Formula:
     """Normalization.cuh, batch_norm_stats_channels_last_cuda_template: staging of means and variances.
 
-    ``training`` is that argument's position. Contiguous inputs need nothing, and cuDNN's has a workspace instead.
+    ``training`` is the position of that argument. Contiguous inputs need nothing, and cuDNN has a workspace instead.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         x = args[0]
         running = (args[3], args[4]) if training == 5 else (None, None)
-        if _by_cudnn(x, args[1], args[2], *running, args[training], args[-1]):
+        if _uses_cudnn(x, args[1], args[2], *running, args[training], args[-1]):
             return ()
-        return _taken(_staging(x, 4)) if args[training] and _last(x) else ()
+        return nonzero(_staging(x, 4)) if args[training] and _uses_channels_last(x) else ()
 
     return formula
 
 
 def _flattened(x: torch.Tensor) -> int:
-    """Return the bytes of the copy that reshaping to (batch, channels, rest) makes."""
+    """Bytes of the copy made by reshaping to (batch, channels, -1); 0 if that is a view."""
     if x.is_contiguous() or x.dim() <= 3:
         return 0
     step = x.stride(-1)
@@ -174,34 +164,34 @@ def _flattened(x: torch.Tensor) -> int:
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Normalization.cu, batch_norm_backward_cuda: one kernel on flattened operands, or sums and then a kernel.
+    """Normalization.cu, batch_norm_backward_cuda: one kernel on flattened operands, or sums and an elementwise kernel.
 
-    In channels last, the sums of the blocks are staged, and two sums a channel live until the end. cuDNN's, which
-    the training forward took where it could, wants the gradient in the input's format (cudnn/BatchNorm.cpp).
+    In channels last, the sums of the blocks are staged, and two sums per channel live until the end. cuDNN, which runs
+    if the training forward used it, wants the gradient in the input's memory format (cudnn/BatchNorm.cpp).
     """
     gradient, x, train, mask = args[0], args[1], args[7], args[9]
-    if train and _by_cudnn(x, args[2], args[2], args[3], args[4], train, args[8]):
-        return _taken(copied_to(gradient, suggests_channels_last(x)))
+    if train and _uses_cudnn(x, args[2], args[2], args[3], args[4], train, args[8]):
+        return nonzero(copied_to(gradient, suggests_channels_last(x)))
     sums = x.shape[1] * _accumulated(x.dtype)
-    if not _last(x):
-        return _taken(_flattened(gradient), _flattened(x)) if mask[0] else _taken(sums, sums)
+    if not _uses_channels_last(x):
+        return nonzero(_flattened(gradient), _flattened(x)) if mask[0] else nonzero(sums, sums)
     if not (train or mask[1] or mask[2]):
         return ()
-    if not _last(gradient):
-        return _taken(sums, sums, _flattened(gradient), _flattened(x))
-    return _taken(sums, sums, _staging(x, 2))
+    if not _uses_channels_last(gradient):
+        return nonzero(sums, sums, _flattened(gradient), _flattened(x))
+    return nonzero(sums, sums, _staging(x, 2))
 
 
 def softmax_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """SoftMax.cu, softmax_backward_cuda_out: the gradient times the output, as a whole, before the kernel."""
+    """SoftMax.cu, softmax_backward_cuda_out: gradient times output, and a contiguous copy of the output."""
     gradient, output = args[:2]
-    return _taken(bytes_of(gradient), copied(output))
+    return nonzero(bytes_of(gradient), copied(output))
 
 
 def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """native/transformers/attention.cpp, _safe_softmax: which entries are masked, and which rows are all masked."""
+    """native/transformers/attention.cpp, _safe_softmax: masks of masked entries and of rows that are fully masked."""
     x, dim = args[0], args[1]
-    return _taken(x.numel(), x.numel() // max(1, x.shape[dim]))
+    return nonzero(x.numel(), x.numel() // max(1, x.shape[dim]))
 
 
 FORMULAS: dict[str, Formula] = {
@@ -221,4 +211,4 @@ FORMULAS: dict[str, Formula] = {
     "aten._native_batch_norm_legit.no_stats": batch_norm(3),
     "aten.native_batch_norm_backward.default": batch_norm_backward,
 }
-"""Overload name -> bytes of the allocations that live together at the kernel's worst moment."""
+"""Overload name -> bytes of the allocations that are live at the kernel's peak."""

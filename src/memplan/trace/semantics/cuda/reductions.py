@@ -1,7 +1,7 @@
-"""What a reduction on CUDA stages where it splits one result over several blocks: Reduce.cuh, set up per launch.
+"""The staging buffer of a CUDA reduction that splits each result over several blocks: Reduce.cuh, set up per launch.
 
-Large where the reduced dimension is not the fastest one (a bias's gradient, a loss over turned logits): the buffer has
-a slot for every thread of a block and every element of its vector although each result needs only one, so it can
+It is large if the reduced dimension is not the fastest one (a bias gradient, a loss over transposed logits): it has
+a slot for every thread of a block and every element of its vector, although each result needs only one. So it can
 exceed the operand itself: 329,252,864 bytes for the maximum over 10,000 of 1024 x 10,000 floats (39 MiB) on an H100.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.cuda.formula import Formula
 
 _WARP = 32
 _THREADS = 512
@@ -28,7 +29,7 @@ _WITH_INDEX = 16
 
 @dataclass(slots=True)
 class _Dim:
-    """A dimension of the loop, strides in elements; ``result`` is 0 where it is reduced."""
+    """A dimension of the loop, strides in elements. ``result`` is the stride of the result: 0 if reduced."""
 
     size: int
     result: int
@@ -36,10 +37,9 @@ class _Dim:
 
 
 def staging(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) -> tuple[int, ...]:
-    """Return the bytes of the buffer and of the semaphores that reducing ``x`` over ``dims`` takes; () where no block
-    shares.
+    """Bytes of the buffer and of the semaphores of reducing ``x`` over ``dims``; () if no two blocks share a result.
 
-    ``accumulator``: bytes of what is carried along for one result.
+    ``accumulator``: bytes of the accumulator of one result.
     """
     loop = _loop(x, dims)
     results = prod(d.size for d in loop if d.result or not d.size)
@@ -47,19 +47,19 @@ def staging(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) 
         return ()
     inputs = x.numel() // results
     reduced = sum(not d.result for d in loop)
-    along = reduced == len(loop) or loop[0].operand < loop[reduced].operand
-    width, height = (inputs, results) if along else (results, inputs)
+    innermost = reduced == len(loop) or loop[0].operand < loop[reduced].operand
+    width, height = (inputs, results) if innermost else (results, inputs)
     vector = 1
-    if (loop[0] if along else loop[reduced]).operand == 1:
-        if along and width >= 128 and reduced == 1:
+    if (loop[0] if innermost else loop[reduced]).operand == 1:
+        if innermost and width >= 128 and reduced == 1:
             width //= _VECTOR
-        elif not along:
+        elif not innermost:
             vector = _vector(x, loop, reduced)
             width //= vector
     across, down = _block(width, height, _THREADS // vector)
-    step_in, step_out = (across, 1) if along else (1, across)
+    step_in, step_out = (across, 1) if innermost else (1, across)
     if -(-inputs // step_in) < min(down * 16, _MOST_VALUES):
-        return ()  # every warp has a result of its own
+        return ()  # each warp computes its own result
     step_in *= down
     values = -(-inputs // step_in)
     grid = -(-(results // vector) // step_out)
@@ -69,7 +69,7 @@ def staging(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) 
     blocks = _clamped(-(-target // grid), -(-values // _MOST_VALUES), -(-values // _LEAST_VALUES))
     if blocks <= 1:
         return ()
-    slots = 1 if along else across * vector
+    slots = 1 if innermost else across * vector
     return accumulator * results * blocks * slots, _SEMAPHORE * grid
 
 
@@ -77,44 +77,44 @@ def _clamped(value: int, least: int, most: int) -> int:
     return max(least, min(value, most))
 
 
-def _power(n: int) -> int:
-    """Return the largest power of two up to ``n``."""
+def floor_power_of_two(n: int) -> int:
+    """The largest power of two up to ``n`` (1 for ``n`` below 1)."""
     return 1 << (max(1, n).bit_length() - 1)
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    wide, high = (min(_power(n), threads) for n in (width, height))
+    wide, high = (min(floor_power_of_two(n), threads) for n in (width, height))
     down = min(high, threads // min(wide, _WARP))
     return min(wide, threads // down), down
 
 
 def _vector(x: torch.Tensor, loop: Sequence[_Dim], first: int) -> int:
-    """Elements that a thread loads at once: as many as divide the start, the size and every other stride."""
-    found = _VECTOR
+    """Elements per vectorized load: the largest power of two, up to 4, that divides offset, size and other strides."""
+    width = _VECTOR
     strides = [d.operand for i, d in enumerate(loop) if i != first]
     for number in (x.storage_offset(), loop[first].size, *strides):
-        while number % found:
-            found //= 2
-    return found
+        while number % width:
+            width //= 2
+    return width
 
 
 def _loop(x: torch.Tensor, dims: Sequence[int]) -> list[_Dim]:
-    """Return the dimensions as TensorIterator orders them, reduced ones first and fast ones first, and merges them."""
-    over = {d % max(1, x.dim()) for d in dims} if dims else set(range(x.dim()))
-    step, found = 1, list[_Dim]()
+    """The dimensions as TensorIterator orders and merges them: reduced ones first, then by stride."""
+    reduced = {d % max(1, x.dim()) for d in dims} if dims else set(range(x.dim()))
+    stride, loop = 1, list[_Dim]()
     for i in reversed(range(x.dim())):
-        found.append(_Dim(x.shape[i], 0 if i in over else step, x.stride(i) if x.shape[i] != 1 else 0))
-        step *= 1 if i in over else x.shape[i]
-    for i in range(1, len(found)):  # an insertion sort, as there: the comparison is no total order
+        loop.append(_Dim(x.shape[i], 0 if i in reduced else stride, x.stride(i) if x.shape[i] != 1 else 0))
+        stride *= 1 if i in reduced else x.shape[i]
+    for i in range(1, len(loop)):  # an insertion sort like TensorIterator's: the comparison is no total order
         at = i
         for j in reversed(range(i)):
-            order = _compare(found[j], found[at])
+            order = _compare(loop[j], loop[at])
             if order > 0:
-                found[j], found[at] = found[at], found[j]
+                loop[j], loop[at] = loop[at], loop[j]
                 at = j
             elif order < 0:
                 break
-    return _merged(found)
+    return _merged(loop)
 
 
 def _compare(a: _Dim, b: _Dim) -> int:
@@ -143,26 +143,19 @@ def _merged(loop: list[_Dim]) -> list[_Dim]:
     return merged
 
 
-def _wide(x: torch.Tensor) -> int:
-    return max(4, x.element_size())
-
-
-def _dims(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> list[int]:
-    given = args[position] if len(args) > position else kwargs.get("dim")
-    return [] if given is None else [given] if isinstance(given, int) else list(given)
-
-
-def reduction(position: int, accumulator: int | None = None) -> Any:
-    """Return a formula for an op whose dimensions are the argument at ``position``; none where it is beyond all."""
+def reduction(position: int, accumulator: int | None = None) -> Formula:
+    """Formula for an op whose dimensions are argument ``position``; without that argument it reduces all of them."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         x = args[0]
-        return staging(x, _dims(args, kwargs, position), accumulator or _wide(x), arch)
+        dim = args[position] if len(args) > position else kwargs.get("dim")
+        dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+        return staging(x, dims, accumulator or max(4, x.element_size()), arch)
 
     return formula
 
 
-FORMULAS = {
+FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}": reduction(1) for name in ("sum.dim_IntList", "mean.dim", "prod.dim_int", "nansum.default")},
     **{f"aten.{name}.default": reduction(99) for name in ("sum", "mean", "prod")},
     "aten.linalg_vector_norm.default": reduction(2),

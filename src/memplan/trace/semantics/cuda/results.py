@@ -1,7 +1,7 @@
-"""Ops whose results are other on CUDA than fake tensors of the CPU say, and ops that fake tensors of the CPU refuse.
+"""Results of CUDA ops that differ from those of fake CPU tensors, and of ops that fake CPU tensors do not support.
 
-The same on both, though surprising: reduced losses that lie in the storage of the unreduced one (`results`).
-Where a layer calls another op on CUDA (attention, dropout, batch norm), that is decided elsewhere.
+The same on both devices, though surprising: reduced losses in the storage of the unreduced loss (`cpu.results`).
+Layers that call another op on CUDA (attention, dropout, batch norm) are in `composites`.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ _REDUCED = (torch.bfloat16, torch.float16)
 _MAXIMUM = 2
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like this one, in float32 where it is in half precision."""
+def _accumulated(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of this shape in float32 if ``tensor`` is in half precision, else ``tensor`` itself."""
     return tensor.new_empty(tensor.shape, dtype=torch.float32) if tensor.dtype in _REDUCED else tensor
 
 
 def wide_statistics(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return mean and reciprocal deviation in the type that CUDA accumulates in: layer_norm_kernel.cu,
-    Normalization.cu."""
+    """layer_norm_kernel.cu, Normalization.cu: mean and reciprocal deviation in the dtype that CUDA accumulates in."""
     output, *statistics = result
-    return (output, *(_wide(s) for s in statistics))
+    return (output, *(_accumulated(s) for s in statistics))
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """group_norm.cpp: statistics in float32 where the weight is; up to 2.14 contiguous, whatever the input's format."""
+    """group_norm.cpp: statistics in float32 if the weight is.
+
+    Up to 2.14 the output is contiguous, whatever the memory format of the input.
+    """
     output, *statistics = result
     if torch_version() < (2, 15) and not output.is_contiguous():
         output = output.new_empty(output.shape)
     if args[1] is not None and args[1].dtype is torch.float32:
-        statistics = [_wide(s) for s in statistics]
+        statistics = [_accumulated(s) for s in statistics]
     return (output, *statistics)
 
 
 def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """cudnn/BatchNorm.cpp: statistics in the weight's type, none without training. The reserve stands apart."""
+    """cudnn/BatchNorm.cpp: statistics in the weight's dtype, empty without training. `table` counts the reserve."""
     output, mean, deviation, reserve = result
     if not args[5]:
         return output, mean.new_empty(0), deviation.new_empty(0), reserve
@@ -54,17 +56,16 @@ def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Activation.cpp, log_sigmoid_forward: CUDA keeps no buffer."""
+    """Activation.cpp, log_sigmoid_forward: the buffer is empty on CUDA."""
     return result[0], result[1].new_empty(0)
 
 
 def embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """EmbeddingBag.cu, _embedding_bag_cuda: the bag of every index, whatever the mode; positions of maxima only where
-    these are taken."""
+    """EmbeddingBag.cu, _embedding_bag_cuda: the bag of every index in all modes; indices of maxima for max only."""
     output, _, sizes, positions = result
     indices, mode = args[1], args[4] if len(args) > 4 else kwargs.get("mode", 0)
-    taken = output.shape if mode == _MAXIMUM else (0,)
-    return output, indices.new_empty(indices.shape), sizes, positions.new_empty(taken)
+    shape = output.shape if mode == _MAXIMUM else (0,)
+    return output, indices.new_empty(indices.shape), sizes, positions.new_empty(shape)
 
 
 RESULTS: dict[str, Result] = {
@@ -90,7 +91,7 @@ RESULTS: dict[str, Result] = {
     "aten._embedding_bag.default": embedding_bag,
     "aten._embedding_bag_forward_only.default": embedding_bag,
 }
-"""Overload name -> (args, kwargs, result) -> the result as CUDA's kernel makes it."""
+"""Overload name -> (args, kwargs, result) -> the result as the CUDA kernel returns it."""
 
 
 ORDER: dict[str, tuple[int, ...]] = {
@@ -100,15 +101,15 @@ ORDER: dict[str, tuple[int, ...]] = {
     "aten._scaled_dot_product_efficient_attention.default": (0, 1),
     "aten._scaled_dot_product_cudnn_attention.default": (6, 7, 0, 1, 2, 3, 4, 5, 8),
 }
-"""Overload name -> positions of the results in the order in which the kernel makes them; the others are on the host.
+"""Overload name -> positions of the results in the order of their allocation; results not listed are on the host.
 
 Source: cuda/Dropout.cu, dropout_cuda; cuda/EmbeddingBag.cu, _embedding_bag_cuda; transformers/cuda/attention.cu, where
-the memory-efficient kernel's seed and offset are on the card only while a graph is captured; torch's own history.
+the memory-efficient kernel's seed and offset are on the card only during graph capture; torch's memory history.
 """
 
 
 def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``_cudnn_rnn_flatten_weight``: one buffer; torch then makes the weights views of it and frees theirs.
+    """``_cudnn_rnn_flatten_weight``: one buffer. torch then makes the weights views of it and frees their own storages.
 
     Source: cudnn/RNN.cpp, copy_weights_to_flat_buf_views.
     """
@@ -137,24 +138,23 @@ def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def gru_cell(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_thnn_fused_gru_cell``: RNN.cu keeps five numbers of each state for the backward pass."""
+    """``_thnn_fused_gru_cell``, RNN.cu: saves five values per hidden unit for the backward pass."""
     hidden = args[2]
     batch, size = hidden.shape
     return hidden.new_empty(hidden.shape), hidden.new_empty(batch, 5 * size)
 
 
 def gru_cell_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_thnn_fused_gru_cell_backward``: both gates' gradients, the state's, and sums of the first two for biases."""
-    gradient, kept, has_bias = args
-    gates = kept.shape[0], kept.shape[1] * 3 // 5
-    found = kept.new_empty(gates), kept.new_empty(gates), gradient.new_empty(gradient.shape)
-    return *found, *((kept.new_empty(gates[1]) if has_bias else None) for _ in range(2))
+    """``_thnn_fused_gru_cell_backward``: gradients of both gate inputs, the state and, if there are any, the biases."""
+    gradient, saved, has_bias = args
+    gates = saved.shape[0], saved.shape[1] * 3 // 5
+    gradients = saved.new_empty(gates), saved.new_empty(gates), gradient.new_empty(gradient.shape)
+    return *gradients, *((saved.new_empty(gates[1]) if has_bias else None) for _ in range(2))
 
 
 def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``histc``: a value a bin; CUDA counts integers, too, which the CPU refuses."""
-    x, *given = args
-    bins: Any = given[0] if given else kwargs.get("bins", 100)
+    """``histc``: a value per bin. Unlike the CPU, CUDA supports integers."""
+    x, bins = args[0], args[1] if len(args) > 1 else kwargs.get("bins", 100)
     return x.new_empty(bins)
 
 
@@ -167,4 +167,4 @@ INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._grouped_mm.default": results.grouped_product,
     **results.OF_LENGTHS,
 }
-"""Overload name -> (args, kwargs) -> the result, for ops that fake tensors of the CPU refuse."""
+"""Overload name -> (args, kwargs) -> the result, for ops that fake CPU tensors do not support."""

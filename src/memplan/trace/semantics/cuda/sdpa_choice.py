@@ -1,7 +1,7 @@
-"""Which kernel `scaled_dot_product_attention` takes on CUDA, and why.
+"""Which kernel `scaled_dot_product_attention` runs on CUDA, and why.
 
 Sources: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h of torch 2.11 to 2.15. Two sets of
-rules: those up to torch 2.13, and those of 2.15, which 2.14 is taken to share.
+rules: those up to torch 2.13, and those of 2.15, which 2.14 is assumed to share.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _CUDNN_OF_TORCH = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 9240
 
 @dataclass(frozen=True, slots=True)
 class Enabled:
-    """What the user lets `scaled_dot_product_attention` choose from: `torch.backends.cuda`, `torch.nn.attention`.
+    """The kernels that `scaled_dot_product_attention` may choose: `torch.backends.cuda`, `torch.nn.attention`.
 
-    ``order`` is the order in which kernels are tried; ``deterministic`` says that deterministic algorithms are insisted
-    on, which cuDNN's attention is not. ``torch`` and ``cudnn`` are versions: (2, 13) and 92000 for 9.20.0.
+    ``order`` is the order in which kernels are tried; ``deterministic`` excludes cuDNN, whose attention is not
+    deterministic. ``torch`` and ``cudnn_version`` are versions: (2, 13), and 92000 for 9.20.0.
     """
 
     flash: bool = True
@@ -81,8 +81,10 @@ class _Call:
 
 
 def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
-    """Return the order in which torch tries the kernels unless the user sets one: cuDNN first on sm_90, sm_100 and
-    sm_103."""
+    """The order in which torch tries the kernels unless the user sets one.
+
+    cuDNN is first on sm_90, sm_100 and sm_103.
+    """
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return _DEFAULT
     preferred = arch[0] in (9, 10) and arch[1] in (0, 3) and cudnn_version > 91500
@@ -91,12 +93,14 @@ def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
 
 @cache
 def versions() -> tuple[tuple[int, int], int]:
-    """Return this torch's version, and the version of cuDNN that it runs with on CUDA (by its wheel, where there is
-    none)."""
+    """This torch's version, and the version of the cuDNN that it runs with on CUDA.
+
+    A torch without CUDA has none: then that of its PyPI wheel.
+    """
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     table = _CUDNN_OF_TORCH.get((major, minor), max(_CUDNN_OF_TORCH.values()))
-    found = torch.backends.cudnn.version() if torch.version.cuda else None
-    return (major, minor), found or table
+    installed = torch.backends.cudnn.version() if torch.version.cuda else None
+    return (major, minor), installed or table
 
 
 def choose(
@@ -112,41 +116,41 @@ def choose(
     arch: Arch,
     enabled: Enabled,
 ) -> Choice:
-    """Return the kernel that `scaled_dot_product_attention` would run on a card of this architecture.
+    """The kernel that `scaled_dot_product_attention` would run on a card of this architecture, and the reason.
 
     Args:
-        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa: its arguments. Whether gradients will be
-            asked for is read from the tensors and the grad mode.
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa: its arguments. Whether a backward pass is
+            needed is read from the tensors and the grad mode.
         arch: the card's compute capability.
-        enabled: what the user lets it choose from.
+        enabled: the kernels that the user allows.
 
     Raises:
-        RuntimeError: none is left, as torch raises it.
+        RuntimeError: no kernel supports the arguments, as in torch.
     """
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     call = _Call(query, key, value, mask, dropout_p, is_causal, enable_gqa, arch, enabled, training)
     if call.recent and all(t.dim() == 3 for t in call.all):
         call = _batched(call)
-    against: list[str] = []
+    objections: list[str] = []
     for kernel in enabled.order:
         if not getattr(enabled, kernel):
-            against.append(f"{_NAMES[kernel]} is switched off")
+            objections.append(f"{_NAMES[kernel]} is switched off")
             continue
         objection = next(_OBJECTIONS[kernel](call), None)
         if objection is None:
-            return Choice(kernel, _reason(kernel, against))
-        against.append(objection)
-    raise RuntimeError(f"No available kernel for scaled_dot_product_attention on {_sm(arch)}: {'; '.join(against)}.")
+            return Choice(kernel, _reason(kernel, objections))
+        objections.append(objection)
+    raise RuntimeError(f"No available kernel for scaled_dot_product_attention on {_sm(arch)}: {'; '.join(objections)}.")
 
 
-def _reason(kernel: Kernel, against: list[str]) -> str:
-    if against:
-        return "; ".join(dict.fromkeys(against))
+def _reason(kernel: Kernel, objections: list[str]) -> str:
+    if objections:
+        return "; ".join(dict.fromkeys(objections))
     return f"the first that is tried, and nothing speaks against {_NAMES[kernel]}"
 
 
 def _batched(call: _Call) -> _Call:
-    """Inputs without a batch dimension get one, since torch 2.14."""
+    """Add a batch dimension, as torch does since 2.14."""
     query, key, value = (t.unsqueeze(0) for t in call.all)
     mask = call.mask
     while mask is not None and mask.dim() < 4:
@@ -194,8 +198,8 @@ def _efficient(call: _Call) -> Iterator[str]:
     yield from _not_empty(call)
     yield from _last_stride(call, name, size_one=False)
     yield from _heads_match(call, name, gqa=call.recent)
-    taken = (_HALF, _FLOAT, _BF16) if call.arch >= (8, 0) else (_HALF, _FLOAT)
-    yield from _dtypes(call, name, taken)
+    dtypes = (_HALF, _FLOAT, _BF16) if call.arch >= (8, 0) else (_HALF, _FLOAT)
+    yield from _dtypes(call, name, dtypes)
 
 
 def _cudnn(call: _Call) -> Iterator[str]:
@@ -273,11 +277,11 @@ def _low_precision(call: _Call, name: str) -> Iterator[str]:
     yield from _dtypes(call, name, (_HALF, _BF16) if call.arch >= (8, 0) else (_HALF,))
 
 
-def _dtypes(call: _Call, name: str, taken: tuple[torch.dtype, ...]) -> Iterator[str]:
-    given = dict.fromkeys(t.dtype for t in call.all)
-    if len(given) > 1 or call.query.dtype not in taken:
-        shown = " and ".join(_short(dtype) for dtype in given)
-        yield f"{shown}, and {name} takes {_or([_short(dtype) for dtype in taken])} on {_sm(call.arch)}"
+def _dtypes(call: _Call, name: str, supported: tuple[torch.dtype, ...]) -> Iterator[str]:
+    dtypes = dict.fromkeys(t.dtype for t in call.all)
+    if len(dtypes) > 1 or call.query.dtype not in supported:
+        shown = " and ".join(_short(dtype) for dtype in dtypes)
+        yield f"{shown}, and {name} takes {_or([_short(dtype) for dtype in supported])} on {_sm(call.arch)}"
 
 
 def _heads_match(call: _Call, name: str, *, gqa: bool, equal_kv: bool = True) -> Iterator[str]:
@@ -300,7 +304,7 @@ def _not_empty(call: _Call) -> Iterator[str]:
 
 
 def _last_stride(call: _Call, name: str, *, size_one: bool) -> Iterator[str]:
-    """Elements of a head one after the other; ``size_one``: heads of 1 have no stride that matters."""
+    """The elements of a head must be contiguous; ``size_one``: heads of size 1 may have any stride."""
     if any(t.stride(-1) != 1 for t in call.all) and not (size_one and call.query.shape[-1] == 1):
         yield f"the elements of a head are not contiguous, which {name} does not take"
     if call.mask is not None and call.mask.stride(-1) != 1:
@@ -320,7 +324,7 @@ def _mask_shape(call: _Call, name: str) -> Iterator[str]:
 
 
 def _alignment(call: _Call) -> int:
-    """Elements of which a head must be a multiple: sdp_utils.cpp, minimum_gemm_alignment."""
+    """sdp_utils.cpp, minimum_gemm_alignment: number of elements that the head size must be a multiple of."""
     half = call.query.dtype in (_HALF, _BF16)
     least = 4 if call.arch >= (8, 0) else 1
     if call.arch >= (8, 0) or (call.arch >= (7, 0) and half):
