@@ -251,6 +251,36 @@ def test_allowed_writes_never_touch_checkpoints(tmp_path: Path, monkeypatch: pyt
     assert {one.kind for one in ran.facts.held} == {"checkpoint", "removed"}
 
 
+BRANCHES = """
+import os, torch
+from torch import nn
+run = int(open("count.txt").read()) if os.path.exists("count.txt") else 0
+open("count.txt", "w").write(str(run + 1))
+os.makedirs(f"run_{run}")
+open("log.txt", "a").write("x")
+model = nn.Linear(16, 4)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    loss = model(torch.randn(8, 16)).sum()
+    loss.backward()
+    opt.step()
+    if loss.item() > 0:
+        torch.zeros(100)
+    if loss.item() > 5:
+        torch.zeros(1000)
+"""
+
+
+def test_a_script_that_is_recorded_on_several_branches_writes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_script(Request(_written(tmp_path, BRANCHES), device="cpu", writes=True))
+    assert (tmp_path / "count.txt").read_text(encoding="utf-8") == "1"
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["count.txt", "log.txt", "run_0", "script.py"]
+
+
 def test_files_that_could_not_be_written_are_told(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     text = "import os\nos.rmdir('runs'); open('runs', 'w').write('x'); open('a.txt', 'w').write('x')\n"

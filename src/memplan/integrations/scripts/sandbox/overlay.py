@@ -63,6 +63,8 @@ class Tree:
     _in_memory: bool = False
     """Whether what is written lies in memory."""
     _runs: int = 0
+    _first_run: tuple[tuple[str, str], ...] = ()
+    """Each covered folder, and where what the first run wrote below it lies; set once that run is over."""
     unwritten: dict[str, str] = field(default_factory=dict[str, str])
     """Path of a file or folder that `commit` could not write -> why."""
 
@@ -188,13 +190,21 @@ class Tree:
             self._in_memory = True
             kernel.mount("tmpfs", f"{self.scratch}/layers", "tmpfs", kernel.NO_SUID)
 
-    def renew(self) -> None:
-        """Forget what was written: the next run sees the real files again. Raises OSError."""
+    def renew(self, *, keep: bool = False) -> None:
+        """Show the next run the real files again. Raises OSError.
+
+        Args:
+            keep: whether `commit` is to write what the first run wrote. Else, and of all later runs, that is removed.
+        """
+        first = keep and not self._first_run
+        if first:
+            self._first_run = tuple(self._layers())
         for part in reversed(self._parts):
             if part.mounted:
                 kernel.unmount(f"{self.root}{part.path}")
                 part.mounted = part.overlaid = False
-        remove_tree(f"{self.scratch}/layers/{self._runs}")
+        if not first:
+            remove_tree(f"{self.scratch}/layers/{self._runs}")
         self._mount()
 
     def _layer(self, number: int) -> str:
@@ -217,9 +227,9 @@ class Tree:
         return Changes(tuple(sorted(found.rows, key=lambda change: change.path)), found.more)
 
     def commit(self) -> None:
-        """Write what the script wrote to the real files. Nothing is removed, no checkpoint without values is written,
+        """Write what the first run of the script wrote to the real files. Nothing is removed, no checkpoint without values is written,
         and only text replaces a file that was there: a checkpoint may be compressed, or opened and not written."""
-        for path, upper in self._layers():
+        for path, upper in self._first_run or self._layers():
             folders = [(path, upper)]
             while folders:
                 folder, copies = folders.pop()

@@ -121,9 +121,7 @@ def _changes(tree: Tree, *, commit: bool) -> bytes:
     os.kill(-1, signal.SIGSTOP)  # all others of the namespace: nothing changes while it is looked at
     try:
         found = asdict(tree.changes(commits=commit))
-        if commit:
-            tree.commit()
-        tree.renew()
+        tree.renew(keep=commit)
     finally:
         os.kill(-1, signal.SIGCONT)
     return json.dumps(found).encode() + b"\n"
