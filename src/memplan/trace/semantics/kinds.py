@@ -12,6 +12,8 @@ from memplan.cudnn.questions import Question
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
+Formula = Callable[[Arguments, Keywords, Any], int]
+"""(args, kwargs, result) of an op -> bytes of its kernel's temporaries."""
 
 
 @dataclass(frozen=True, slots=True)

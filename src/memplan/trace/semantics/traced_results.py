@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cpu import results as recorded
+from memplan.trace.semantics.kinds import Arguments, Keywords
 from memplan.trace.semantics.result_strides import then
-
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
 
 TRAINING_NORM = "aten._native_batch_norm_legit_functional.default"
 

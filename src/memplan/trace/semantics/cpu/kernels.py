@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from memplan import _torch
 from memplan.trace.semantics.cpu.scalar_operands import averaged, common_dtype, of_number
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _REDUCED = (torch.bfloat16, torch.float16)
 

@@ -6,14 +6,14 @@ Each formula names its file under ATen/native.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of, copied
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 _INDEX = 8
 """Bytes of an index."""
 _GRAIN_SIZE = 32768

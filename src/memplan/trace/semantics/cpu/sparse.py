@@ -7,7 +7,6 @@ sparse dimension. The compressed indices of a matrix have one entry per row (or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch
 
 from memplan import _torch
 from memplan.trace.semantics.cpu.sparse_results import UNARY, compressed, coo, padding_left_out, summed_dims
+from memplan.trace.semantics.kinds import Arguments, Formula, Keywords
 from memplan.trace.semantics.layout import bytes_of, copied
 
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
-Formula = Callable[[Arguments, Keywords, Any], int]
 _INDEX, _MKL_INDEX = 8, 4
 
 

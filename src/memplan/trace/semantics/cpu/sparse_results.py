@@ -15,9 +15,8 @@ import torch
 
 from memplan import _torch
 from memplan.errors import DataDependentError
+from memplan.trace.semantics.kinds import Arguments, Keywords
 
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
 Instead = Callable[[Arguments, Keywords], Any]
 
 UNARY = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from memplan.trace.semantics.cpu import (
@@ -29,9 +28,7 @@ from memplan.trace.semantics.cpu.temporaries import (
     resampling,
     sampling,
 )
-from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+from memplan.trace.semantics.kinds import Arguments, Extra, Formula, Keywords, Semantics
 
 _FORMULAS: dict[str, Formula] = {
     "aten.convolution.default": convolution.transient,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memplan.trace.semantics.cpu.scalar_operands import of_number
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+from memplan.trace.semantics.kinds import Formula
 
 
 def all_close(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

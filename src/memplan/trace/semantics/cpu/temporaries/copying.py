@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import transposing
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
 def clone(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
 def _batched_copy(x: torch.Tensor, dims: Sequence[int]) -> int:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memplan.trace.semantics.cpu.scalar_operands import of_number
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of, copied
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 _INT64 = 8
 _REDUCED = (torch.bfloat16, torch.float16)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -20,9 +19,9 @@ from memplan.trace.semantics.cpu.temporaries.lapack import (
     product_workspace,
     symmetric_workspace,
 )
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of, copied, transposing
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 _INFO = 4
 """Bytes of LAPACK's `info` of a matrix."""
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memplan.trace.semantics.cpu.scalar_operands import averaged, of_number
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _NONE, _MEAN = 0, 1
 """Values of ``at::Reduction``."""

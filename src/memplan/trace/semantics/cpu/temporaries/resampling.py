@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import copied_to, suggests_channels_last
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 _INDEX = 8
 
 

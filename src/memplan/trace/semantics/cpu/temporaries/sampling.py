@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from memplan.trace.semantics.cpu.scalar_operands import of_number
+from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of
-
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
 def multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
