@@ -227,8 +227,11 @@ class Tree:
         return Changes(tuple(sorted(found.rows, key=lambda change: change.path)), found.more)
 
     def commit(self) -> None:
-        """Write what the first run of the script wrote to the real files. Nothing is removed, no checkpoint without values is written,
-        and only text replaces a file that was there: a checkpoint may be compressed, or opened and not written."""
+        """Write what the first run of the script wrote to the real files.
+
+        Nothing is removed, no checkpoint without values is written, and only text replaces a file that was there: a
+        checkpoint may be compressed, or opened and not written.
+        """
         for path, upper in self._first_run or self._layers():
             folders = [(path, upper)]
             while folders:
