@@ -69,10 +69,10 @@ class Planner:
     def _with_ways(self, error: BudgetError, call: Call, settings: Settings, budget: int, key: Hashable) -> BudgetError:
         """Add other ways to keep the budget to its error."""
         if settings.engine == "inductor":
-            error = with_graph_way(error, lambda one: self._within(call, one, budget, key), settings)
+            error = with_graph_way(error, lambda graph: self._within(call, graph, budget, key), settings)
         if settings.allow == "lossy":
             return error
-        return with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings, budget)
+        return with_lossy_way(error, lambda lossy: self.study(call, lossy, key), self._model, settings, budget)
 
     def bounded(self, asked: Request, key: Hashable) -> Request:
         """Return a request with its budget in bytes: of one that is relative, the step without a plan is recorded."""
@@ -87,17 +87,17 @@ class Planner:
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
         """Return the study of a kind of call in one precision, which any budget can use."""
         precision = settings.settled
-        found = self._studies.get((key, precision)) if key is not None else None
-        if found is None:
+        study = self._studies.get((key, precision)) if key is not None else None
+        if study is None:
             plain = self._studies.get((key, EXACT)) if precision.lossy else None
             captured = captured or self._captured(call, key, precision)
-            found = Study(self._model, call, replace(captured, graph=_with_costs(captured.graph, settings)), plain)
+            study = Study(self._model, call, replace(captured, graph=_with_costs(captured.graph, settings)), plain)
             if key is not None:
-                self._studies[key, precision] = found
-        return found
+                self._studies[key, precision] = study
+        return study
 
     def _captured(self, call: Call, key: Hashable, precision: Precision) -> Captured:
-        """Captured once for whatever computes in the same precision."""
+        """Capture the call, or reuse the capture of a study that computes in the same precision."""
         for (other, known), study in self._studies.items():
             if key is not None and other == key and replace(known, save=precision.save) == precision:
                 captured = study.captured

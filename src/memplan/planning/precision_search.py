@@ -205,21 +205,21 @@ def frontier(
         settings: whatever the budget.
         points: plans in each precision, at most.
     """
-    found, base = list[Reached](), step_seconds(study(replace(settings, precision=EXACT)).captured.graph)
+    reached, base = list[Reached](), step_seconds(study(replace(settings, precision=EXACT)).captured.graph)
     for precision in tiers(model, settings) if settings.undecided else [settings.settled]:
         settled = replace(settings, precision=precision)
         try:
-            one = study(settled)
-            plans = one.frontier(settled, points)
+            lowered = study(settled)
+            plans = lowered.frontier(settled, points)
         except MemplanError:
             if not precision.lossy:
                 raise
             continue  # not everything runs in fewer bits
-        more = step_seconds(one.captured.graph) - base if precision.lossy else 0.0
-        found += [Reached(plan.peak, plan.seconds + more, precision) for plan in plans]
-    exact = _unbeaten(one for one in found if not one.precision.lossy)
-    lossy = (one for one in _unbeaten(found) if one.precision.lossy)
-    return tuple(sorted((*exact, *lossy), key=lambda one: (-one.peak, one.seconds)))
+        more = step_seconds(lowered.captured.graph) - base if precision.lossy else 0.0
+        reached += [Reached(plan.peak, plan.seconds + more, precision) for plan in plans]
+    exact = _unbeaten(plan for plan in reached if not plan.precision.lossy)
+    lossy = (plan for plan in _unbeaten(reached) if plan.precision.lossy)
+    return tuple(sorted((*exact, *lossy), key=lambda plan: (-plan.peak, plan.seconds)))
 
 
 def _runs(study: Study, target: str) -> bool:
@@ -227,12 +227,13 @@ def _runs(study: Study, target: str) -> bool:
     return any(op.target == target for op in study.captured.graph.forward_ops)
 
 
-def _unbeaten(found: Iterable[Reached]) -> list[Reached]:
+def _unbeaten(plans: Iterable[Reached]) -> list[Reached]:
+    """Return the Pareto front: the plans that no other beats in both bytes and seconds."""
     fastest, best = float("inf"), list[Reached]()
-    for one in sorted(found, key=lambda one: (one.peak, one.seconds)):
-        if one.seconds < fastest:
-            fastest = one.seconds
-            best.append(one)
+    for plan in sorted(plans, key=lambda plan: (plan.peak, plan.seconds)):
+        if plan.seconds < fastest:
+            fastest = plan.seconds
+            best.append(plan)
     return best
 
 
@@ -272,8 +273,8 @@ def _taken(plan: Plan) -> str:
 
 def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
     """Yield the precisions to choose from, those that lose nothing first."""
-    device = next((one.device.type for one in model.parameters()), "cpu")
-    under_autocast = any(torch.is_autocast_enabled(one) for one in ("cpu", "cuda"))
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    under_autocast = any(torch.is_autocast_enabled(place) for place in ("cpu", "cuda"))
     compute = "" if under_autocast else lower_precision(settings.device, device)
     saves: tuple[Save, ...] = ("exact", "bfloat16", "int8") if settings.engine == "inductor" else ("bfloat16", "int8")
     every = [EXACT]
@@ -281,7 +282,7 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
         every += [Precision(compute, save, whole=True)] if device == "cpu" else []
         every.append(Precision(compute, save))
     every += [Precision("", "bfloat16"), Precision("", "int8")]
-    yield from (one for one in every if one not in settings.without)
+    yield from (precision for precision in every if precision not in settings.without)
 
 
 def lower_precision(card: Device | None, device: str) -> Compute:

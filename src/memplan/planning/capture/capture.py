@@ -23,7 +23,7 @@ from memplan.planning.capture.free_tensors import FreeTensors
 from memplan.planning.capture.fx_reader import Reader
 from memplan.planning.capture.guards import Guard, Guards
 from memplan.planning.capture.loss_module import WithLoss
-from memplan.planning.capture.opaque_calls import Around, Opaque
+from memplan.planning.capture.opaque_calls import OpaqueCall, OpaqueCallRegistry
 from memplan.planning.capture.reads.executed import Executed
 from memplan.planning.capture.reads.passes import Passes, note_reads
 from memplan.planning.capture.reads.readable import Reads
@@ -51,64 +51,64 @@ __all__ = ["Captured", "SymbolicError", "capture", "capture_symbolic", "read"]
 
 @dataclass(frozen=True)
 class Captured:
-    """A joint graph, and what relates it to the call that it was captured from."""
+    """A joint graph, and how it relates to the call that it was captured from."""
 
     graph: JointGraph
     constants: Mapping[int, torch.Tensor]
-    """Tensors that the graph holds itself, by the value they are."""
+    """Constant tensors of the graph, by value id."""
     returned: Returned
     differentiable: tuple[int, ...]
     """Outputs of the graph that have a tangent, in the order of the tangents."""
-    opaque: tuple[Opaque, ...] = ()
-    """Calls that could not be traced and run as they are, once: what each is, and where."""
+    opaque: tuple[OpaqueCall, ...] = ()
+    """Calls that could not be traced: they run as they are, once."""
     conditions: tuple[_torch.Condition, ...] = ()
     """Values of inputs that decided what was traced (see `capture`)."""
     guards: tuple[Guard, ...] = ()
-    """Flags that are outputs of the graph, the last ones: with another answer to any, the model raises."""
+    """Flags that are the last outputs of the graph: where one has another value, the model raises."""
     relaid: bool = False
     """Whether convolutions work in channels last (see recapture.py)."""
     printed: bool = False
-    """Whether forward() printed something, which was held back: it has no values while it is traced."""
+    """Whether forward() printed something; that is not shown, since it has no values while it is traced."""
     reads: Reads | None = field(default=None, compare=False)
-    """What its Python code can have read beside tensors: the graph is of those values."""
+    """Values other than tensors that the Python code may have read: the graph is valid for those only."""
 
     def holds(self, call: Call) -> bool:
-        """Return whether a call of the same shapes takes the same branches."""
+        """Return whether a call of the same shapes takes the branches that were traced."""
         return all(condition.holds(call.tensors) for condition in self.conditions)
 
 
 @own_streams()
 @_torch.without_anomaly_checks()
 def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relaid: bool = False) -> Captured:
-    """Trace forward and backward of a call of the model; nothing is computed, nothing of the model is changed.
+    """Trace forward and backward of a call of the model on fake tensors, without changing the model.
 
-    Values of small integer inputs may decide a branch (is this mask all ones?). Then what is captured is right for
-    calls for which `Captured.holds`. Of flags that are computed (``if (scale <= 0).any(): raise``) the answer is the
-    one with which the model goes on; where it would raise otherwise, a real run of its forward pass has shown.
+    Values of small integer inputs may decide a branch (is this mask all ones?). The result is then valid for calls for
+    which `Captured.holds`. A computed flag that only leads to a raise (``if (scale <= 0).any(): raise``) becomes a
+    guard: the branch without the raise is traced, as a real run of the forward pass has shown.
 
     Args:
-        model: in the state in which it is to run: ``training``, autocast and what needs a gradient are those of now.
-        call: what it is called with.
-        precision: what it is to compute in, and what may be kept in fewer bits.
-        relaid: whether convolutions are to work in channels last, whatever they are given.
+        model: in the state in which it is to run: ``training``, ``requires_grad`` and the active autocast count.
+        call: the model's arguments.
+        precision: dtype to compute in, and the encoding in which tensors may be saved.
+        relaid: convert the input of every convolution to channels last.
 
     Raises:
-        UsageError: the step is one that cannot be planned, or nothing in it needs a gradient.
+        UsageError: the step cannot be planned, or nothing in it needs a gradient.
         RecordingError: it cannot be traced (layer and line are named).
     """
     refuse_tensors(model, call.tensors)
     refuse_hooks(model)
     refuse_surroundings()
-    watch, around, guards, passes = Watch(model), Around(), Guards(), Passes(model, Executed())
-    free = FreeTensors()
+    watch, opaque_calls, guards = Watch(model), OpaqueCallRegistry(), Guards()
+    passes, free_tensors = Passes(model, Executed()), FreeTensors()
 
     def trace() -> _Traced:
-        return _trace(model, call, watch, around, guards, precision, relaid, free, passes)
+        return _trace(model, call, watch, opaque_calls, guards, precision, relaid, free_tensors, passes)
 
     try:
         with passes.executed.following():
-            joint, flat = _traced(trace, model, call, around, guards, watch)
-        _refuse_unseen(trace, watch)
+            joint, flat = _trace_with_retries(trace, model, call, opaque_calls, guards, watch)
+        _refuse_side_effects(trace, watch)
         passes.refuse()
     except MemplanError as error:
         watch.restore()
@@ -116,10 +116,14 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
         raise
     finally:
         watch.restore()
-    found = read(joint, flat, call, tuple(around.found), precision)
-    found = replace(found, constants={value: free.original(one) for value, one in found.constants.items()})
+    captured = read(joint, flat, call, tuple(opaque_calls.calls), precision)
     return replace(
-        found, relaid=relaid, guards=tuple(guards.found), printed=watch.printed.lines > 0, reads=passes.reads()
+        captured,
+        constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
+        relaid=relaid,
+        guards=tuple(guards.found),
+        printed=watch.printed.lines > 0,
+        reads=passes.reads(),
     )
 
 
@@ -133,24 +137,24 @@ def capture_symbolic(
     *,
     relaid: bool = False,
 ) -> tuple[_torch.Symbolic, Flat, Reads]:
-    """Trace a call with symbols for sizes, instead of what they are in this call.
+    """Trace a call with symbols in place of the sizes of its tensors.
 
     Args:
         model, precision, relaid: as for `capture`.
-        call: what it is called with; sizes that are equal here are taken to be equal in other calls.
+        call: the model's arguments; sizes that are equal here are assumed equal in other calls.
         varying: for each tensor of the call the dimensions whose sizes are symbols.
 
     Returns:
-        The graph, what `read` needs beside it, and what was read.
+        The graph, the module that `read` needs with it, and the values that the Python code may have read.
 
     Raises:
-        SymbolicError: there is no such graph, for whatever reason.
+        SymbolicError: the call cannot be traced so, or does more than compute tensors from tensors.
     """
 
     def fake(mode: Any, number: int, tensor: torch.Tensor) -> torch.Tensor:
         return _torch.with_symbols(mode, tensor, varying[number], f"input_{number}")
 
-    watch, around, passes = Watch(model), Around(), Passes(model, Executed())
+    watch, opaque_calls, passes = Watch(model), OpaqueCallRegistry(), Passes(model, Executed())
     try:
         mode = _torch.symbolic_mode()
         with passes.executed.following():
@@ -158,7 +162,7 @@ def capture_symbolic(
                 model,
                 call,
                 watch,
-                around,
+                opaque_calls,
                 Guards(),
                 precision,
                 relaid,
@@ -171,7 +175,8 @@ def capture_symbolic(
         passes.refuse()
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
-        if around.found or watch.seeded or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
+        side_effects = opaque_calls.calls or watch.seeded or watch.draws() or watch.changes()
+        if side_effects or any(map(_torch.is_symbol, constants)):
             raise SymbolicError("the call does more than compute tensors of tensors")
         return _torch.Symbolic(joint), flat, passes.reads()
     except Exception as error:  # capturing with numbers refuses what cannot be traced
@@ -181,13 +186,17 @@ def capture_symbolic(
 
 
 class SymbolicError(Exception):
-    """A call that is not traced with symbols for sizes; the text says why."""
+    """A call cannot be traced with symbols for sizes; the message says why."""
 
 
 def read(
-    joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = (), precision: Precision = EXACT
+    joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[OpaqueCall, ...] = (), precision: Precision = EXACT
 ) -> Captured:
-    """Build the graph of a traced call in a precision, with everything that is known of its ops."""
+    """Convert a traced call to a JointGraph, and run the passes that prepare it for planning in a precision.
+
+    Raises:
+        InputError: nothing in the step needs a gradient.
+    """
     assert flat.returned is not None
     reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
     graph = reader.graph()
@@ -206,11 +215,19 @@ def read(
 _Traced = tuple[_torch.Joint, Flat]
 
 
-def _traced(
-    trace: Callable[[], _Traced], model: nn.Module, call: Call, around: Around, guards: Guards, watch: Watch
+def _trace_with_retries(
+    trace: Callable[[], _Traced],
+    model: nn.Module,
+    call: Call,
+    opaque_calls: OpaqueCallRegistry,
+    guards: Guards,
+    watch: Watch,
 ) -> _Traced:
-    """Trace; whatever cannot be traced is taken for a guard, or marked as opaque, as far as it is a function or an op,
-    then it is tried again."""
+    """Trace until it succeeds: after each failure its cause becomes a guard or an opaque call, from a real run.
+
+    Raises:
+        MemplanError: the cause can become neither.
+    """
 
     def run() -> None:
         try:
@@ -218,34 +235,35 @@ def _traced(
         finally:
             watch.restore()
 
-    def learnt(error: Exception) -> bool:
+    def can_retry(error: Exception) -> bool:
         if isinstance(error, _torch.DATA_DEPENDENT) and guards.learn(run):
             return True
-        marked = around.mark(_torch.culprit(error))
+        marked = opaque_calls.mark(_torch.culprit(error))
         if marked:
-            around.learn(run)
+            opaque_calls.learn(run)
         return marked
 
     while True:
         try:
             return trace()
-        except _Untraceable as found:
-            changes = watch.changes() if _torch.has_kept_fake(found.error) else []
+        except _Untraceable as untraceable:
+            error = untraceable.error
+            changes = watch.changes() if _torch.has_kept_fake(error) else []
             watch.restore()
             if changes:
-                raise _of_changes(changes, None) from found.error
+                raise _attribute_changes(changes, None) from error
             try:
-                again = not is_fake(model) and learnt(found.error)
+                retry = not is_fake(model) and can_retry(error)
             except MemplanError:
                 raise
-            except Exception:  # it does not run without memplan either
-                again = False
-            if not again:
-                raise _refusal(found, fake=is_fake(model)) from found.error
+            except Exception:  # the model does not run without memplan either
+                retry = False
+            if not retry:
+                raise _refusal(untraceable, fake=is_fake(model)) from error
 
 
 def _run(model: nn.Module, call: Call) -> None:
-    """Call the model as it is. Its buffers are copied; what else changes is put back by the caller."""
+    """Run forward() on copies of the inputs and buffers. The caller restores other state."""
     copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
     args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
     with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held(), random_kept():
@@ -253,7 +271,7 @@ def _run(model: nn.Module, call: Call) -> None:
 
 
 class _Untraceable(Exception):
-    """Error that torch or the user's code raised while tracing, and the layer in which it did."""
+    """An error of torch or of the user's code during tracing, and the layer that raised it."""
 
     def __init__(self, error: Exception, layer: str | None) -> None:
         super().__init__(str(error))
@@ -261,32 +279,38 @@ class _Untraceable(Exception):
 
 
 def _trace(
-    model: nn.Module, call: Call, watch: Watch, around: Around, guards: Guards, precision: Precision, relaid: bool,
-    free: FreeTensors, passes: Passes | None = None, **how: Any,
+    model: nn.Module, call: Call, watch: Watch, opaque_calls: OpaqueCallRegistry, guards: Guards,
+    precision: Precision, relaid: bool, free_tensors: FreeTensors, passes: Passes | None = None, **options: Any,
 ) -> _Traced:  # fmt: skip
+    """Trace once. ``options``: passed on to `_torch.joint_graph`."""
     place, names = Place(), _layers(model)
-
-    autocast, kept = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
+    autocast, caches_casts = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
 
     @contextmanager
     def inside() -> Iterator[None]:
-        opaque, lowered = around.tracing(lambda: names.get(place.module, "")), _lowered(model, names, precision)
+        opaque = opaque_calls.tracing(lambda: names.get(place.module, ""))
+        lowered = _lowered(model, names, precision)
         layout = ChannelsLast() if relaid else nullcontext()
         with (
-            _torch.casts_kept(kept) as region, autocast(), lowered, opaque,
-            _placing(names, place, region, free), layout, guards.tracing(), watch.seeding(),
+            _torch.casts_kept(caches_casts) as region, autocast(), lowered, opaque,
+            _locating(names, place, region, free_tensors), layout, guards.tracing(), watch.seeding(),
         ):  # fmt: skip
             yield
         if passes is not None:
             passes.ended()
 
-    # What the caller expects is what the call returns without that.
-    plain = _trace(model, call, watch, around, guards, EXACT, False, free)[1] if precision.compute else None
-    dtypes, like = (plain.dtypes, plain.returned and plain.returned.structure) if plain else (None, None)
-    flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like, lambda: guards.flags)
+    dtypes, structure = None, None
+    if precision.compute:  # the caller expects the dtypes of the step as it is written
+        _, plain = _trace(model, call, watch, opaque_calls, guards, EXACT, False, free_tensors)
+        dtypes, structure = plain.dtypes, plain.returned and plain.returned.structure
+
+    def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return _as_expected(outputs, dtypes, relaid)
+
+    flat = Flat(model, call, inside, finish, structure, lambda: guards.flags)
     try:
         with place.following(), _capturing_now(), _without_cudnn(model), watch.printed.held():
-            return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **how), flat
+            return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **options), flat
     except MemplanError:
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__
@@ -295,8 +319,11 @@ def _trace(
 
 @contextmanager
 def _without_cudnn(model: nn.Module) -> Iterator[None]:
-    """On a card, norms and recurrent layers by torch's own kernels: cuDNN's change running statistics unseen, and make
-    what only they can read. Convolutions are cuDNN's all the same when they run."""
+    """Trace a model on a card with torch's own norms and recurrent layers.
+
+    cuDNN's change running statistics unseen, and save tensors that only they can read. Convolutions still use cuDNN
+    when the step runs.
+    """
     cudnn = torch.backends.cudnn
     before = cudnn.enabled
     try:
@@ -310,7 +337,7 @@ _capturing = threading.local()
 
 
 def is_capturing() -> bool:
-    """Return whether a call is being traced in this thread: a planned module in it is to run as it is written."""
+    """Return whether this thread is tracing a call: planned modules inside of it then run their own forward()."""
     return getattr(_capturing, "depth", 0) > 0
 
 
@@ -323,56 +350,53 @@ def _capturing_now() -> Iterator[None]:
         _capturing.depth -= 1
 
 
-def _finished(
+def _as_expected(
     outputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype] | None, relaid: bool
 ) -> list[torch.Tensor]:
-    """Outputs as the caller expects them, whatever the call computes in. One that is returned twice stays one."""
-    expected = [one.dtype for one in outputs] if dtypes is None else dtypes
-    each: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    """Cast outputs to the dtypes of the plain step, and undo channels last. Outputs that are one tensor remain so."""
+    expected = [output.dtype for output in outputs] if dtypes is None else dtypes
+    converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for output, dtype in zip(outputs, expected, strict=True):
-        made = output.to(dtype)
-        each.setdefault((id(output), dtype), in_order(made) if relaid else made)
-    return [each[id(output), dtype] for output, dtype in zip(outputs, expected, strict=True)]
+        cast = output.to(dtype)
+        converted.setdefault((id(output), dtype), in_order(cast) if relaid else cast)
+    return [converted[id(output), dtype] for output, dtype in zip(outputs, expected, strict=True)]
 
 
 @contextmanager
 def _lowered(model: nn.Module, names: Mapping[int, str], precision: Precision) -> Iterator[None]:
-    """Enter the autocast of a precision, in which the layers that are kept apart compute as they are written."""
+    """Enter the autocast of a precision; the layers that it excludes (``precision.apart``) run without it."""
     if not precision.compute:
         yield
         return
-    device = next((one.device.type for one in model.parameters()), "cpu")
-    place, low = "cuda" if device == "cuda" else "cpu", getattr(torch, precision.compute)
-    with torch.autocast(place, dtype=low), ExitStack() as apart:
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    device, dtype = "cuda" if device == "cuda" else "cpu", getattr(torch, precision.compute)
+    with torch.autocast(device, dtype=dtype), ExitStack() as stack:
         for module in model.modules():
-            if _within(names.get(id(module), ""), precision.apart):
-                apart.enter_context(_torch.patched(module, forward=_as_written(module, place, low)))
+            name = names.get(id(module), "")
+            # A submodule is excluded, too: forward() may call the layers of a ModuleList one by one.
+            if any(name == layer or name.startswith(f"{layer}.") for layer in precision.apart):
+                stack.enter_context(_torch.patched(module, forward=_without_autocast(module, device, dtype)))
         yield
 
 
-def _within(name: str, layers: Sequence[str]) -> bool:
-    """Return whether a layer is one of these or in one: what is in a list of layers is called one by one."""
-    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-
-
-def _as_written(module: nn.Module, place: str, low: torch.dtype) -> Callable[..., Any]:
-    """Return a layer's forward without autocast: inputs in lower precision are cast to the dtype of its parameters."""
+def _without_autocast(module: nn.Module, device: str, autocast: torch.dtype) -> Callable[..., Any]:
+    """Return a layer's forward without autocast: inputs in its dtype are cast to the dtype of the parameters."""
     forward = module.forward
-    own = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
-    def cast(one: Any) -> Any:
-        return one.to(own) if isinstance(one, torch.Tensor) and one.dtype == low else one
+    def cast(leaf: Any) -> Any:
+        return leaf.to(own) if isinstance(leaf, torch.Tensor) and leaf.dtype == autocast else leaf
 
-    def written(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(place, enabled=False):
+    def forward_without_autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, enabled=False):
             args, kwargs = _torch.tree_map(cast, (args, kwargs))
             return forward(*args, **kwargs)
 
-    return written
+    return forward_without_autocast
 
 
-def _refusal(found: _Untraceable, *, fake: bool = False) -> MemplanError:
-    error, layer = found.error, found.layer
+def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
+    error, layer = untraceable.error, untraceable.layer
     where = format_frame(frame_of_error(error))
     text = textwrap.shorten((str(error).strip().split("\n")[0] or "no message").rstrip("."), 300, placeholder=" ...")
     if isinstance(error, _torch.DATA_DEPENDENT):
@@ -411,7 +435,8 @@ def _refusal(found: _Untraceable, *, fake: bool = False) -> MemplanError:
     )
 
 
-def _refuse_unseen(trace: Callable[[], Any], watch: Watch) -> None:
+def _refuse_side_effects(trace: Callable[[], Any], watch: Watch) -> None:
+    """Raise RecordingError where forward() seeds torch, draws from other generators, or changes attributes."""
     if watch.seeded:
         raise RecordingError(
             "forward() sets torch's random state (torch.manual_seed, fork_rng): a planned step would draw from the one "
@@ -434,11 +459,10 @@ def _refuse_unseen(trace: Callable[[], Any], watch: Watch) -> None:
     if changes:
         watch.restore()
         where = line_of(trace, lambda: watch.has_changed(changes[0]))
-        raise _of_changes(changes, where)
+        raise _attribute_changes(changes, where)
 
 
-def _of_changes(changes: Sequence[str], where: str | None) -> RecordingError:
-    """Return the refusal of a call that changes attributes."""
+def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingError:
     return RecordingError(
         f"forward() changes the attribute {changes[0]}" + (f" and {len(changes) - 1} more" if changes[1:] else ""),
         expected="state in buffers: a planned step does not run forward() again",
@@ -449,28 +473,29 @@ def _of_changes(changes: Sequence[str], where: str | None) -> RecordingError:
 
 
 def _layers(model: nn.Module) -> dict[int, str]:
-    """Return the names of the layers, as the user calls them, by the module's id."""
+    """Return the user's names of the layers by the module's id: without the prefix of `WithLoss`."""
     own = model.model if isinstance(model, WithLoss) else model
     names = {id(module): name for name, module in model.named_modules()}
     return {**names, **{id(module): name for name, module in own.named_modules()}}
 
 
 @contextmanager
-def _placing(
-    names: Mapping[int, str], place: Place, region: Callable[[], int | None], free: FreeTensors
+def _locating(
+    names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors
 ) -> Iterator[None]:
+    """Annotate each traced op with its layer, line and autocast region, and replace free tensors by constants."""
     lines: dict[tuple[str, int] | None, str | None] = {}
     calls = itertools.count()
 
-    class Placing(TorchFunctionMode):
+    class Locating(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             safe_point()
             frame = user_frame()
             if frame not in lines:
                 lines[frame] = format_frame(frame)
             _torch.say_place((names.get(place.module, ""), lines[frame]), (next(calls), region()))
-            args, kwargs = free.replaced((args, kwargs or {}))
+            args, kwargs = free_tensors.replaced((args, kwargs or {}))
             return func(*args, **kwargs)
 
-    with Placing():
+    with Locating():
         yield

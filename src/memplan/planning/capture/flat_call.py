@@ -18,12 +18,12 @@ from memplan.trace.structure import Structure, take_apart
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments taken apart: tensors in order, and how they and the constants among them are put together."""
+    """Flattened arguments: the tensors in order, and the structure that holds their places and the constants."""
 
     tensors: tuple[torch.Tensor, ...]
     structure: Structure
     likes: tuple[torch.Tensor | None, ...] = ()
-    """For each tensor that was one of a subclass, which it is on the same memory: that one."""
+    """For each plain tensor made from one of a subclass, the original, on the same memory; else None."""
 
     @property
     def kinds(self) -> tuple[type | None, ...]:
@@ -56,12 +56,12 @@ class Call:
 
 
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Take arguments apart. Tensors of subclasses that leave memory and dispatch to torch become plain ones."""
+    """Flatten arguments. Tensors of subclasses that leave memory and dispatch to torch become plain ones."""
     tensors, structure = take_apart((tuple(args), dict(kwargs)))
-    likes = tuple([None if _torch.kind_of(one) is None else one for one in tensors])
+    likes = tuple([None if _torch.kind_of(tensor) is None else tensor for tensor in tensors])
     if not any(like is not None for like in likes):
         return Call(tensors, structure)
-    plain = (one if like is None else _torch.plain(one) for one, like in zip(tensors, likes, strict=True))
+    plain = (t if like is None else _torch.plain(t) for t, like in zip(tensors, likes, strict=True))
     return Call(tuple(plain), structure, likes)
 
 
@@ -118,7 +118,7 @@ class Flat(nn.Module):
     @property
     def hooked(self) -> frozenset[str]:
         """Names in the model of parameters with hooks that run once their gradient was added to ``.grad``."""
-        return frozenset(self.paths[name] for name, one in self.named_parameters() if _torch.has_gradient_hooks(one))
+        return frozenset(self.paths[name] for name, p in self.named_parameters() if _torch.has_gradient_hooks(p))
 
     def _number(self, path: str) -> str:
         name = f"tensor_{len(self.paths)}"
@@ -132,41 +132,40 @@ class Flat(nn.Module):
         state = {path: getattr(self, name) for name, path in self.paths.items()}
         with self._around():
             output = self._bare[0].called(state, args, kwargs)
-        found, structure = take_apart(output)
-        self.dtypes = tuple(tensor.dtype for tensor in found)
-        finished = self._finished(found)
-        if self._like or any(one is not other for one, other in zip(finished, found, strict=True)):
+        outputs, structure = take_apart(output)
+        self.dtypes = tuple(tensor.dtype for tensor in outputs)
+        finished = self._finished(outputs)
+        if self._like or any(after is not before for after, before in zip(finished, outputs, strict=True)):
             output = (self._like or structure).rebuild(finished)
-            found, structure = take_apart(output)
-        unique = list({id(tensor): tensor for tensor in found}.values())
+            outputs, structure = take_apart(output)
+        unique = list({id(tensor): tensor for tensor in outputs}.values())
         place = {id(tensor): at for at, tensor in enumerate(unique)}
         wanted = {id(tensor) for tensor in differentiable(output)}
         self.returned = Returned(
             structure,
-            tuple(place[id(tensor)] for tensor in found),
-            tuple(at for at, one in enumerate(unique) if one.requires_grad and id(one) not in wanted),
+            tuple(place[id(tensor)] for tensor in outputs),
+            tuple(at for at, output in enumerate(unique) if output.requires_grad and id(output) not in wanted),
         )
-        taken = {_base(tensor) for tensor in (*tensors, *state.values())}
+        bases = {_base(tensor) for tensor in (*tensors, *state.values())}
         replaced = self._bare[0].replaced
         self.written = tuple(replaced)
         changed = {_memory(state[path]) for path in replaced}
         return (
-            *(_alone(one, taken) if id(one) in wanted else _before(one, changed) for one in unique),
-            *(_before(one, changed) for one in (*self._flags(), *replaced.values())),
+            *(_unshared(t, bases) if id(t) in wanted else _detached(t, changed) for t in unique),
+            *(_detached(t, changed) for t in (*self._flags(), *replaced.values())),
         )
 
 
-def _alone(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """Return an output that shares no memory with those before it, nor with what is handed in, as far as autograd
-    knows."""
-    if _base(tensor) in taken:
+def _unshared(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
+    """Clone an output that views a tensor in ``bases`` (inputs, state, earlier outputs); else add its base to them."""
+    if _base(tensor) in bases:
         return tensor.clone()
-    taken.add(_base(tensor))
+    bases.add(_base(tensor))
     return tensor
 
 
-def _before(tensor: torch.Tensor, changed: set[int]) -> torch.Tensor:
-    """Return a tensor without a gradient, as it is now: a copy where it looks into a buffer that gets a new value."""
+def _detached(tensor: torch.Tensor, changed: set[int]) -> torch.Tensor:
+    """Detach a tensor, and clone it if it shares memory with a buffer that gets a new value."""
     return tensor.detach().clone() if _memory(tensor) in changed else tensor.detach()
 
 
@@ -193,7 +192,7 @@ class _Bare(nn.Module):
         """Return the model's output with these tensors in place of its parameters and buffers."""
         self._state = state
         try:
-            own = {id(one): state[path] for path, one in self._own() if path in state}
+            own = {id(tensor): state[path] for path, tensor in self._own() if path in state}
             with _torch.tensors_replaced(self.model, own):
                 return self(*args, **kwargs)
         finally:

@@ -89,7 +89,7 @@ class Values:
             _refuse_generator(node)
         if tensor.requires_grad:
             _refuse_unregistered(node, tensor)
-        number = next((known for known, one in self.constants.items() if one is tensor), None)
+        number = next((value for value, constant in self.constants.items() if constant is tensor), None)
         if number is None:
             number = self._add(node.name, "constant", tensor)
             self.constants[number] = tensor
@@ -169,10 +169,10 @@ class Values:
     def _bases(self, node: Any) -> dict[int, int]:
         """Return, by storage, the base of the first argument that lies in it."""
         bases: dict[int, int] = {}
-        for one in node.all_input_nodes:
-            if one in self.of and isinstance(one.meta["val"], torch.Tensor):
-                key = _torch.storage_key(one.meta["val"].untyped_storage())
-                bases.setdefault(key, self.all[self.of[one]].base)
+        for source in node.all_input_nodes:
+            if source in self.of and isinstance(source.meta["val"], torch.Tensor):
+                key = _torch.storage_key(source.meta["val"].untyped_storage())
+                bases.setdefault(key, self.all[self.of[source]].base)
         return bases
 
 
@@ -322,9 +322,9 @@ class Reader:
         return target != TRAINING_NORM and any(value in self._mutated for value in reads)
 
     def _scratch(self, node: Any, target: str) -> int:
-        given = _values(node)
-        found = opaque_calls.scratch(target, given[0])
-        return transient_bytes(target, *given, node.meta["val"]) + NUMBERS if found is None else found
+        args, kwargs = _values(node)
+        opaque = opaque_calls.scratch(target, args)
+        return transient_bytes(target, args, kwargs, node.meta["val"]) + NUMBERS if opaque is None else opaque
 
 
 def _placeholders(joint: _torch.Joint) -> list[Any]:
@@ -333,7 +333,7 @@ def _placeholders(joint: _torch.Joint) -> list[Any]:
 
 def _values(node: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a node's arguments as fake tensors."""
-    return torch.fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
+    return torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])  # pyright: ignore
 
 
 def _check(function: Any, layer: str, where: str | None) -> None:
@@ -354,7 +354,7 @@ def _check(function: Any, layer: str, where: str | None) -> None:
 
 def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str | None) -> None:
     """Raise RecordingError for results that are not strided: a plan counts the one storage of each tensor."""
-    odd = [one.layout for one in results if isinstance(one, torch.Tensor) and one.layout != torch.strided]
+    odd = [t.layout for t in results if isinstance(t, torch.Tensor) and t.layout != torch.strided]
     if odd:
         raise RecordingError(
             f"{target} makes a tensor of layout {odd[0]}",

@@ -1,10 +1,10 @@
-"""Keep calls that cannot be traced, or not with the same bits, as single ops: called once, planned around.
+"""Ops for calls that cannot be traced, or not with the same bits: they run once in a step and are planned around.
 
 A custom autograd function that leaves torch (numpy, a library of its own), an op without a fake implementation, and
 torch's LSTM and GRU (their kernels save more than tensors) become one op of the graph each. It runs the very code that
-eager mode runs, under autograd, and returns a handle on what that saved; the op of its derivative takes the handle.
-What the results look like, how much the handle holds and how much the two ops take meanwhile is found by running the
-model once, without gradients, and each such call with its derivative; for torch's own, without data.
+eager mode runs, under autograd, and returns a handle on what autograd saved; the op of its derivative takes the handle.
+The shapes of the results, the bytes that the handle keeps alive and the workspaces of both ops are measured: the model
+runs once, without gradients, and each such call once with its derivative. torch's own calls are measured without data.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from memplan.planning.graph.op_schema import NUMBERS
 from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.structure import Structure, take_apart
 
-_ALWAYS = ("lstm", "gru")
+_RECURRENT = ("lstm", "gru")
+"""Functions of torch that are always opaque."""
 
 
 @dataclass(frozen=True)
-class Opaque(Printed):
-    """One call that stays as it is."""
+class OpaqueCall(Printed):
+    """A call that runs as the user wrote it, once in a step."""
 
     key: str
     title: str
@@ -44,170 +45,186 @@ class Opaque(Printed):
     layer: str = field(compare=False)
     function: Callable[..., Any]
     arguments: Structure
-    needed: tuple[bool, ...]
-    """Whether each of its tensors needs a gradient."""
+    needs_gradient: tuple[bool, ...]
+    """By tensor argument."""
     inputs: tuple[Like, ...]
     results: tuple[Like, ...]
-    smooth: tuple[bool, ...]
-    """Whether each of its results has a gradient."""
-    returned: Structure
-    held: int
-    """Bytes that the handle holds: what stays from the call and is neither argument nor result."""
-    kept: tuple[int, ...]
+    differentiable: tuple[bool, ...]
+    """Whether each result has a gradient."""
+    output_structure: Structure
+    saved_bytes: int
+    """Bytes that the handle keeps alive and that are neither argument nor result."""
+    saved_positions: tuple[int, ...]
     """Arguments and results that the call keeps references to: positions among the arguments, then the results."""
-    around: Callable[[], AbstractContextManager[Any]] = field(compare=False)
-    """The autocast under which it is called."""
-    scratch: int = field(default=0, compare=False)
-    """Bytes that the call takes beyond what stays of it."""
-    most: int | None = field(default=None, compare=False)
-    """Bytes that its derivative takes beyond what was there; None: to be found out by a recording."""
-    layouts: tuple[Like | None, ...] = ()
-    """For each of its tensors, its gradient as the derivative makes it; None: not known, laid out as the tensor is."""
+    autocast: Callable[[], AbstractContextManager[Any]] = field(compare=False)
+    """Makes the autocast context that the call runs under."""
+    workspace: int = field(default=0, compare=False)
+    """Bytes that the call allocates and frees again."""
+    backward_workspace: int | None = field(default=None, compare=False)
+    """Peak bytes that the derivative allocates; None: to be measured without data."""
+    gradient_likes: tuple[Like | None, ...] = ()
+    """By tensor argument, the gradient as the derivative returns it; None: unknown, laid out as the argument is."""
 
     def __str__(self) -> str:
         place = ", ".join(part for part in (self.layer, self.where) if part)
         return f"{self.title}{f' ({place})' if place else ''}: cannot be traced, called as it is, once"
 
     def run(self, tensors: Sequence[torch.Tensor]) -> _torch.Recorded:
-        """Call it."""
-        return _torch.Recorded(lambda given: self.called(given)[0], tensors, self.needed)
+        """Call the function under autograd."""
+        return _torch.Recorded(lambda inputs: self.called(inputs)[0], tensors, self.needs_gradient)
 
     def called(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Structure]:
         """Call the function with these tensors and return the tensors of its output and their structure."""
         args, kwargs = self.arguments.rebuild(tensors)
-        with self.around():
+        with self.autocast():
             return take_apart(self.function(*args, **kwargs))
 
     def gradients(
         self, recorded: _torch.Recorded, gradients: Sequence[torch.Tensor | None], *, keep: bool = False
     ) -> list[torch.Tensor]:
-        """Return the gradients of the tensors that need one, each in memory of its own: laid out as is known, else as
-        they come."""
-        made = recorded.gradients(gradients, keep=keep)
-        taken = {_torch.storage_key(one.untyped_storage()) for one in gradients if one is not None}
+        """Return the gradients of the arguments that need one, in the layouts of `received`, where known.
+
+        Each has a storage of its own: a gradient that shares memory with another or with an incoming one is copied.
+        """
+        computed = recorded.gradients(gradients, keep=keep)
+        storages = {_storage(gradient) for gradient in gradients if gradient is not None}
         results = list[torch.Tensor]()
-        while made:
-            gradient, like = made.pop(0), self.receivers[len(results)]
-            if not self.layouts and gradient is not None and is_dense(gradient):
+        while computed:
+            gradient, like = computed.pop(0), self.received[len(results)]
+            if not self.gradient_likes and gradient is not None and is_dense(gradient):
                 like = Like.of(gradient)
-            wanted = like.empty().zero_() if gradient is None else gradient
+            result = like.empty().zero_() if gradient is None else gradient
             del gradient
-            if Like.of(wanted) != like or _torch.storage_key(wanted.untyped_storage()) in taken:
-                wanted = like.empty().copy_(wanted)
-            taken.add(_torch.storage_key(wanted.untyped_storage()))
-            results.append(wanted)
+            if Like.of(result) != like or _storage(result) in storages:
+                result = like.empty().copy_(result)
+            storages.add(_storage(result))
+            results.append(result)
         return results
 
     @property
-    def receivers(self) -> list[Like]:
-        """Descriptions of the gradients, of the tensors that need one."""
-        known = self.layouts or self.inputs
-        pairs = [(made or like, one) for made, like, one in zip(known, self.inputs, self.needed, strict=True)]
-        return [like for like, one in pairs if one]
+    def received(self) -> list[Like]:
+        """Layouts of the gradients of the arguments that need one."""
+        gradients = self.gradient_likes or self.inputs
+        return [
+            gradient or argument
+            for gradient, argument, needed in zip(gradients, self.inputs, self.needs_gradient, strict=True)
+            if needed
+        ]
 
 
-_KNOWN: weakref.WeakValueDictionary[str, Opaque] = weakref.WeakValueDictionary()
+_CALLS: weakref.WeakValueDictionary[str, OpaqueCall] = weakref.WeakValueDictionary()
+"""Calls by key: an op of the graph takes the key as its last argument."""
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return _torch.storage_key(tensor.untyped_storage())
 
 
 # -- the two ops
 
 
-def _call(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
-    found = _KNOWN[key]
-    recorded = found.run(inputs)
-    results = _own(recorded, inputs)
-    for result, like in zip(results, found.results, strict=True):
+def _forward(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+    call = _CALLS[key]
+    recorded = call.run(inputs)
+    results = _without_sharing(recorded, inputs)
+    for result, like in zip(results, call.results, strict=True):
         if Like.of(result) != like:
             raise DataDependentError(
-                f"{found.title} returned {tuple(result.shape)}, and {like.shape} when the step was planned",
+                f"{call.title} returned {tuple(result.shape)}, and {like.shape} when the step was planned",
                 expected="results whose shapes and strides follow from those of the arguments",
                 do="Leave that layer out of the plan",
-                layer=found.layer,
-                where=found.where,
+                layer=call.layer,
+                where=call.where,
             )
     handle = torch.zeros((), dtype=torch.uint8)
     handle.recorded = recorded  # pyright: ignore[reportAttributeAccessIssue]  # lives as long as the handle
     return [*results, handle]
 
 
-def _own(recorded: _torch.Recorded, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the results of a call, each in memory of its own. The call lets go of them."""
-    taken = {_torch.storage_key(one.untyped_storage()) for one in inputs}
+def _without_sharing(recorded: _torch.Recorded, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Pop the results of a call; those that share a storage with an input or an earlier result are cloned."""
+    storages = {_storage(tensor) for tensor in inputs}
     results = list[torch.Tensor]()
     while recorded.results:
         result = recorded.results.pop(0)
-        storage = _torch.storage_key(result.untyped_storage())
-        results.append(result.clone() if storage in taken else result)
-        taken.add(storage)
+        storage = _storage(result)
+        results.append(result.clone() if storage in storages else result)
+        storages.add(storage)
     return results
 
 
-def _call_without_data(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
-    found = _KNOWN[key]
-    handle = torch.empty(max(found.held, 1), dtype=torch.uint8).as_strided((), ())
-    return [*(like.empty() for like in found.results), handle]
+def _forward_without_data(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+    call = _CALLS[key]
+    handle = torch.empty(max(call.saved_bytes, 1), dtype=torch.uint8).as_strided((), ())
+    return [*(like.empty() for like in call.results), handle]
 
 
 def _backward(
-    handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor], key: str
+    handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], key: str
 ) -> list[torch.Tensor]:
-    recorded = handle.recorded  # pyright: ignore[reportAttributeAccessIssue]  # see _call
-    return _KNOWN[key].gradients(recorded, gradients, keep=_torch.keeps_graph())
+    recorded = handle.recorded  # pyright: ignore[reportAttributeAccessIssue]  # see _forward
+    return _CALLS[key].gradients(recorded, gradients, keep=_torch.keeps_graph())
 
 
 def _backward_without_data(
-    handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor], key: str
+    handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], key: str
 ) -> list[torch.Tensor]:
-    return [like.empty() for like in _KNOWN[key].receivers]
+    return [like.empty() for like in _CALLS[key].received]
 
 
-_torch.define_opaque(_call, _call_without_data, _backward, _backward_without_data)
+_torch.define_opaque(_forward, _forward_without_data, _backward, _backward_without_data)
 
 
-class _Traced(torch.autograd.Function):
-    """A call as it stands in a traced graph: one op, and one for its derivative."""
+class _OpaqueFunction(torch.autograd.Function):
+    """An opaque call in a traced graph: one op, and one for its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, found: Opaque, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        *results, handle = torch.ops.memplan.opaque.default(list(tensors), found.key)
-        both = (*tensors, *results)
-        ctx.found, ctx.handle, ctx.kept = found, handle, [both[at] for at in found.kept]
+    def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *results, handle = torch.ops.memplan.opaque.default(list(tensors), call.key)
+        candidates = (*tensors, *results)
+        ctx.call, ctx.handle, ctx.saved = call, handle, [candidates[at] for at in call.saved_positions]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(one for one, smooth in zip(results, found.smooth, strict=True) if not smooth))
+        pairs = zip(results, call.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(result for result, differentiable in pairs if not differentiable))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        found: Opaque = ctx.found
-        made = iter(torch.ops.memplan.opaque_backward.default(ctx.handle, list(gradients), ctx.kept, found.key))
-        return None, *(next(made) if needed else None for needed in found.needed)
+        call: OpaqueCall = ctx.call
+        computed = iter(torch.ops.memplan.opaque_backward.default(ctx.handle, list(gradients), ctx.saved, call.key))
+        return None, *(next(computed) if needed else None for needed in call.needs_gradient)
 
 
 # -- descriptions of calls
 
 
-class Around:
-    """The opaque functions of a model, and, once a run has shown it, the description of each call of them."""
+_Intercept = Callable[[str, Callable[..., Any], Any, Any, str], Any]
+"""Runs an opaque call: title, function, positional and keyword arguments, layer -> output."""
+
+
+class OpaqueCallRegistry:
+    """The opaque functions and ops of a model, and the calls of them in the last pass of the trace."""
 
     def __init__(self) -> None:
-        self.marked: list[Any] = []
-        """Functions and ops that are opaque."""
-        self.found: list[Opaque] = []
-        self._before: list[Opaque] = []
-        """Calls that the previous pass found."""
-        self._examples: list[Opaque] = []
-        """Calls of what is marked, in order, from running the model."""
+        self.calls: list[OpaqueCall] = []
+        """Calls of the current or last pass."""
+        self._marked: list[Any] = []
+        """Autograd functions and ops that are opaque."""
+        self._previous: list[OpaqueCall] = []
+        """Calls of the pass before."""
+        self._examples: list[OpaqueCall] = []
+        """Calls of what is marked in a real run of the model, in order."""
         self._next = 0
         self._inside = False
-        """Whether a call of what is marked runs: others in it are part of it."""
+        """Whether an opaque call runs: opaque calls inside of it are part of it."""
 
     def mark(self, culprit: Any) -> bool:
-        """Take something for opaque; whether that is new.
+        """Make an autograd function or op opaque. Return False for None and where it is already.
 
         Raises:
-            RecordingError: what it takes cannot be measured now.
+            RecordingError: its memory cannot be measured, since torch's profiler is active.
         """
-        if culprit is None or culprit in self.marked:
+        if culprit is None or culprit in self._marked:
             return False
         if _torch.is_profiled():
             name = getattr(culprit, "__qualname__", culprit)
@@ -216,98 +233,114 @@ class Around:
                 expected="no profiler while a step is planned",
                 do="Call the model once before the profiler starts",
             )
-        self.marked.append(culprit)
+        self._marked.append(culprit)
         return True
 
     def learn(self, run: Callable[[], Any]) -> None:
-        """Run the model once to see what calls of what is marked look like."""
+        """Run the model once to measure the calls of everything that is marked."""
         self._examples = []
-        if self.marked:
-            with self._replaced(self._exemplary, _nowhere):
+        if self._marked:
+            with self._intercepted(self._measure, lambda: ""):
                 run()
 
     @contextmanager
     def tracing(self, layer: Callable[[], str]) -> Iterator[None]:
-        """Make calls of what is opaque ops of the graph, in this context. It is entered for each pass of the trace."""
-        self._next, self._before, self.found = 0, self.found, []
-        with self._replaced(self._traced, layer):
+        """Trace opaque calls as ops of the graph in this context. It is entered for each pass of the trace."""
+        self._next, self._previous, self.calls = 0, self.calls, []
+        with self._intercepted(self._trace, layer, self._trace_recurrent):
             yield
 
     @contextmanager
-    def _replaced(self, call: Callable[..., Any], layer: Callable[[], str]) -> Iterator[None]:
-        around, packets = self, [one for one in self.marked if not isinstance(one, type)]
+    def _intercepted(
+        self, intercept: _Intercept, layer: Callable[[], str], recurrent: _Intercept | None = None
+    ) -> Iterator[None]:
+        """Hand calls of marked functions and ops to ``intercept``, and torch's LSTM and GRU to ``recurrent``."""
+        registry, packets = self, [culprit for culprit in self._marked if not isinstance(culprit, type)]
 
-        class Replacing(TorchFunctionMode):
+        class Intercepting(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                known = getattr(func, "__name__", "") in _ALWAYS and isinstance(func, type(torch.lstm))
-                seen = (known and call.__name__ == "_traced") or any(_torch.calls_op(func, one) for one in packets)
-                if seen and not around._inside:
-                    return call(str(getattr(func, "__name__", func)), func, args, kwargs or {}, layer(), known)
-                return func(*args, **(kwargs or {}))
+                kwargs = kwargs or {}
+                if registry._inside:
+                    return func(*args, **kwargs)
+                title = str(getattr(func, "__name__", func))
+                if recurrent and title in _RECURRENT and isinstance(func, type(torch.lstm)):
+                    return recurrent(title, func, args, kwargs, layer())
+                if any(_torch.calls_op(func, packet) for packet in packets):
+                    return intercept(title, func, args, kwargs, layer())
+                return func(*args, **kwargs)
 
         def replacement(cls: Any) -> Any:
             apply = cls.apply
 
             def replaced(*args: Any) -> Any:
-                return apply(*args) if around._inside else call(cls.__qualname__, apply, args, {}, layer(), False)
+                return apply(*args) if registry._inside else intercept(cls.__qualname__, apply, args, {}, layer())
 
             return staticmethod(replaced)
 
         with ExitStack() as stack:
-            for cls in (one for one in self.marked if isinstance(one, type)):
-                stack.enter_context(_torch.patched(cls, apply=replacement(cls)))
-            stack.enter_context(Replacing())
+            for culprit in self._marked:
+                if isinstance(culprit, type):
+                    stack.enter_context(_torch.patched(culprit, apply=replacement(culprit)))
+            stack.enter_context(Intercepting())
             yield
 
-    def _exemplary(
-        self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str, known: bool
-    ) -> Any:
+    def _measure(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
         tensors, arguments = take_apart((args, kwargs))
-        needed = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+        needs_gradient = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
 
-        def example(needed: Sequence[bool]) -> tuple[Opaque, list[torch.Tensor]]:
+        def measure(needs_gradient: Sequence[bool]) -> tuple[OpaqueCall, list[torch.Tensor]]:
             self._inside = True
             try:
-                return _example(title, function, arguments, tensors, needed, layer)
+                return _measured(title, function, arguments, tensors, needs_gradient, layer)
             finally:
                 self._inside = False
 
+        def runs(position: int) -> bool:
+            """Return whether the call accepts that the tensor at this position alone needs a gradient."""
+            try:
+                measure([other == position for other in range(len(tensors))])
+            except Exception:
+                return False
+            return True
+
         try:
-            found, results = example(needed)
+            call, results = measure(needs_gradient)
         except Exception:  # some code refuses that certain tensors need a gradient
-            alone = [[other == at for other in range(len(tensors))] for at in range(len(tensors))]
-            found, results = example([one and _runs(example, only) for one, only in zip(needed, alone, strict=True)])
-        self._examples.append(found)
-        return found.returned.rebuild(results)
+            call, results = measure([needed and runs(position) for position, needed in enumerate(needs_gradient)])
+        self._examples.append(call)
+        return call.output_structure.rebuild(results)
 
-    def _traced(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str, known: bool) -> Any:
+    def _trace(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
         tensors, arguments = take_apart((args, kwargs))
-        needed = tuple(tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors)
-        if known:
-            inputs = tuple(Like.of(tensor) for tensor in tensors)
-            found = self._same_before(title, arguments, needed, inputs)
-            if found is None:
-                found, _ = _example(title, function, arguments, inputs, needed, layer)
-        else:
-            found = self._example_of(title, tensors, layer)
-            found = replace(found, function=function, arguments=arguments, needed=needed, layer=layer)
-        found = self._registered(found)
-        return found.returned.rebuild(_Traced.apply(found, *tensors))
+        example = self._next_example(title, tensors, layer)
+        needs_gradient = _needs_gradient(tensors)
+        return self._applied(
+            replace(example, function=function, arguments=arguments, needs_gradient=needs_gradient, layer=layer),
+            tensors,
+        )
 
-    def _same_before(self, *looks: Any) -> Opaque | None:
-        """Return the description of the same call from the previous pass, if there was one."""
-        found = self._before[len(self.found)] if len(self.found) < len(self._before) else None
-        return found if found and (found.title, found.arguments, found.needed, found.inputs) == looks else None
+    def _trace_recurrent(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
+        tensors, arguments = take_apart((args, kwargs))
+        inputs, needs_gradient = tuple(Like.of(tensor) for tensor in tensors), _needs_gradient(tensors)
+        call = self._previous[len(self.calls)] if len(self.calls) < len(self._previous) else None
+        signature = (title, arguments, needs_gradient, inputs)
+        if call is None or (call.title, call.arguments, call.needs_gradient, call.inputs) != signature:
+            call, _ = _measured(title, function, arguments, inputs, needs_gradient, layer)
+        return self._applied(call, tensors)
 
-    def _example_of(self, title: str, tensors: Sequence[torch.Tensor], layer: str) -> Opaque:
-        """Return the description of the same call from the run of the model."""
-        at, self._next = self._next, self._next + 1
+    def _applied(self, call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
+        call = self._registered(call)
+        return call.output_structure.rebuild(_OpaqueFunction.apply(call, *tensors))
+
+    def _next_example(self, title: str, tensors: Sequence[torch.Tensor], layer: str) -> OpaqueCall:
+        """Return the measured call at the same position in the real run of the model."""
+        position, self._next = self._next, self._next + 1
         inputs = tuple(Like.of(tensor) for tensor in tensors)
-        example = self._examples[at] if at < len(self._examples) else None
+        example = self._examples[position] if position < len(self._examples) else None
         if (
             example is None
             or example.title != title
-            or [one.shape for one in example.inputs] != [one.shape for one in inputs]
+            or [like.shape for like in example.inputs] != [like.shape for like in inputs]
         ):
             raise RecordingError(
                 f"{title} was called otherwise when the model ran than when it was traced",
@@ -318,122 +351,122 @@ class Around:
             )
         return replace(example, inputs=inputs)
 
-    def _registered(self, found: Opaque) -> Opaque:
-        """Return the description under a key of its own, the same in every process, so that plans can be saved."""
-        looks = (found.inputs, found.results, found.needed, found.smooth, found.held, found.kept, found.layouts)
-        digest = hashlib.sha256(repr(looks).encode()).hexdigest()[:8]
+    def _registered(self, call: OpaqueCall) -> OpaqueCall:
+        """Return the call under a unique key, the same in every process, so that plans can be saved."""
+        signature = (
+            call.inputs, call.results, call.needs_gradient, call.differentiable, call.saved_bytes,
+            call.saved_positions, call.gradient_likes,
+        )  # fmt: skip
+        digest = hashlib.sha256(repr(signature).encode()).hexdigest()[:8]
         number, key = 1, ""
-        while not key or (key in _KNOWN and _KNOWN[key] != found):
-            key = f"{found.title} {len(self.found)} {digest}" + (f" {number}" if number > 1 else "")
-            found, number = replace(found, key=key), number + 1
-        found = _KNOWN.setdefault(key, found)
-        self.found.append(found)
-        return found
+        while not key or (key in _CALLS and _CALLS[key] != call):
+            key = f"{call.title} {len(self.calls)} {digest}" + (f" {number}" if number > 1 else "")
+            call, number = replace(call, key=key), number + 1
+        call = _CALLS.setdefault(key, call)
+        self.calls.append(call)
+        return call
 
 
-def _example(
+def _needs_gradient(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    return tuple(tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors)
+
+
+def _measured(
     title: str,
     function: Callable[..., Any],
     arguments: Structure,
-    given: Sequence[torch.Tensor] | Sequence[Like],
-    needed: Sequence[bool],
+    inputs: Sequence[torch.Tensor] | Sequence[Like],
+    needs_gradient: Sequence[bool],
     layer: str,
-) -> tuple[Opaque, list[torch.Tensor]]:
-    """Run a call, and where there is data its derivative, to see what it looks like and what it takes; its results."""
-    real = [one for one in given if isinstance(one, torch.Tensor)]
-    found = Opaque(
-        "", title, format_frame(user_frame()), layer, function, arguments, tuple(needed),
-        tuple(one if isinstance(one, Like) else Like.of(one) for one in given), (), (), arguments, 0, (),
+) -> tuple[OpaqueCall, list[torch.Tensor]]:
+    """Run a call and its derivative, and return its description with the bytes they took, and its results.
+
+    ``inputs``: tensors, or descriptions with which it runs without data.
+    """
+    real = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+    call = OpaqueCall(
+        "", title, format_frame(user_frame()), layer, function, arguments, tuple(needs_gradient),
+        tuple(like if isinstance(like, Like) else Like.of(like) for like in inputs), (), (), arguments, 0, (),
         _torch.autocast_of_now(),
     )  # fmt: skip
     structures: list[Structure] = []
 
-    def call(taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        results, structure = found.called(taken)
+    def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        results, structure = call.called(tensors)
         structures.append(structure)
         return results
 
-    with Allocations(real=len(real) == len(given)) as allocations:
-        tensors = real or [like.empty() for like in found.inputs]
-        before = _users(tensors)
+    with Allocations(real=len(real) == len(inputs)) as allocations:
+        tensors = real or [like.empty() for like in call.inputs]
+        references = _reference_counts(tensors)
         with allocations.span("call"):
-            recorded = _torch.Recorded(call, tensors, needed)
-            results = _own(recorded, tensors)
-        kept = _kept(before, tensors, results)
-        made = list[torch.Tensor]()
-        if any(needed):
+            recorded = _torch.Recorded(run, tensors, needs_gradient)
+            results = _without_sharing(recorded, tensors)
+        saved_positions = _saved_positions(references, tensors, results)
+        input_gradients = list[torch.Tensor]()
+        if any(needs_gradient):
             gradients = [
-                torch.ones_like(one) if has else None for one, has in zip(results, recorded.smooth, strict=True)
+                torch.ones_like(result) if differentiable else None
+                for result, differentiable in zip(results, recorded.smooth, strict=True)
             ]
-            with allocations.span("derivative"), suppress(Exception):  # it may never be asked for this
-                made = found.gradients(recorded, gradients)
+            with allocations.span("derivative"), suppress(Exception):  # the step may never need this derivative
+                input_gradients = call.gradients(recorded, gradients)
     left = allocations.left("call")
-    given_back = sum(int(one.untyped_storage().nbytes()) for one in results if one.untyped_storage().resizable())
-    found = replace(
-        found,
+    storages = [result.untyped_storage() for result in results]
+    result_bytes = sum(int(storage.nbytes()) for storage in storages if storage.resizable())
+    remaining = iter(input_gradients)
+    by_argument = [next(remaining, None) if needed else None for needed in needs_gradient]
+    call = replace(
+        call,
         results=tuple(Like.of(result) for result in results),
-        smooth=recorded.smooth,
-        returned=structures[0],
-        held=max(0, left - given_back),
-        kept=kept,
-        scratch=allocations.most("call") - left,
-        most=(allocations.most("derivative") if any(needed) else 0) if real else None,
-        layouts=_layouts(needed, made),
+        differentiable=recorded.smooth,
+        output_structure=structures[0],
+        saved_bytes=max(0, left - result_bytes),
+        saved_positions=saved_positions,
+        workspace=allocations.most("call") - left,
+        backward_workspace=(allocations.most("derivative") if any(needs_gradient) else 0) if real else None,
+        gradient_likes=tuple(None if gradient is None else Like.of(gradient) for gradient in by_argument),
     )
-    return found, results
+    return call, results
 
 
-def _layouts(needed: Sequence[bool], made: Sequence[torch.Tensor]) -> tuple[Like | None, ...]:
-    left = iter(made)
-    found = [next(left, None) if one else None for one in needed]
-    return tuple(None if one is None else Like.of(one) for one in found)
+def _reference_counts(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Return the number of references to each storage."""
+    return {_storage(tensor): _torch.use_counts(tensor)[1] for tensor in tensors}
 
 
-def _runs(example: Callable[[Sequence[bool]], Any], needed: Sequence[bool]) -> bool:
-    try:
-        example(needed)
-    except Exception:
-        return False
-    return True
-
-
-def _users(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Count the references to each storage."""
-    return {_torch.storage_key(one.untyped_storage()): _torch.use_counts(one)[1] for one in tensors}
-
-
-def _kept(
+def _saved_positions(
     before: Mapping[int, int], tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> tuple[int, ...]:
-    """Return the positions of the arguments and results that more hold than did before, or than there are results."""
-    (alone,) = _users([torch.empty(0)]).values()
-    storages = [_torch.storage_key(one.untyped_storage()) for one in (*tensors, *results)]
-    shown, now = Counter(storages[len(tensors) :]), _users([*tensors, *results])
-    held = {key for key in storages if now[key] > before.get(key, alone - 1) + shown[key]}
-    return tuple(at for at, key in enumerate(storages) if key in held)
+    """Return the positions of the arguments and results whose storage a call holds a reference to: it has more
+    references than before the call and the results explain."""
+    (alone,) = _reference_counts([torch.empty(0)]).values()
+    storages = [_storage(tensor) for tensor in (*tensors, *results)]
+    by_results, now = Counter(storages[len(tensors) :]), _reference_counts([*tensors, *results])
+    saved = {key for key in storages if now[key] > before.get(key, alone - 1) + by_results[key]}
+    return tuple(position for position, key in enumerate(storages) if key in saved)
 
 
-def _derivative(found: Opaque, gradients: Sequence[torch.Tensor | None]) -> int:
-    """Return the bytes that the derivative of a call takes beyond what was there, with gradients that look like these.
+def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | None]) -> int:
+    """Return the peak bytes that the derivative of a call allocates for incoming gradients laid out like these.
 
-    Those that were at hand when it ran lay in order: of others, a copy is taken to be made.
+    It was measured with contiguous ones; the model assumes that the derivative copies any other.
     """
-    if found.most is not None:
-        pairs = zip(gradients, found.results, found.smooth, strict=True)
-        return found.most + sum(
+    if call.backward_workspace is not None:
+        return call.backward_workspace + sum(
             math.prod(like.shape) * like.dtype.itemsize
-            for one, like, smooth in pairs
-            if smooth and (one is None or not one.is_contiguous())
+            for gradient, like, differentiable in zip(gradients, call.results, call.differentiable, strict=True)
+            if differentiable and (gradient is None or not gradient.is_contiguous())
         )
-    likes = [None if one is None else Like.of(one) for one in gradients]
+    likes = [None if gradient is None else Like.of(gradient) for gradient in gradients]
     with Allocations(real=False) as allocations:
-        tensors = [like.empty() for like in found.inputs]
-        recorded = found.run(tensors)
-        results = _own(recorded, tensors)
+        tensors = [like.empty() for like in call.inputs]
+        recorded = call.run(tensors)
+        results = _without_sharing(recorded, tensors)
         received = [None if like is None else like.empty() for like in likes]
         with allocations.span("derivative"):
-            found.gradients(recorded, received)
-        del tensors, results  # what is there anyway stays that long
+            call.gradients(recorded, received)
+        del tensors, results  # the step keeps them alive that long
     return allocations.most("derivative")
 
 
@@ -441,42 +474,37 @@ def _derivative(found: Opaque, gradients: Sequence[torch.Tensor | None]) -> int:
 
 
 def scratch(target: str, args: Sequence[Any]) -> int | None:
-    """Return the bytes that an op of the graph takes beyond its results while it runs; None where it is not an opaque
-    one.
+    """Return the workspace of an opaque op in bytes, beyond its results; None for any other op.
 
-    They are negative where it frees what the handle holds as it goes.
+    It is negative for a derivative that frees more of what the handle keeps alive than it allocates.
     """
     if target not in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD):
         return None
-    found: Opaque = _KNOWN[args[-1]]
+    call: OpaqueCall = _CALLS[args[-1]]
     if target == _torch.OPAQUE:
-        return found.scratch + NUMBERS
-    made = sum(like.bytes for like in found.receivers)
-    return max(_derivative(found, args[1]) + NUMBERS - made, -found.held)
+        return call.workspace + NUMBERS
+    result_bytes = sum(like.bytes for like in call.received)
+    return max(_backward_workspace(call, args[1]) + NUMBERS - result_bytes, -call.saved_bytes)
 
 
 def title_of(target: str, args: Sequence[Any]) -> str:
-    """Return the name of an op for people: of an opaque one, that of the function it calls."""
-    found = _KNOWN.get(args[-1]) if target in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD) else None
-    if found is None:
+    """Return the name of an op for people: for an opaque op that of the function it calls."""
+    call = _CALLS.get(args[-1]) if target in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD) else None
+    if call is None:
         return target
-    return found.title if target == _torch.OPAQUE else f"the gradient of {found.title}"
+    return call.title if target == _torch.OPAQUE else f"the gradient of {call.title}"
 
 
 def is_foreign(target: str) -> bool:
-    """Return whether an op is of a library, which may draw random numbers without saying so."""
+    """Return whether an op belongs to a library other than torch, and so may draw random numbers unseen."""
     return target.split(".")[0] not in ("aten", "prim", "prims", "memplan")
 
 
 def foreign(graph: JointGraph) -> tuple[str, ...]:
     """Return a plan's notes on ops of other libraries."""
-    found = [op for op in graph.forward_ops if is_foreign(op.target)]
-    places = [(op.target, ", ".join(part for part in (op.layer, op.where or "") if part)) for op in found]
+    ops = [op for op in graph.forward_ops if is_foreign(op.target)]
+    places = [(op.target, ", ".join(part for part in (op.layer, op.where or "") if part)) for op in ops]
     return tuple(
         f"{target}{f' ({place})' if place else ''}: an op of a library, called once, its result kept where it is needed"
         for target, place in dict.fromkeys(places)
     )
-
-
-def _nowhere() -> str:
-    return ""

@@ -33,19 +33,19 @@ SHARE = 0.1
 
 
 def relaid(model: nn.Module, call: Call, captured: Captured, precision: Precision) -> Captured | None:
-    """Return a call captured again with its convolutions in channels last; None where that does not pay.
+    """Capture a call again with its convolutions in channels last; None where the step would not profit.
 
     Args:
         model, call, precision: as for `capture`.
-        captured: the call as it is.
+        captured: the call in the layout that it is written in.
     """
     if captured.opaque or not _convolves_in_order(captured.graph) or not _convolves_much(captured.graph):
         return None
     try:
-        found = capture(model, call, precision, relaid=True)
-    except MemplanError:  # code that takes tensors to be in order, as view() does
+        recaptured = capture(model, call, precision, relaid=True)
+    except MemplanError:  # code that needs contiguous tensors, as view() does
         return None
-    return found if _is_as_good(found.graph, captured.graph) else None
+    return recaptured if _is_as_good(recaptured.graph, captured.graph) else None
 
 
 def _convolves_in_order(graph: JointGraph) -> bool:
@@ -55,40 +55,42 @@ def _convolves_in_order(graph: JointGraph) -> bool:
 
 
 def _convolves_much(graph: JointGraph) -> bool:
-    """Return whether convolutions are a good part of what it computes."""
+    """Return whether convolutions do at least `SHARE` of the forward pass's FLOPs."""
     each = [(op.target, work_of(graph, op).flops) for op in graph.forward_ops]
     convolved = sum(flops for target, flops in each if target == "aten.convolution.default")
     return convolved >= SHARE * sum(flops for _, flops in each)
 
 
 def _is_channels_last(value: Value) -> bool:
-    shown = torch.empty_strided(value.shape, value.stride, device="meta")
-    return shown.is_contiguous(memory_format=_FORMATS[len(value.shape)])
+    tensor = torch.empty_strided(value.shape, value.stride, device="meta")
+    return tensor.is_contiguous(memory_format=_FORMATS[len(value.shape)])
 
 
 def _is_as_good(relaid: JointGraph, graph: JointGraph) -> bool:
-    """Return whether a step computes the same in the other layout, and does not change it back and forth.
+    """Return whether a step in channels last computes the same, without converting back and forth.
 
-    Random numbers are drawn in the order of memory, and what the user's code looks at as memory, or hands to ops that
-    are not torch's, sees the layout.
+    Three things depend on the layout: random numbers, which are drawn in the order of memory, as_strided, and ops of
+    other libraries.
     """
     names = {op.target for op in graph.ops if op.phase == "forward"}  # in backward torch itself looks at gradients so
     if any(name.split(".")[0] not in _CORE or "as_strided" in name for name in names):
         return False
-    drawn = (made for op in relaid.ops if op.random for made in op.makes)
+    drawn = (value for op in relaid.ops if op.random for value in op.makes)
     return (
         _computed(relaid) == _computed(graph)
-        and [relaid.values[one].stride for one in relaid.outputs] == [graph.values[one].stride for one in graph.outputs]
-        and all(op_schema.is_contiguous(relaid.values[made]) for made in drawn)
-        and _made(relaid) <= MORE * _made(graph)
+        and [relaid.values[v].stride for v in relaid.outputs] == [graph.values[v].stride for v in graph.outputs]
+        and all(op_schema.is_contiguous(relaid.values[value]) for value in drawn)
+        and _allocated(relaid) <= MORE * _allocated(graph)
     )
 
 
 def _computed(graph: JointGraph) -> list[str]:
-    """Return the forward pass without copies. What is a view in one layout is a copy in the other, into which nothing
-    that is written comes back: then what follows is not the same."""
+    """Return the targets of the forward ops without copies.
+
+    A view in one layout can be a copy in the other. If something writes through that view, later ops differ, too.
+    """
     return [op.target for op in graph.forward_ops if op.target not in _COPIES]
 
 
-def _made(graph: JointGraph) -> int:
-    return sum(graph.values[made].bytes for op in graph.ops for made in op.makes)
+def _allocated(graph: JointGraph) -> int:
+    return sum(graph.values[value].bytes for op in graph.ops for value in op.makes)

@@ -1,4 +1,4 @@
-"""Calls with tensors of subclasses, planned as the tensors that they are: where that equals eager, and not elsewhere.
+"""Plan calls with tensors of subclasses as calls with plain tensors, where that equals eager mode.
 
 In eager mode the class of an input can decide what runs, and of which class the results are. Both are seen by calling
 the model's forward() twice without data: with the inputs as they are, and with plain ones.
@@ -27,23 +27,23 @@ def output_kinds(model: nn.Module, call: Call) -> Kinds:
     Raises:
         InputError: a plan of the plain tensors would not equal eager.
     """
-    kinds = [one for one in call.likes if one is not None]
-    if not kinds:
+    subclassed = next((like for like in call.likes if like is not None), None)
+    if subclassed is None:
         return ()
-    kind = _torch.kind_of(kinds[0])
+    kind = _torch.kind_of(subclassed)
     assert kind is not None, "it is of a subclass"
     try:
-        ops, found = _called(model, call, as_they_are=True)
-        plain_ops, _ = _called(model, call, as_they_are=False)
+        ops, outputs = _called(model, call, as_subclasses=True)
+        plain_ops, _ = _called(model, call, as_subclasses=False)
     except Exception as error:  # of the user's code, or of a class that reads values
         raise _refused(kind, f"what it computes with that cannot be followed ({type(error).__name__})") from error
     if ops != plain_ops:
         raise _refused(kind, "forward() computes something else with that than with a plain tensor")
-    of_outputs = tuple(map(_torch.kind_of, found))
-    own = next((one for one in of_outputs if one is not None and _torch.computes_by_itself(one)), None)
+    kinds = tuple(map(_torch.kind_of, outputs))
+    own = next((kind for kind in kinds if kind is not None and _torch.computes_by_itself(kind)), None)
     if own is not None:
         raise _refused(kind, f"its __torch_function__ makes the outputs what they are, each a {own.__name__}")
-    return of_outputs
+    return kinds
 
 
 def as_kinds(output: Any, kinds: Kinds) -> Any:
@@ -52,20 +52,20 @@ def as_kinds(output: Any, kinds: Kinds) -> Any:
         return output
     tensors, structure = take_apart(output)
     return structure.rebuild(
-        one if kind is None else _torch.dressed(one, kind) for one, kind in zip(tensors, kinds, strict=True)
+        tensor if kind is None else _torch.dressed(tensor, kind) for tensor, kind in zip(tensors, kinds, strict=True)
     )
 
 
-def _called(model: nn.Module, call: Call, *, as_they_are: bool) -> tuple[list[Any], Sequence[torch.Tensor]]:
-    """Call forward() without data; return its ops and the tensors that it returns."""
+def _called(model: nn.Module, call: Call, *, as_subclasses: bool) -> tuple[list[Any], Sequence[torch.Tensor]]:
+    """Run forward() on fake tensors; return the names of its ops and its output tensors."""
     watch, names = Watch(model), _torch.OpNames()
     mode, fakes = _torch.fake_like(call.tensors)
     try:
         with _torch.fakes_dressed(), mode, names, watch.printed.held():
-            if as_they_are:
+            if as_subclasses:
                 fakes = [
-                    one if like is None else _torch.with_attributes(_torch.dressed(one, _kind(like)), like)
-                    for one, like in zip(fakes, call.likes, strict=True)
+                    fake if like is None else _torch.with_attributes(_torch.dressed(fake, _kind(like)), like)
+                    for fake, like in zip(fakes, call.likes, strict=True)
                 ]
             names.seen.clear()
             args, kwargs = call.rebuild(fakes)

@@ -36,12 +36,12 @@ class Template:
     relaid: bool = False
 
     def at(self, call: Call) -> Captured | None:
-        """Return what capturing the call would give; None where its sizes, or what was read, lead to another graph."""
+        """Return the call as captured; None where its sizes, or values that Python code read, lead to another graph."""
         joint = self.symbolic.at(call.tensors) if self.reads.hold() else None
         if joint is None:
             return None
-        found = read(joint, self.flat, call, precision=self.precision)
-        return replace(found, relaid=self.relaid, reads=self.reads)
+        captured = read(joint, self.flat, call, precision=self.precision)
+        return replace(captured, relaid=self.relaid, reads=self.reads)
 
 
 class _Kind:
@@ -81,15 +81,15 @@ class Shapes:
     def captured(self, call: Call) -> Captured:
         """Capture a call, as `capture` does, or derive it from an earlier one."""
         kind = self._of(call)
-        found = None if kind.template is None else kind.template.at(call)
-        if found is None and self._renewed(kind, call) and kind.template is not None:
-            found = kind.template.at(call)
+        captured = None if kind.template is None else kind.template.at(call)
+        if captured is None and self._renewed(kind, call) and kind.template is not None:
+            captured = kind.template.at(call)
         kind.seen.append(_sizes(call))
-        return capture(self._module, call, self._precision, relaid=self._relaid) if found is None else found
+        return capture(self._module, call, self._precision, relaid=self._relaid) if captured is None else captured
 
     def _of(self, call: Call) -> _Kind:
-        about = tuple((one.dim(), one.dtype, one.device, one.requires_grad) for one in call.tensors)
-        return self._kinds.setdefault((self._kind(call), about, call.aliases), _Kind())
+        metadata = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in call.tensors)
+        return self._kinds.setdefault((self._kind(call), metadata, call.aliases), _Kind())
 
     def _renewed(self, kind: _Kind, call: Call) -> bool:
         """Return whether there is a new template: one in which more sizes are symbols than in the last."""
@@ -120,15 +120,15 @@ def _varying(seen: Sequence[Sizes]) -> list[frozenset[int]]:
 
 
 def _distinct(call: Call, seen: Sequence[Sizes], varying: Sequence[frozenset[int]]) -> bool:
-    """Return whether a call is one to learn from: sizes that are equal in it are equal in all calls, none is 0 or 1,
-    which torch takes for numbers, and its tensors share no memory."""
+    """Return whether a call can be traced with symbols: sizes that are equal in it are equal in all calls, none is 0
+    or 1 (torch specializes these), and its tensors share no memory."""
     classes: dict[int, set[tuple[int, ...]]] = {}
     for at, dims in enumerate(varying):
         for dim in dims:
             size = call.tensors[at].shape[dim]
             classes.setdefault(size, set()).add(tuple(sizes[at][dim] for sizes in seen))
-    apart = call.aliases == tuple(range(len(call.tensors)))
-    return apart and all(len(found) == 1 for found in classes.values()) and min(classes) > 1
+    separate = call.aliases == tuple(range(len(call.tensors)))
+    return separate and all(len(sizes) == 1 for sizes in classes.values()) and min(classes) > 1
 
 
 # -- decisions
