@@ -60,9 +60,10 @@ def eager_arguments(target: str, args: Arguments, like: Any) -> Arguments:
     Args:
         target: the op.
         args: its arguments.
-        like: its result.
+        like: its result; None where the op computes no first result.
     """
-    on_cpu = like.device.type in ("cpu", "meta")  # meta tensors represent CPU tensors
-    if target != "aten.native_dropout_backward.default" or not on_cpu:
+    if target != "aten.native_dropout_backward.default":
+        return args
+    if like.device.type not in ("cpu", "meta"):  # a meta tensor stands for one on the CPU
         return args
     return (*args[:2], torch.tensor(args[2], dtype=like.dtype).item(), *args[3:])
