@@ -6,17 +6,24 @@ The independent source is the model itself without a plan: ``forward()`` called 
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import copy
+import enum
 import functools
 import gc
 import itertools
+import logging
+import multiprocessing
+import operator
 import os
 import sys
+import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +48,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 WEIGHT = 1.0
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
 SETTINGS = types.ModuleType("settings_of_a_user")
+LOGGER = logging.getLogger("of_a_user")
 SETTINGS.conf = types.SimpleNamespace(alpha=1.0)  # pyright: ignore[reportAttributeAccessIssue]
 counter = 0
 
@@ -152,6 +160,11 @@ def cases() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
     sys.modules[SETTINGS.__name__] = SETTINGS
     VARIABLE.set(1.0)
     cached.cache_clear()
+    refilled.cache_clear()
+    refilled()
+    Mode.TABLE.value["alpha"], Mode.TABLE.scale = 1.0, 1.0
+    globals()["dispatched"] = functools.singledispatch(lambda _: 1.0)
+    LOGGER.setLevel(logging.DEBUG)
     closed, anneal = closing()
     callable_, local = Callable_(), collections.deque([1.0])
     target = Box(alpha=1.0)
@@ -228,8 +241,111 @@ def cases() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
         ),
         "a class": (Box(alpha=1.0), lambda s: 0.5 if isinstance(s.h, Callable_) else 1.0, put_class),
         "a layer's": (None, lambda s: 1.0, lambda m: setattr(m, "last", nn.Linear(8, 2, bias=False))),
+        "an event": (threading.Event(), lambda s: 0.25 if s.h.is_set() else 1.0, lambda m: m.h.set()),
+        "shared memory": (
+            multiprocessing.Value("d", 1.0),
+            lambda s: s.h.value,
+            lambda m: setattr(m.h, "value", 0.25),
+        ),
+        "a logger's level": (
+            None,
+            lambda s: 1.0 if LOGGER.isEnabledFor(logging.ERROR) else 0.25,
+            lambda m: LOGGER.setLevel(logging.CRITICAL),
+        ),
+        "a cache that is filled anew": (None, lambda s: refilled(), refill),
+        "a context manager's": (None, *managed()),
+        "an implementation by type": (
+            None,
+            lambda s: dispatched(3),
+            lambda m: dispatched.register(int)(lambda _: 0.25),
+        ),
+        "a getter's": (Box(a=Box(alpha=1.0), get=operator.attrgetter("a.alpha")), lambda s: s.h.get(s.h), put_deep),
+        "a partial getattr's": (
+            functools.partial(getattr, target, "alp" + "ha"),
+            lambda s: s.h(),
+            put(target, "alpha", 0.25),
+        ),
+        "a property by a getter": (WithGetter(), lambda s: s.h.alpha, lambda m: setattr(m.h, "_alpha", 0.25)),
+        "a pattern's": (Slotted(), matched, lambda m: setattr(m.h, "alpha", 0.25)),
+        "a format's": (Box(alpha=1.0), lambda s: float("{.alpha}".format(s.h)), put_alpha),  # noqa: UP032
+        "eval": (None, lambda s: eval("WEIGHT * 1.0"), lambda m: globals().update(WEIGHT=0.25)),
+        "a member's attribute": (Mode.TABLE, lambda s: s.h.scale, lambda m: setattr(m.h, "scale", 0.25)),
+        "a member's table": (Mode.TABLE, lambda s: s.h.value["alpha"], lambda m: m.h.value.update(alpha=0.25)),
+        "a text's attribute": (Text("a"), lambda s: s.h.scale, lambda m: setattr(m.h, "scale", 0.25)),
+        "a module that is replaced": (None, imported, replace_settings),
         "a tensor": (torch.ones(2), lambda s: s.h, lambda m: setattr(m, "h", torch.full((2,), 0.25))),
     }  # fmt: skip
+
+
+class Mode(enum.Enum):
+    TABLE = {"alpha": 1.0}  # noqa: RUF012
+    scale: float
+
+
+class Text(str):
+    scale = 1.0
+
+
+class WithGetter:
+    alpha = property(operator.attrgetter("_alpha"))
+
+    def __init__(self) -> None:
+        self._alpha = 1.0
+
+
+@functools.lru_cache
+def refilled() -> float:
+    return WEIGHT
+
+
+def refill(_: Any) -> None:
+    globals()["WEIGHT"] = 0.25
+    refilled.cache_clear()
+    refilled()
+
+
+def dispatched(_: Any) -> float:  # replaced for each case
+    raise NotImplementedError
+
+
+def managed() -> tuple[Read, Callable[[Any], None]]:
+    alpha = 1.0
+
+    @contextlib.contextmanager
+    def scaled() -> Iterator[float]:
+        yield alpha
+
+    def anneal(_: Any) -> None:
+        nonlocal alpha
+        alpha = 0.25
+
+    def read(_: Any) -> float:
+        with scaled() as found:
+            return found
+
+    return read, anneal
+
+
+def matched(net: Any) -> float:
+    match net.h:
+        case Slotted(alpha):
+            return alpha
+        case _:
+            raise AssertionError
+
+
+def put_deep(model: Any) -> None:
+    model.h.a.alpha = 0.25
+
+
+def put_alpha(model: Any) -> None:
+    model.h.alpha = 0.25
+
+
+def replace_settings(_: Any) -> None:
+    module = types.ModuleType(SETTINGS.__name__)
+    module.conf = types.SimpleNamespace(alpha=0.25)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules[SETTINGS.__name__] = module
 
 
 def put_kind(model: Any) -> None:
@@ -366,6 +482,9 @@ def test_a_value_that_comes_back_has_its_plan() -> None:
     [
         (itertools.count(1), lambda s: next(s.h), "iterator"),
         (None, lambda s: time.time() * 0 + 1, "time.time"),
+        (None, lambda s: float(len(os.getcwd()) > 0), "getcwd"),
+        (None, lambda s: globals()["WEIGHT"], "globals"),
+        (None, lambda s: in_another_thread(), "a thread's submit"),
         (None, lambda s: float(len(Path(__file__).read_text()) > 0), "open"),
         ([0.0], lambda s: counted(s.h), "changes"),
     ],
@@ -373,6 +492,11 @@ def test_a_value_that_comes_back_has_its_plan() -> None:
 def test_what_cannot_be_compared_is_refused(holder: Any, read: Read, said: str) -> None:
     with pytest.raises(RecordingError, match=said):
         capture(Net(Box(inside=holder) if isinstance(holder, list) else holder, read), call_of((X,), {}))
+
+
+def in_another_thread() -> float:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: WEIGHT).result()
 
 
 def counted(holder: Any) -> float:

@@ -16,6 +16,7 @@ import functools
 import gc
 import io
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -55,9 +56,14 @@ _ATTRIBUTE_HOOKS = frozenset({"__getattr__", "__getattribute__"})
 _GETTERS: tuple[Any, ...] = (getattr, hasattr)
 _OUTSIDE: frozenset[Any] = frozenset({
     time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns,
-    time.process_time, io.open, os.stat, os.listdir, os.scandir, os.urandom, os.read, builtins.input,
+    time.process_time, time.localtime, time.gmtime, time.ctime, time.strftime, io.open, os.stat, os.access, os.getcwd,
+    os.listdir, os.scandir, os.urandom, os.read, builtins.input, builtins.globals, sys._getframe,
 })  # fmt: skip
-"""Functions that read the clock, files or the terminal."""
+"""Functions that read the clock, files or the terminal, or globals whose names are not known."""
+
+
+_THREADS = frozenset({("threading", "start"), ("concurrent.futures.thread", "submit")})
+"""Functions whose work runs in another thread, which is not observed."""
 
 
 class Executed:
@@ -104,6 +110,8 @@ class Executed:
         if self.paused:
             return False
         number = id(code)
+        if (frame.f_globals.get("__name__"), code.co_name) in _THREADS and self._is_called_directly(frame):
+            self._calls_outside("a thread's " + code.co_name, frame.f_back or frame)
         if number in self.codes:
             if number not in self._open_ended:
                 return True
@@ -114,7 +122,8 @@ class Executed:
         if number in self._undecided:
             counts = self._undecided[number][1]
         else:
-            counts = _counts(frame.f_globals.get("__name__") or "") if code.co_name != "<module>" else False
+            imported = code.co_name == "<module>" and code.co_filename != "<string>"  # that of eval and exec counts
+            counts = False if imported else _counts(frame.f_globals.get("__name__") or "")
             if counts is False:
                 self._ignored[number] = code
                 return True
@@ -167,8 +176,10 @@ class Executed:
         elif function is vars or function is dir:
             self._reads_all_of([_arguments(frame, offset)[0]], frame)
         elif self.outside is None and _is_outside(function):
-            called = f"{getattr(function, '__module__', None) or 'datetime'}.{function.__name__}"
-            self.outside = called, format_frame((frame.f_code.co_filename, frame.f_lineno))
+            self._calls_outside(f"{getattr(function, '__module__', None) or 'datetime'}.{function.__name__}", frame)
+
+    def _calls_outside(self, function: str, frame: FrameType) -> None:
+        self.outside = self.outside or (function, format_frame((frame.f_code.co_filename, frame.f_lineno)))
 
 
 def _is_outside(function: Any) -> bool:
@@ -300,6 +311,7 @@ _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _FILLING = frozenset({"add", "append", "appendleft", "extend"})
 """Methods by which code adds to a container without reading it."""
 _LOOKED_UP = frozenset({"modules", "import_module", "__import__"})
+_WORD = re.compile(r"[^\W\d]\w*")
 _uses: dict[int, tuple[CodeType, Uses]] = {}
 
 
@@ -331,6 +343,9 @@ def _read(code: CodeType) -> Uses:
     if not _LOOKED_UP.isdisjoint(code.co_names):
         imports.update(dict.fromkeys(texts))
     words = {part for text in texts for part in text.split(".") if part.isidentifier()}
+    words.update(word for text in texts if "{" in text for word in _WORD.findall(text))  # "{.scale}".format(...)
+    if any(one.opname == "MATCH_CLASS" for one in instructions):
+        words.add("__match_args__")
     return Uses(tuple(loaded), frozenset({*code.co_names, *words}), frozenset(chained), tuple(imports))
 
 

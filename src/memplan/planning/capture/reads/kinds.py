@@ -7,9 +7,12 @@ import dataclasses
 import enum
 import functools
 import gc
+import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -21,6 +24,20 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
          torch.memory_format, enum.Enum)  # fmt: skip
 """Types of immutable values."""
 MISSING: Any = object()
+
+
+_OF_MEMBERS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is immutable: one of `PLAIN` without attributes of its own that could change."""
+    if not isinstance(value, PLAIN):
+        return False
+    own = getattr(value, "__dict__", None)
+    if not isinstance(value, enum.Enum):
+        return own is None
+    member: Any = value
+    return _OF_MEMBERS.issuperset(own or ()) and isinstance(member._value_, (*PLAIN, tuple))
 
 
 def told(value: Any) -> Hashable:
@@ -134,6 +151,35 @@ def module_of(kind: type) -> str:
     """Return the name of the module of a class; empty where it has none."""
     found = kind.__module__  # of classes that C makes it can be anything
     return found if isinstance(found, str) else ""
+
+
+def state_of(value: Any) -> Callable[[], Any] | None:
+    """Return what reads the state of an object of the standard library that is compared by identity otherwise: of
+    events, semaphores, futures, loggers and values in shared memory. None of any other."""
+    if isinstance(value, threading.Event):
+        return value.is_set
+    if isinstance(value, threading.Semaphore):
+        return lambda: vars(value).get("_value")
+    if isinstance(value, logging.Logger):
+        return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
+    if isinstance(value, futures.Future):
+        return lambda: (value.done(), value.cancelled())
+    if module_of(type(value)) == "multiprocessing.sharedctypes":
+        return lambda: bytes(memoryview(value.get_obj()))
+    return None
+
+
+_MOST_CACHED = 256
+"""Results of a cache of functools that are looked at; of more, only their number."""
+
+
+def cached_results(cache: Any) -> list[Any]:
+    """Return what a function wrapped by `functools.cache` has stored; for `functools.lru_cache` the entries, which hide
+    their results: another entry may have another result."""
+    if cache.cache_info().currsize > _MOST_CACHED:
+        return []
+    tables = [table for table in gc.get_referents(cache) if isinstance(table, dict) and table is not vars(cache)]
+    return [result for table in tables for result in table.values()]
 
 
 _LARGEST_ARRAY = 1 << 24

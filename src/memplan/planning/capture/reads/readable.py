@@ -11,6 +11,8 @@ What cannot be looked into is named in `Found.unseen`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from memplan.planning.capture.reads.walk import Found, Recipe, Walk
@@ -63,11 +65,18 @@ class Readable:
         """
         settled = moment is not None and moment is self._moment
         if self._found is None or self._walk is None or not self._walk.unchanged(modules=not settled):
-            walk = Walk(self.recipe, self._places)
-            walk.start(self._modules)
+            walk = self._walked()
             self._walk, self._found = walk, walk.found()
         self._moment = moment
         return self._found
+
+    def _walked(self) -> Walk:
+        while True:
+            walk = Walk(self.recipe, self._places)
+            walk.start(self._modules)
+            if walk.named <= self.recipe.names:
+                return walk
+            self.recipe = replace(self.recipe, names=self.recipe.names | walk.named)
 
     def release(self) -> None:
         """Hold nothing that was read."""

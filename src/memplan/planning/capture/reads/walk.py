@@ -26,15 +26,18 @@ from memplan.planning.capture.reads.kinds import (
     MISSING,
     PLAIN,
     Itself,
+    cached_results,
     dict_of,
     imported,
     is_closed,
     is_open_class,
+    is_plain,
     memory_of,
     module_of,
     objects_of,
     plainly,
     slots_of,
+    state_of,
     told,
     wrapped,
 )
@@ -43,6 +46,8 @@ from memplan.planning.capture.reads.watched import Names, Watched
 _CACHED = type(functools.lru_cache(lambda: None))
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _FIXED = (types.ModuleType, type)
+_WRAPPING = ("contextlib", "functools")
+"""Modules whose functions call those that they wrap."""
 _NEVER = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__",
                     "__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__"})  # fmt: skip
 _KNOWN = frozenset({"builtins", "torch", "numpy", "memplan"})
@@ -134,7 +139,13 @@ class Walk(Watched):
         """What is numbered by its id: a new object must not get the id of one that is gone."""
         self._ahead: collections.deque[tuple[int, Any, str]] = collections.deque()
         self._unseen: list[str] = []
+        self.named = set[str]()
+        """Attributes that are read by other means than code: the recipe has to have them."""
         self._names = Names(None if recipe.whole else recipe.names, _NEVER)
+
+    def _is_named(self, *names: str) -> None:
+        """Note attributes that objects name which are called, such as `operator.attrgetter`: code does not."""
+        self.named.update(names)
 
     def found(self) -> Found:
         """Return what was numbered."""
@@ -181,13 +192,13 @@ class Walk(Watched):
             for name, value in self.names(own, Names(frozenset(names))).items():
                 self._visit(value, f"global {prefix}{name}")
         for name in modules:
-            self._visit(sys.modules[name], f"module {name}")
+            self._visit(self.read(functools.partial(sys.modules.get, name)), f"module {name}")
 
     # -- values
 
     def _visit(self, value: Any, label: str) -> Any:
         """Return what stands for a value in the object that has it: its number, or itself where it is plain."""
-        if isinstance(value, PLAIN):
+        if is_plain(value):
             return self._add(told(value), label)
         known = self._known.get(id(value))
         if known is not None:
@@ -200,7 +211,7 @@ class Walk(Watched):
         return number
 
     def _part(self, value: Any, label: Callable[[], str]) -> Any:
-        return told(value) if isinstance(value, PLAIN) else self._visit(value, label())
+        return told(value) if is_plain(value) else self._visit(value, label())
 
     def _add(self, node: Any, label: str) -> int:
         self._nodes.append(node)
@@ -227,12 +238,16 @@ class Walk(Watched):
         if isinstance(value, types.ModuleType):
             return self._module(value, label)
         inner = wrapped(value)
+        if isinstance(value, functools.partial) and value.func is getattr:
+            self._is_named(*(name for name in value.args[1:2] if isinstance(name, str)))
         if inner is not None:
             return kind, *(self._visit(one, label) for one in inner)
         if isinstance(value, _CACHED):
             self.bytes(lambda: value.cache_info().currsize)
+            results = cached_results(value)  # their ids are theirs as long as this list is there
+            self.bytes(lambda: (len(results), [*map(id, cached_results(value))]))
             inside = [one for one in gc.get_referents(value) if not isinstance(one, (type, dict))]
-            return kind, *(self._visit(one, label) for one in inside)
+            return kind, *(self._visit(one, label) for one in (*inside, *results))
         if isinstance(value, weakref.ref):
             return kind, self._visit(self.read(value), label)
         if isinstance(value, contextvars.ContextVar):
@@ -249,6 +264,8 @@ class Walk(Watched):
     def _function(self, value: types.FunctionType, label: str) -> Any:
         code = value.__code__
         if id(code) not in self._recipe.codes:
+            if value.__globals__.get("__name__") in _WRAPPING:
+                return Itself(value), *(self._visit(one, label) for one in self._wrapped(value))
             return Itself(value) if not code_counts(value.__globals__) else (types.FunctionType, code)
         self.function(value)
         parts = list[Any]()
@@ -262,14 +279,23 @@ class Walk(Watched):
         parts += [(name, self._visit(one, _inner(label, name))) for name, one in found.items()]
         return types.FunctionType, code, *parts
 
+    def _wrapped(self, value: types.FunctionType) -> list[Any]:
+        """Return what a function of contextlib or functools calls: what it closes over, and implementations by type."""
+        if "registry" in vars(value):  # of functools.singledispatch, whose closure has a cache
+            return [vars(value)["registry"]]
+        return [*map(self.cell, value.__closure__ or ()), vars(value).get("__wrapped__")]
+
     def _class(self, kind: type, label: str) -> Any:
         if issubclass(kind, enum.Enum):
-            return Itself(kind)
+            members: Mapping[str, Any] = kind.__members__
+            return Itself(kind), *(self._visit(one, label) for one in members.values() if not is_plain(one))
         found = list[Any]()
         for base in kind.__mro__:
             if not is_open_class(base):
                 continue
             own = dict_of(base)
+            if "__match_args__" in self._recipe.names:
+                self._is_named(*own.get("__match_args__", ()))
             read = frozenset(name for name, one in own.items() if self._recipe.is_read(name, one))
             of = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
             found += self._named(own, of, Names(self._recipe.names | read, _NEVER))
@@ -298,8 +324,15 @@ class Walk(Watched):
         read = memory_of(value) if known is None else None
         if read is not None:
             return *parts, self.bytes(read)
+        state = state_of(value)
+        if state is not None:
+            return *parts, Itself(value), repr(self.bytes(state))
         if is_closed(kind) and not isinstance(value, threading.local):
             return *parts, Itself(value)
+        if isinstance(value, PLAIN):
+            parts.append(told(value))
+        if isinstance(value, enum.Enum):
+            parts.append(self._visit(value._value_, label))
         names = self._names
         if self._recipe.is_open_ended(kind) or in_standard_library(module_of(kind)):
             names = Names(None, _NEVER)
@@ -337,8 +370,8 @@ class Walk(Watched):
         if not isinstance(value, (tuple, frozenset)):
             self.list(value, content)
         if isinstance(value, (set, frozenset)):
-            plain = [one for one in content if isinstance(one, PLAIN)]
-            others = [Itself(one) for one in content if not isinstance(one, PLAIN)]
+            plain = [one for one in content if is_plain(one)]
+            others = [Itself(one) for one in content if not is_plain(one)]
             return [frozenset(map(told, plain)), *others]
         return [self._part(one, lambda at=at: f"{label}[{at}]") for at, one in enumerate(content)]
 
@@ -350,7 +383,10 @@ class Walk(Watched):
         if isinstance(value, threading.local):
             return self._named(value.__dict__, label, Names(None))
         if isinstance(value, (operator.attrgetter, operator.methodcaller, operator.itemgetter)):
-            return self._visit(value.__reduce__()[1], label)
+            arguments = value.__reduce__()[1]
+            if not isinstance(value, operator.itemgetter):
+                self._is_named(*(part for text in arguments if isinstance(text, str) for part in text.split(".")))
+            return self._visit(arguments, label)
         if hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
             self._unseen.append(f"the {label}, an iterator ({kind.__name__}), which each reading moves on")
             return Itself(value)
