@@ -281,6 +281,38 @@ def test_a_script_that_is_recorded_on_several_branches_writes_once(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["count.txt", "log.txt", "run_0", "script.py"]
 
 
+def test_a_module_of_torch_jit_is_saved_by_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = "torch.jit.script(model).save('m.pt')\ntorch.jit.trace(model, torch.randn(8, 64)).save('t.pt')\nprint"
+    ran = run_script(Request(_written(tmp_path, LOOP.replace("print", saved)), device="cpu"))
+    assert [(os.path.basename(one.what), one.kind) for one in ran.facts.held] == [
+        ("m.pt", "checkpoint"),
+        ("t.pt", "checkpoint"),
+    ]
+
+
+PRETRAINED = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=200, n_positions=32))
+opt = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    ids = torch.randint(0, 200, (2, 16))
+    model(input_ids=ids, labels=ids).loss.backward()
+    opt.step()
+    model.save_pretrained("out")
+"""
+
+
+def test_a_pretrained_model_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks for each tensor's address, to see which share memory."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    ran = run_script(Request(_written(tmp_path, PRETRAINED), device="cpu"))
+    assert ("model.safetensors", "checkpoint") in {(os.path.basename(one.what), one.kind) for one in ran.facts.held}
+    assert ran.facts.updates == 2
+
+
 def test_files_that_could_not_be_written_are_told(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     text = "import os\nos.rmdir('runs'); open('runs', 'w').write('x'); open('a.txt', 'w').write('x')\n"

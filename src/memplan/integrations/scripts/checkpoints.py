@@ -52,6 +52,10 @@ class Checkpoints:
             stack.enter_context(_torch.patched(jit, save=self._saving(jit.save), load=self._loading(jit.load)))
             if not self._values:
                 stack.enter_context(_torch.pickled_fakes(self._pickled))
+                # what torch.jit makes of a module runs as that module, and scripts save it by its method
+                stack.enter_context(
+                    _torch.patched(nn.Module, save=lambda module, f, **kwargs: torch.jit.save(module, f))
+                )
             with suppress(ImportError):
                 import safetensors.torch as tensors  # before the script's libraries take functions from it
 
@@ -61,6 +65,7 @@ class Checkpoints:
                         tensors, save_file=save, load_file=lambda filename, device="cpu": load(filename, str(device)),
                         save_model=lambda model, filename, *args, **kwargs: save(model.state_dict(), filename),
                         save=self._saving_bytes(tensors.save), load=self._loading_bytes(tensors.load),
+                        storage_ptr=tensors.storage_ptr if self._values else _storage_address,
                     )
                 )  # fmt: skip
             yield
@@ -144,6 +149,11 @@ class Checkpoints:
         """Return how pickle writes a tensor without values: with the mark, by which its file is known."""
         layout = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
         return _unpickled, (MARK, *layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Return a number that tells the storages of tensors apart, all of which have the address 0."""
+    return _torch.storage_key(tensor.untyped_storage())
 
 
 def _unpickled(
