@@ -52,7 +52,16 @@ def _inside(folder: Path, text: str) -> Any:
         os.chdir(here)
 
 
+def _emptied(path: Path, text: str) -> str:
+    """Open a file that has to be there, and empty it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    os.write(descriptor, text.encode())
+    os.close(descriptor)
+    return path.read_text(encoding="utf-8")
+
+
 ACTIONS: dict[str, Callable[[Path, Path, str], Any]] = {
+    "empty": lambda at, to, text: _emptied(at, text),
     "write": lambda at, to, text: _write(at, "w", text),
     "append": lambda at, to, text: _write(at, "a", text),
     "create": lambda at, to, text: _write(at, "x", text),

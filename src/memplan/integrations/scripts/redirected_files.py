@@ -160,6 +160,8 @@ class RedirectedFiles:
                 return plain(path if dir_fd is not None else self._read_from(path), flags, mode, dir_fd=dir_fd)
             if flags & os.O_CREAT and flags & os.O_EXCL and self._stands(path):
                 raise _error(errno.EEXIST, path)
+            if flags & os.O_TRUNC and self._stands(path):  # not copied before it is emptied
+                flags |= os.O_CREAT
             return plain(self.written(path, copy=not flags & os.O_TRUNC), flags & ~os.O_EXCL, mode)
 
         return opened
