@@ -304,8 +304,8 @@ def refill(_: Any) -> None:
     refilled()
 
 
-def dispatched(_: Any) -> float:  # replaced for each case
-    raise NotImplementedError
+dispatched: Any = None
+"""Set for each case."""
 
 
 def managed() -> tuple[Read, Callable[[Any], None]]:
