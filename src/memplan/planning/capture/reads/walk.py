@@ -197,7 +197,8 @@ class Walk(Watched):
     # -- values
 
     def _visit(self, value: Any, label: str) -> Any:
-        """Return what stands for a value in the object that has it: its number, or itself where it is plain."""
+        """Return the number of a value's node, under which the node of the object that refers to it has it. A new value
+        is put in the queue. ``label`` names the value for people."""
         if is_plain(value):
             return self._add(told(value), label)
         known = self._known.get(id(value))
@@ -317,6 +318,11 @@ class Walk(Watched):
     # -- objects and containers
 
     def _object(self, value: Any, label: str) -> Any:
+        """Return the node of an object: its class, and what of it the captured code can read.
+
+        That is, in this order and the first that applies: the elements of a container, the bytes of an array, the state
+        of an event or a logger, the object's identity (locks, files), else the attributes and slots that the code names.
+        """
         kind = type(value)
         parts = [kind if module_of(kind) == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
         known = self._content(value, label)
