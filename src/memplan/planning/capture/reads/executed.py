@@ -106,13 +106,13 @@ class Executed:
             self.paused = before
 
     def started(self, code: CodeType, frame: FrameType) -> bool:
-        """Note a function that begins to run, if its code counts: a user's or a library's, or the standard library's when
-        such code calls it.
+        """Note a function that begins to run, if its code counts: a user's or a library's, or the standard library's
+        when such code calls it.
 
         Returns:
-            Whether the answer is the same for every later call of it, so that its calls need not be reported again. It is
-            not for code of the standard library that has not counted yet, and for code that reads ``__dict__``, of which
-            each call may read another object.
+            Whether the answer is the same for every later call, so that none need be reported again. It may differ for
+            code of the standard library that has not counted yet, and for code that reads ``__dict__``: each call may
+            read another object.
         """
         if self.paused:
             return False
