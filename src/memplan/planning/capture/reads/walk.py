@@ -320,8 +320,8 @@ class Walk(Watched):
     def _object(self, value: Any, label: str) -> Any:
         """Return the node of an object: its class, and what of it the captured code can read.
 
-        That is the first that applies of: the elements of a container, the bytes of an array, the state of an event or a
-        logger, the object's identity (locks, files), the attributes and slots that the code names.
+        That is the first that applies of: the elements of a container, the bytes of an array, the state of an event or
+        a logger, the object's identity (locks, files), the attributes and slots that the code names.
         """
         kind = type(value)
         parts = [kind if module_of(kind) == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
