@@ -162,7 +162,7 @@ def cases() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
     cached.cache_clear()
     refilled.cache_clear()
     refilled()
-    Mode.TABLE.value["alpha"], Mode.TABLE.scale = 1.0, 1.0
+    Mode.TABLE.value["alpha"], Mode.TABLE.scale, Mode.NESTED.value[0][0] = 1.0, 1.0, 1.0
     globals()["dispatched"] = functools.singledispatch(lambda _: 1.0)
     LOGGER.setLevel(logging.DEBUG)
     closed, anneal = closing()
@@ -271,6 +271,11 @@ def cases() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
         "eval": (None, lambda s: eval("WEIGHT * 1.0"), lambda m: globals().update(WEIGHT=0.25)),
         "a member's attribute": (Mode.TABLE, lambda s: s.h.scale, lambda m: setattr(m.h, "scale", 0.25)),
         "a member's table": (Mode.TABLE, lambda s: s.h.value["alpha"], lambda m: m.h.value.update(alpha=0.25)),
+        "a list in a member's tuple": (
+            Mode.NESTED,
+            lambda s: s.h.value[0][0],
+            lambda m: m.h.value[0].__setitem__(0, 0.25),
+        ),
         "a text's attribute": (Text("a"), lambda s: s.h.scale, lambda m: setattr(m.h, "scale", 0.25)),
         "a module that is replaced": (None, imported, replace_settings),
         "a tensor": (torch.ones(2), lambda s: s.h, lambda m: setattr(m, "h", torch.full((2,), 0.25))),
@@ -279,6 +284,7 @@ def cases() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
 
 class Mode(enum.Enum):
     TABLE = {"alpha": 1.0}  # noqa: RUF012
+    NESTED = ([1.0],)
     scale: float
 
 

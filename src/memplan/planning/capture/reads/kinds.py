@@ -37,7 +37,11 @@ def is_plain(value: Any) -> bool:
     if not isinstance(value, enum.Enum):
         return own is None
     member: Any = value
-    return _OF_MEMBERS.issuperset(own or ()) and isinstance(member._value_, (*PLAIN, tuple))
+    return _OF_MEMBERS.issuperset(own or ()) and _is_immutable(member._value_)
+
+
+def _is_immutable(value: Any) -> bool:
+    return is_plain(value) or (type(value) is tuple and all(map(_is_immutable, value)))
 
 
 def told(value: Any) -> Hashable:

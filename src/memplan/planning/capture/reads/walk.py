@@ -140,12 +140,8 @@ class Walk(Watched):
         self._ahead: collections.deque[tuple[int, Any, str]] = collections.deque()
         self._unseen: list[str] = []
         self.named = set[str]()
-        """Attributes that are read by other means than code: the recipe has to have them."""
+        """Attributes that no code names and objects do, such as `operator.attrgetter`: the recipe has to have them."""
         self._names = Names(None if recipe.whole else recipe.names, _NEVER)
-
-    def _is_named(self, *names: str) -> None:
-        """Note attributes that objects name which are called, such as `operator.attrgetter`: code does not."""
-        self.named.update(names)
 
     def found(self) -> Found:
         """Return what was numbered."""
@@ -240,7 +236,7 @@ class Walk(Watched):
             return self._module(value, label)
         inner = wrapped(value)
         if isinstance(value, functools.partial) and value.func is getattr:
-            self._is_named(*(name for name in value.args[1:2] if isinstance(name, str)))
+            self.named.update(name for name in value.args[1:2] if isinstance(name, str))
         if inner is not None:
             return kind, *(self._visit(one, label) for one in inner)
         if isinstance(value, _CACHED):
@@ -289,14 +285,14 @@ class Walk(Watched):
     def _class(self, kind: type, label: str) -> Any:
         if issubclass(kind, enum.Enum):
             members: Mapping[str, Any] = kind.__members__
-            return Itself(kind), *(self._visit(one, label) for one in members.values() if not is_plain(one))
+            return Itself(kind), *(self._visit(member, label) for member in members.values() if not is_plain(member))
         found = list[Any]()
         for base in kind.__mro__:
             if not is_open_class(base):
                 continue
             own = dict_of(base)
             if "__match_args__" in self._recipe.names:
-                self._is_named(*own.get("__match_args__", ()))
+                self.named.update(own.get("__match_args__", ()))
             read = frozenset(name for name, one in own.items() if self._recipe.is_read(name, one))
             of = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
             found += self._named(own, of, Names(self._recipe.names | read, _NEVER))
@@ -376,8 +372,8 @@ class Walk(Watched):
         if not isinstance(value, (tuple, frozenset)):
             self.list(value, content)
         if isinstance(value, (set, frozenset)):
-            plain = [one for one in content if is_plain(one)]
-            others = [Itself(one) for one in content if not is_plain(one)]
+            plain = [element for element in content if is_plain(element)]
+            others = [Itself(element) for element in content if not is_plain(element)]
             return [frozenset(map(told, plain)), *others]
         return [self._part(one, lambda at=at: f"{label}[{at}]") for at, one in enumerate(content)]
 
@@ -391,7 +387,7 @@ class Walk(Watched):
         if isinstance(value, (operator.attrgetter, operator.methodcaller, operator.itemgetter)):
             arguments = value.__reduce__()[1]
             if not isinstance(value, operator.itemgetter):
-                self._is_named(*(part for text in arguments if isinstance(text, str) for part in text.split(".")))
+                self.named.update(name for path in arguments if isinstance(path, str) for name in path.split("."))
             return self._visit(arguments, label)
         if hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
             self._unseen.append(f"the {label}, an iterator ({kind.__name__}), which each reading moves on")
