@@ -17,6 +17,7 @@ import click
 from memplan._text import printable
 from memplan._version import __version__
 from memplan.cli.files import TYPED
+from memplan.cli.renamed_options import current_spelling
 from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {
@@ -71,6 +72,11 @@ class Commands(click.Group):
             from memplan.trace.naming.parsing import offer
 
             raise click.UsageError(f"There is no command {args[0]!r}. {offer(args[0], COMMANDS)}", ctx)
+        if args:
+            rest, notes = current_spelling(args[0], args[1:])
+            args = [args[0], *rest]
+            for note in notes:
+                _print(f"{note}.")
         ctx.meta[TYPED] = list(args)
         return super().resolve_command(ctx, args)
 
