@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from supervised import NEITHER, NO_NAMESPACES
@@ -23,6 +24,7 @@ from memplan.errors import InputError, StepError, UsageError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.process import run_script
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
+from memplan.integrations.scripts.sandbox.messages import Outcome
 
 Done = subprocess.CompletedProcess[str]
 TEN = Path(__file__).parent / "ten"
@@ -451,6 +453,16 @@ def test_a_supervisor_that_cannot_start_leaves_no_descriptor(tmp_path: Path, mon
     with pytest.raises(FileNotFoundError):
         run_script(Request(command, device="cpu"))
     assert os.listdir("/dev/fd") == before
+
+
+def test_a_script_that_writes_too_much_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = SimpleNamespace(text="", lines=0)
+    ended = SimpleNamespace(outcome=Outcome("namespaces", 9, room=20 << 30), answer=b"", out=said, err=said)
+    monkeypatch.setattr("memplan.integrations.scripts.process._run", lambda _: ended)
+    with pytest.raises(
+        StepError, match=r"more than 20\.0 GiB of files.*under python beforehand.*TMPDIR=/path memplan run"
+    ):
+        run_script(Request(_written(tmp_path, LOOP), device="cpu"))
 
 
 @pytest.mark.parametrize(("options", "way_out"), [([], "--unprotected"), (["--allow-writes"], "--measure")])
