@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from supervised import NEITHER, NO_NAMESPACES
@@ -22,6 +24,7 @@ from memplan.errors import InputError, StepError, UsageError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.process import run_script
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
+from memplan.integrations.scripts.sandbox.messages import Outcome
 
 Done = subprocess.CompletedProcess[str]
 TEN = Path(__file__).parent / "ten"
@@ -102,11 +105,17 @@ def test_an_exit_with_a_message_says_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "no config: set DATA_DIR\n")
 
 
-def _command(tmp_path: Path, text: str, *options: str, kernel: Callable[[], None] | None = None) -> Done:
+def _command(
+    tmp_path: Path,
+    text: str,
+    *options: str,
+    kernel: Callable[[], None] | None = None,
+    arguments: tuple[str, ...] = (),
+) -> Done:
     """Run the command on a script."""
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
     return subprocess.run(
-        [sys.executable, "-m", "memplan", "run", "--device", "cpu", *options, "script.py"], cwd=tmp_path,
+        [sys.executable, "-m", "memplan", "run", "--device", "cpu", *options, "script.py", *arguments], cwd=tmp_path,
         capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=kernel, check=False,
     )  # fmt: skip
 
@@ -196,6 +205,82 @@ def test_usual_idioms_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real
     ran = run_script(Request(_written(tmp_path, text), device="cpu", really=really))
     assert ran.facts.ending == "steps"
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+MOVES = """
+import os, shutil, sys, tempfile
+from pathlib import Path
+
+def attempt(act, *arguments):
+    try: act(*arguments)
+    except OSError as error: print(type(error).__name__, error.errno)
+
+Path("runs").rename("runs.old"); os.mkdir("runs")
+os.rename(b"data", b"runs/data")
+with tempfile.NamedTemporaryFile("w", dir=sys.argv[1], delete=False) as file: file.write("best")
+os.replace(file.name, "best.txt")
+os.mkdir("empty"); os.rename("runs.old/", "empty")
+os.rename("link", "moved.link")
+shutil.move("more", "runs/more")
+attempt(os.rename, "empty", "runs")
+attempt(os.rename, "other", "best.txt")
+attempt(os.rename, "none", "other/none")
+for path in sorted(Path().rglob("*")):
+    if "script" not in path.name:
+        print(path, os.readlink(path) if path.is_symlink() else path.read_text() if path.is_file() else "")
+"""
+
+
+def test_folders_that_were_there_are_renamed_as_without_memplan(tmp_path: Path) -> None:
+    elsewhere = tempfile.mkdtemp(dir="/var/tmp" if os.stat("/var/tmp").st_dev == tmp_path.stat().st_dev else tmp_path)
+    trees = [tmp_path / name for name in ("plain", "held")]
+    for tree in trees:
+        for name in ("runs/a/last.txt", "data/x", "more/y", "other/z"):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_text(name, encoding="utf-8")
+        (tree / "link").symlink_to("other")
+    (trees[0] / "script.py").write_text(MOVES, encoding="utf-8")
+    plain = subprocess.run(
+        [sys.executable, "script.py", elsewhere], cwd=trees[0], capture_output=True, text=True, check=True
+    )
+    before = sorted(str(path) for path in trees[1].rglob("*"))
+    text = LOOP.replace("print", MOVES + "print", 1)
+    done = _command(trees[1], text, "--show-output", arguments=(elsewhere,))
+    assert done.returncode == 0, done.stderr
+    assert plain.stdout in done.stderr
+    assert sorted(str(path) for path in trees[1].rglob("*") if path.name != "script.py") == before
+    assert os.listdir(elsewhere) == []
+    os.rmdir(elsewhere)
+
+
+SHARED = """
+import multiprocessing
+from multiprocessing.shared_memory import SharedMemory
+with multiprocessing.Lock(), multiprocessing.RLock(), multiprocessing.Semaphore(2): pass
+event = multiprocessing.Event(); event.set(); assert event.wait(1)
+lock = torch.multiprocessing.Lock(); assert lock.acquire() and not lock.acquire(block=False)
+bounded = multiprocessing.BoundedSemaphore(1)
+try: bounded.release(); raise SystemExit("released too often")
+except ValueError: pass
+condition = multiprocessing.Condition()
+with condition: condition.notify_all()
+queue = multiprocessing.Queue(); queue.put(1); assert queue.get() == 1
+number = multiprocessing.Value("i", 3); number.value += 1; assert number.value == 4
+numbers = multiprocessing.Array("d", 4); numbers[1] = 2.0; assert numbers[:] == [0, 2, 0, 0]
+assert multiprocessing.Pool(2).map(len, ["ab"]) == [2]
+memory = SharedMemory(create=True, size=8); again = SharedMemory(memory.name); memory.buf[0] = 7
+assert again.buf[0] == 7; again.close(); memory.close(); memory.unlink()
+model.share_memory(); batch = torch.randn(8, 64).share_memory_()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--measure"]])
+@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
+def test_what_processes_would_share_is_there(
+    tmp_path: Path, kernel: Callable[[], None] | None, options: list[str]
+) -> None:
+    done = _command(tmp_path, LOOP.replace("print", SHARED + "print", 1), *options, kernel=kernel)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_was_saved_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +453,16 @@ def test_a_supervisor_that_cannot_start_leaves_no_descriptor(tmp_path: Path, mon
     with pytest.raises(FileNotFoundError):
         run_script(Request(command, device="cpu"))
     assert os.listdir("/dev/fd") == before
+
+
+def test_a_script_that_writes_too_much_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = SimpleNamespace(text="", lines=0)
+    ended = SimpleNamespace(outcome=Outcome("namespaces", 9, room=20 << 30), answer=b"", out=said, err=said)
+    monkeypatch.setattr("memplan.integrations.scripts.process._run", lambda _: ended)
+    with pytest.raises(
+        StepError, match=r"more than 20\.0 GiB of files.*under python beforehand.*TMPDIR=/path memplan run"
+    ):
+        run_script(Request(_written(tmp_path, LOOP), device="cpu"))
 
 
 @pytest.mark.parametrize(("options", "way_out"), [([], "--unprotected"), (["--allow-writes"], "--measure")])

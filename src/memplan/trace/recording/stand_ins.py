@@ -83,6 +83,8 @@ class Standins:
         self.calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
+        self._shared = set[int]()
+        """Storages in shared memory, by their entries' numbers."""
         self._installed: ExitStack | None = None
         """For patches that are needed once a number is read; None if they are in place, or nothing is installed."""
         self._overrides = overrides
@@ -163,6 +165,8 @@ class Standins:
                     __index__=self._unless_suspended("__index__", self._index),
                     __format__=lambda tensor, form: format(tensor.item() if tensor.dim() == 0 else str(tensor), form),
                     __deepcopy__=lambda tensor, memo: _deepcopy(tensor, memo),
+                    share_memory_=self._unless_suspended("share_memory_", self._share),
+                    is_shared=self._unless_suspended("is_shared", self._is_shared),
                 )
             )
             stack.enter_context(_torch.modules_converted_as_real())
@@ -245,6 +249,18 @@ class Standins:
         if is_whole(tensor):  # what numpy computes of it cannot be tracked: it may be a size
             self.becomes_size(None if values is None else values[0], filled, user_frame())
         return _holding(numpy.full(tuple(tensor.shape), filled, dtype=name), tensor)
+
+    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`torch.Tensor.share_memory_`: allocates shared memory, copies to it, and frees the former memory."""
+        entry = self._observer.ledger.find(tensor)
+        if entry is not None and not self._is_shared(tensor):
+            self._shared.add(entry.id)
+            torch.empty(entry.bytes, dtype=torch.uint8)
+        return tensor
+
+    def _is_shared(self, tensor: torch.Tensor) -> bool:
+        entry = self._observer.ledger.find(tensor)
+        return tensor.is_cuda or (entry is not None and entry.id in self._shared)
 
     def _bool(self, tensor: torch.Tensor) -> bool:
         with self._in_method():
