@@ -615,7 +615,7 @@ def test_a_value_that_comes_back_has_its_plan() -> None:
         (None, lambda s: float(np.memmap(ARRAY)[0]), "calls numpy.memmap"),
         (None, lambda s: sys.modules[computed(__name__)].WEIGHT, "a module up by a computed name"),
         (None, lambda s: sys.modules.get(computed(__name__)).WEIGHT, "a module up by a computed name"),  # pyright: ignore[reportOptionalMemberAccess]
-        (None, lambda s: __import__(computed(__name__)).WEIGHT, "a module up by a computed name"),
+        (None, lambda s: __import__(computed("settings_of", "_a_user")).conf.alpha, "a module up by a computed name"),
         (None, lambda s: getattr(SETTINGS, computed("co", "nf")).alpha, "the module settings_of_a_user by computed"),
         (ctypes.pointer(ctypes.c_float(1.0)), lambda s: s.h[0], "a pointer of ctypes"),
         (None, lambda s: float(len(Path(__file__).read_text()) > 0), "open"),
@@ -627,14 +627,14 @@ def test_what_cannot_be_compared_is_refused(holder: Any, read: Read, said: str) 
         capture(Net(Box(inside=holder) if isinstance(holder, list) else holder, read), call_of((X,), {}))
 
 
-ARRAY = Path(__file__).parent / "array_of_a_user.npy"
+ARRAY = Path()
+"""A file with an array; set for these tests."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _array() -> Iterator[None]:
+def _array(tmp_path_factory: pytest.TempPathFactory) -> None:
+    globals()["ARRAY"] = tmp_path_factory.mktemp("arrays") / "array.npy"
     np.save(ARRAY, np.ones(1))
-    yield
-    ARRAY.unlink()
 
 
 def in_another_thread() -> float:
@@ -693,6 +693,8 @@ def by_what_it_kept(net: Any, x: Tensor) -> Tensor:
 
 
 class Late(nn.Module):
+    h: Any
+
     def __init__(self, middle: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.last, self.h, self.middle = nn.Linear(8, 8), nn.Linear(8, 2), Box(alpha=1.0), middle

@@ -144,8 +144,7 @@ def is_open_class(kind: type) -> bool:
 
 
 _CLOSED = frozenset({
-    "_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "re", "socket", "subprocess",
-    "threading", "unittest",
+    "_io", "_thread", "asyncio", "io", "logging", "multiprocessing", "re", "socket", "subprocess", "unittest",
 })  # fmt: skip
 
 
@@ -194,11 +193,7 @@ def registered(kind: Any) -> Hashable:
 
 def state_of(value: Any) -> Callable[[], Any] | None:
     """Return what reads the state of an object of the standard library that is compared by identity otherwise: of
-    events, semaphores, loggers and values in shared memory. None of any other."""
-    if isinstance(value, threading.Event):
-        return value.is_set
-    if isinstance(value, threading.Semaphore):
-        return lambda: vars(value).get("_value")
+    loggers and values in shared memory. None of any other."""
     if isinstance(value, logging.Logger):
         return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
     if module_of(type(value)) == "multiprocessing.sharedctypes":

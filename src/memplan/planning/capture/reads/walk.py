@@ -15,7 +15,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
@@ -342,8 +341,8 @@ class Walk(Watched):
     def _object(self, value: Any, label: str) -> Any:
         """Return the node of an object: its class, and what of it the captured code can read.
 
-        That is the first that applies of: the elements of a container, the bytes of an array, the state of an event or
-        a logger, the object's identity (locks, files), the attributes and slots that the code names.
+        That is the first that applies of: the elements of a container, the bytes of an array, the state of a
+        logger, the object's identity (locks, files), the attributes and slots that the code names.
         """
         kind = type(value)
         parts = [kind if module_of(kind) == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
@@ -357,7 +356,7 @@ class Walk(Watched):
         state = state_of(value)
         if state is not None:
             return *parts, Itself(value), repr(self.bytes(state))
-        if is_closed(kind) and not isinstance(value, (threading.local, futures.Future)):
+        if is_closed(kind) and not isinstance(value, threading.local):
             return *parts, Itself(value)
         if isinstance(value, PLAIN):
             parts.append(told(value))
