@@ -24,7 +24,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -179,7 +179,8 @@ class Executed:
             self._does_outside("calls " + ".".join(function).removesuffix(".__new__"), frame.f_back or frame)
         elif function == _IMPORT:
             name, package = frame.f_locals["name"], frame.f_locals["package"]
-            self.modules.add(importlib.util.resolve_name(name, package or ""))
+            with suppress(ImportError):  # import_module raises it, too
+                self.modules.add(importlib.util.resolve_name(str(name), package or ""))
 
     def _reads_all_of(self, owners: list[tuple[str, ...] | None], frame: FrameType) -> None:
         """Note that all attributes are read of what variables, or attributes of variables, are now."""
@@ -246,7 +247,7 @@ def _is_constant(value: Any) -> bool:
         return value.__name__.partition(".")[0] in ("torch", "math")
     if isinstance(value, BuiltinFunctionType):
         return isinstance(value.__self__, (ModuleType, type(None)))
-    return isinstance(value, FunctionType) or (isinstance(value, type) and value.__module__.startswith("torch."))
+    return isinstance(value, FunctionType) or (isinstance(value, type) and str(value.__module__).startswith("torch."))
 
 
 def _is_immutable(value: Any) -> bool:
