@@ -108,7 +108,7 @@ def one_line(result: Result) -> str:
 def test_the_options_become_a_call_of_fit(net: str, engine: Engine) -> None:
     result = run(
         net, "--arg", "width=16", "--input", "2x4", "--target", "2:int64<3", "--loss", "cross_entropy",
-        "--optimizer", "sgd:lr=0.5", "--precision", "bf16", "--budget", "400MiB", "--early", "--accumulate", "2",
+        "--optimizer", "sgd:lr=0.5", "--autocast", "bf16", "--budget", "400MiB", "--early", "--accumulate", "2",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     (model, inputs, options), *_ = engine.asked
@@ -123,7 +123,7 @@ def test_the_options_become_a_call_of_fit(net: str, engine: Engine) -> None:
 
 
 def test_a_model_in_evaluation_is_fitted_in_training(net: str, engine: Engine) -> None:
-    run(net.replace(":make", ":asleep"), "--input", "2x4", "--budget", "400MiB", "--precision", "bf16-true")
+    run(net.replace(":make", ":asleep"), "--input", "2x4", "--budget", "400MiB", "--dtype", "bf16")
     ((model, inputs, _),) = engine.asked
     assert all(module.training for module in model.modules())
     assert model[0].weight.dtype is inputs[0].dtype is torch.bfloat16
@@ -369,7 +369,7 @@ def test_a_card_is_a_budget(net: str, engine: Engine) -> None:
     ("options", "words"),
     [
         ([], "no budget. Expected one: --budget 400MiB, or a plan's own with --use-plan."),
-        (["--budget", "1GiB", "--infer"], "--infer. Expected a training step"),
+        (["--budget", "1GiB", "--no-train"], "--no-train. Expected a training step"),
         (["--budget", "1GiB", "--settings", "expandable_segments:True"], "--settings. Expected"),
         (["--budget", "1GiB", "--peers"], "--peers without --frontier. Expected a frontier to draw them beside"),
         (["--budget", "1GiB", "--peers", "--frontier", "x.png", "--predict"], "--peers with --predict. Expected"),

@@ -45,6 +45,7 @@ from memplan.reports import compare as compare_report
 from memplan.reports import devices as devices_report
 from memplan.reports import explain as explain_report
 from memplan.reports import guard as guard_report
+from memplan.reports import perfetto
 from memplan.reports.ci import github, junit, sarif
 from memplan.reports.ci.annotations import GROWTH, of_findings, of_outcome
 from memplan.reports.guard import print_outcome
@@ -55,7 +56,6 @@ from memplan.reports.output import print_parts
 from memplan.reports.plan import render as plan_parts
 from memplan.reports.replay import dumps, print_replay
 from memplan.reports.sweep import print_sweep
-from memplan.reports.viewers import over_time_csv, perfetto
 from memplan.simulation.allocator.settings import parse_settings
 from memplan.simulation.replays.replay import replay
 from memplan.simulation.replays.side_by_side import cases
@@ -171,7 +171,6 @@ def _use_trace(data: bytes, file: Path) -> Iterator[str]:
         yield junit.dumps("a", [one.id for one in findings], of_findings("a", findings, ("warning",)))
         yield from _compared(trace)
         json.loads(perfetto.dumps(trace, explanation))
-        yield over_time_csv.dumps(trace, explanation).replace("\r", "")
         yield _page(data, file)
         if trace.device != "cpu":
             memplan.simulate(trace, settings=_SETTINGS)

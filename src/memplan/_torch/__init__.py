@@ -2,7 +2,7 @@
 
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from memplan._torch.autocast import casts_kept, outside_autocast
+from memplan._torch.autocast import around_cache_clearing, casts_kept, outside_autocast
 from memplan._torch.compiled import GraphBreak, before_compiling, graph_break, is_jit_tracing, memory_budget
 from memplan._torch.contexts import (
     is_profiled,
@@ -258,6 +258,7 @@ __all__ = [
     "Version",
     "YieldingProfile",
     "arguments",
+    "around_cache_clearing",
     "around_dispatch",
     "around_started_threads",
     "attribute_names",

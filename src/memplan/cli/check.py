@@ -17,6 +17,7 @@ from memplan.cli.options import (
     result_options,
     step_options,
     top_option,
+    without,
 )
 from memplan.cli.progress import progress
 from memplan.cli.run import run
@@ -117,10 +118,6 @@ def _findings(
     from memplan.checks.mended.changed_step import Remaker
     from memplan.trace.recording.session import choose_target
 
-    if arguments.settings:
-        raise InputError(
-            "--settings for check", expected="no such option: check does not use allocator settings", do="Leave it out"
-        )
     if request is not None or is_trace(arguments.target):
         trace = recorded(arguments) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
@@ -136,4 +133,5 @@ def _findings(
             raise advised(error, arguments) from error.__cause__
 
 
+without(command, "settings")  # findings do not depend on the allocator
 script_option(command)

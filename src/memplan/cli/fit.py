@@ -216,7 +216,7 @@ def _script(request: Request, budget: str | None, options: dict[str, Any], files
 
 def _check_options(arguments: StepArguments, budget: str | None, use_plan: str | None) -> None:
     """Raise InputError for options that contradict each other, before anything is imported."""
-    for option in ("--infer", "--settings"):
+    for option in ("--no-train", "--settings"):
         if option in arguments.changed_options():
             raise InputError(f"{option}", expected="a training step on this machine", do="Leave it out")
     if budget is None and use_plan is None:

@@ -11,17 +11,8 @@ import click
 
 from memplan._text import printable
 from memplan.cli.explain import does_not_fit, warn_of_branches
-from memplan.cli.files import ResultFiles
-from memplan.cli.options import StepArguments, Whole, debug_option, result_options, top_option
-from memplan.cli.outputs import (
-    Outputs,
-    ViewerFiles,
-    check_contribute,
-    contribute_option,
-    snapshot_option,
-    trace_option,
-    viewer_options,
-)
+from memplan.cli.options import StepArguments, Whole, debug_option, top_option
+from memplan.cli.outputs import Outputs, check_contribute, contribute_option, output_options
 from memplan.cli.progress import progress
 from memplan.errors import InputError
 
@@ -98,19 +89,13 @@ def unprotected_option(command: Any) -> Any:
 )  # fmt: skip
 @debug_option
 @top_option(12, "Layers")
-@result_options("the explanation")
-@trace_option
-@snapshot_option
-@viewer_options
+@output_options
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     top: int,
     settings: str | None,
-    results: ResultFiles,
-    trace_file: str | None,
-    snapshot_file: str | None,
-    viewers: ViewerFiles,
+    outputs: Outputs,
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
@@ -118,7 +103,6 @@ def command(
     from memplan.integrations.line_profiles.places import not_run
     from memplan.reports.run import dumps, print_run
 
-    outputs = Outputs(results, trace_file, snapshot_file, viewers).checked()
     check_contribute(values["contribute"], values["device"] if values["really"] else None)
     request = request_of(values)
     ran = run(request)

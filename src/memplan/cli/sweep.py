@@ -100,7 +100,7 @@ def command(
     return 0
 
 
-without(command, "batch", "precision")
+without(command, "batch", "autocast", "dtype")
 
 
 def _sweep(

@@ -237,7 +237,7 @@ COMMANDS = {
     "check": ("--input", "2x4"),
     "sweep": ("--input", "2x4", "--batch", "1,2", "--jobs", "1"),
     "largest": ("--input", "2x4", "--axis", "batch", "--budget", "64KiB"),
-    "compare": ("--input", "2x4", "--b-batch", "4"),
+    "compare": ("--input", "2x4", "--b", "batch=4"),
     "explain": ("--input", "2x4", "--optimizer", "adamw"),
     "fit": ("--input", "64x4", "--budget", "1GiB", "--predict", "--costs", "roofline"),
     "measure": ("--input", "2x4"),

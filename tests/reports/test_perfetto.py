@@ -1,12 +1,9 @@
-"""A step for other people's viewers, read back by other readers: a stack for Perfetto, csv, TensorBoard's own."""
+"""A step as Perfetto reads it: events nested as on a stack, and counters."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from saved_pages import EVIL, trace
 
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import LABELS, Explanation
-from memplan.reports.viewers import over_time_csv, perfetto, tensorboard
+from memplan.reports import perfetto
 from memplan.simulation.simulate import live_at
 
 
@@ -74,40 +71,10 @@ def test_counters_are_the_bytes_alive(events: list[dict[str, Any]], explanation:
                 assert event["args"].get(label, 0) == sum(one.bytes for one in live if one.cause == cause)
 
 
-def test_a_row_of_the_table_is_a_moment(explanation: Explanation) -> None:
-    rows = list(csv.DictReader(io.StringIO(over_time_csv.dumps(trace(), explanation))))
-    levels = [(int(row["tick"]), int(row["allocated"]), int(row["reserved"])) for row in rows]
-    assert levels == list(explanation.timeline.events)
-    for row in rows:
-        assert sum(int(row[cause]) for cause in LABELS if cause in row) == int(row["allocated"])
-    peak = max(rows, key=lambda row: int(row["allocated"]))
-    assert explanation.peak is not None
-    assert (peak["op"], peak["layer"], peak["at"]) == (
-        explanation.peak.op, explanation.peak.layer, explanation.peak.where
-    )  # fmt: skip
-
-
-def test_tensorboard_reads_the_scalars(explanation: Explanation, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tensorboard.write_scalars(tmp_path / "run", explanation)
-    read = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
-    course = explanation.course
-    assert course is not None
-    for name, column in {"allocated": course.allocated, **course.causes}.items():
-        found = read.Scalars(f"memory/{name}")
-        assert [one.step for one in found] == list(course.ticks)
-        assert [one.value for one in found] == pytest.approx(list(column), rel=1e-6)  # scalars have 32 bits
-    assert read.Scalars("peak/allocated")[0].value == pytest.approx(explanation.timeline.peak_allocated, rel=1e-6)
-
-
 def test_names_of_layers_steer_no_viewer_and_take_no_more_than_their_length() -> None:
     """A name of thousands of parts is not written with each of its prefixes."""
     for name in ("a\u202e\x1b[2J", "a." * 5_000):
         ops = tuple(replace(op, layer=name) for op in trace().ops[:50])
         changed = replace(trace(), ops=(*ops, *trace().ops[50:]))
         explanation = explain_trace(changed, title="net")
-        rows = over_time_csv.dumps(changed, explanation)
-        assert all(line.isprintable() for line in rows.splitlines())
         assert len(perfetto.dumps(changed, explanation)) < 20_000_000
