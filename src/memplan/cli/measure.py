@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -108,12 +109,12 @@ def command(
     measurement = _Measurement(place, dry, environment, steps, snapshot, contribute)
     trace, explanation = _measure(arguments, measurement)
     comparison = None if trace.device == HOST or dry is not None else _compare_with_prediction(arguments, trace, steps)
-    from memplan.reports.compare import dumps_beside, print_beside
+    from memplan.reports.compare import print_beside
     from memplan.reports.explain import dumps, print_explanation
 
     if trace_file is not None:
         write(trace_file, trace.to_json())
-    results.write(lambda: dumps(explanation) if comparison is None else dumps_beside(dumps(explanation), comparison))
+    results.write(partial(dumps, explanation, beside=comparison))
     viewers.write(trace, explanation, _settings(trace))
     if "-" not in (results.json, trace_file):
         print_explanation(explanation, top=top)
