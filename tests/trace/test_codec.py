@@ -14,7 +14,7 @@ from steps import STEPS
 
 import memplan
 from memplan._text import write_whole
-from memplan.errors import TraceFormatError
+from memplan.errors import FormatError
 from memplan.trace.trace import Trace
 
 
@@ -24,8 +24,8 @@ def trace() -> memplan.Trace:
 
 
 def test_round_trip(trace: memplan.Trace, tmp_path: Path) -> None:
-    memplan.save_trace(trace, tmp_path / "a.json")
-    assert memplan.load_trace(tmp_path / "a.json") == trace
+    trace.save(tmp_path / "a.json")
+    assert memplan.Trace.load(tmp_path / "a.json") == trace
     assert memplan.Trace.from_json(trace.to_json()) == trace
 
 
@@ -92,7 +92,7 @@ def _changed(trace: memplan.Trace, change: Any) -> str:
     ],
 )
 def test_damage_is_named(trace: memplan.Trace, change: Any, text: str) -> None:
-    with pytest.raises(TraceFormatError, match=text):
+    with pytest.raises(FormatError, match=text):
         Trace.from_json(_changed(trace, change))
 
 
@@ -100,8 +100,8 @@ def test_damage_is_named(trace: memplan.Trace, change: Any, text: str) -> None:
 def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, content: str | bytes) -> None:
     path = tmp_path_factory.mktemp("files") / "x.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(TraceFormatError):
-        memplan.load_trace(path)
+    with pytest.raises(FormatError):
+        memplan.Trace.load(path)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from memplan.cli import main
 from memplan.errors import InputError, MemplanError
 from memplan.reports.html.page import page_of
 from memplan.reports.html.saved_results import READERS, result_of
-from memplan.verification.proof import proof
 
 
 class Parsed(HTMLParser):
@@ -130,7 +129,7 @@ def test_several_stand_side_by_side_with_their_peaks(results: dict[str, str]) ->
 
 
 def test_a_failed_proof_is_said_to_be_one() -> None:
-    assert "The proof failed." in page(proof.dumps(WRONG)).text
+    assert "The proof failed." in page(WRONG.to_json()).text
 
 
 def test_the_page_is_the_same_twice_and_small() -> None:
