@@ -4,10 +4,12 @@
   * UsageError (also a ValueError): what was asked for cannot be done as written
     - TargetError: the thing to look at (a path, a module, a callable) was not found or is of the wrong kind
     - InputError: an input, keyword or target does not describe a tensor, or does not suit the model
+
+      + FormatError (earlier TraceFormatError and PlanFormatError): a saved result that is damaged, or of another format
+        or schema version
+
     - DeviceError: no such device in the catalogue or on this machine
     - UnitError: not a number of bytes
-    - FormatError (earlier TraceFormatError and PlanFormatError): a saved result that is damaged, or of another format
-      or schema version
     - SnapshotFormatError: a file that is no memory snapshot, or one that cannot be trusted
     - BaselineError: a baseline that is missing, or not of this step, device or torch
     - BudgetError: the step cannot be made to fit
@@ -94,7 +96,7 @@ class UnitError(UsageError):
     """Not a number of bytes."""
 
 
-class FormatError(UsageError):
+class FormatError(InputError):
     """A saved result that is damaged, or of another format or schema version than what was to be read."""
 
 

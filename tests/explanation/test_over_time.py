@@ -154,11 +154,11 @@ def _changed(text: str, *path: str | int, to: object) -> str:
 @pytest.mark.parametrize(
     ("path", "to", "found"),
     [
-        (("schema",), 2, "its schema version is 2; this memplan reads 1"),
-        (("by_cause", "saved"), 1, "by_cause does not add up"),
+        (("schema",), 2, "has schema version 2; this memplan reads 1"),
+        (("by_cause", "saved"), 1, "causes that do not add up"),
         (("course", "ticks"), [1], "columns of different lengths"),
         (("course", "causes", "weight", 3), 7, "causes that do not add up"),
-        (("course", "ops", 3), 10**6, "names an op that is not in op_rows"),
+        (("course", "ops", 3), 10**6, "has ops that are not in op_rows"),
         (("title",), 3, "it.title is 3"),
         (("layers", 1, "needed_for"), [3], "it.layers[1].needed_for[0] is 3"),
         (("unknown",), 3, "unknown"),

@@ -177,9 +177,9 @@ def without(*path: Any) -> Any:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "another version": (set_("schema", to=2), "its schema version is 2"),
-    "no version": (without("schema"), "its schema version is None"),
-    "another format": (set_("format", to="memplan.trace"), "it has no"),
+    "another version": (set_("schema", to=2), "it has schema version 2"),
+    "no version": (without("schema"), "it has schema version None"),
+    "another format": (set_("format", to="memplan.trace"), "it has the format 'memplan.trace'"),
     "a lever that is not known": (set_("decisions", 0, "lever", to="chunk"), "decisions[0].lever is 'chunk'"),
     "a lever that is no text": (set_("decisions", 0, "lever", to=["keep"]), "decisions[0].lever is ['keep']"),
     "a grade that is not known": (set_("decisions", 1, "grade", to="nearly"), "decisions[1].grade is 'nearly'"),
