@@ -97,7 +97,7 @@ def test_json_holds_the_plan_and_the_proof_as_they_are_written_alone() -> None:
     assert Proof.from_dict(data["proof"]) == PROOF
     assert isinstance(PROOF, Proof)
     assert (data["format"], data["fits"], data["changed"]) == ("memplan.fit", True, True)
-    assert data["frontier"]["points"][2] == {"peak": 200 * MIB, "seconds": 0.15}
+    assert data["frontier"]["points"][2] == {"peak": 200 * MIB, "seconds": 0.15, "lost": ""}
 
 
 def test_json_of_a_shortfall() -> None:

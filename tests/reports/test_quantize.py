@@ -35,7 +35,7 @@ FOUND = Quantized(
 
 def printed(found: Quantized, top: int = 12) -> str:
     out = io.StringIO()
-    print_quantized("net.py:make", found, out, top)
+    print_quantized(replace(found, title="net.py:make"), out, top)
     return out.getvalue()
 
 

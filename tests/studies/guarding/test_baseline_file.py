@@ -71,7 +71,7 @@ def test_what_is_none_is_refused_with_the_reason(text: str, why: str) -> None:
 
 
 def test_a_missing_one_says_how_it_is_made(tmp_path: Path) -> None:
-    with pytest.raises(BaselineError, match=r"there is no baseline .*none\.json .* --update"):
+    with pytest.raises(BaselineError, match=r"there is no baseline .*none\.json\. .* --update"):
         read_baseline(tmp_path / "none.json")
     with pytest.raises(BaselineError, match="Is a directory"):
         read_baseline(tmp_path)

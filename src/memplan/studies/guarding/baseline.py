@@ -116,8 +116,9 @@ def read_baseline(path: str | os.PathLike[str]) -> Baseline:
     try:
         return Baseline.load(path)
     except OSError as error:
+        reason = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror})"
         raise BaselineError(
-            f"there is no baseline {path} ({error.strerror})", expected="one in version control", do=UPDATE
+            f"there is no baseline {path}{reason}", expected="one in version control", do=UPDATE
         ) from None
 
 
