@@ -76,6 +76,8 @@ def watch(
 class Watch(Written, Printed):
     """The results of a watch so far. Created by `memplan.watch`; watching begins when it is entered."""
 
+    FORMAT: ClassVar[str] = "memplan.watch"
+
     def __init__(
         self,
         models: tuple[nn.Module, ...],
