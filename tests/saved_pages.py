@@ -15,10 +15,12 @@ from reports.outcomes import FRONTIER, PROOF, plan
 from torch import nn
 
 import memplan
+from memplan.checks.finding import Findings
 from memplan.devices import catalogue
 from memplan.explanation.explain import explain_trace
 from memplan.planning.plan.plan import Plan
-from memplan.reports import check, compare, devices, explain, fit, guard, largest, replay
+from memplan.reports import replay
+from memplan.reports.devices import Catalogue
 from memplan.simulation.replays.side_by_side import cases
 from memplan.simulation.snapshots.write import write_snapshot
 from memplan.studies.axes.subject import Subject
@@ -28,7 +30,7 @@ from memplan.studies.guarding.outcome import compare_with
 from memplan.trace.recording.session import Target
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
-from memplan.verification.proof import proof
+from memplan.verification.fitting.outcome import Outcome
 
 DATA = Path(__file__).parent / "data"
 EVIL = "<script>hacked = 1</script><img src=x onerror='hacked = 1'>"
@@ -66,7 +68,7 @@ def trace() -> Trace:
 
 @cache
 def explanation() -> str:
-    return explain.dumps(explain_trace(trace(), title=EVIL))
+    return explain_trace(trace(), title=EVIL).to_json()
 
 
 @cache
@@ -77,8 +79,8 @@ def planned() -> Plan:
 
 @cache
 def fitted() -> str:
-    found = fit.Outcome("net.py:make", planned(), PROOF, frontier=replace(FRONTIER, budget=planned().budget))
-    return fit.dumps(found)
+    found = Outcome("net.py:make", planned(), PROOF, frontier=replace(FRONTIER, budget=planned().budget))
+    return found.to_json()
 
 
 @cache
@@ -88,7 +90,7 @@ def sweep() -> str:
 
 
 def findings() -> str:
-    return check.dumps(EVIL, memplan.check(Unpadded, "1x1x32x32"))
+    return Findings(EVIL, tuple(memplan.check(Unpadded, "1x1x32x32"))).to_json()
 
 
 class Unpadded(nn.Sequential):
@@ -106,12 +108,12 @@ def replayed() -> str:
 
 
 def compared() -> str:
-    return compare.dumps(memplan.compare(Net, lambda: Net(16), "8x3x32x32"))
+    return memplan.compare(Net, lambda: Net(16), "8x3x32x32").to_json()
 
 
 def found_largest() -> str:
     subject = Subject(Net, StepOptions(("2x3x16x16",)).checked())
-    return largest.dumps(find_largest(subject, "batch", Room(Target("cpu"), 1 << 22)))
+    return find_largest(subject, "batch", Room(Target("cpu"), 1 << 22)).to_json()
 
 
 def watched() -> str:
@@ -126,7 +128,7 @@ def watched() -> str:
 
 def guarded() -> str:
     before, now = figures({("a", "saved"): 10}), taken({("a", "saved"): 30, (EVIL, "weight"): 4})
-    return guard.dumps(compare_with(before, now, "1%"))
+    return compare_with(before, now, "1%").to_json()
 
 
 @cache
@@ -138,7 +140,7 @@ def every() -> dict[str, str]:
         "plan": planned().to_json(),
         "old plan": (DATA / "mlp.plan.json").read_text(),
         "made-up plan": plan().to_json(),
-        "proof": proof.dumps(PROOF),
+        "proof": PROOF.to_json(),
         "fit": fitted(),
         "sweep": sweep(),
         "findings": findings(),
@@ -147,6 +149,6 @@ def every() -> dict[str, str]:
         "largest": found_largest(),
         "watched run": watched(),
         "guard": guarded(),
-        "devices": devices.dumps(catalogue()),
+        "devices": Catalogue(catalogue()).to_json(),
         "cache": json.dumps({"format": "memplan.cache", "schema": 1, "kept": []}),
     }

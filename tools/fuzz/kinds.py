@@ -36,7 +36,7 @@ from memplan.cudnn.answer_cache import AnswerCache, kept
 from memplan.cudnn.questions import ExecutionPlan
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import explain_trace
-from memplan.explanation.explanation_json import explanation_of
+from memplan.explanation.model import Explanation
 from memplan.explanation.why import why
 from memplan.planning.relative_budget import read_any_budget
 from memplan.reports import cache as cache_report
@@ -44,7 +44,6 @@ from memplan.reports import check as check_report
 from memplan.reports import compare as compare_report
 from memplan.reports import devices as devices_report
 from memplan.reports import explain as explain_report
-from memplan.reports import guard as guard_report
 from memplan.reports import perfetto
 from memplan.reports.ci import github, junit, sarif
 from memplan.reports.ci.annotations import GROWTH, of_findings, of_outcome
@@ -62,16 +61,14 @@ from memplan.simulation.replays.side_by_side import cases
 from memplan.simulation.snapshots.write import frames_of, snapshot_of
 from memplan.studies.axes.ranges import values_of
 from memplan.studies.comparisons.sides import side_of
-from memplan.studies.guarding import baseline_file
-from memplan.studies.guarding.baseline import Baseline, Figures
+from memplan.studies.guarding.baseline import Baseline, Figures, read_baseline
 from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
 from memplan.studies.guarding.taken import Taken, taken
 from memplan.studies.sweeps.points import KNOWN
 from memplan.trace.naming.step_parts import loss_of, optimizer_of
 from memplan.trace.naming.targets import resolve
 from memplan.trace.records import Assumption, Call, Counters, Engines, FunctionLines, LineSpan
-from memplan.verification.proof import proof as proof_json
-from memplan.verification.proof.proof import Cut
+from memplan.verification.proof.proof import Cut, Proof
 from memplan.verification.proof.rounding import Rounded
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -181,7 +178,7 @@ def _use_explanation(data: bytes, file: Path) -> Iterator[str]:
     plain = memplan._json.parse(_read(data))
     if not isinstance(plain, dict):
         raise Unreadable("it is no mapping")
-    explanation = explanation_of(plain)
+    explanation = Explanation.from_dict(plain)
     yield from _shown(explanation, drawn=_is_drawn(data))
     if _is_drawn(data):
         yield from _compared(explanation)
@@ -190,7 +187,7 @@ def _use_explanation(data: bytes, file: Path) -> Iterator[str]:
 
 def _shown(explanation: memplan.Explanation, *, drawn: bool) -> Iterator[str]:
     yield str(explanation) + repr(explanation)
-    explain_report.dumps(explanation)
+    explanation.to_json()
     if drawn:
         yield _drawn(lambda out: explain_report.print_explanation(explanation, out))
         yield html_of(explanation)
@@ -199,7 +196,7 @@ def _shown(explanation: memplan.Explanation, *, drawn: bool) -> Iterator[str]:
 def _compared(what: Any) -> Iterator[str]:
     """Yield what a comparison with a good explanation says."""
     found = memplan.compare(what, _good())
-    compare_report.dumps(found)
+    found.to_json()
     yield str(found) + _drawn(lambda out: compare_report.print_comparison(found, out))
 
 
@@ -233,10 +230,10 @@ def _use_sweep(data: bytes, file: Path) -> Iterator[str]:
 
 def _use_baseline(data: bytes, file: Path) -> Iterator[str]:
     file.write_bytes(data)
-    baseline = baseline_file.read(file)
+    baseline = read_baseline(file)
     now = _taken()
     yield from _guarded(baseline, now)
-    baseline_file.dumps(baseline.updated(now.figures))
+    baseline.updated(now.figures).to_json()
     try:
         baseline_of(baseline, now.figures, "a.json")
     except MemplanError as error:
@@ -250,7 +247,7 @@ def _guarded(baseline: Baseline, now: Taken) -> Iterator[str]:
         yield github.dumps(of_outcome(outcome))
         yield junit.dumps("a", [GROWTH], of_outcome(outcome))
         sarif.dumps(of_outcome(outcome))
-        page_of([result_of(guard_report.dumps(outcome), "a.json")])
+        page_of([result_of(outcome.to_json(), "a.json")])
 
 
 def _use_result(data: bytes, file: Path) -> Iterator[str]:
@@ -258,9 +255,9 @@ def _use_result(data: bytes, file: Path) -> Iterator[str]:
 
 
 def _use_proof(data: bytes, file: Path) -> Iterator[str]:
-    proof = proof_json.loads(_read(data))
+    proof = Proof.from_json(_read(data))
     yield str(proof) + repr(proof)
-    assert str(proof_json.loads(proof_json.dumps(proof))) == str(proof)
+    assert str(Proof.from_json(proof.to_json())) == str(proof)
     yield _page(data, file)
 
 
@@ -447,8 +444,8 @@ def _results() -> list[Any]:
     """Return a result of each kind that has no reader of its own but the page."""
     held = [{"format": "memplan.cache", "schema": 1, "kept": [{"path": "a", "what": "b", "number": 1, "bytes": 9}]}]
     texts = [saved_pages.findings(), saved_pages.replayed(), saved_pages.compared(), saved_pages.found_largest(),
-             saved_pages.watched(), saved_pages.fitted(), devices_report.dumps([devices.find("t4")]),
-             guard_report.dumps(compare_with(_figures(), _taken(), "1%"))]  # fmt: skip
+             saved_pages.watched(), saved_pages.fitted(), devices_report.Catalogue([devices.find("t4")]).to_json(),
+             compare_with(_figures(), _taken(), "1%").to_json()]  # fmt: skip
     side = {"bytes": 9, "seconds": 0.1, "activation_bytes": 3}
     quantized = {"format": "memplan.quantized", "schema": 1, "title": "net", "scheme": "int8", "weights_saved": 9,
                  "before": side, "after": side, "with_grad": side, "notes": ["a"],
@@ -555,12 +552,12 @@ def kinds() -> dict[str, Kind]:
     written = snapshot_of(on_card, frames_of(traces[1]), trace=traces[1])
     plans = [_plan(), json.loads(saved_pages.planned().to_json())]
     sweeps = [_sweep(), json.loads(saved_pages.sweep())]
-    baseline = json.loads(baseline_file.dumps(Baseline((_figures(), replace(_taken().figures, device="t4")))))
+    baseline = Baseline((_figures(), replace(_taken().figures, device="t4"))).to_dict()
     lossy = replace(PROOF, grade="lossy", truth="float64", cut=Cut(2, 8, 99, 9, True), rounded=(
         Rounded("gradients", "a.weight", 0, 0.1, 0.2, 1.0, 0.5),
         Rounded("outputs", "the output", 0, 0.1, 0.2, 1.0, 0.5),
     ))  # fmt: skip
-    proofs = [json.loads(proof_json.dumps(one)) for one in (PROOF, WRONG, lossy)]
+    proofs = [one.to_dict() for one in (PROOF, WRONG, lossy)]
     saved = [json.loads(trace.to_json()) for trace in (*traces, saved_pages.trace(), _with_everything())]
     return {
         "snapshots": _snapshot_kind([_history(), json.loads(json.dumps(written))]),

@@ -17,8 +17,8 @@ from memplan.errors import InputError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.planned import planned
 from memplan.integrations.scripts.request import Request
-from memplan.reports.fit import Fitting
 from memplan.studies.capacity.limit import room_of
+from memplan.verification.fitting.outcome import Fitting
 
 LAYERS = """
 def net():

@@ -273,4 +273,4 @@ def test_the_command_explains_a_dry_run(file: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, options)
     assert result.exit_code == 0, result.output
     assert "training step on h100" in result.stdout
-    assert memplan.load_trace(written).origin == "dry"
+    assert memplan.Trace.load(written).origin == "dry"

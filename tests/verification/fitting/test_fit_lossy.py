@@ -17,7 +17,6 @@ from memplan.planning import precision_search
 from memplan.planning.graph.precision import EXACT, UNSCALED, Precision
 from memplan.planning.ops import int8
 from memplan.planning.search.search import Heuristics
-from memplan.verification.proof import proof as proofs
 from memplan.verification.proof import rounding
 
 QUICK: dict[str, Any] = {"heuristics": Heuristics(shakes=1, rounds=8), "pairs": 0}
@@ -124,8 +123,8 @@ def test_a_lossy_plan_keeps_its_budget_and_is_as_near_as_it_has_to_be(
     assert plan.precision == kind
     assert proof.grade == plan.grade
     if plan.grade == "lossy":
-        assert 0 < proofs.overall(proof.rounded, "gradients").relative < 0.6
-    assert proofs.loads(proofs.dumps(proof)) == proof
+        assert 0 < rounding.overall(proof.rounded, "gradients").relative < 0.6
+    assert memplan.Proof.from_json(proof.to_json()) == proof
     assert memplan.Plan.from_json(plan.to_json()) == plan
 
 
@@ -168,7 +167,7 @@ def test_layers_apart_round_as_they_are_written(monkeypatch: pytest.MonkeyPatch)
         fitted = fitted_at(0.5, "conv")
         assert fitted.plan.precision == kind
         assert fitted.proof.ok
-        errors.append(proofs.overall(fitted.proof.rounded, "gradients").relative)
+        errors.append(rounding.overall(fitted.proof.rounded, "gradients").relative)
     assert errors[1] < 1e-5 < 1e-3 < errors[0]
 
 

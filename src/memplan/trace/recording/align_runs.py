@@ -53,7 +53,7 @@ def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
 
 
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the index pairs of equal items in two sequences, in order: the common beginning and end, then difflib's."""
+    """Return index pairs of equal items of two sequences, in order: their common beginning and end, then difflib's."""
     low = _common_prefix(first, second)
     high = _common_prefix(first[low:][::-1], second[low:][::-1])
     ends = len(first) - high, len(second) - high
