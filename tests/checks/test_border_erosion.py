@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks.random_stacks import Layer, interior_size, module_of, probed, reach, stacks
+from environment import needs_avx512
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processor import needs_avx512
-from stacks import Layer, interior_size, module_of, probed, reach, stacks
 from torch import Tensor, nn
 
 import memplan

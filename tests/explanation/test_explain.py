@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocator import measured_peak
-from steps import STEPS, mlp, plain
+from models.steps import STEPS, mlp, plain
 from torch import nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.errors import InputError, StepError, TargetError

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 from goldens.handmade import MIB, ROOT, TENSOR, changed, gelu, write
 
 import memplan

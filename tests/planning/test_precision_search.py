@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from processor import needs_avx512
+from environment import needs_avx512
 from torch import Tensor, nn
 from torch.nn import functional as F
 

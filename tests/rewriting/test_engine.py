@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import NORMED
+from models.networks import NORMED
 from rewriting.cells import CELLS, CHOICES, Cell, installed, same, same_state, total
 from torch import nn
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from rewriting.cells import CHOICES
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call, call_of

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from allocator import allocations, peak_of
 from rewriting.cells import CHOICES, same_state, total
 from torch import Tensor, nn
 from torch.autograd import Function
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, measured_peak, peak_of
-from steps import STEPS, mlp, plain
+from models.steps import STEPS, mlp, plain
 from torch._subclasses.fake_tensor import FakeTensorMode
+from truth.cpu_allocator import allocations, measured_peak, peak_of
 
 import memplan
 from memplan.trace.recording.boundaries import Boundaries

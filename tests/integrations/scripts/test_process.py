@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from supervised import NEITHER, NO_NAMESPACES
+from integrations.scripts.sandbox.supervised import NEITHER, NO_NAMESPACES
 
 import memplan
 from memplan.errors import InputError, StepError, UsageError

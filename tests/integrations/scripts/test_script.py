@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from script_runs import GaveUp, run
+from integrations.scripts.script_runs import GaveUp, run
 from torch import nn
 
 import memplan
@@ -38,7 +38,7 @@ def test_the_peak_is_that_of_a_build_of_the_same(tmp_path: Path) -> None:
     namespace: dict[str, object] = {}
 
     def build() -> object:
-        import script_runs
+        from integrations.scripts import script_runs
 
         exec(script_runs.HEAD + LOOP.partition("for x, y")[0], namespace)
         exec(

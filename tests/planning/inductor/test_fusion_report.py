@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import SmallGPT, SmallResNet
+from models.networks import SmallGPT, SmallResNet
 from planning.graphs import HELD, all_kept
 from torch import Tensor, nn
 from torch.nn import functional as F

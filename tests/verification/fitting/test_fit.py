@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
-from networks import SmallGPT, SmallResNet, token_loss
-from snapshots import everything
+from models.networks import SmallGPT, SmallResNet, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
+from truth.cpu_allocator import allocations, peak_of
+from truth.module_state import everything
 from verification.fitting.quick import fit, plan
 
 from memplan.errors import BudgetError, DeviceError, InputError, UnitError, UsageError, VerificationError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from processor import needs_avx512
+from environment import needs_avx512
 from torch import nn
 from torch.nn import functional as F
 

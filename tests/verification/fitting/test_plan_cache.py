@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from networks import SmallGPT, token_loss
+from environment import needs_sizes_as_symbols
+from models.networks import SmallGPT, token_loss
 from torch import Tensor, nn
-from versions import needs_sizes_as_symbols
 
 from memplan import _torch
 from memplan.errors import BudgetError

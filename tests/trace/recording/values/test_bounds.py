@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocator import measured_peak
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.errors import DataDependentError, StepError, UsageError
