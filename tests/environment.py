@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -25,3 +26,8 @@ needs_sizes_as_symbols = pytest.mark.skipif(
     reason="attention on the CPU asks for numbers in torch 2.11: each new size is captured by itself there",
 )
 """For attention that is traced with symbols for sizes."""
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Return cases of a parametrization that repeat the others in more places: `make test-all` runs them."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]

@@ -146,8 +146,9 @@ def test_a_plan_takes_the_bytes_back() -> None:
     assert "with a plan that adds" in finding.advice[0]
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("size", [572, 576])  # padded, only the second gives sizes that all strides divide
+@pytest.mark.parametrize(
+    ("size", "device"), [(572, "cpu"), (576, "h100")]
+)  # padded, only the second gives sizes that all strides divide
 def test_of_a_trace_the_bytes_are_those_of_the_padded_model(size: int, device: str) -> None:
     """Nothing can be made anew of it: the ops of the step are run again, with padding."""
     options = StepOptions((f"2x1x{size}x{size}",), optimizer=torch.optim.AdamW).checked()

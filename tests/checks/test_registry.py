@@ -75,8 +75,12 @@ CASES = [
     *((name, "h100", found) for name, found in ON_A_CARD.items()),
     *((name, "h100", set[str]()) for name in QUIET),
 ]
-LONG = ("t5", "unetr", "densenet", "llama", "gradient_accumulation", "bert", "segresnet", "basic_unet3d")
-"""Take seconds each, and have kin among the others."""
+LONG = (
+    *("t5", "unetr", "llama", "llama_gradient_checkpointing", "llama_lora", "bert", "segresnet", "basic_unet3d"),
+    *("gradient_accumulation", "resnet18_inference", "gpt2_inference", "frozen_backbone", "loss_logging"),
+    *(name for name in QUIET if name not in ("sdpa_transformer", "checkpoint_reentrant", "autocast_conv")),
+)
+"""Take long, and have kin among the others."""
 
 
 def test_ids_and_titles_are_unique() -> None:

@@ -132,6 +132,7 @@ for _ in range(10):
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_a_target_with_its_arguments(models: Path) -> None:
     (models / "train.py").write_text(SCRIPT.replace("WIDTH", "64"))
     of_script = ["--script", "train.py", "--baseline", "memory.json", "--device", "cpu"]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from environment import slow
 from integrations.scripts.sandbox.supervised import NEITHER, NO_NAMESPACES
 
 import memplan
@@ -33,7 +34,7 @@ NEEDS = {
     "sliding_window": ["monai"],
     "trainer_lora": ["transformers", "peft"],
 }
-QUICK = ("gan", "made_on_the_fly")
+QUICK = ("gan",)
 SCRIPTS = [
     pytest.param(path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in sorted(TEN.glob("*.py"))
 ]
@@ -87,7 +88,7 @@ def test_what_would_be_written_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(str(one.where).startswith("plain_amp.py:") for one in own)
 
 
-@pytest.mark.parametrize(("ending", "code"), [("raise SystemExit(3)", 3), ("import os; os._exit(5)", None)])
+@pytest.mark.parametrize(("ending", "code"), [*slow(("raise SystemExit(3)", 3)), ("import os; os._exit(5)", None)])
 def test_an_exit_before_the_first_model(tmp_path: Path, ending: str, code: int | None) -> None:
     command = _written(tmp_path, f"print('said before')\n{ending}\n")
     with pytest.raises(StepError, match="exit code") as caught:
@@ -198,6 +199,7 @@ def test_usual_idioms_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
+@pytest.mark.slow
 def test_what_was_saved_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     again = "torch.save(model.state_dict(), 'a.pt')\nmodel.load_state_dict(torch.load('a.pt'))\nprint"

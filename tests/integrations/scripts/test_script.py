@@ -91,6 +91,7 @@ def test_a_rare_optimizer_is_waited_for(tmp_path: Path) -> None:
     assert len(calls) == 5 + 5 + 1, "five times both, once the critic on what is not detached"
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_never_used_is_not_waited_for(tmp_path: Path) -> None:
     text = LOOP.replace("opt =", "spare = torch.optim.SGD(model.parameters(), lr=1)\nopt =").replace("400", "4000")
     _, facts = run(tmp_path, text)

@@ -43,6 +43,7 @@ class Asked(fit_module.Plans):
         return super().__call__(call, held)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_module, "Plans", Asked)
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewriting.cells import installed
@@ -374,7 +375,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b or bool(torch.equal(*pair)) for pair in zip(one, other, strict=True) for a, b in [pair])
 
 
-@pytest.mark.parametrize("worth", [1, 1 << 30], ids=["by a tree", "by Python"])
+@pytest.mark.parametrize("worth", [1, *slow(1 << 30)], ids=["by a tree", "by Python"])
 @pytest.mark.parametrize("name", cases())
 def test_a_planned_call_is_eager_modes_after_any_change(name: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan._torch.guards._WORTH", worth)
