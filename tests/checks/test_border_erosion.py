@@ -122,6 +122,7 @@ def test_padded_it_loses_nothing() -> None:
     assert erosions(padded_unet, "1x1x64x64") == []
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_the_padded_model() -> None:
     (finding,) = erosions(ValidUNet, "2x1x188x188")
     build = lambda make: memplan.record(build_of(make, StepOptions(("2x1x188x188",)).checked()), device="cpu")  # noqa: E731

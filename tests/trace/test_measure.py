@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from models.steps import STEPS, mlp, plain
 from torch._subclasses.fake_tensor import FakeTensorMode
 from truth.cpu_allocator import allocations, measured_peak, peak_of
@@ -20,6 +21,8 @@ from memplan.trace.recording.boundaries import Boundaries
 
 NAMES = ["in_place", "checkpoint_of_a_function", "frozen_and_tied", "convolutions_3d", "optimizer_adamw_foreach",
          "custom_function", "double_backward", "autocast"]  # fmt: skip
+FEW = ["checkpoint_of_a_function", "optimizer_adamw_foreach", "autocast"]
+REPEATED = [*FEW, *slow(*(name for name in NAMES if name not in FEW))]
 
 
 def events(trace: memplan.Trace) -> list[int]:
@@ -48,7 +51,7 @@ def seen(build: Callable[[], Callable[[], Any]], steps: int = 2) -> list[int]:
     return result
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REPEATED)
 def test_every_event_is_that_of_a_plain_run_under_the_profiler(name: str) -> None:
     torch.manual_seed(0)
     measured = memplan.measure(STEPS[name])
@@ -57,6 +60,7 @@ def test_every_event_is_that_of_a_plain_run_under_the_profiler(name: str) -> Non
     assert births[0] == births[1]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(STEPS) - set(NAMES)))
 def test_the_same_for_every_other_step(name: str) -> None:
@@ -125,7 +129,7 @@ def test_what_is_made_without_a_mode_alone_is_said() -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REPEATED)
 def test_causes_agree_with_the_recording(name: str) -> None:
     build = STEPS[name]
     totals = []

@@ -86,6 +86,7 @@ def test_a_line_that_reads_a_number_keeps_no_tensor_of_its_function(tmp_path: Pa
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["losses_kept", "two_calls", "gpt2_accelerate"])
 def test_the_lines_keep_the_bound_that_is_printed_with_them(name: str) -> None:
     if name == "gpt2_accelerate":

@@ -400,6 +400,7 @@ def test_what_the_graph_does_not_hang_on_changes_no_plan(monkeypatch: pytest.Mon
     assert len(lowered) == len(set(lowered)) > 0  # nothing twice
 
 
+@pytest.mark.slow
 def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     written, compiled = list[str](), list[inductor.Lowerable]()
     write, compile_ = GraphLowering.codegen, inductor.kernels_of
@@ -530,6 +531,7 @@ def test_a_plan_goes_back_and_forth_and_keeps_its_engine() -> None:
     assert again.proof.peak == fitted.proof.peak
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
     torch.manual_seed(0)
     model, (x, y) = Net(), inputs()

@@ -431,7 +431,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 @given(TREES.map(lambda tree: Box(tree=tree)), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_one_change_in_any_tree(holder: Box, data: st.DataObject) -> None:
     model = Net(holder, lambda s: weight_of(s.h.tree))
     installed(model)
