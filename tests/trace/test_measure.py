@@ -61,19 +61,14 @@ def test_every_event_is_that_of_a_plain_run_under_the_profiler(name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(STEPS) - set(NAMES)))
 def test_the_same_for_every_other_step(name: str) -> None:
     torch.manual_seed(0)
     assert memplan.simulate(memplan.measure(STEPS[name])).peak_allocated == measured_peak(STEPS[name])
 
 
-MANY = ["checkpoint_of_a_function", "optimizer_adamw_foreach", "autocast"]
-"""Steps of which the first makes what the others find: gradients, states, weights in fewer bits."""
-
-
 @pytest.mark.parametrize("steps", [5, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", FEW)
 def test_many_steps_are_those_of_a_plain_run(name: str, steps: int) -> None:
     torch.manual_seed(0)
     measured = memplan.measure(STEPS[name], steps=steps)

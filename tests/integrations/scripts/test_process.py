@@ -138,6 +138,8 @@ EFFECTS = {
     "import os; os.system('true made')": ("process", "true made"),
     "os.posix_spawn('/bin/true', ['true', 'x'], os.environ)": ("process", "true x"),
     "torch.save(model, 'model.pt')": ("checkpoint", "model.pt"),
+    "torch.jit.script(model).save('script.pt')": ("checkpoint", "script.pt"),
+    "torch.jit.trace(model, torch.randn(8, 64)).save('trace.pt')": ("checkpoint", "trace.pt"),
     "import pickle; open('model.bin', 'wb').write(pickle.dumps(model.state_dict()))": ("checkpoint", "model.bin"),
     "import safetensors.torch as s; s.save_file(model.state_dict(), 'm.st')": ("checkpoint", "m.st"),
     "open('log.txt', 'w').write('x')": ("file", "log.txt"),
@@ -190,21 +192,13 @@ torch.distributed.all_reduce(torch.ones(3)); torch.distributed.barrier()
 """
 
 
-@pytest.mark.parametrize("really", [False, True])
+@pytest.mark.parametrize("really", [False, *slow(True)])
 def test_usual_idioms_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, really: bool) -> None:
     monkeypatch.chdir(tmp_path)
     text = LOOP.replace("print", IDIOMS + "print", 1)
     ran = run_script(Request(_written(tmp_path, text), device="cpu", really=really))
     assert ran.facts.ending == "steps"
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
-
-
-@pytest.mark.slow
-def test_what_was_saved_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    again = "torch.save(model.state_dict(), 'a.pt')\nmodel.load_state_dict(torch.load('a.pt'))\nprint"
-    ran = run_script(Request(_written(tmp_path, LOOP.replace("print", again)), device="cpu"))
-    assert ran.facts.ending == "steps"
 
 
 CHECKPOINTS = """
@@ -283,16 +277,6 @@ def test_a_script_that_is_recorded_on_several_branches_writes_once(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["count.txt", "log.txt", "run_0", "script.py"]
 
 
-def test_a_module_of_torch_jit_is_saved_by_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    saved = "torch.jit.script(model).save('m.pt')\ntorch.jit.trace(model, torch.randn(8, 64)).save('t.pt')\nprint"
-    ran = run_script(Request(_written(tmp_path, LOOP.replace("print", saved)), device="cpu"))
-    assert [(os.path.basename(one.what), one.kind) for one in ran.facts.held] == [
-        ("m.pt", "checkpoint"),
-        ("t.pt", "checkpoint"),
-    ]
-
-
 PRETRAINED = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -315,14 +299,14 @@ def test_a_pretrained_model_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ran.facts.updates == 2
 
 
-def test_files_that_could_not_be_written_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ending", "code"), [("raise SystemExit(3)\n", 3), *slow((LOOP, 1))])
+def test_files_that_could_not_be_written_are_told(tmp_path: Path, ending: str, code: int) -> None:
     (tmp_path / "runs").mkdir()
     text = "import os\nos.rmdir('runs'); open('runs', 'w').write('x'); open('a.txt', 'w').write('x')\n"
-    for ending, code in ((LOOP, 1), ("raise SystemExit(3)\n", 3)):
-        done = _command(tmp_path, text + ending, "--allow-writes")
-        assert done.returncode == code
-        assert f"memplan: {tmp_path}/runs was not written: there is a folder in its place, which stays" in done.stderr
-        assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "x"
+    done = _command(tmp_path, text + ending, "--allow-writes")
+    assert done.returncode == code
+    assert f"memplan: {tmp_path}/runs was not written: there is a folder in its place, which stays" in done.stderr
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "x"
 
 
 HYDRA = """
@@ -333,7 +317,7 @@ assert (open("log.txt").read(), os.listdir(), open("../../script.py").read(10)) 
 """
 
 
-@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
+@pytest.mark.parametrize("kernel", [None, *slow(NO_NAMESPACES)])
 def test_a_script_works_in_a_folder_that_it_made(tmp_path: Path, kernel: Callable[[], None] | None) -> None:
     done = _command(tmp_path, LOOP.replace("print", HYDRA + "print", 1), kernel=kernel)
     assert done.returncode == 0, done.stderr
