@@ -332,19 +332,19 @@ def test_deep_folders_cost_no_more_than_flat_ones(tmp_path: Path) -> None:
     assert "At least 1 more are not listed." in done.stdout
 
 
-CLOSES = {
-    "os.closerange(3, 1024)": "",
-    "[os.close(number) for number in map(int, os.listdir('/dev/fd')) if number > 2]": "",
-    "import ctypes; [ctypes.CDLL(None).close(number) for number in range(3, 99)]": "closed the descriptor",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("code", CLOSES)
-def test_a_script_may_close_all_descriptors(tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("os.closerange(3, 1024)", ""),
+        ("import ctypes; [ctypes.CDLL(None).close(number) for number in range(3, 99)]", "closed the descriptor"),
+        *slow(("[os.close(number) for number in map(int, os.listdir('/dev/fd')) if number > 2]", "")),
+    ],
+)
+def test_a_script_may_close_all_descriptors(tmp_path: Path, code: str, said: str) -> None:
     text = f"import os\ntry: {code}\nexcept OSError: pass\n" + LOOP
     done = _command(tmp_path, text)
-    assert done.returncode == (2 if CLOSES[code] else 0), done.stderr
-    assert CLOSES[code] in done.stderr
+    assert done.returncode == (2 if said else 0), done.stderr
+    assert said in done.stderr
 
 
 def test_a_supervisor_that_cannot_start_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +405,11 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    "data", [b"cposix\nsystem\n(Vtouch here\ntR.", b"{}", b"[]", b'{"error": 1}', b'{"facts": {}}\n{}', b"\xff" * 99]
+    "data",
+    [
+        *[b"cposix\nsystem\n(Vtouch here\ntR.", b'{"facts": {}}\n{}'],
+        *slow(b"{}", b"[]", b'{"error": 1}', b"\xff" * 99),
+    ],
 )
 def test_an_answer_is_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.chdir(tmp_path)
