@@ -39,8 +39,9 @@ MISSES: dict[str, str] = json.loads(dry.MISSES.read_text(encoding="utf-8"))
 
 
 def quick(path: Path) -> bool:
-    """Whether a file is of every run: each step on one of the cards, the next step on the next."""
-    return STEPS.index(path.name) % len(CARDS) == CARDS.index(path.parts[-3])
+    """Whether a file is of every run: each step on one of the cards that have it, the next step on the next."""
+    cards = sorted(other.parts[-3] for other in FILES if other.name == path.name)
+    return path.parts[-3] == cards[STEPS.index(path.name) % len(cards)]
 
 
 def to_compare(path: Path, *, misses: bool) -> Any:
