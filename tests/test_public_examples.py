@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from public_examples import names
+from models.public_examples import names
 
 import memplan
 

@@ -331,6 +331,7 @@ def test_the_smallest_budget_is_told_and_is_enough(deep: tuple[str, nn.Module], 
     assert run(target, *OPTIONS, "--budget", least).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
 def test_what_fusion_brings_is_told(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
     target, model = deep

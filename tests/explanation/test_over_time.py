@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import mlp
+from models.steps import mlp
 
 import memplan
 from memplan import Trace

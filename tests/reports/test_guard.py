@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 
-from guarded import MIB, figures, taken
+from models.guard_figures import MIB, figures, taken
 
 from memplan.reports.guard import print_outcome
 from memplan.studies.guarding.outcome import Outcome, compare_with

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import STEPS
+from models.steps import STEPS
 
 import memplan
 from memplan._text import write_whole

@@ -12,8 +12,8 @@ import pytest
 import steps_by_reads
 import torch
 import torch.nn.functional as F
-from allocator import measured_peak
 from torch import Tensor, nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.trace.each_value import SAME

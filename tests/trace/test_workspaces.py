@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from asked_convolutions import NOWHERE, needs_compiler, write_script
+from cudnn.scripted_worker import NOWHERE, needs_compiler, write_script
 from torch import nn
 
 import memplan

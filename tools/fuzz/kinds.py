@@ -73,7 +73,7 @@ from memplan.verification.proof.rounding import Rounded
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path.insert(0, str(_TESTS))
-import saved_pages  # noqa: E402  # pyright: ignore[reportMissingImports]  # of the tests
+from reports import saved_results  # noqa: E402  # pyright: ignore[reportMissingImports]  # of the tests
 from reports.outcomes import PROOF, WRONG  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 _DATA = _TESTS / "data"
@@ -443,8 +443,9 @@ def _sweep() -> Any:
 def _results() -> list[Any]:
     """Return a result of each kind that has no reader of its own but the page."""
     held = [{"format": "memplan.cache", "schema": 1, "kept": [{"path": "a", "what": "b", "number": 1, "bytes": 9}]}]
-    texts = [saved_pages.findings(), saved_pages.replayed(), saved_pages.compared(), saved_pages.found_largest(),
-             saved_pages.watched(), saved_pages.fitted(), devices_report.Catalogue([devices.find("t4")]).to_json(),
+    texts = [saved_results.findings(), saved_results.replayed(), saved_results.compared(),
+             saved_results.found_largest(), saved_results.watched(), saved_results.fitted(),
+             devices_report.Catalogue([devices.find("t4")]).to_json(),
              compare_with(_figures(), _taken(), "1%").to_json()]  # fmt: skip
     side = {"bytes": 9, "seconds": 0.1, "activation_bytes": 3}
     quantized = {"format": "memplan.quantized", "schema": 1, "title": "net", "scheme": "int8", "weights_saved": 9,
@@ -454,7 +455,7 @@ def _results() -> list[Any]:
               "by_cause": {"weight": 9}, "held_now": {"weight": 4}, "command": "memplan why"}  # fmt: skip
     script = {"format": "memplan.fit_script", "schema": 1, "title": "train.py", "fits": True, "changed": True,
               "budget": 9, "recorded": 12, "beside": 1, "surplus": 0, "planned": 8, "smallest_budget": None,
-              "plan": json.loads(saved_pages.planned().to_json()), "lines": {"text": ["a", "b"]}}  # fmt: skip
+              "plan": json.loads(saved_results.planned().to_json()), "lines": {"text": ["a", "b"]}}  # fmt: skip
     return [*map(json.loads, texts), *held, quantized, mortem, script]
 
 
@@ -491,7 +492,7 @@ def _traces() -> tuple[Trace, ...]:
 
 def _with_everything() -> Trace:
     """Return a trace with all sections that most traces have not."""
-    trace = saved_pages.trace()
+    trace = saved_results.trace()
     workspaces = [storage.id for storage in trace.storages if storage.cause == "workspace"][:3]
     events = {tick for storage in trace.storages for tick in (storage.born, storage.died)}
     free = [tick for tick in range(1, trace.end) if tick not in events][:2]
@@ -514,7 +515,7 @@ def _good() -> memplan.Explanation:
 
 @cache
 def _taken() -> Taken:
-    return taken(saved_pages.trace(), target="net.py:make", options="--input 8x3x32x32", train=True, settings=None)
+    return taken(saved_results.trace(), target="net.py:make", options="--input 8x3x32x32", train=True, settings=None)
 
 
 def _figures() -> Figures:
@@ -540,9 +541,11 @@ def make():
 def kinds() -> dict[str, Kind]:
     """Return every kind by its name."""
     traces = _traces()
-    explanations = [explain_trace(trace, title="net", train=True).to_dict() for trace in (*traces, saved_pages.trace())]
+    explanations = [
+        explain_trace(trace, title="net", train=True).to_dict() for trace in (*traces, saved_results.trace())
+    ]
     explanations += [
-        memplan.explain(saved_pages.Net, "8x3x32x32", device=device).to_dict() for device in ("cpu", "rtx4090")
+        memplan.explain(saved_results.Net, "8x3x32x32", device=device).to_dict() for device in ("cpu", "rtx4090")
     ]
     with tempfile.TemporaryDirectory() as folder, mock.patch("sys.path", [folder, *sys.path]):
         Path(folder, "followed.py").write_text(_FOLLOWED)
@@ -550,15 +553,15 @@ def kinds() -> dict[str, Kind]:
     assert all(any(one[name] for one in explanations) for name in ("scaling", "card", "lines", "course"))
     on_card = memplan.simulate(traces[1])
     written = snapshot_of(on_card, frames_of(traces[1]), trace=traces[1])
-    plans = [_plan(), json.loads(saved_pages.planned().to_json())]
-    sweeps = [_sweep(), json.loads(saved_pages.sweep())]
+    plans = [_plan(), json.loads(saved_results.planned().to_json())]
+    sweeps = [_sweep(), json.loads(saved_results.sweep())]
     baseline = Baseline((_figures(), replace(_taken().figures, device="t4"))).to_dict()
     lossy = replace(PROOF, grade="lossy", truth="float64", cut=Cut(2, 8, 99, 9, True), rounded=(
         Rounded("gradients", "a.weight", 0, 0.1, 0.2, 1.0, 0.5),
         Rounded("outputs", "the output", 0, 0.1, 0.2, 1.0, 0.5),
     ))  # fmt: skip
     proofs = [one.to_dict() for one in (PROOF, WRONG, lossy)]
-    saved = [json.loads(trace.to_json()) for trace in (*traces, saved_pages.trace(), _with_everything())]
+    saved = [json.loads(trace.to_json()) for trace in (*traces, saved_results.trace(), _with_everything())]
     return {
         "snapshots": _snapshot_kind([_history(), json.loads(json.dumps(written))]),
         "traces": _json_kind(saved, _use_trace),
@@ -569,7 +572,7 @@ def kinds() -> dict[str, Kind]:
         "proofs": _json_kind(proofs, _use_proof),
         "results": _json_kind(_results(), _use_result),
         "compared": _json_kind(
-            [explanations[0], plans[0], sweeps[0], saved[0], json.loads(saved_pages.fitted())], _use_any_file
+            [explanations[0], plans[0], sweeps[0], saved[0], json.loads(saved_results.fitted())], _use_any_file
         ),
         "layouts": _layout_kind(),
         "answers": _answers_kind(),

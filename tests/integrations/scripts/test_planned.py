@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
-from script_runs import HEAD, run, script_of
+from integrations.scripts.script_runs import HEAD, run, script_of
 from torch import nn
+from truth.cpu_allocator import allocations, peak_of
 
 import memplan
 from memplan.devices import find

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from reports.outcomes import WRONG
-from saved_pages import EVIL, every, explanation, sweep
+from reports.saved_results import EVIL, every, explanation, sweep
 
 from memplan._bytes import format_bytes
 from memplan.cli import main

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from opened_pages import DATA, Opened, needs_browser, started, written
-from saved_pages import Net, every, explanation, fitted, planned
+from reports.html.browser import DATA, Opened, needs_browser, started, written
+from reports.saved_results import Net, every, explanation, fitted, planned
 
 import memplan
 from memplan import Trace

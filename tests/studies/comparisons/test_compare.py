@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import SmallResNet
+from models.networks import SmallResNet
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded import MIB, figures
+from models.guard_figures import MIB, figures
 
 from memplan.errors import BaselineError, FormatError
 from memplan.studies.guarding.baseline import Baseline, read_baseline

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 
 import memplan
 from memplan.cli import main

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import everything
 from torch import Tensor, nn
 from torch.nn import functional as F
+from truth.module_state import everything
 from verification.fitting.quick import fit, plan
 
 from memplan.errors import UsageError

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocator import measured_peak
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.errors import DataDependentError, StepError, UsageError
@@ -212,6 +212,7 @@ def test_at_most_two_booleans_are_distinct() -> None:
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 
 
+@pytest.mark.slow
 def test_sequences_of_a_share_are_padded_to_the_longest() -> None:
     build = packed(nn.GRU, lambda: torch.tensor([50, 7, 7, 6, 6, 6, 5, 5, 4, 4]) + torch.randint(0, 1, (10,)), False)
     line = memplan.record(build).assumptions[0].where

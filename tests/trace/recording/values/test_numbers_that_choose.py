@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from allocator import measured_peak
 from torch import Tensor
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.trace.records import loud

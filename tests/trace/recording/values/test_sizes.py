@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocator import measured_peak
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.trace.records import loud

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
-from convolution_calls import only_avx512
 from torch import nn
+from truth.convolution_bytes import only_avx512
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from allocator import allocations, peak_of
-from convolution_calls import only_avx512
+from truth.convolution_bytes import only_avx512
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.trace.semantics.cpu.convolution import transient_backward
 

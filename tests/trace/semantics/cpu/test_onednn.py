@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from convolution_calls import beyond_results, only_avx512
+from truth.convolution_bytes import beyond_results, only_avx512
 
 from memplan.trace.semantics.layout import has_amx
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from convolution_calls import forward, gradient, only_avx512
+from truth.convolution_bytes import forward, gradient, only_avx512
 
 pytestmark = only_avx512
 Case = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]

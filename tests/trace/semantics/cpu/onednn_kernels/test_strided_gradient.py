@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from convolution_calls import forward, gradient, only_avx512
+from truth.convolution_bytes import forward, gradient, only_avx512
 
 from memplan.trace.semantics.layout import has_amx
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from guarded import figures, taken
+from models.guard_figures import figures, taken
 from reports.outcomes import FRONTIER, PROOF, plan
 from torch import nn
 
@@ -32,7 +32,7 @@ from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 from memplan.verification.fitting.outcome import Outcome
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 EVIL = "<script>hacked = 1</script><img src=x onerror='hacked = 1'>"
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import memplan
 from memplan.simulation.snapshots.write import write_snapshot
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def example(name: str) -> ModuleType:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.trace.semantics.cpu.table import transient_bytes
 

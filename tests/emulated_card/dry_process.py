@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from dry_torch import ENVIRONMENT
+from environment import ENVIRONMENT
 
 from memplan.devices import find
 from memplan.dry.cuda_torch import find_torch
