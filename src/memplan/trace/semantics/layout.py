@@ -44,23 +44,6 @@ def copied(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
 
 
-_TRANSPOSED = 60
-"""Rows and columns of the blocks that copy_ transposes at a time (twice as many for uint8)."""
-
-
-def transposing(source: torch.Tensor) -> int:
-    """Return the bytes of copy_'s block buffer when it copies a transposed matrix to row-major order, else 0.
-
-    Source: aten/src/ATen/native/Copy.cpp, `copy_transpose_valid` and `copy_same_type_transpose_`.
-    """
-    if source.dim() != 2 or source.stride(0) != 1 or source.stride(1) != source.shape[0]:
-        return 0
-    if source.numel() < _TRANSPOSED**2 or source.is_conj() or source.is_neg():
-        return 0
-    side = 2 * _TRANSPOSED if source.dtype is torch.uint8 else _TRANSPOSED
-    return side**2 * source.element_size()
-
-
 def like_channels_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether strides are channels last (MemoryFormat.h, is_channels_last_strides_2d_s4 and ..._3d_s5)."""
     order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(len(sizes))

@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from memplan.trace.semantics.cpu.results import RESULTS
 from memplan.trace.semantics.cpu.table import _FORMULAS, transient_bytes
 from memplan.trace.semantics.cpu.temporaries import (
-    comparing,
-    copying,
-    fourier,
     indexing,
-    linear_algebra,
     losses,
     resampling,
-    sampling,
 )
 
 aten = torch.ops.aten
@@ -197,7 +192,7 @@ def test_drawn_convolutions(
 
 def test_the_operands_of_a_second_derivative_are_copied() -> None:
     x, g = torch.randn(4, 32, 48, 48).transpose(0, 1), torch.randn(4, 32, 48, 48).transpose(0, 1)
-    compare(aten.convolution.default, x, g, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    compare(aten.convolution.default, x, g, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, within=WITHIN)
 
 
 def image(last: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -387,7 +382,7 @@ def test_a_norm_in_another_dtype() -> None:
 
 BY_A_NUMBER = ["aten.deg2rad.default", "aten.rad2deg.default"]
 """Held against a step's peak in `test_scalar_operands`."""
-OF_THEIR_OWN = (comparing, copying, fourier, indexing, linear_algebra, losses, resampling, sampling)
+OF_THEIR_OWN = (indexing, losses, resampling)
 """Modules that tests of their own hold against a step's peak."""
 BY_GRADIENTS = ["aten._batch_norm_with_update.default", "aten.batch_norm_backward.default"]
 """Held against a step's peak in `test_kernels_expanded_gradients`."""

@@ -153,7 +153,8 @@ def weight_gradient(s: Shape) -> Work:
 
 def _goes_by_columns(s: Shape, group_block: int) -> bool:
     """Whether no other kernel runs it; channels of groups cannot be padded to whole blocks."""
-    if s.padded_beyond or (s.depthwise and s.volumetric) or s.kernel[-1] > _LONGEST:
+    unrolled = s.kernel[-1] * min(s.wide // s.groups, 16) * min(s.wide_space[-1], 28)
+    if s.padded_beyond or (s.depthwise and s.volumetric) or unrolled > _MOST_UNROLLED:
         return True
     return s.groups > 1 and not s.depthwise and any(n // s.groups % group_block for n in (s.wide, s.narrow))
 
@@ -163,8 +164,11 @@ def _least_block() -> int:
     return 4 if simd() == 16 else 8
 
 
-_LONGEST, _LONGEST_OF_WEIGHT_GRADIENT = 32, 13
-"""Widths of a kernel that are not computed by columns."""
+_MOST_UNROLLED = (256 << 10) // (3 * 15)
+"""Instructions of 15 bytes that a kernel's code may have, for each of its three cases: both edges of a row, and between
+(`init_conf` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). Approximate."""
+_LONGEST_OF_WEIGHT_GRADIENT = 13
+"""Width of a kernel above which a weight gradient goes by columns."""
 
 
 def _columns(s: Shape) -> int:
