@@ -102,10 +102,9 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     bias_bytes = gradient.shape[1] * s.itemsize if mask[2] else 0
     results = grad_input + bias_bytes
     if mask[1] or mask[2]:
-        work = onednn.weight_gradient(s)
+        work = onednn.channels_last_weight_gradient(s) if last else onednn.weight_gradient(s)
         results += grad_weight if mask[1] else 0
-        operands = 0 if last else work.source + work.other
-        peaks.append(grad_input + operands + work.weight + work.scratch + bias_bytes)
+        peaks.append(grad_input + work.source + work.other + work.weight + work.scratch + bias_bytes)
         peaks.append(grad_input + work.weight + grad_weight * (2 if last else 1) + 2 * bias_bytes)
     return copies + max(0, max(peaks) - results)
 

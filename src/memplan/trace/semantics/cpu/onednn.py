@@ -58,6 +58,11 @@ class Shape:
         return self.groups > 1 and self.groups == self.wide == self.narrow
 
     @property
+    def small_depthwise(self) -> bool:
+        """Whether the depthwise weight gradient's kernel runs it: up to 3x3, on images at least as high."""
+        return self.depthwise and not self.dilated and max(self.kernel) <= 3 and self.wide_space[-2] >= self.kernel[-2]
+
+    @property
     def volumetric(self) -> bool:
         """Whether it is a 3-d convolution."""
         return len(self.kernel) == 3
@@ -135,8 +140,7 @@ def weight_gradient(s: Shape) -> Work:
     images of a batch, each with sums of its own."""
     b = simd()
     if s.depthwise:
-        small = max(s.kernel) <= 3 and all(p <= k // 2 for p, k in zip(s.padding, s.kernel, strict=True))
-        if s.volumetric or s.dilated or not small:
+        if s.volumetric or not s.small_depthwise or any(2 * p > k for p, k in zip(s.padding, s.kernel, strict=True)):
             return Work(0, s.weight_bytes(), 0, _columns(s))
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, other=s.wide_bytes(b))
     if _goes_by_columns(s, 8) or s.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
@@ -149,6 +153,17 @@ def weight_gradient(s: Shape) -> Work:
     weight = s.weight_bytes(1 if flat else b, b)
     scratch = _sums(s, weight) + _to_unit_stride(s)
     return Work(s.narrow_bytes(b), weight, 0, scratch, other=0 if flat else s.wide_bytes(b))
+
+
+def channels_last_weight_gradient(s: Shape) -> Work:
+    """Return the buffers of a weight gradient of channels-last tensors, which are read in place; the channels of every
+    group are padded."""
+    if s.groups == 1 or s.small_depthwise:
+        work = weight_gradient(s)
+        return Work(0, work.weight, 0, work.scratch)
+    b = simd()
+    channels = s.groups * padded(s.narrow // s.groups, b) * padded(s.wide // s.groups, b)
+    return Work(0, channels * prod(s.kernel) * s.itemsize, 0)
 
 
 def _goes_by_columns(s: Shape, group_block: int) -> bool:
