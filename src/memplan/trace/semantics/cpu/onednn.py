@@ -143,7 +143,9 @@ def weight_gradient(s: Shape) -> Work:
         if s.volumetric or not s.small_depthwise or any(2 * p > k for p, k in zip(s.padding, s.kernel, strict=True)):
             return Work(0, s.weight_bytes(), 0, _columns(s))
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, other=s.wide_bytes(b))
-    if _goes_by_columns(s, 8) or s.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
+    shallow = s.volumetric and s.padding[0] > 0 and s.kernel[0] >= s.wide_space[0] + s.padding[0]
+    skips = s.dilated and (s.volumetric or s.strided)
+    if shallow or skips or _goes_by_columns(s, 8) or s.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
         return Work(0, s.weight_bytes(), 0, _columns(s) + 4 * torch.get_num_threads() * s.weight_bytes())
     if s.groups > 1:
         return Work(s.narrow_bytes(), s.weight_bytes(), 0, _sums(s, s.weight_bytes()), other=s.wide_bytes())
