@@ -107,7 +107,7 @@ def forward(s: Shape) -> Work:
     b = simd()
     if s.tiled or (s.depthwise and s.volumetric and not s.dilated):
         return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
-    if _goes_by_columns(s, _least_block()):
+    if _goes_by_columns(s, _least_block(), s.narrow_space[-1]):
         return Work(0, 0, s.narrow_bytes(), _columns(s))
     if s.depthwise:
         return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
@@ -126,7 +126,7 @@ def data_gradient(s: Shape) -> Work:
         source = 0 if s.narrow == 1 or prod(s.narrow_space) == 1 else s.narrow_bytes()
         return Work(source, s.weight_bytes(b, 1), s.wide_bytes(), _padded_image(s), last=s.wide > 1)
     unsupported = s.dilated and (s.strided or s.depthwise)
-    if unsupported or _goes_by_columns(s, _least_block()):
+    if unsupported or _goes_by_columns(s, _least_block(), s.wide_space[-1]):
         return Work(0, 0, s.wide_bytes(), _columns(s))
     if s.depthwise:
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
@@ -145,7 +145,7 @@ def weight_gradient(s: Shape) -> Work:
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, other=s.wide_bytes(b))
     shallow = s.volumetric and s.padding[0] > 0 and s.kernel[0] >= s.wide_space[0] + s.padding[0]
     skips = s.dilated and (s.volumetric or s.strided)
-    if shallow or skips or _goes_by_columns(s, 8) or s.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
+    if shallow or skips or _goes_by_columns(s, 8, 1) or s.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
         return Work(0, s.weight_bytes(), 0, _columns(s) + 4 * torch.get_num_threads() * s.weight_bytes())
     if s.groups > 1:
         return Work(s.narrow_bytes(), s.weight_bytes(), 0, _sums(s, s.weight_bytes()), other=s.wide_bytes())
@@ -168,9 +168,10 @@ def channels_last_weight_gradient(s: Shape) -> Work:
     return Work(0, channels * prod(s.kernel) * s.itemsize, 0)
 
 
-def _goes_by_columns(s: Shape, group_block: int) -> bool:
-    """Whether no other kernel runs it; channels of groups cannot be padded to whole blocks."""
-    unrolled = s.kernel[-1] * min(s.wide // s.groups, 16) * min(s.wide_space[-1], 28)
+def _goes_by_columns(s: Shape, group_block: int, row: int) -> bool:
+    """Whether no other kernel runs it: channels of groups cannot be padded to whole blocks, and the code for a row of
+    `row` results, unrolled, must be short."""
+    unrolled = s.kernel[-1] * min(s.wide // s.groups, 16) * min(row, 28)
     if s.padded_beyond or (s.depthwise and s.volumetric) or unrolled > _MOST_UNROLLED:
         return True
     return s.groups > 1 and not s.depthwise and any(n // s.groups % group_block for n in (s.wide, s.narrow))
