@@ -87,7 +87,6 @@ from memplan._torch.fake import (
     become,
     is_from_outside,
     pickled_fakes,
-    sparse_compressed,
 )
 from memplan._torch.flops import flop_formula
 from memplan._torch.guards import (
@@ -189,6 +188,7 @@ from memplan._torch.tensors import (
     backward_node,
     called_by_engine,
     called_for_the_loss,
+    compressed_layout_error,
     copy_all,
     distinct,
     drawing_from,
