@@ -15,7 +15,7 @@ from memplan._bytes import format_bytes
 from memplan.errors import RecordingError
 from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.recording.place import Line, format_frame
-from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides
+from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarRead
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
@@ -36,6 +36,11 @@ class Recorded(NamedTuple):
     def peak(self) -> int:
         """Return its peak in bytes; 0 if it raised."""
         return peak_live_bytes(self.outcome.counted) if isinstance(self.outcome, Trace) else 0
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all of its storages; 0 if it raised."""
+        return sum(storage.bytes for storage in self.outcome.storages) if isinstance(self.outcome, Trace) else 0
 
     def reaches(self, choice: Choice) -> bool:
         """Return whether the step came to the line of a choice."""
@@ -76,7 +81,8 @@ class _Exploration:
             group = [choice for choice in queue if choice.kind == kind]
             other = self._record(self._first.overrides ^ frozenset(group)) if group else None
             if other is not None and other.peak == self._first.peak and all(map(other.reaches, group)):
-                self._without_effect.update(group)
+                reads, same = self._first.decisions.reads, other.bytes == self._first.bytes
+                self._without_effect.update(choice for choice in group if same or reads[choice.line].bounded)
         queue.sort(key=lambda choice: choice.kind != "branch")
         while queue:
             choice = queue.pop(0)
@@ -90,7 +96,7 @@ class _Exploration:
         (branches, reads), steps = recorded.decisions, len(recorded.outcome.steps)
         choices = [Choice(line, "branch") for line in branches]
         choices += [Choice(line, "other value") for line in reads]
-        choices += [Choice(line, "in turn") for line, read in reads.items() if read.bounded and read.times > steps]
+        choices += [Choice(line, "in turn") for line, read in reads.items() if _has_turns(read, steps)]
         guards = {choice for choice in recorded.overrides if choice.kind == "branch"}
         new = [choice for choice in choices if choice not in self._met and choice not in guards]
         self._met |= dict.fromkeys(new, recorded)
@@ -156,7 +162,7 @@ class _Exploration:
         outcomes = {_value_text(line, recorded.overrides): recorded for recorded in tried}
         peaks = {text: recorded.peak for text, recorded in outcomes.items() if isinstance(recorded.outcome, Trace)}
         if not read.bounded:
-            changes = len(set(peaks.values())) > 1 or not peaks
+            changes = len({recorded.bytes for recorded in outcomes.values() if recorded.peak}) != 1
             return Assumption("branch", _UNBOUNDED.format(value=read.value), where) if changes else None
         for text, recorded in outcomes.items():
             if isinstance(recorded.outcome, RecordingError):
@@ -187,6 +193,10 @@ _MIXED = "; it is read {times} times in a step, and what other orders of its val
 _RAISED = "a value that is read is taken {end}, and what others take IS NOT BOUNDED: {other}, {how}"
 _UNTRIED = "a value that is read is taken as the largest it can be: what smaller ones take IS NOT BOUNDED"
 _UNBOUNDED = "a value of unknown range that is read decides sizes: it is taken as {value}, and others ARE NOT BOUNDED"
+
+
+def _has_turns(read: ScalarRead, steps: int) -> bool:
+    return read.bounded and read.alike and isinstance(read.value, int) and read.times > steps
 
 
 def _value_text(line: Line, overrides: Overrides) -> str:

@@ -116,7 +116,9 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         recording, trace = _record_on_device(target, known, build, steps)
 
         def again(overrides: Overrides) -> Recorded:
-            other, outcome = _record(target, recording.on_card, known, build, steps, overrides, recording.counts)
+            other, outcome = _record(
+                target, recording.on_card, known, build, steps, overrides, recording.counts, is_first=False
+            )
             return Recorded(outcome, overrides, other.decisions)
 
         return explored(Recorded(trace, recording.overrides, recording.decisions), again)
@@ -155,15 +157,18 @@ def _record(
     steps: int,
     overrides: Overrides = frozenset(),
     counts: Mapping[Execution, int] | None = None,
+    *,
+    is_first: bool = True,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
     """Record a step; where an unknown value led into an exception, take it otherwise and record it again.
 
     A branch goes the other way; scalar reads, of which the largest possible value may not fit, are taken as the
     smallest.
 
-    ``counts``: executions of lines -> number of elements that values select there.
+    ``counts``: executions of lines -> number of elements that values select there. ``is_first``: whether scalar reads
+    may be taken as the smallest; else ``overrides`` say how they are taken.
     """
-    first, unfit, counts, is_first = None, None, dict(counts or {}), not overrides
+    first, unfit, counts = None, None, dict(counts or {})
     while True:
         recording = _Recording(target, on_card, known, overrides, counts)
         try:

@@ -291,12 +291,7 @@ class Observer:
                 if not known and isinstance(item, nn.Parameter):
                     self.ownership.add(self.ownership.weights, item, "")
                     self.ownership.unowned.append(weakref.ref(item))
-        if (
-            on_card
-            and on_host
-            and self._events is not None
-            and not signature.name.startswith(_MAY_MIX_DEVICES)
-        ):
+        if on_card and on_host and self._events is not None and not signature.name.startswith(_MAY_MIX_DEVICES):
             self._events.mixed_devices(signature.name)
         return reads, tuple(needs), on_card
 

@@ -61,8 +61,10 @@ class ScalarRead:
     other: Number
     """The smallest possible value; `_THREE` if no range is known."""
     bounded: bool
+    alike: bool
+    """Whether all have the same range."""
     times: int
-    """Reads in all steps."""
+    """In all steps."""
 
 
 class Decisions(NamedTuple):
@@ -148,7 +150,9 @@ class ScalarPolicy:
             self._last_known = bound is not None and bound[0] == bound[1] and self._shares.of(user_frame()) == 1.0
             value = self._value(bound, whole=_is_whole(tensor))
             if not self._last_known:
-                self.assumed.add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
+                is_share = bound is not None and self._shares.of(user_frame()) != 1.0
+                text = f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}"
+                self.assumed.add("bound" if is_share else "scalar", text + (", as was assumed" if is_share else ""))
         if tensor.dtype == torch.bool:
             return bool(value)
         if tensor.dtype.is_complex:
@@ -168,9 +172,13 @@ class ScalarPolicy:
         other, value = bound or (_THREE, _ONE)
         if line is None or other == value or (bound is None and not whole):
             return value
-        before = self._reads.get(line, ScalarRead(value, other, bound is not None, 0))
+        before = self._reads.get(line, ScalarRead(value, other, bound is not None, True, 0))
         self._reads[line] = ScalarRead(
-            max(before.value, value), min(before.other, other), before.bounded and bound is not None, before.times + 1
+            max(before.value, value),
+            min(before.other, other),
+            before.bounded and bound is not None,
+            before.alike and (before.value, before.other) == (value, other),
+            before.times + 1,
         )
         if Choice(line, "in turn") in self._overrides and isinstance(value, int) and bound is not None:
             return value - before.times % (value - int(other) + 1)
@@ -357,16 +365,21 @@ class ScalarPolicy:
 
 
 def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
-    """Return sizes of parts that add up to ``whole``, none empty if there is enough for all; see `_SPLIT`.
+    """Return sizes of parts that add up to ``whole``; see `_SPLIT`.
 
-    Each is at most what it should be, and the last takes the rest: of largest possible sizes the first part takes most,
-    of smallest possible sizes the last.
+    Largest possible sizes fill the first parts, and leave an element for each other part; of smallest possible sizes
+    the last parts take the rest, as far as their ranges go.
     """
     result, left = list[int](), whole
     for later, size in zip(range(len(sizes) - 1, -1, -1), sizes, strict=True):
-        part = left if not later else max(0, min(max(int(size), 1), left - later))
-        result.append(part)
-        left -= part
+        result.append(max(0, min(int(size), left - later)))
+        left -= result[-1]
+    for part in range(len(sizes) - 1, -1, -1):
+        bound = sizes[part].bound if is_symbolic(sizes[part]) else None  # pyright: ignore[reportAttributeAccessIssue]
+        more = left if bound is None else max(0, min(left, int(bound[1]) - result[part]))
+        result[part] += more
+        left -= more
+    result[-1] += left  # what is known does not add up to the whole
     return result
 
 

@@ -11,7 +11,9 @@ from allocator import measured_peak
 from torch import Tensor, nn
 
 import memplan
-from memplan.trace.recording.symbolic_scalars import fitted
+from memplan.trace.recording.symbolic_scalars import ScalarPolicy, fitted
+from memplan.trace.recording.values.bounds import Shares
+from memplan.trace.recording.values.scalars import symbolic
 from memplan.trace.records import loud
 
 SPLITS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
@@ -47,7 +49,7 @@ def test_parts_by_value(name: str, known: bool) -> None:
 def test_parts_add_up_and_none_is_empty(seed: int) -> None:
     drawn = random.Random(seed)
     whole, parts = drawn.randint(1, 300), drawn.randint(1, 20)
-    sizes = fitted([drawn.randint(0, 300) for _ in range(parts)], whole)
+    sizes = fitted([drawn.randint(1, 300) for _ in range(parts)], whole)
     assert len(sizes) == parts
     assert sum(sizes) == whole
     assert min(sizes) >= int(parts <= whole)
@@ -56,4 +58,9 @@ def test_parts_add_up_and_none_is_empty(seed: int) -> None:
 def test_largest_sizes_fill_the_first_part_and_smallest_sizes_the_last() -> None:
     assert fitted([100, 100, 100], 100) == [98, 1, 1]
     assert fitted([60, 90, 90], 100) == [60, 39, 1]
-    assert fitted([0, 0, 0], 100) == [1, 1, 98]
+    assert fitted([0, 0, 0], 100) == [0, 0, 100]
+
+
+def test_no_part_is_larger_than_it_can_be() -> None:
+    policy = ScalarPolicy(Shares({}))
+    assert fitted([symbolic(5, policy, (5, 39)) for _ in range(8)], 100) == [5, 5, 5, 5, 5, 5, 31, 39]

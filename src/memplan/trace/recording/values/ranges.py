@@ -81,10 +81,13 @@ def _known(value: Number) -> Rule:
 
 def _binary(combine: Callable[[Number, Number], Number]) -> Rule:
     def rule(call: Call) -> Range | None:
-        alpha = call.args[2] if len(call.args) > 2 else call.kwargs.get("alpha", 1)
-        return corners(lambda a, b: combine(a, alpha * b), call.of(0), call.of(1))
+        return corners(lambda a, b: combine(a, _alpha(call) * b), call.of(0), call.of(1))
 
     return rule
+
+
+def _alpha(call: Call) -> Number:
+    return call.args[2] if len(call.args) > 2 else call.kwargs.get("alpha", 1)
 
 
 def _divided(call: Call) -> Range | None:
@@ -195,7 +198,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), _known(0)),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _known(1)),
     "where": _same(1, 2),
-    **dict.fromkeys(("maximum", "minimum", "max.other", "min.other"), _same(0, 1)),
+    **dict.fromkeys(("maximum", "minimum"), _same(0, 1)),
     **dict.fromkeys(("masked_fill", "masked_scatter"), _same(0, 2)),
     "index_put": _put,
     **dict.fromkeys(("scatter", "index_copy", "index_fill"), _same(0, 3)),
@@ -203,8 +206,9 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("scatter_add", "index_add"), _added_at),
     "add": _binary(operator.add),
     "sub": _binary(operator.sub),
-    "rsub": _binary(lambda a, b: b - a),
+    "rsub": lambda call: corners(lambda a, b: b - _alpha(call) * a, call.of(0), call.of(1)),
     "mul": _binary(operator.mul),
+    "neg": lambda call: corners(operator.mul, call.of(0), (-1, -1)),
     "div": _divided,
     "floor_divide": _whole(_divided),
     "remainder": _remainder,
@@ -217,7 +221,6 @@ RULES: Mapping[str, Rule] = {
     "count_nonzero": lambda call: (0, call.args[0].numel() // max(call.result.numel(), 1)),
     **dict.fromkeys(("argmax", "argmin"), lambda call: call.last_index(1)),
     "argsort": lambda call: call.last_index(1, -1),
-    "argsort.stable": lambda call: call.last_index(2, -1),
     **dict.fromkeys(("sort", "max.dim", "min.dim"), lambda call: [call.of(0), call.last_index(1, -1)]),
     **dict.fromkeys(("sort.stable", "topk"), lambda call: [call.of(0), call.last_index(2, -1)]),
     "nonzero": lambda call: (0, max([*call.args[0].shape, 1]) - 1),
