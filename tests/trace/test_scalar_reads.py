@@ -110,19 +110,19 @@ def test_recordings_are_bounded() -> None:
         built.append(0)
 
         def step() -> None:
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
-            torch.ones(torch.randint(0, 16, ()).item(), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
+            torch.ones(int(torch.randint(0, 16, ())), 9)
 
         return step
 
-    trace = memplan.record(build)  # pyright: ignore[reportArgumentType]
+    trace = memplan.record(build)
     assert len(built) == 1 + 8
     assert any("IS NOT BOUNDED" in row.text for row in loud(trace.assumptions))
 

@@ -27,7 +27,8 @@ SAMPLES: Mapping[str, Callable[[], Any]] = {
         N.clone().masked_fill_(M, -30), N.masked_scatter(M, N * 2), N.index_put((AT,), AT * 9),
         N.clone().index_put_((AT,), AT * 9), N.scatter(0, AT, AT * 8), N.scatter(0, AT, 77),
         N.clone().scatter_(0, AT, AT * 8),
-        N.scatter(0, AT, 8, reduce="add"), N.index_copy(0, AT, AT * 8), N.clone().index_copy_(0, AT, AT * 8), N.index_fill(0, AT, 50),
+        N.scatter(0, AT, 8, reduce="add"),
+        N.index_copy(0, AT, AT * 8), N.clone().index_copy_(0, AT, AT * 8), N.index_fill(0, AT, 50),
         N.clone().index_fill_(0, AT, 50),
     ],
     "summed": lambda: [

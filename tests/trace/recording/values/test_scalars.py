@@ -65,7 +65,7 @@ def test_a_comparison_is_a_decision_unless_all_values_agree(name: str) -> None:
 
 UNKNOWN: dict[str, Callable[[Any], Any]] = {
     "above": lambda n: n > 1,
-    "reflected": lambda n: 1 > n,
+    "reflected": lambda n: operator.gt(1, n),
     "square": lambda n: n**2 > 50,
     "part": lambda n: n % 4 == 1,
     "beside a float": lambda n: n * 0.9 > 2,
