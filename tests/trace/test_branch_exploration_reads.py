@@ -63,7 +63,7 @@ def test_the_prediction_is_the_largest_peak_of_all_values(name: str) -> None:
     peaks = [measured_peak(by_number(MONOTONE[name], value, value + 1)) for value in range(12)]
     assert memplan.simulate(trace).peak_allocated == max(peaks)
     assert loud(trace.assumptions)
-    assert all("test_scalar_reads.py" in (row.where or "") for row in trace.assumptions)
+    assert all("test_branch_exploration_reads.py" in (row.where or "") for row in trace.assumptions)
 
 
 LOGGED: dict[str, Body] = {
