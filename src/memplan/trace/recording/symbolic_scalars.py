@@ -181,7 +181,9 @@ class ScalarPolicy:
             before.times + 1,
         )
         if Choice(line, "in turn") in self._overrides and isinstance(value, int) and bound is not None:
-            return value - before.times % (value - int(other) + 1)
+            # from both ends, so that two offsets are as far apart as they can be
+            turn = before.times % (value - int(other) + 1)
+            return value - turn // 2 if turn % 2 else int(other) + turn // 2
         return other if Choice(line, "other value") in self._overrides else value
 
     @contextmanager
