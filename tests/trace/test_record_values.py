@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from steps_by_value import STEPS
+from models.steps_by_value import STEPS
 from torch import nn
 from truth.cpu_allocator import measured_peak
 

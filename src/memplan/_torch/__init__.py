@@ -149,7 +149,6 @@ from memplan._torch.optimizers import (
     scaling_seen,
 )
 from memplan._torch.patches import (
-    FunctionCalls,
     around_started_threads,
     compiled_modules_seen,
     eager_instead_of_compiled,

@@ -321,10 +321,14 @@ class Replacements(Protocol):
         ...
 
 
+def _not_bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented
+
+
 class FakeMode(FakeTensorMode):
     """Fake tensors, with a callback around every aten op. One mode, not two: each costs a dispatch an op."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, bound: Dispatched | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._observe = dispatch
         self._inside = False
@@ -340,7 +344,7 @@ class FakeMode(FakeTensorMode):
         self.replacements: Replacements | None = None
         self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
         """Around an op that makes a tensor on a card: what says that it lies there."""
-        self.bound: Dispatched = lambda func, args, kwargs: NotImplemented
+        self._bound: Dispatched = bound or _not_bounded
         """What stands for the result of an op whose shape depends on values; NotImplemented where nothing does."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
@@ -404,7 +408,7 @@ class FakeMode(FakeTensorMode):
                 result.constant = None  # else what lies in that memory would be its values
             return result
         except DynamicOutputShapeException:
-            bounded = self.bound(func, args, kwargs)
+            bounded = self._bound(func, args, kwargs)
             if bounded is NotImplemented:
                 raise
             self._selected = True
@@ -443,13 +447,13 @@ class FakeMode(FakeTensorMode):
     @contextlib.contextmanager
     def suspending(self) -> Iterator[None]:
         """What runs in here is no part of the recording: no op is observed, and fake tensors have no values."""
-        before, self.suspended, bound = self.suspended, True, self.bound
-        self.bound = lambda func, args, kwargs: NotImplemented
+        before, bound = self.suspended, self._bound
+        self.suspended, self._bound = True, _not_bounded
         try:
             with self.within(), no_modes():
                 yield
         finally:
-            self.suspended, self.bound = before, bound
+            self.suspended, self._bound = before, bound
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.errors import DataDependentError, StepError, UsageError
-from memplan.trace.recording.values import bounds
+from memplan.trace.recording.values.bounds import Shares
 
 Build = Callable[[], Callable[[], None]]
 ROWS = 400
@@ -288,10 +288,9 @@ def test_a_policy_with_masks_of_advantages() -> None:
 
 
 def test_a_file_is_known_by_the_end_of_its_path() -> None:
-    told: list[tuple[str, int, int, bool]] = []
-    found = bounds.Bounds({"b/c.py:3": 0.5}, lambda *one: told.append(one))
+    shares = Shares({"b/c.py:3": 0.5})
     for frame, share in ((("/a/b/c.py", 3), 0.5), (("/a/b/c.py", 4), 1.0), (("/a/xb/c.py", 3), 1.0), (None, 1.0)):
-        assert found.share(frame) == share
+        assert shares.of(frame) == share
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])

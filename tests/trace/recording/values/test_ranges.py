@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.trace.recording.values.intervals import Range
-from memplan.trace.recording.values.range_rules import RULES, Call
-from memplan.trace.recording.values.ranges import rule_of
+from memplan.trace.recording.values.ranges import RULES, Call, Range, rule_of
 
 N, X = torch.tensor([3, -7, 5, 0, 9, 2]), torch.tensor([0.5, -2.5, 3.25, -0.5, 1.0, 7.0])
 M, AT, P = N > 2, torch.tensor([1, 1, 5, 0]), torch.tensor([3, 7, 5])
@@ -29,6 +27,7 @@ SAMPLES: Mapping[str, Callable[[], Any]] = {
         N.clone().masked_fill_(M, -30), N.masked_scatter(M, N * 2), N.index_put((AT,), AT * 9),
         N.clone().index_put_((AT,), AT * 9), N.scatter(0, AT, AT * 8), N.scatter(0, AT, 77),
         N.clone().scatter_(0, AT, AT * 8),
+        N.scatter(0, AT, 8, reduce="add"),
         N.index_copy(0, AT, AT * 8), N.clone().index_copy_(0, AT, AT * 8), N.index_fill(0, AT, 50),
         N.clone().index_fill_(0, AT, 50),
     ],
@@ -64,6 +63,7 @@ SAMPLES: Mapping[str, Callable[[], Any]] = {
     ],
 }  # fmt: skip
 NOT_DISPATCHED = {
+    "scatter.reduce",
     "contiguous",
     "_unsafe_index",
     "take_along_dim",
@@ -91,8 +91,9 @@ class Checked(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         rule = rule_of(str(func))
         if rule is not None:
-            call = Call(str(func), args, kwargs or {}, result, lambda one: known[id(one)])
-            self.seen.add(str(func).split(".")[1])
+            call = Call(args, kwargs or {}, result, lambda one: known[id(one)])
+            _, base, overload = str(func).split(".")
+            self.seen |= {base.rstrip("_"), f"{base.rstrip('_')}.{overload}"}
             said = rule(call)  # raises where it is not made for the form of the arguments
             several = said if isinstance(said, list) else [said]
             for one, values in zip(_tensors(result), several, strict=False):
@@ -121,5 +122,5 @@ def test_weights_of_bins_are_no_counts(weights: torch.Tensor | None) -> None:
     rule = rule_of("aten.bincount.default")
     assert rule is not None
     args = (P,) if weights is None else (P, weights)
-    said = rule(Call("aten.bincount.default", args, {}, torch.bincount(P, weights), ends))
+    said = rule(Call(args, {}, torch.bincount(P, weights), ends))
     assert said == ((0, 3) if weights is None else None)

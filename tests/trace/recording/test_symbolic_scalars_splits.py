@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from truth.cpu_allocator import measured_peak
 
 import memplan
-from memplan.trace.recording.values.splits import uneven
+from memplan.trace.recording.symbolic_scalars import ScalarPolicy, fitted
+from memplan.trace.recording.values.bounds import Shares
+from memplan.trace.recording.values.scalars import symbolic
+from memplan.trace.records import loud
 
 SPLITS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "list": lambda h, sizes: h.split(sizes.tolist()),
@@ -39,21 +42,25 @@ def test_parts_by_value(name: str, known: bool) -> None:
     trace = memplan.record(build)
     predicted, measured = memplan.simulate(trace).peak_allocated, measured_peak(build)
     assert predicted == pytest.approx(measured, rel=0.001) if known else measured <= predicted < 1.2 * measured
-    assert any("IS SPLIT BY VALUES" in one.text for one in trace.assumptions) is not known
+    assert bool(loud(trace.assumptions)) is not known
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_parts_add_up_and_none_is_empty(seed: int) -> None:
     drawn = random.Random(seed)
-    whole = drawn.randint(1, 300)
-    ranges = [drawn.choice([None, (drawn.randint(0, 9), drawn.randint(9, 90))]) for _ in range(drawn.randint(1, 20))]
-    sizes = uneven(whole, ranges)
-    assert len(sizes) == len(ranges)
+    whole, parts = drawn.randint(1, 300), drawn.randint(1, 20)
+    sizes = fitted([drawn.randint(1, 300) for _ in range(parts)], whole)
+    assert len(sizes) == parts
     assert sum(sizes) == whole
-    assert min(sizes) >= int(len(sizes) <= whole and sum(max(1, one[0]) for one in ranges if one) <= whole // 2)
+    assert min(sizes) >= int(parts <= whole)
 
 
-def test_the_first_part_is_as_large_as_can_be() -> None:
-    assert uneven(100, [None, None, None]) == [98, 1, 1]
-    assert uneven(100, [(0, 60), (10, 90), (0, 90)]) == [60, 39, 1]
-    assert uneven(100, [(0, 60), (10, 90), None], fewest=0) == [60, 40, 0]
+def test_largest_sizes_fill_the_first_part_and_smallest_sizes_the_last() -> None:
+    assert fitted([100, 100, 100], 100) == [98, 1, 1]
+    assert fitted([60, 90, 90], 100) == [60, 39, 1]
+    assert fitted([0, 0, 0], 100) == [0, 0, 100]
+
+
+def test_no_part_is_larger_than_it_can_be() -> None:
+    policy = ScalarPolicy(Shares({}))
+    assert fitted([symbolic(5, policy, (5, 39)) for _ in range(8)], 100) == [5, 5, 5, 5, 5, 5, 31, 39]

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 Step = Callable[[], None]
-
-
-def total(losses: Any) -> Any:
-    return sum(losses)
 
 
 def topk_by_count() -> Step:
@@ -247,19 +240,6 @@ def length_bucketing() -> Step:
     return step
 
 
-def layer_drop_choice() -> Step:
-    """One of several layers."""
-    blocks: Any = nn.ModuleList([nn.Linear(32, 32 * w) for w in (1, 8, 2, 1)])
-    x = torch.randn(64, 32)
-
-    def step() -> None:
-        blocks[torch.randint(0, 4, ()).item()](x).sum().backward()
-        for p in blocks.parameters():
-            p.grad = None
-
-    return step
-
-
 def queue_shrinks() -> Step:
     """The first entries of a list deleted."""
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
@@ -339,21 +319,6 @@ def logging_only() -> Step:
     return step
 
 
-def same_blocks_in_loop() -> Step:
-    """Layers one behind the other, each drawn."""
-    blocks: Any = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
-    x = torch.randn(8, 64)
-
-    def step() -> None:
-        h = x
-        for _ in range(3):
-            h = blocks[torch.randint(0, 4, ()).item()](h)
-        h.sum().backward()
-        blocks.zero_grad()
-
-    return step
-
-
 def blocks_in_loop() -> Step:
     """Two layers of different sizes, each drawn."""
     blocks: Any = nn.ModuleList([nn.Linear(64, 64 * w) for w in (1, 5, 2, 3, 9)])
@@ -383,31 +348,6 @@ def head_with_adam() -> Step:
     return step
 
 
-def dict_of_heads() -> Step:
-    """Heads by names, several in a step."""
-    heads: Any = nn.ModuleDict({f"t{i}": nn.Linear(64, 64 * (i + 1)) for i in range(5)})
-    x = torch.randn(8, 64)
-
-    def step() -> None:
-        tasks = torch.randint(0, 5, (3,)).tolist()
-        total(heads[f"t{t}"](x).sum() for t in tasks).backward()
-        heads.zero_grad()
-
-    return step
-
-
-def int_of() -> Step:
-    """Layers by whole numbers, several in a step."""
-    blocks: Any = nn.ModuleList([nn.Linear(64, 64 * w) for w in (1, 5, 2, 3, 9)])
-    x = torch.randn(8, 64)
-
-    def step() -> None:
-        total(blocks[int(i)](x).sum() for i in torch.randint(0, 5, (3,))).backward()
-        blocks.zero_grad()
-
-    return step
-
-
 def experts_tensor_index() -> Step:
     """Experts that are used at all, by a tensor."""
     blocks: Any = nn.ModuleList([nn.Linear(64, 64) for w in range(4)])
@@ -421,44 +361,6 @@ def experts_tensor_index() -> Step:
             out = out + blocks[e](x[c == e]).sum()
         out.backward()
         blocks.zero_grad()
-
-    return step
-
-
-def numpy_choice() -> Step:
-    """Sizes in an array, by an array of indices."""
-    widths = numpy.array([1, 4, 60, 2])
-    x = torch.randn(8, 64)
-
-    def step() -> None:
-        i = torch.randint(0, 4, (2,)).numpy()
-        for w in widths[i]:
-            x.repeat(1, int(w)).exp()
-
-    return step
-
-
-def random_choice_seed() -> Step:
-    """A size that a drawn seed chooses."""
-    x = torch.randn(8, 64)
-
-    def step() -> None:
-        random.seed(torch.randint(0, 10, ()).item())
-        x.repeat(1, random.choice([1, 2, 3, 90])).exp()
-
-    return step
-
-
-def deque_pop() -> Step:
-    """A queue that is turned by a drawn number."""
-
-    def step() -> None:
-        q = deque([torch.ones(64, 64 * w) for w in (1, 9, 2, 3)])
-        n: Any = torch.randint(0, 4, ()).item()
-        q.rotate(n)
-        q.popleft()
-        q.popleft()
-        torch.cat(list(q), 1)
 
     return step
 
@@ -478,7 +380,6 @@ STEPS: tuple[Callable[[], Step], ...] = (
     patch_dropping,
     teacher_forcing,
     length_bucketing,
-    layer_drop_choice,
     queue_shrinks,
     span_masking,
     halting,
@@ -486,10 +387,5 @@ STEPS: tuple[Callable[[], Step], ...] = (
     blocks_in_loop,
     head_with_adam,
     experts_tensor_index,
-    numpy_choice,
-    random_choice_seed,
-    deque_pop,
 )
 """Steps whose memory is bounded by what is recorded."""
-IN_A_LOOP: tuple[Callable[[], Step], ...] = (same_blocks_in_loop, dict_of_heads, int_of)
-"""Steps that take more where a table is read in an order of which there are too many."""
