@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
 from models import steps_by_reads
 from torch import Tensor, nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.trace.records import loud
