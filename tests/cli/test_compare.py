@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from memplan.cli import main
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 from torch import nn
 
@@ -22,13 +23,6 @@ def other():
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
 """
 INPUT = ("--input", "2x3x8x8")
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str) -> Result:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from memplan.cli import main
 from memplan.exporting.trials.proving import compiler
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 import torch
 from torch import nn
@@ -50,13 +51,6 @@ nothing = None
 STEP = ("--input", "1x3x8", "--target", "1:int64<4", "--loss", "cross_entropy", "--optimizer", "sgd:lr=0.05")
 NET = ("models.py:net", *STEP, "--budget", "16KiB", "--folder", "device")
 UNPROVEN = (*NET, "--no-verify")
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str) -> Result:

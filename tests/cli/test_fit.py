@@ -292,7 +292,7 @@ def test_a_step_is_fitted_and_its_plan_used_again(deep: tuple[str, nn.Module], t
     again = run(target, *OPTIONS, "--use-plan", file, "--json", tmp_path / "two.json")
     assert (again.exit_code, again.stderr) == (0, "")
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
-    fitted = memplan.fit(model, "512x16", **STEP, budget=budget, plan=memplan.load_plan(file), pairs=0)
+    fitted = memplan.fit(model, "512x16", **STEP, budget=budget, plan=memplan.Plan.load(file), pairs=0)
     for written in (one, two):
         assert written["fits"]
         assert written["changed"]
@@ -314,7 +314,7 @@ def test_a_step_is_fitted_with_the_optimizer_early(deep: tuple[str, nn.Module], 
     options = ("--optimizer", "adamw", "--early", "--budget", budget, "--plan", file, "--json", tmp_path / "out.json")
     result = run(target, *OPTIONS, *options)
     assert (result.exit_code, result.stderr) == (0, "")
-    fitted = memplan.fit(model, "512x16", **STEP, **early, budget=budget, plan=memplan.load_plan(file), pairs=0)
+    fitted = memplan.fit(model, "512x16", **STEP, **early, budget=budget, plan=memplan.Plan.load(file), pairs=0)
     fitted.undo()
     proof = json.loads((tmp_path / "out.json").read_text())["proof"]
     assert (proof["ok"], proof["early"], proof["optimizer"]) == (True, True, "AdamW")
@@ -331,6 +331,7 @@ def test_the_smallest_budget_is_told_and_is_enough(deep: tuple[str, nn.Module], 
     assert run(target, *OPTIONS, "--budget", least).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
 def test_what_fusion_brings_is_told(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
     target, model = deep

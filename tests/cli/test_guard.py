@@ -13,6 +13,7 @@ from memplan.cli.guard import _portable, options_text
 from memplan.cli.options import StepArguments
 from memplan.errors import DeviceError
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 import torch
 from torch import nn
@@ -27,13 +28,6 @@ def build(batch=32):
     data = torch.randn(batch, 64)
     return lambda: model(data).sum().backward()
 """
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str, target: str = "models.py:net", baseline: str = "memory.json") -> Result:
@@ -132,6 +126,7 @@ for _ in range(10):
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_a_target_with_its_arguments(models: Path) -> None:
     (models / "train.py").write_text(SCRIPT.replace("WIDTH", "64"))
     of_script = ["--script", "train.py", "--baseline", "memory.json", "--device", "cpu"]

@@ -12,6 +12,7 @@ from memplan.cli import main
 
 pytest.importorskip("torchao")
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 from torch import nn
 
@@ -24,13 +25,6 @@ def build():
     return lambda: None
 """
 INPUT = ("--input", "2x3x32")
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str) -> Result:

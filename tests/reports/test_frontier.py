@@ -14,8 +14,8 @@ from reports.outcomes import FRONTIER, MIB
 from memplan.errors import InputError, UsageError
 from memplan.reports import frontier
 from memplan.reports.chart import check_drawable, picture
-from memplan.reports.frontier import Frontier, Point
 from memplan.reports.output import print_parts
+from memplan.verification.fitting.frontier import Frontier, Point
 
 
 def printed(shown: Frontier) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from saved_pages import EVIL, trace
+from reports.saved_results import EVIL, trace
 
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import LABELS, Explanation

@@ -6,7 +6,7 @@ import io
 import json
 from dataclasses import replace
 
-from memplan.reports.quantize import dumps, print_quantized
+from memplan.reports.quantize import print_quantized
 from memplan.studies.comparisons.comparison import ResultDifference, Side
 from memplan.studies.quantization.quantized import Layer, Quantized
 
@@ -35,7 +35,7 @@ FOUND = Quantized(
 
 def printed(found: Quantized, top: int = 12) -> str:
     out = io.StringIO()
-    print_quantized("net.py:make", found, out, top)
+    print_quantized(replace(found, title="net.py:make"), out, top)
     return out.getvalue()
 
 
@@ -70,6 +70,6 @@ def test_what_was_not_run_says_so() -> None:
 
 
 def test_json_has_the_numbers() -> None:
-    data = json.loads(dumps("net.py:make", FOUND))
+    data = json.loads(replace(FOUND, title="net.py:make").to_json())
     assert (data["format"], data["weights_saved"], data["error"]["relative"]) == ("memplan.quantized", 30 * KIB, 0.0123)
     assert data["by_cause"][0] == {"cause": "weight", "a": 50 * KIB, "b": 20 * KIB, "difference": -30 * KIB}

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from allocator import measured_peak
-from steps_by_value import STEPS
+from models.steps_by_value import STEPS
 from torch import nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.trace.records import loud

@@ -82,10 +82,10 @@ def command(
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
-    from memplan.checks.finding import SEVERITIES
+    from memplan.checks.finding import SEVERITIES, Findings
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
-    from memplan.reports.check import dumps, print_findings
+    from memplan.reports.check import print_findings
     from memplan.reports.ci.annotations import of_findings
 
     request = target_or_script(values)
@@ -99,7 +99,7 @@ def command(
             do="Leave one out",
         )
     trace, findings = _findings(arguments, request, context, ignores)
-    results.write(lambda: dumps(arguments.target, findings))
+    results.write(Findings(arguments.target, tuple(findings)).to_json)
     if not results.takes_stdout and not outputs.to_stdout:
         print_findings(arguments.target, findings, top=top)
     failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none

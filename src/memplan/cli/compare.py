@@ -62,14 +62,14 @@ def command(
             expected="two targets, or an option for one of them",
             do="Name another B, or say what differs: --b autocast=bf16, --b arg=NAME=VALUE",
         )
-    from memplan.reports.compare import dumps, print_comparison
+    from memplan.reports.compare import print_comparison
     from memplan.studies.comparisons.compare import compare_given
 
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
         comparison = compare_given(
             _input(sides[0], _title(*sides)), _input(sides[1], _title(*reversed(sides))), measure=really
         )
-    results.write(lambda: dumps(comparison))
+    results.write(comparison.to_json)
     if not results.takes_stdout:
         print_comparison(comparison, top=top)
     return 0

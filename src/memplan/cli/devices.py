@@ -32,9 +32,9 @@ def command(name: str | None, results: ResultFiles) -> int:
     from memplan.devices import catalogue, find
 
     cards = catalogue() if name is None else (find(name),)
-    from memplan.reports.devices import dumps, print_device, print_devices
+    from memplan.reports.devices import Catalogue, print_device, print_devices
 
-    results.write(lambda: dumps(cards))
+    results.write(Catalogue(cards).to_json)
     if not results.takes_stdout:
         if name is None:
             print_devices(cards)

@@ -81,9 +81,9 @@ def command(
     if (saved := _read_saved(arguments, really, outputs)) is not None:
         return _show(saved, outputs, top)
     trace, explanation = _explain(arguments, really)
-    from memplan.reports.explain import dumps, print_explanation
+    from memplan.reports.explain import print_explanation
 
-    outputs.write(trace, explanation, dumps, arguments.settings)
+    outputs.write(trace, explanation, explanation.to_json, arguments.settings)
     if not outputs.takes_stdout:
         print_explanation(explanation, top=top)
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
@@ -100,19 +100,19 @@ def _read_saved(arguments: StepArguments, really: bool, outputs: Outputs) -> Exp
     Raises:
         InputError: options that describe a step were used, or the explanation is damaged.
     """
-    from memplan.explanation.explanation_json import explanation_of, is_explanation
+    from memplan.explanation.model import Explanation
 
     if not is_trace(arguments.target) or begins_as_trace(arguments.target):
         return None
     try:
         data = parse(read_text(arguments.target))
-        if not is_explanation(data):
-            return None
-        explanation = explanation_of(data)
     except OSError:
         return None
     except Unreadable as error:
         raise InputError(f"{arguments.target}: {error}", expected=_FILES, do="Explain the step again") from None
+    if not isinstance(data, dict) or data.get("format") != Explanation.FORMAT:
+        return None
+    explanation = Explanation.from_dict(data, arguments.target)
     other_options = {
         "--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot, "--perfetto": outputs.perfetto,
     }  # fmt: skip
@@ -131,9 +131,9 @@ _FILES = "what memplan explain --trace or --json wrote"
 
 def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
     """Write and print an explanation from a file. Return the exit code."""
-    from memplan.reports.explain import dumps, print_explanation
+    from memplan.reports.explain import print_explanation
 
-    outputs.results.write(lambda: dumps(explanation))
+    outputs.results.write(explanation.to_json)
     if not outputs.takes_stdout:
         print_explanation(explanation, top=top)
     return warn_of_branches(explanation) or int(does_not_fit(explanation))

@@ -76,7 +76,7 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.exporting.export import export
-    from memplan.reports.exports.export import dumps, print_export, print_shortfall
+    from memplan.reports.exports.export import print_export, print_shortfall
 
     folder = os.path.abspath(folder)  # the target may change the directory
     arguments = StepArguments(**values)
@@ -104,7 +104,7 @@ def command(
             click.echo(f"memplan: {error}", err=True)
             return 1
     if json_file is not None:
-        write(json_file, dumps(exported))
+        write(json_file, exported.to_json())
     if json_file != "-":
         print_export(exported)
     return 0

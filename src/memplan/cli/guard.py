@@ -86,7 +86,7 @@ def command(
     arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
     outputs.check(results)
     from memplan.reports.ci.annotations import GROWTH, of_outcome
-    from memplan.reports.guard import dumps, print_outcome
+    from memplan.reports.guard import print_outcome
     from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
 
     allowance(tolerance, 0)
@@ -97,7 +97,7 @@ def command(
     now = _snapshot(arguments, request)
     before = baseline_of(baseline, now.figures, baseline_file)
     outcome = compare_with(before, now, tolerance)
-    results.write(lambda: dumps(outcome))
+    results.write(outcome.to_json)
     if not results.takes_stdout and not outputs.to_stdout:
         print_outcome(outcome, top=top)
     outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], of_outcome(outcome))
@@ -124,13 +124,12 @@ def _update(arguments: StepArguments, request: Request | None, path: str) -> int
     from memplan._text import printable
     from memplan.studies.comparisons.comparison import changed
     from memplan.studies.guarding.baseline import Baseline
-    from memplan.studies.guarding.baseline_file import dumps
 
     file = writable(path, "--baseline")
     old = _read(path) if os.path.exists(path) else Baseline()
     now = _snapshot(arguments, request).figures
     before = old.find(now.target, now.options, now.device)
-    write(file, dumps(old.updated(now)))
+    write(file, old.updated(now).to_json())
     text = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
     text += f", was {format_bytes(before.peak)} ({changed(before.peak, now.peak)})" if before is not None else ", new"
     click.echo(printable(f"{path}: {text}"))
@@ -139,13 +138,12 @@ def _update(arguments: StepArguments, request: Request | None, path: str) -> int
 
 def _read(path: str) -> Baseline:
     """Read a baseline; options in a former spelling are replaced by the present one."""
-    from memplan.studies.guarding.baseline import Baseline
-    from memplan.studies.guarding.baseline_file import read
+    from memplan.studies.guarding.baseline import Baseline, read_baseline
 
     def current(options: str) -> str:
         return " ".join(current_spelling("explain", options.split(" "))[0])
 
-    return Baseline(tuple(replace(step, options=current(step.options)) for step in read(path).steps))
+    return Baseline(tuple(replace(step, options=current(step.options)) for step in read_baseline(path).steps))
 
 
 def _snapshot(arguments: StepArguments, request: Request | None) -> Taken:

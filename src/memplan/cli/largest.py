@@ -102,9 +102,9 @@ def command(
 
 def _report(largest: Largest, results: ResultFiles) -> int:
     """Write and print the result; return the exit code."""
-    from memplan.reports.largest import dumps, print_largest
+    from memplan.reports.largest import print_largest
 
-    results.write(lambda: dumps(largest))
+    results.write(largest.to_json)
     if not results.takes_stdout:
         print_largest(largest)
     best = largest.planned or largest

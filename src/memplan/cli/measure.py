@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -101,13 +102,10 @@ def command(
     measurement = _Measurement(place, dry, environment, steps, snapshot, contribute)
     trace, explanation = _measure(arguments, measurement)
     comparison = None if trace.device == HOST or dry else _compare_with_prediction(arguments, trace, steps)
-    from memplan.reports.compare import dumps_beside, print_beside
+    from memplan.reports.compare import print_beside
     from memplan.reports.explain import dumps, print_explanation
 
-    def as_json(explanation: Explanation) -> str:
-        return dumps(explanation) if comparison is None else dumps_beside(dumps(explanation), comparison)
-
-    outputs.write(trace, explanation, as_json, _settings(trace))
+    outputs.write(trace, explanation, partial(dumps, explanation, beside=comparison), _settings(trace))
     if not outputs.takes_stdout:
         print_explanation(explanation, top=top)
         if comparison is not None:

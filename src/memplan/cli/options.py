@@ -384,7 +384,7 @@ def recorded(arguments: StepArguments, *more: str) -> Trace:
         InputError: options that describe a step were used, or the file is no trace.
         TargetError: the file cannot be read.
     """
-    from memplan.trace.trace import load_trace
+    from memplan.trace.trace import Trace
 
     surplus = [*(option for option in arguments.changed_options() if option != "--settings"), *more]
     if surplus:
@@ -394,7 +394,7 @@ def recorded(arguments: StepArguments, *more: str) -> Trace:
             do="Leave the options out, or name a callable",
         )
     try:
-        return load_trace(arguments.target)
+        return Trace.load(arguments.target)
     except OSError as error:
         raise TargetError(
             f"{arguments.target} cannot be read ({error.strerror})",

@@ -82,19 +82,19 @@ class Outputs:
         return "-" in (self.results.json, self.trace)
 
     def write(
-        self, trace: Trace, explanation: Explanation, dumps: Callable[[Any], str], settings: str | None = None
+        self, trace: Trace, explanation: Explanation, dumps: Callable[[], str], settings: str | None = None
     ) -> None:
         """Write the step to each file.
 
         Args:
             trace: the step.
             explanation: the explanation of the step.
-            dumps: returns an explanation as JSON text.
+            dumps: returns the explanation as JSON text.
             settings: settings of the caching allocator.
         """
         if self.trace is not None:
             write(self.trace, trace.to_json())
-        self.results.write(lambda: dumps(explanation))
+        self.results.write(dumps)
         if self.perfetto is not None:
             from memplan.reports import perfetto
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memplan.cli.files import is_trace
 from memplan.cli.options import StepArguments, advised, describe
 from memplan.cli.outputs import Outputs
@@ -30,18 +32,19 @@ def quantize(
     """
     _check(arguments, weights, activations, outputs)
     results = outputs.results
-    from memplan.reports.quantize import dumps, print_quantized
+    from memplan.reports.quantize import print_quantized
     from memplan.studies.quantization.quantize import quantize_step
 
     with progress(f"quantizing and running {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
         try:
             quantized = quantize_step(described.what, described.options, weights, activations)
+            quantized = replace(quantized, title=arguments.target)
         except StepError as error:
             raise advised(error, arguments) from error.__cause__
-    results.write(lambda: dumps(arguments.target, quantized))
+    results.write(quantized.to_json)
     if not results.takes_stdout:
-        print_quantized(arguments.target, quantized, top=top)
+        print_quantized(quantized, top=top)
     return 0
 
 

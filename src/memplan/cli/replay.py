@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from memplan.cli.files import ResultFiles
@@ -59,7 +61,7 @@ def command(
         replays = cases(replay(file, gpu=gpu), alternatives, size)
     from memplan.reports.replay import dumps, print_replay
 
-    results.write(lambda: dumps(replays))
+    results.write(partial(dumps, replays))
     if not results.takes_stdout:
         print_replay(replays, top=top)
     return 0 if replays.all_fit and not replays.replay.mismatches else 1

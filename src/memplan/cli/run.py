@@ -108,7 +108,8 @@ def command(
     ran = run(request)
     explanation = explain_trace(ran.trace, title=ran.command.name, settings=settings)
     comparison = _compare_with_prediction(request, ran, settings) if ran.trace.counters else None
-    outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts, beside=comparison), settings)
+    as_json = partial(dumps, str(ran.command), ran.facts, explanation, comparison)
+    outputs.write(ran.trace, explanation, as_json, settings)
     if not outputs.takes_stdout:
         print_run(str(ran.command), ran.facts, explanation, top=top, beside=comparison)
     for message in not_run(values["places"], explanation.lines):

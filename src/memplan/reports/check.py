@@ -1,8 +1,7 @@
-"""Reports of findings, on the terminal and as JSON."""
+"""Reports of findings, on the terminal."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
@@ -20,20 +19,7 @@ from memplan.checks.finding import Finding
 from memplan.reports.output import Field, Page, name_field, print_parts
 from memplan.trace.trace import Trace
 
-FORMAT = "memplan.findings"
-SCHEMA = 1
 _COLOURS = {"warning": "bold yellow", "info": "bold"}
-
-
-def dumps(title: str, findings: Sequence[Finding]) -> str:
-    """Return the findings as JSON text: the same text for the same findings. All sizes are bytes."""
-    data = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "target": title,
-        "findings": [finding.to_dict() for finding in findings],
-    }
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def print_findings(title: str, findings: Sequence[Finding], file: TextIO | None = None, top: int = 12) -> None:

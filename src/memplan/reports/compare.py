@@ -1,19 +1,16 @@
-"""Reports of comparisons, on the terminal and as JSON: of two steps, and of a measured step with its prediction."""
+"""Reports of comparisons, on the terminal: of two steps, and of a measured step with its prediction."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._json import text_of
 from memplan._text import format_seconds, printable
 from memplan.reports.output import Field, Page, name_field, number_field, print_parts, size_or_dash
 from memplan.studies.comparisons.comparison import (
@@ -27,15 +24,6 @@ from memplan.studies.comparisons.comparison import (
     signed,
 )
 from memplan.studies.comparisons.measured import Beside, Peak
-
-FORMAT = "memplan.compare"
-SCHEMA = 1
-
-
-def dumps(comparison: Comparison) -> str:
-    """Return the comparison as JSON text: the same text for the same comparison. Bytes and seconds."""
-    data = {"format": FORMAT, "schema": SCHEMA, **comparison.to_dict()}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def print_comparison(comparison: Comparison, file: TextIO | None = None, top: int = 12) -> None:
@@ -190,17 +178,6 @@ def _signed_seconds(number: float) -> str:
 
 def _share(a: int, b: int) -> str:
     return f"{100 * (b - a) / a:+.0f} %" if a and b != a else ""
-
-
-def dumps_beside(explanation: str, beside: Beside) -> str:
-    """Add the comparison of measured and predicted peaks to the JSON of an explanation. All sizes are bytes."""
-    return text_of({**json.loads(explanation), "beside": beside_to_dict(beside)})
-
-
-def beside_to_dict(beside: Beside) -> dict[str, Any]:
-    """Return measured and predicted peaks, and their comparison, as a dict for JSON. All sizes are bytes."""
-    peaks = [dataclasses.asdict(row) for row in beside.peaks]
-    return {"peaks": peaks, "comparison": json.loads(dumps(beside.comparison))}
 
 
 def print_beside(beside: Beside, file: TextIO | None = None, top: int = 12) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import TextIO
+from dataclasses import dataclass
+from typing import ClassVar, TextIO
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._json import Written
 from memplan.devices.model import DTYPES, Device
 from memplan.reports.output import Field, facts_table, print_parts
 
@@ -22,14 +23,13 @@ _LEGEND = (
 )
 
 
-def dumps(devices: Sequence[Device]) -> str:
-    """Return ``{"devices": [...], ...}`` as indented JSON. Sizes are bytes, rates are per second.
+@dataclass(frozen=True, slots=True)
+class Catalogue(Written):
+    """GPUs, as JSON has them. Sizes are bytes, rates are per second."""
 
-    Example:
-        >>> [device["name"] for device in json.loads(dumps(catalogue()))["devices"]]
-    """
-    rows = [device.to_dict() for device in devices]
-    return json.dumps({"format": "memplan.devices", "schema": 1, "devices": rows}, indent=1, allow_nan=False) + "\n"
+    FORMAT: ClassVar[str] = "memplan.devices"
+
+    devices: Sequence[Device]
 
 
 def print_devices(devices: Sequence[Device], file: TextIO | None = None) -> None:

@@ -1,10 +1,10 @@
-"""Reports of explanations, on the terminal and as JSON: summary, bytes by category and by layer, reasons."""
+"""Reports of explanations, on the terminal: summary, bytes by category and by layer, reasons."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._json import text_of
+from memplan._json import text_of, to_plain
 from memplan._text import printable
 from memplan.explanation.model import (
     LABELS,
@@ -35,14 +35,9 @@ _NUMBER = re.compile(r"\d+")
 _NEEDS = {"weight_gradient": "weight", "input_gradient": "input"}
 
 
-def dumps(explanation: Explanation) -> str:
-    """Write ``explanation.to_dict()`` as JSON, in the order of its fields. All sizes are bytes.
-
-    Example:
-        >>> json.loads(dumps(explanation)) == explanation.to_dict()
-        True
-    """
-    return text_of(explanation.to_dict())
+def dumps(explanation: Explanation, **more: Any) -> str:
+    """Return an explanation as JSON. ``more`` adds keys: ``script``, ``beside``; those that are None are left out."""
+    return text_of(explanation.to_dict() | {name: to_plain(part) for name, part in more.items() if part is not None})
 
 
 def print_explanation(explanation: Explanation, file: TextIO | None = None, top: int = 12) -> None:

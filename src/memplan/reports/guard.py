@@ -1,8 +1,7 @@
-"""Reports of `memplan guard`, a step compared with its baseline, on the terminal and as JSON."""
+"""Reports of `memplan guard`, a step compared with its baseline, on the terminal."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -16,15 +15,6 @@ from memplan.reports.compare import by_cause
 from memplan.reports.output import Page, print_parts
 from memplan.studies.comparisons.comparison import headline, signed
 from memplan.studies.guarding.outcome import Change, Outcome
-
-FORMAT = "memplan.guard"
-SCHEMA = 1
-
-
-def dumps(outcome: Outcome) -> str:
-    """Return the outcome as JSON text: the same text for the same outcome. All sizes are bytes."""
-    data = {"format": FORMAT, "schema": SCHEMA, **outcome.to_dict()}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def print_outcome(outcome: Outcome, file: TextIO | None = None, top: int = 12) -> None:

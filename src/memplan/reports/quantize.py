@@ -1,8 +1,7 @@
-"""Reports of quantized inference compared with the original model, on the terminal and as JSON."""
+"""Reports of quantized inference compared with the original model, on the terminal."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -16,26 +15,16 @@ from memplan.reports.compare import by_cause
 from memplan.reports.output import Field, Page, name_field, number_field, print_parts
 from memplan.studies.quantization.quantized import Layer, Quantized, sentences
 
-FORMAT = "memplan.quantized"
-SCHEMA = 1
 
-
-def dumps(title: str, quantized: Quantized) -> str:
-    """Return the result as indented JSON. Bytes and seconds."""
-    data = {"format": FORMAT, "schema": SCHEMA, "title": title, **quantized.to_dict()}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
-
-
-def print_quantized(title: str, quantized: Quantized, file: TextIO | None = None, top: int = 12) -> None:
+def print_quantized(quantized: Quantized, file: TextIO | None = None, top: int = 12) -> None:
     """Print quantized inference to a file or stdout; ``top`` rows of long tables, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render(title, quantized, page, top), file)
+    print_parts(lambda page: render(quantized, page, top), file)
 
 
-def render(title: str, quantized: Quantized, page: Page, top: int = 12) -> list[RenderableType]:
+def render(quantized: Quantized, page: Page, top: int = 12) -> list[RenderableType]:
     """Return the parts of the report as rich renderables, in order."""
-    parts: list[RenderableType] = [
-        Text(f"{printable(title)}: inference on the CPU, by {printable(quantized.scheme)}", "bold")
-    ]
+    title = printable(quantized.title or "Quantized")
+    parts: list[RenderableType] = [Text(f"{title}: inference on the CPU, by {printable(quantized.scheme)}", "bold")]
     parts += [Text(printable(sentence)) for sentence in sentences(quantized)]
     comparison = quantized.comparison
     if comparison is not None:

@@ -1,8 +1,7 @@
-"""Reports of why memory ran out, on the terminal and as JSON."""
+"""Reports of why memory ran out, on the terminal."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -45,13 +44,3 @@ def render(why: Why, page: Page) -> Iterator[RenderableType]:
 def format_signed(size: int) -> str:
     """Return bytes as torch prints them; they may be negative."""
     return f"-{format_bytes_as_torch(-size)}" if size < 0 else format_bytes_as_torch(size)
-
-
-def dumps(why: Why) -> str:
-    """Return why memory ran out as indented JSON. All sizes are bytes.
-
-    Example:
-        >>> json.loads(dumps(why))["verdict"]
-        'fragmentation'
-    """
-    return json.dumps({"format": "memplan.why", **why.to_dict()}, indent=1, allow_nan=False) + "\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from steps import STEPS
+from models.steps import STEPS
 
 import memplan
 from memplan._bytes import format_bytes

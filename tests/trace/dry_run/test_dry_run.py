@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 
 import memplan
 from memplan.cli import main
@@ -273,4 +273,4 @@ def test_the_command_explains_a_dry_run(file: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, options)
     assert result.exit_code == 0, result.output
     assert "training step on h100" in result.stdout
-    assert memplan.load_trace(written).origin == "dry"
+    assert memplan.Trace.load(written).origin == "dry"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -16,15 +15,8 @@ from memplan.exporting.exported import Exported
 from memplan.exporting.update_search import UpdateChoice
 from memplan.reports.output import Field, Page, facts_table, name_field, number_field, print_parts
 
-FORMAT = "memplan.export"
-SCHEMA = 1
 HOLDERS = 8
 """Rows of the tables of what is in RAM at the peak and of the trained tensors."""
-
-
-def dumps(exported: Exported) -> str:
-    """Return the figures of an export as indented JSON. All sizes are bytes."""
-    return json.dumps({"format": FORMAT, "schema": SCHEMA, **exported.to_dict()}, indent=1, allow_nan=False) + "\n"
 
 
 def print_export(exported: Exported, file: TextIO | None = None) -> None:

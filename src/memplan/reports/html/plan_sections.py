@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,6 @@ from memplan.reports.html.page_parts import (
 )
 from memplan.reports.html.step_sections import over_time
 from memplan.verification.proof.proof import Proof
-from memplan.verification.proof.proof import loads as proof_of
 
 
 def plan_result(plan: Plan) -> Result:
@@ -167,12 +165,12 @@ def _proof_parts(proof: Proof) -> Iterator[Part]:
 
 def _plan(data: Fields) -> Plan | None:
     saved = data.plain.get("plan")
-    return None if saved is None else Plan.from_json(json.dumps(saved), f"{data.place}.plan")
+    return None if saved is None else Plan.from_dict(saved, f"{data.place}.plan")
 
 
 def _proof(data: Fields) -> Proof | None:
     saved = data.plain.get("proof")
-    return None if saved is None else proof_of(json.dumps(saved), f"{data.place}.proof")
+    return None if saved is None else Proof.from_dict(saved, f"{data.place}.proof")
 
 
 def _frontier(data: Fields, plan: Plan | None) -> Iterator[Part]:

@@ -60,7 +60,7 @@ def _parts(result: object) -> Iterable[RenderableType]:
         case Largest():
             return largest.parts(result, _PAGE)
         case Quantized():
-            return quantize.render("Quantized", result, _PAGE)
+            return quantize.render(result, _PAGE)
         case Replay():
             return replay.render(replay.Cases(result, result, (), None), _PAGE)
         case Why():

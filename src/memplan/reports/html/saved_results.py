@@ -11,7 +11,7 @@ from memplan import _json
 from memplan._json import Unreadable
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import explain_trace
-from memplan.explanation.explanation_json import explanation_of
+from memplan.explanation.model import Explanation
 from memplan.planning.plan.plan import Plan
 from memplan.reports.html import other_sections, plan_sections, study_sections
 from memplan.reports.html.fields import Fields
@@ -19,36 +19,38 @@ from memplan.reports.html.page_parts import Result, Section, size, table, text
 from memplan.reports.html.step_sections import step_result
 from memplan.studies.sweeps.sweep import Sweep
 from memplan.trace.trace import Trace
-from memplan.verification.proof.proof import loads as proof_of
+from memplan.verification.proof.proof import Proof
 
-Reader = Callable[[str, Any, str], Result]
-"""Takes the text, the parsed JSON and the name of the source."""
+Reader = Callable[[Any, str], Result]
+"""Takes the parsed JSON and the name of the source."""
 
 
 def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
-    def read(content: str, plain: Any, source: str) -> Result:
-        _json.check_format({"schema": schema, **plain}, plain["format"], schema)
+    def read(plain: Any, source: str) -> Result:
+        try:
+            _json.check_format({"schema": schema, **plain}, plain["format"], schema)
+        except Unreadable as error:
+            raise Unreadable(f"it {error}") from None
         return show(Fields(plain))
 
     return read
 
 
-def _explanation(content: str, plain: Any, source: str) -> Result:
-    return _with_measured(step_result(explanation_of(plain)), plain)
+def _explanation(plain: Any, source: str) -> Result:
+    return _with_measured(step_result(Explanation.from_dict(plain, source)), plain)
 
 
-def _trace(content: str, plain: Any, source: str) -> Result:
-    trace = Trace.from_json(content, source)
-    title = os.path.basename(source)
-    return step_result(explain_trace(trace, title=title), "trace")
+def _trace(plain: Any, source: str) -> Result:
+    trace = Trace.from_dict(plain, source)
+    return step_result(explain_trace(trace, title=os.path.basename(source)), "trace")
 
 
 READERS: Mapping[str, Reader] = {
     "memplan.explanation": _explanation,
     "memplan.trace": _trace,
-    "memplan.plan": lambda content, plain, source: plan_sections.plan_result(Plan.from_json(content, source)),
-    "memplan.proof": lambda content, plain, source: plan_sections.proof_result(proof_of(content, source)),
-    "memplan.sweep": lambda content, plain, source: study_sections.sweep_result(Sweep.from_json(content, source)),
+    "memplan.plan": lambda plain, source: plan_sections.plan_result(Plan.from_dict(plain, source)),
+    "memplan.proof": lambda plain, source: plan_sections.proof_result(Proof.from_dict(plain, source)),
+    "memplan.sweep": lambda plain, source: study_sections.sweep_result(Sweep.from_dict(plain, source)),
     "memplan.fit": _by_fields(plan_sections.fit_result),
     "memplan.fit_script": _by_fields(plan_sections.script_fit_result),
     "memplan.largest": _by_fields(study_sections.largest_result),
@@ -83,7 +85,7 @@ def result_of(content: str, source: str) -> Result:
         kind = plain.get("format") if isinstance(plain, dict) else None
         if not isinstance(kind, str) or kind not in READERS:
             raise Unreadable(f"its format is {kind!r:.60}" if kind is not None else "it names no format of memplan's")
-        return READERS[kind](content, plain, source)
+        return READERS[kind](plain, source)
     except Unreadable as error:
         raise InputError(
             f"{source} cannot be shown: {error}",

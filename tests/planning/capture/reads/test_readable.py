@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewriting.cells import installed
@@ -493,7 +494,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b or bool(torch.equal(*pair)) for pair in zip(one, other, strict=True) for a, b in [pair])
 
 
-@pytest.mark.parametrize("worth", [1, 1 << 30], ids=["by a tree", "by Python"])
+@pytest.mark.parametrize("worth", [1, *slow(1 << 30)], ids=["by a tree", "by Python"])
 @pytest.mark.parametrize("name", cases())
 def test_a_planned_call_is_eager_modes_after_any_change(name: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan._torch.guards._WORTH", worth)
@@ -549,7 +550,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 @given(TREES.map(lambda tree: Box(tree=tree)), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_one_change_in_any_tree(holder: Box, data: st.DataObject) -> None:
     model = Net(holder, lambda s: weight_of(s.h.tree))
     installed(model)
