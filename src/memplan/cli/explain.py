@@ -24,6 +24,7 @@ from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
+    from memplan.trace.recording.boundaries import Build
     from memplan.trace.trace import Trace
 
 HELP = """Say where the memory of a step goes, before it runs.
@@ -154,28 +155,23 @@ _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measur
 
 
 def _explain_target(described: Described, arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    from memplan.explanation.explain import explain_trace
-    from memplan.explanation.grad import with_training_note
-    from memplan.explanation.scaling import scaled
+    from memplan.explanation.explain import explain_build, explain_trace
     from memplan.trace.measure import measure
-    from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
-    trains = None if arguments.train else False  # None: unknown, a step may run no backward pass
     if really:
         trace = measure(described.build(), device=arguments.device)
-        return trace, explain_trace(trace, title=arguments.target, train=trains)
+        return trace, explain_trace(trace, title=arguments.target, train=None if arguments.train else False)
     target = choose_target(arguments.device, arguments.assumed, arguments.environment)
-    on_card = target.card is not None
-    trace = record_for(described.build(on_card=on_card), target)
-    explanation = explain_trace(
-        trace, title=arguments.target, train=trains, card=target.card, settings=arguments.settings
-    )
-    if not arguments.train:
-        explanation = with_training_note(explanation, described.training().build(on_card=on_card), target)
-    return trace, scaled(
-        explanation, described.batch, lambda batch: described.with_batch(batch).build(on_card=on_card), target
-    )
+
+    def build_of_step(batch: int | None, train: bool) -> Build:
+        step = described if batch is None else described.with_batch(batch)
+        return (step.training() if train else step).build(on_card=target.card is not None)
+
+    return explain_build(
+        build_of_step, target, train=arguments.train, batch=described.batch, title=arguments.target,
+        settings=arguments.settings,
+    )  # fmt: skip
 
 
 def _explain_file(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:

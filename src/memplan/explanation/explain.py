@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import takewhile
@@ -28,6 +28,7 @@ from memplan.trace.held_output import output_shown
 from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
+from memplan.trace.recording.boundaries import Build
 from memplan.trace.recording.session import Environment, Target, choose_target, public
 from memplan.trace.records import CAUSES, HOST, Op
 from memplan.trace.step import StepOptions, build_of
@@ -93,18 +94,40 @@ def explain(
         return explain_trace(what, settings=settings)
     target = choose_target(device_of(what) if device is None else device, assume, cudnn)
     with output_shown() if show_output else nullcontext():
-        return _recorded(what, options, target, settings)
+        return explain_build(
+            lambda batch, train: build_of(
+                what, replace(options if batch is None else options.with_batch(batch), train=train),
+                on_card=target.card is not None,
+            ),
+            target, train=train, batch=options.batch, title=_title(what), settings=settings,
+        )[1]  # fmt: skip
 
 
-def _recorded(what: Any, options: StepOptions, target: Target, settings: str | None) -> Explanation:
-    on_card = target.card is not None
-    trace = record_for(build_of(what, options, on_card=on_card), target)
-    explanation = explain_trace(trace, title=_title(what), card=target.card, settings=settings)
-    if not options.train:
-        training = replace(options, train=True)
-        explanation = with_training_note(explanation, build_of(what, training, on_card=on_card), target)
-    at = lambda batch: build_of(what, options.with_batch(batch), on_card=on_card)  # noqa: E731
-    return scaled(explanation, options.batch, at, target)
+def explain_build(
+    build_of_step: Callable[[int | None, bool], Build],
+    target: Target,
+    *,
+    train: bool,
+    batch: int | None,
+    title: str,
+    settings: str | None,
+) -> tuple[Trace, Explanation]:
+    """Record a step and explain it, with what the training step would keep if it is inference, and its scaling.
+
+    Args:
+        build_of_step: batch size (None: the step's own) and whether it trains -> the build.
+        target: the device and options of the recording.
+        train: whether the step trains.
+        batch: its batch size; None if it has none that can be changed.
+        title: its name in the explanation.
+        settings: of the caching allocator.
+    """
+    trace = record_for(build_of_step(None, train), target)
+    # a ``build`` may run no backward pass, too
+    explanation = explain_trace(trace, title=title, train=None if train else False, card=target.card, settings=settings)
+    if not train:
+        explanation = with_training_note(explanation, build_of_step(None, True), target)
+    return trace, scaled(explanation, batch, lambda batch: build_of_step(batch, train), target)
 
 
 def device_of(what: Any) -> str | None:

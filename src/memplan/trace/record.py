@@ -346,6 +346,7 @@ class _Recording:
                     fake_cuda.installed(self._card, self._target.card, self._scalars.assumed.kernel_chosen)
                 )
                 self._mode.replacements, self._differing = composites, composites.differing
+            stack.enter_context(self._scalars.making_tensors(observer))
             stack.enter_context(_torch.around_cache_clearing(observer.ledger.freed_in_order))
             stack.enter_context(self._mode.recording())
             stack.enter_context(_torch.around_started_threads(self._in_thread))

@@ -7,7 +7,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -217,10 +217,8 @@ class ScalarPolicy:
                     **{name: unless_suspended(name, call) for name, call in _shared_memory(observer).items()},
                 )
             )
-            functions = {name: self._making(getattr(torch, name), observer) for name in ("tensor", "as_tensor")}
-            functions["tensor_split"] = _splitting_at(torch.tensor_split)
-            here = {name: _torch.here_alone(call, getattr(torch, name)) for name, call in functions.items()}
-            stack.enter_context(_torch.patched(torch, **here))
+            split = _torch.here_alone(_splitting_at(torch.tensor_split), torch.tensor_split)
+            stack.enter_context(_torch.patched(torch, tensor_split=split))
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.fakes_dressed())
             stack.enter_context(_torch.lazy_as_fake(mode, mode.within))
@@ -232,6 +230,12 @@ class ScalarPolicy:
             stack.enter_context(_torch.random_states_seen(random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
             yield
+
+    def making_tensors(self, observer: Observer) -> AbstractContextManager[None]:
+        """Patch the functions that make a tensor of numbers, over those of a card, if there is one."""
+        functions = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+        here = {name: _torch.here_alone(self._making(call, observer), call) for name, call in functions.items()}
+        return _torch.patched(torch, **here)
 
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:

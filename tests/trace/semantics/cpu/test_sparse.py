@@ -65,7 +65,6 @@ RUNS: dict[str, tuple[Matrix, Callable[..., Any]]] = {
     "to_sparse": (coordinates, lambda a, d, m, x: x.to_sparse()),
     "coo and coo": (coordinates, lambda a, d, m, x: a - a * 2),
     "dense and coo": (coordinates, lambda a, d, m, x: x + a),
-    "mask": (in_order, lambda a, d, m, x: x.sparse_mask(a)),
 }
 
 
