@@ -31,9 +31,7 @@ class Relative:
         budget = int(self.share * eager) - self.less
         if budget <= 0:
             raise UsageError(
-                f"the budget is {self.said(eager)}",
-                expected="a budget of which something is left",
-                do="Take less off",
+                f"the budget is {self.said(eager)}", expected="a budget of which something is left", do="Take less off"
             )
         return budget
 

@@ -64,12 +64,7 @@ class Shapes:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        kind: Callable[[Call], Hashable],
-        precision: Precision = EXACT,
-        *,
-        relaid: bool = False,
+        self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT, *, relaid: bool = False
     ) -> None:
         self._module, self._kind, self._precision, self._relaid = module, kind, precision, relaid
         self._kinds: dict[Hashable, _Kind] = {}

@@ -335,11 +335,7 @@ def isolated(on: str) -> Iterator[None]:
     measurements draw from a generator of their own."""
     device = torch.device(on)
     forked = nullcontext() if device.type == "cpu" else torch.random.fork_rng([device], device_type=device.type)
-    with (
-        forked,
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
+    with forked, torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

@@ -315,11 +315,7 @@ class Walk(Watched):
             of = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
             found += self._named(own, of, Names(self._recipe.names | read, _NEVER))
         meta = type(kind)
-        return (
-            Itself(kind),
-            *found,
-            self._visit(meta, f"class {meta.__qualname__}") if is_open_class(meta) else None,
-        )
+        return (Itself(kind), *found, self._visit(meta, f"class {meta.__qualname__}") if is_open_class(meta) else None)
 
     def _state(self, name: str) -> None:
         """Read the state behind a module or a function of `STATES`."""
