@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memplan import _torch
 from memplan.planning.capture.flat_call import Call
-from memplan.planning.capture.reads.kinds import PLAIN, told
+from memplan.planning.capture.reads.kinds import PLAIN, value_key
 from memplan.trace.structure import TENSOR, Holder, Structure
 
 _STATES = 64
@@ -254,11 +254,11 @@ def _leaf(leaf: Any) -> Hashable:
         return type(leaf), tuple(_leaf(part) for part in leaf)
     if not isinstance(leaf, PLAIN):
         raise UnkeyedError(f"an argument of type {type(leaf).__name__}, neither a tensor nor plain data")
-    return told(leaf)
+    return value_key(leaf)
 
 
 def _is_number(leaf: Hashable) -> bool:
-    """Return whether a leaf's value (see `told`) is a number and not a bool."""
+    """Return whether a leaf's value (see `value_key`) is a number and not a bool."""
     return isinstance(leaf, tuple) and isinstance(leaf[0], type) and issubclass(leaf[0], (int, float, complex)) and (
         leaf[0] is not bool
     )  # fmt: skip

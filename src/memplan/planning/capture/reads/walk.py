@@ -42,7 +42,7 @@ from memplan.planning.capture.reads.kinds import (
     registered,
     slots_of,
     state_of,
-    told,
+    value_key,
     wrapped,
 )
 from memplan.planning.capture.reads.watched import Names, Watched
@@ -210,7 +210,7 @@ class Walk(Watched):
         """Return the number of a value's node, under which the node of the object that refers to it has it. A new value
         is put in the queue. ``label`` names the value for people."""
         if is_plain(value):
-            return self._add(told(value), label)
+            return self._add(value_key(value), label)
         known = self._known.get(id(value))
         if known is not None:
             return known
@@ -222,7 +222,7 @@ class Walk(Watched):
         return number
 
     def _part(self, value: Any, label: Callable[[], str]) -> Any:
-        return told(value) if is_plain(value) else self._visit(value, label())
+        return value_key(value) if is_plain(value) else self._visit(value, label())
 
     def _add(self, node: Any, label: str) -> int:
         self._nodes.append(node)
@@ -355,7 +355,7 @@ class Walk(Watched):
         if is_closed(kind) and not isinstance(value, threading.local):
             return *parts, Itself(value)
         if isinstance(value, PLAIN):
-            parts.append(told(value))
+            parts.append(value_key(value))
         if isinstance(value, enum.Enum):
             parts.append(self._visit(value._value_, label))
         names = self._names
@@ -397,7 +397,7 @@ class Walk(Watched):
         if isinstance(value, (set, frozenset)):
             plain = [element for element in content if is_plain(element)]
             others = [Itself(element) for element in content if not is_plain(element)]
-            return [frozenset(map(told, plain)), *others]
+            return [frozenset(map(value_key, plain)), *others]
         return [self._part(one, lambda at=at: f"{label}[{at}]") for at, one in enumerate(content)]
 
     def _opaque(self, value: Any, label: str) -> Any:
@@ -416,7 +416,7 @@ class Walk(Watched):
             self._unseen.append(f"the {label}, an iterator ({kind.__name__}), which each reading moves on")
             return Itself(value)
         if kind.__hash__ is not object.__hash__ and kind.__hash__ is not None and kind.__eq__ is not object.__eq__:
-            return told(value)  # an immutable value
+            return value_key(value)  # an immutable value
         if module_of(kind).partition(".")[0] not in _KNOWN and not in_standard_library(module_of(kind)):
             self._unseen.append(f"the {label}, an object of {module_of(kind)}.{kind.__qualname__}, whose content "
                                 "Python does not see")  # fmt: skip
