@@ -121,7 +121,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
         captured,
         constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
         relaid=relaid,
-        guards=tuple(guards.found),
+        guards=tuple(guards.guards),
         printed=watch.printed.lines > 0,
         reads=passes.reads(),
     )

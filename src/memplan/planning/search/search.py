@@ -121,19 +121,13 @@ def frontier(
     return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).frontier(points)
 
 
-def _without_switched_off(graph: JointGraph, switches: Heuristics) -> JointGraph:
-    """Remove the kept forms of levers that are switched off."""
-    off = {lever.name for lever in LEVERS if lever.switch and not getattr(switches, lever.switch)}
-    return replace(graph, forms=tuple(form for form in graph.forms if form.lever not in off)) if off else graph
-
-
 def _by_peak(state: State) -> tuple[int, float]:
     return state.peak, state.seconds
 
 
 @dataclass
 class Search:
-    """Searches on one graph, for any number of budgets, with shared intermediate results.
+    """Searches on a graph, for any number of budgets, with shared intermediate results.
 
     ``steady`` is the same graph with modelled instead of measured seconds. The floor is searched on it, so that another
     process with other measurements arrives at the same smallest budget.
@@ -147,7 +141,9 @@ class Search:
 
     def __post_init__(self) -> None:
         self.switches = self.heuristics or Heuristics()
-        self.graph = _without_switched_off(self.graph, self.switches)
+        off = {lever.name for lever in LEVERS if lever.switch and not getattr(self.switches, lever.switch)}
+        if off:
+            self.graph = replace(self.graph, forms=tuple(form for form in self.graph.forms if form.lever not in off))
         self.around = self.surroundings or Surroundings()
         self.evaluator = Evaluator(self.graph, self.surroundings, gradients=self.gradients)
         self.flat = self.evaluator.flat
@@ -217,7 +213,7 @@ class Search:
                 results.append(result)
         return results[::-1]
 
-    # -- one budget
+    # -- a single budget
 
     def _local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
         return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)
