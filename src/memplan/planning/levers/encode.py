@@ -291,7 +291,12 @@ def _exact(
             fetch_scratch=piece, direct=tuple(op.index for op in direct), direct_scratch=scratch,
         )  # fmt: skip
         return form, _flat(value, "bits", packed(prod(value.shape)))
-    dtype = _narrow(graph, value, maker)
+    position, bound = INDICES.get(maker.target, (0, None))
+    dtype = None  # the smallest integer type for indices
+    if bound is not None and value.dtype == "int64" and maker.outputs[position] == value.id:
+        arguments = arguments_of(maker.target, maker.args, maker.kwargs)
+        upper = bound(arguments, graph.values[arguments["self"].value].shape)
+        dtype = next((dtype for dtype, limit in INTEGERS if upper <= limit), None)
     if dtype is not None:
         size = value.bytes // itemsize(value.dtype) * itemsize(dtype)
         encoded = replace(value, name=f"{value.name}_index", kind="encoded", bytes=size, dtype=dtype, op=None)
@@ -320,16 +325,6 @@ def _packing(place: str) -> int:
 def _flat(value: Value, codec: str, size: int) -> Value:
     """Return the encoded value: a uint8 vector of ``size`` bytes."""
     return Value(_LATER, f"{value.name}_{codec}", "encoded", _LATER, size, (size,), (1,), "uint8", place=value.place)
-
-
-def _narrow(graph: JointGraph, value: Value, maker: GraphOp) -> str | None:
-    """Return the smallest integer type for a value that is the indices of an op, None for any other value."""
-    position, bound = INDICES.get(maker.target, (0, None))
-    if bound is None or value.dtype != "int64" or maker.outputs[position] != value.id:
-        return None
-    arguments = arguments_of(maker.target, maker.args, maker.kwargs)
-    upper = bound(arguments, graph.values[arguments["self"].value].shape)
-    return next((dtype for dtype, limit in INTEGERS if upper <= limit), None)
 
 
 def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:

@@ -338,21 +338,19 @@ def _of_groups(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) 
     return count * (size * itemsize(result.dtype) + channels * 8 * 8)
 
 
-def _in_channels(target: str, operand: str, own: int, copied: int, *same_layout: str) -> Piecewise:
-    return Piecewise(target, operand, _of_channels(own, copied), same_layout, spatial=True)
-
-
 PIECEWISE: Mapping[str, Piecewise] = {
     "aten.hardswish_backward.default": Piecewise(
         "memplan.hardswish_backward_.default", "grad_output", _of_elements(1), ("self",), contiguous=False, on_card=True
     ),
-    "aten.native_batch_norm_backward.default": _in_channels(
-        "memplan.native_batch_norm_backward_.default", "grad_out", 2, 2, "input"
+    "aten.native_batch_norm_backward.default": Piecewise(
+        "memplan.native_batch_norm_backward_.default", "grad_out", _of_channels(2, 2), ("input",), spatial=True
     ),
-    "aten._native_batch_norm_legit_functional.default": _in_channels(
-        "memplan._native_batch_norm_legit_functional_.default", "input", 1, 1
+    "aten._native_batch_norm_legit_functional.default": Piecewise(
+        "memplan._native_batch_norm_legit_functional_.default", "input", _of_channels(1, 1), spatial=True
     ),
-    "aten._native_batch_norm_legit.no_stats": _in_channels("memplan._native_batch_norm_legit_.no_stats", "input", 1, 1),
+    "aten._native_batch_norm_legit.no_stats": Piecewise(
+        "memplan._native_batch_norm_legit_.no_stats", "input", _of_channels(1, 1), spatial=True
+    ),
     "aten.native_dropout.default": Piecewise(
         "memplan.native_dropout_.default", "input", _of_elements(1), contiguous=False
     ),
