@@ -54,7 +54,7 @@ class Request:
         if not isinstance(self.budget, Relative):
             return self
         budget = self.budget.of(eager)
-        note = f"the budget is {format_bytes(budget)}: {self.budget.said(eager)}"
+        note = f"the budget is {format_bytes(budget)}: {self.budget.describe(eager)}"
         return replace(self, budget=budget, notes=(*self.notes, note))
 
     @contextmanager
