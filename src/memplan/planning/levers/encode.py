@@ -86,25 +86,17 @@ def _size_along(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> int:
     return prod(shape) if dim is None or not shape else shape[dim]
 
 
+_POOLS = ("adaptive_max_pool{}d", "max_pool{}d_with_indices")
 INDICES: Mapping[str, tuple[int, _Bound]] = {
-    "aten.adaptive_max_pool2d.default": (1, _elements_of_last(2)),
-    "aten.adaptive_max_pool3d.default": (1, _elements_of_last(3)),
     "aten.argmax.default": (0, lambda a, shape: _size_along({"dim": None} | dict(a), shape)),
     "aten.argmin.default": (0, lambda a, shape: _size_along({"dim": None} | dict(a), shape)),
-    "aten.max.dim": (1, _size_along),
-    "aten.max_pool2d_with_indices.default": (1, _elements_of_last(2)),
-    "aten.max_pool3d_with_indices.default": (1, _elements_of_last(3)),
-    "aten.min.dim": (1, _size_along),
-    "aten.sort.default": (1, _size_along),
-    "aten.topk.default": (1, _size_along),
+    **{f"aten.{name.format(dims)}.default": (1, _elements_of_last(dims)) for name in _POOLS for dims in (2, 3)},
+    **{f"aten.{name}": (1, _size_along) for name in ("max.dim", "min.dim", "sort.default", "topk.default")},
 }
 """Ops that return indices: the position of the result, and the exclusive upper bound of its elements."""
 
-
 LOSSY = ("bfloat16", "int8", "uint8")
 """Codecs that do not restore the value bit for bit."""
-
-
 _TOLERANT = """
     addmm.default avg_pool2d_backward.default avg_pool3d_backward.default bmm.default convolution_backward.default
     gelu_backward.default hardswish_backward.default hardtanh_backward.default leaky_relu_backward.default

@@ -58,22 +58,12 @@ ELEMENTWISE = frozenset(
 """Elementwise ops: the result may overwrite any operand."""
 
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
-    "_log_softmax.default": ("self",),
-    "_log_softmax_backward_data.default": ("grad_output",),
-    "_softmax.default": ("self",),
-    "_softmax_backward_data.default": ("grad_output",),
-    "cumprod.default": ("self",),
-    "cumsum.default": ("self",),
-    "index_add.default": ("self",),
-    "index_fill.int_Scalar": ("self",),
-    "index_put.default": ("self",),
-    "masked_scatter.default": ("self",),
-    "scatter.src": ("self",),
-    "scatter.value": ("self",),
-    "scatter_add.default": ("self",),
-    "tril.default": ("self",),
-    "triu.default": ("self",),
-}
+    "_log_softmax_backward_data.default": ("grad_output",), "_softmax_backward_data.default": ("grad_output",),
+    **dict.fromkeys(
+        ("_log_softmax.default", "_softmax.default", "cumprod.default", "cumsum.default", "index_add.default",
+         "index_fill.int_Scalar", "index_put.default", "masked_scatter.default", "scatter.src", "scatter.value",
+         "scatter_add.default", "tril.default", "triu.default"), ("self",)),
+}  # fmt: skip
 """Other ops that may overwrite an operand: their kernels read each element before they write it. By op, the
 operands."""
 

@@ -88,9 +88,9 @@ class _Decider:
                 if value in self.forms:
                     lever, reason = self._encoded(*self.forms[value])
                 elif value in self.recomputed:
-                    lever, reason = RECOMPUTE.name, RECOMPUTE.made_again(self, value)
+                    lever, reason = RECOMPUTE.name, RECOMPUTE.recomputed(self, value)
                 elif value in saved:
-                    lever, reason = "keep", RECOMPUTE.kept(self, value, costs_most=value == self.costliest)
+                    lever, reason = "keep", RECOMPUTE.saved(self, value, costs_most=value == self.costliest)
                 else:
                     continue
                 scope, seconds = Scope("value", (self._name(value),)), self.seconds.get(value, 0.0)

@@ -212,7 +212,7 @@ class FlatGraph:
                 self.gives_of[give.parameter].append(at)
 
     def _fetch_op(self, form: KeptForm) -> GraphOp:
-        """The fetch of a form as an op, so that it is handled like the recomputation of the value."""
+        """Return the decoding of a value as an op, to be treated like its recomputation."""
         scratch, maker = form.fetch_scratch, self.graph.maker[form.value]
         return replace(
             maker, reads=form.also_reads, makes=(form.value,), discarded=0, scratch=scratch, overwrites=(),
@@ -280,8 +280,8 @@ class FlatGraph:
             self.gives_net[give.slot] -= give.freed
 
     def _is_regular(self) -> bool:
-        """Whether the batch evaluator supports the graph. Three rare cases are not supported: a gradient that is a
-        forward value or an input, gradients that wait and share memory, and writes after backward ops."""
+        """Return whether the batch evaluator supports the graph. It does not support a gradient that is a forward value
+        or an input, delayed gradients that share memory, and writes after backward ops."""
         bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
         foreign = any(v in self.row or v in self.resident for v in bases)
