@@ -203,18 +203,9 @@ class Keys:
             dicts, guards = last.dicts, guards | last.guards
         hooked = _hooked(present)
         self._last = _Last(
-            state,
-            dicts,
-            empty,
-            tables,
-            RemovableHandle.next_id,
-            kinds,
-            training,
-            present,
-            hooked,
-            self._trained(),
+            state, dicts, empty, tables, RemovableHandle.next_id, kinds, training, present, hooked, self._trained(),
             guards,
-        )
+        )  # fmt: skip
         return state
 
     def _training(self, model: nn.Module) -> list[bool]:

@@ -176,13 +176,9 @@ class Reader:
     """
 
     def __init__(
-        self,
-        joint: _torch.Joint,
-        paths: Mapping[str, str],
-        written: Sequence[str],
-        aliases: Sequence[int],
+        self, joint: _torch.Joint, paths: Mapping[str, str], written: Sequence[str], aliases: Sequence[int],
         hooked: Collection[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._joint, self._written, self._aliases = joint, written, aliases
         self.values = Values(joint, paths, aliases, hooked)
         self.ops: list[GraphOp] = []

@@ -111,9 +111,8 @@ def overwrites(
         values: the graph's values.
         result: id of the op's first result.
     """
-    return tuple(
-        dict.fromkeys(values[operand.value].base for operand in _operands(target, args, kwargs, values, result))
-    )
+    operands = _operands(target, args, kwargs, values, result)
+    return tuple(dict.fromkeys(values[operand.value].base for operand in operands))
 
 
 def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:

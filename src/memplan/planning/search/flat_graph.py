@@ -175,14 +175,12 @@ class FlatGraph:
 
         def flat(op: GraphOp) -> ForwardOp:
             return ForwardOp(
-                op,
-                tuple(self.row[v] for v in op.makes),
-                tuple(sorted(self.row[v] for v in op.reads if v in self.row)),
+                op, tuple(self.row[v] for v in op.makes), tuple(sorted(self.row[v] for v in op.reads if v in self.row)),
                 tuple(v for v in op.reads if v in updated),
                 tuple(self.row[v] for v in op.overwrites if v in self.row and v not in self.outputs),
                 sum(size[self.row[v]] for v in op.makes) + op.discarded + op.scratch,
                 size[self.row[op.makes[0]]] + op.scratch_saved if op.makes else 0,
-            )
+            )  # fmt: skip
 
         self.forward = tuple(flat(op) for op in graph.forward_ops)
         self.rerun = tuple(op if op.op.again is None else flat(op.op.again) for op in self.forward)

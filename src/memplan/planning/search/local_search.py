@@ -298,10 +298,6 @@ def _lengths(count: int) -> list[int]:
 
 def _state_at(evaluated: Evaluated, columns: Columns, k: int) -> State:
     return State(
-        columns[:, k].copy(),
-        int(evaluated.peak[k]),
-        float(evaluated.seconds[k]),
-        float(evaluated.excess[k]),
-        float(evaluated.load[k]),
-        evaluated.needed[:, k].copy(),
-    )
+        columns[:, k].copy(), int(evaluated.peak[k]), float(evaluated.seconds[k]), float(evaluated.excess[k]),
+        float(evaluated.load[k]), evaluated.needed[:, k].copy(),
+    )  # fmt: skip

@@ -81,13 +81,9 @@ class Infeasible:
 
 
 def search(
-    graph: JointGraph,
-    budget: int,
-    *,
-    surroundings: Surroundings | None = None,
-    gradients: GradientUse = STAYS,
+    graph: JointGraph, budget: int, *, surroundings: Surroundings | None = None, gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
-) -> Found | Infeasible:
+) -> Found | Infeasible:  # fmt: skip
     """Find choices within ``budget`` bytes that add as few seconds as the search can reach.
 
     The result is the same for the same arguments on every machine.
@@ -96,24 +92,17 @@ def search(
 
 
 def floor(
-    graph: JointGraph,
-    *,
-    surroundings: Surroundings | None = None,
-    gradients: GradientUse = STAYS,
+    graph: JointGraph, *, surroundings: Surroundings | None = None, gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
-) -> Found:
+) -> Found:  # fmt: skip
     """Find the smallest peak that the search can reach, and the fewest seconds there."""
     return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).floor()
 
 
 def frontier(
-    graph: JointGraph,
-    points: int = 9,
-    *,
-    surroundings: Surroundings | None = None,
-    gradients: GradientUse = STAYS,
+    graph: JointGraph, points: int = 9, *, surroundings: Surroundings | None = None, gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
-) -> list[Found]:
+) -> list[Found]:  # fmt: skip
     """Plan at ``points`` evenly spaced budgets, from the floor to the peak with all values kept, largest peak first.
 
     A result that adds at least as many seconds as one of the same or a smaller peak is left out.
