@@ -80,36 +80,6 @@ class Infeasible:
     notes: tuple[str, ...] = ()
 
 
-def search(
-    graph: JointGraph, budget: int, *, surroundings: Surroundings | None = None, gradients: GradientUse = STAYS,
-    heuristics: Heuristics | None = None,
-) -> Found | Infeasible:  # fmt: skip
-    """Find choices within ``budget`` bytes that add as few seconds as the search can reach.
-
-    The result is the same for the same arguments on every machine.
-    """
-    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).within(budget)
-
-
-def floor(
-    graph: JointGraph, *, surroundings: Surroundings | None = None, gradients: GradientUse = STAYS,
-    heuristics: Heuristics | None = None,
-) -> Found:  # fmt: skip
-    """Find the smallest peak that the search can reach, and the fewest seconds there."""
-    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).floor()
-
-
-def frontier(
-    graph: JointGraph, points: int = 9, *, surroundings: Surroundings | None = None, gradients: GradientUse = STAYS,
-    heuristics: Heuristics | None = None,
-) -> list[Found]:  # fmt: skip
-    """Plan at ``points`` evenly spaced budgets, from the floor to the peak with all values kept, largest peak first.
-
-    A result that adds at least as many seconds as one of the same or a smaller peak is left out.
-    """
-    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).frontier(points)
-
-
 def _by_peak(state: State) -> tuple[int, float]:
     return state.peak, state.seconds
 
@@ -148,7 +118,8 @@ class Search:
         self._nearest_results: dict[tuple[int, int], Found] = {}
 
     def within(self, budget: int) -> Found | Infeasible:
-        """Search as `search` does."""
+        """Find choices within ``budget`` bytes that add as few seconds as the search can reach. The result is the same
+        for the same arguments on every machine."""
         if self.kept.peak <= budget:
             return self._result(self.kept, budget)
         if budget < self.lower_bound:
@@ -159,7 +130,7 @@ class Search:
         return self._infeasible() if state is None else self._result(state, budget)
 
     def floor(self) -> Found:
-        """Search as `floor` does."""
+        """Find the smallest peak that the search can reach, and the fewest seconds there."""
         return self._result(self._cheapest, self._cheapest.peak)
 
     def nearest(self, budget: int, squared: int = EVEN) -> Found:
@@ -191,7 +162,10 @@ class Search:
         return Search(self.steady, self.surroundings, gradients=self.gradients, heuristics=self.heuristics)
 
     def frontier(self, points: int) -> list[Found]:
-        """Search as `frontier` does."""
+        """Plan at ``points`` evenly spaced budgets, from the peak with all values saved down to the floor.
+
+        A result that adds at least as many seconds as one of the same or a smaller peak is left out.
+        """
         low, high = self._lowest.peak, self.kept.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
         results, best = list[Found](), None
