@@ -218,7 +218,7 @@ class FlatGraph:
         )  # fmt: skip
 
     def _forward_frees(self) -> None:
-        """Last use of each value in the forward pass: by an op, or by a write after an op."""
+        """Compute the last use of each value in the forward pass, by an op or by a write after an op."""
         position = {op.op.index: at for at, op in enumerate(self.forward)}
         last = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
         self.used_last = np.array([position[last[value]] for value in self.values], dtype=np.int64)
@@ -233,7 +233,7 @@ class FlatGraph:
                 self.written[row] = True
 
     def _readers(self) -> None:
-        """Backward ops that read each forward value itself, and ops that can read a kept form of it instead."""
+        """List the backward ops that read each forward value, and ops that can read an encoding of it instead."""
         readers_of_form: dict[tuple[int, int], list[int]] = defaultdict(list)
         for at in self.plain:
             for op in self.forms[at].direct:
@@ -251,7 +251,7 @@ class FlatGraph:
                     self.readers[row].append(slot)
 
     def _shared_arrays(self) -> None:
-        """Arrays that are the same for all candidates."""
+        """Compute the arrays that all candidates share."""
         none = np.iinfo(np.int32).max
         self.first_read = np.array([slots[0] if slots else none for slots in self.readers], dtype=np.int32)
         self.last_read = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
@@ -268,9 +268,9 @@ class FlatGraph:
         self.by_freed = np.argsort(self.freed_at, kind="stable")
         self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
         self.gives_net = np.zeros(self.slots, dtype=np.int64)
-        """By slot: change of the level by the gradients that are given there."""
+        """Change of the level by the gradients that are returned in each slot."""
         self.gives_peak = np.zeros(self.slots, dtype=np.int64)
-        """By slot: highest level while these are given."""
+        """Highest level while these are returned, by slot."""
         for give in self.gives:
             self.gives_net[give.slot] += give.copy
             level = self.gives_net[give.slot] + give.transient
