@@ -97,7 +97,7 @@ def test_a_call_is_prepared_before_it_comes() -> None:
     made = install(model, plan)
     from memplan.planning.capture.flat_call import call_of
 
-    made.prepare(call_of((x,), {}), held=False)
+    made.prepare(call_of((x,), {}), has_gradients=False)
     assert asked == [False]
     model(torch.randn(4, 8)).sum().backward()
     assert asked == [False]

@@ -42,27 +42,27 @@ def plan(
     """Plan a training step for a budget of bytes; the model does not run, and is not changed.
 
     Args:
-        model: a module, or a callable that makes one; then nothing of it is ever allocated.
+        model: a module, or a callable that returns one; then the model is never allocated.
         inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
-        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), a card's name, or
-            what is relative to the step without a plan ("70%", "-2 GiB").
-        optimizer: a callable of the parameters. Its state and its update are part of the step then.
+        budget: limit of all memory on the device at any time of the step: bytes, a size ("6 GiB"), a card's name, or
+            relative to the step without a plan ("70%", "-2 GiB").
+        optimizer: a callable of the parameters. The step then includes its state and its update.
         device: a card to estimate seconds for, instead of this machine. Values may then wait for the backward pass in
             host memory, where that is cheaper than recomputing them.
-        allow: ``"exact"``: only what leaves the result the same, bit for bit. ``"lossy"``: also computing and saving in
-            fewer bits, where that makes the step faster, or is the only way to fit (see `Plan.precision`).
-        engine: what runs it: ``"graph"``, torch's kernels one by one, or ``"inductor"``, fused ones.
+        allow: ``"exact"``: results are the same, bit for bit. ``"lossy"``: also compute and save in fewer bits, if that
+            makes the step faster or is necessary to fit (see `Plan.precision`).
+        engine: ``"graph"`` runs torch's own kernels one by one, ``"inductor"`` fused kernels.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
-        accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.
-        clip_norm: global norm at which gradients are clipped; no update can be early then.
-        plan: an earlier plan for this model and these inputs, which is checked against this budget.
+        accumulate: micro-batches per update; with more than one, gradients exist when a step begins.
+        clip_norm: global norm at which gradients are clipped; excludes ``early``.
+        plan: an earlier plan for this model and these inputs, to be checked against this budget.
         heuristics: switches of the search.
-        costs: seconds by op, as ``memplan.planning.cost.op_timing.costs_of`` gives them; ``"roofline"`` for estimates
-            that are the same on every machine; None: measured on this one, which differs a little from run to run.
+        costs: seconds by op from ``memplan.planning.cost.op_timing.costs_of``, or ``"roofline"`` for estimates that are
+            the same on every machine; None: measured on this machine, which varies slightly from run to run.
 
     Raises:
-        BudgetError: no plan fits; ``smallest_budget`` is the smallest for which one was found.
-        UsageError, RecordingError: an argument is wrong, or the step cannot be captured.
+        BudgetError: no plan fits; ``smallest_budget`` is the smallest budget with a plan.
+        UsageError, RecordingError: an argument is invalid, or the step cannot be captured.
 
     Example:
         >>> print(memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget="1.5 MiB"))
@@ -74,8 +74,8 @@ def plan(
         host_memory=True,
     )  # fmt: skip
     with recording_suspended(), undisturbed(cuda=is_on_card(model)):
-        asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=True)
-        with asked.under_autocast():
-            planner = Planner(asked.step)
-            asked = planner.bounded(asked, key=0)
-            return planner.planned(asked.call, asked.settings, asked.bytes, key=0).plan
+        checked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=True)
+        with checked.under_autocast():
+            planner = Planner(checked.step)
+            checked = planner.bounded(checked, key=0)
+            return planner.planned(checked.call, checked.settings, checked.bytes, key=0).plan

@@ -1,4 +1,4 @@
-"""Orchestrate one plan: capture, costs, search, checks, and the plan as a value."""
+"""Plan calls of a model: capture, costs and search, reused for calls of the same kind."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Planner:
     def planned(
         self, call: Call, settings: Settings, budget: int, key: Hashable = None, captured: Captured | None = None
     ) -> Planned:
-        """Return the fastest plan that the search finds within the budget; where lossy plans are allowed and no
-        precision is settled, in the precision in which it is fastest.
+        """Return the fastest plan that the search finds within the budget, in the fastest precision if lossy plans are
+        allowed and the settings leave the precision open.
 
         Args:
-            call: the model's arguments; the state of the model and of autocast is the present one.
+            call: arguments of the model. Its state and that of autocast are the current ones.
             settings: options of the plan.
-            budget: bytes on the device at any moment of the step.
+            budget: limit in bytes of all memory on the device.
             key: identifies this kind of call and state; calls with the same key are captured once.
-            captured: the captured call, where there is one.
+            captured: the captured call, if it was captured before.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -55,7 +55,11 @@ class Planner:
         except BudgetError as error:
             if settings.plan is not None or captured is not None:
                 raise
-            raise self._with_ways(error, call, settings, budget, key) from None
+            if settings.engine == "inductor":
+                error = with_graph_way(error, lambda graph: self._within(call, graph, budget, key), settings)
+            if settings.allow == "exact":
+                error = with_lossy_way(error, lambda lossy: self.study(call, lossy, key), self._model, settings, budget)
+            raise error from None
 
     def _within(
         self, call: Call, settings: Settings, budget: int, key: Hashable, captured: Captured | None = None
@@ -66,26 +70,18 @@ class Planner:
         _log.info("planning for %s", format_bytes(budget))
         return study.planned(settings, budget)
 
-    def _with_ways(self, error: BudgetError, call: Call, settings: Settings, budget: int, key: Hashable) -> BudgetError:
-        """Add other ways to keep the budget to its error."""
-        if settings.engine == "inductor":
-            error = with_graph_way(error, lambda graph: self._within(call, graph, budget, key), settings)
-        if settings.allow == "lossy":
-            return error
-        return with_lossy_way(error, lambda lossy: self.study(call, lossy, key), self._model, settings, budget)
-
-    def bounded(self, asked: Request, key: Hashable) -> Request:
-        """Return a request with its budget in bytes: of one that is relative, the step without a plan is recorded."""
-        if not isinstance(asked.budget, Relative):
-            return asked
-        return asked.bounded(self.study(asked.call, asked.settings, key).eager_peak(asked.settings))
+    def bounded(self, request: Request, key: Hashable) -> Request:
+        """Return a request with its budget in bytes. For a relative budget the step without a plan is recorded."""
+        if not isinstance(request.budget, Relative):
+            return request
+        return request.bounded(self.study(request.call, request.settings, key).eager_peak(request.settings))
 
     def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[Reached, ...]:
-        """Return plans from all kept to the floor, in each allowed precision. ``key``: as for `planned`."""
+        """Return the frontier of plans in each allowed precision. ``key``: as for `planned`."""
         return frontier(lambda settled: self.study(call, settled, key), self._model, settings, points)
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
-        """Return the study of a kind of call in one precision, which any budget can use."""
+        """Return the study of a kind of call in the precision of the settings, for any budget."""
         precision = settings.settled
         study = self._studies.get((key, precision)) if key is not None else None
         if study is None:

@@ -31,14 +31,14 @@ class Relative:
         budget = int(self.share * eager) - self.less
         if budget <= 0:
             raise UsageError(
-                f"the budget is {self.said(eager)}",
+                f"the budget is {self.describe(eager)}",
                 expected="a budget of which something is left",
                 do="Take less off",
             )
         return budget
 
-    def said(self, eager: int) -> str:
-        """Return it in words, of a step that takes ``eager`` bytes without a plan."""
+    def describe(self, eager: int) -> str:
+        """Describe the budget of a step that takes ``eager`` bytes without a plan."""
         share = f"{float(100 * self.share):g} % of " if self.share != 1 else ""
         less = f", less {format_bytes(self.less)}" if self.less else ""
         return f"{share}the {format_bytes(eager)} that the step takes without a plan{less}"

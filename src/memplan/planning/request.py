@@ -32,64 +32,67 @@ class Request:
     """Checked arguments of a plan."""
 
     model: nn.Module
-    """The user's."""
+    """The user's model."""
     step: nn.Module
     """Module that is captured: model and loss, or the model alone."""
     call: Call
     autocast: torch.dtype | None
-    """The one that was asked for, or the caller's own."""
+    """Dtype of the requested autocast, else of the caller's."""
     settings: Settings
     budget: int | Relative
-    """Bound on everything on the device at any moment of the step: bytes, or what `bounded` makes bytes."""
+    """Limit of all memory on the device at any time of the step: bytes, or relative until `bounded`."""
     notes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
         """Budget in bytes."""
-        assert isinstance(self.budget, int), "it is bounded"
+        assert isinstance(self.budget, int), "bounded() was called"
         return self.budget
 
     def bounded(self, eager: int) -> Request:
-        """Return the request with its budget in bytes. ``eager``: bytes that the step takes without a plan."""
+        """Return the request with its budget in bytes. ``eager``: peak of the step without a plan."""
         if not isinstance(self.budget, Relative):
             return self
         budget = self.budget.of(eager)
-        note = f"the budget is {format_bytes(budget)}: {self.budget.said(eager)}"
+        note = f"the budget is {format_bytes(budget)}: {self.budget.describe(eager)}"
         return replace(self, budget=budget, notes=(*self.notes, note))
 
     @contextmanager
     def under_autocast(self) -> Iterator[None]:
-        """Enter the autocast that the step runs under."""
+        """Enter the autocast of the step."""
         with nullcontext() if self.autocast is None else torch.autocast(self.settings.home.type, dtype=self.autocast):
             yield
 
 
 def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) -> Request:
-    """Check the arguments of a plan, and make the model and the inputs that are only described.
+    """Check the arguments of a plan, and build the model and inputs that are given as a callable or as specs.
 
     Args:
-        model: a module, or a callable that makes one.
+        model: a module, or a callable that returns one.
         step: its inputs, loss and optimizer.
-        options: everything else.
-        fake: allocate neither a model that is still to be made nor inputs that are described.
+        options: all other arguments.
+        fake: build the model and inputs as fake tensors.
 
     Raises:
-        UsageError: one of its kinds, for each argument that cannot be.
+        UsageError: an argument is invalid (or a subclass of UsageError).
     """
-    _check_engine(options.engine)
+    if options.engine not in get_args(Engine):
+        engines = " or ".join(map(repr, get_args(Engine)))
+        raise UsageError(f"engine={options.engine!r}", expected=engines, do="Leave it out")
     _check_early(step, options)
     _check_allow(options)
     budget, budgeted = _budget(options.budget)
-    card, step = _card(options.device) or budgeted, step.checked()
+    is_card = options.device is not None and str(options.device).lower() != HOST
+    card, step = find(str(options.device)) if is_card else budgeted, step.checked()
     with _torch.fake_tensors() if fake and not isinstance(model, nn.Module) else nullcontext():
-        made = _made(model)
-        _check_data(made, fake)
-        args, keywords = _real((*step.inputs, *step.targets)), _real(dict(step.kwargs))
-    module = _with_loss(made, step)
+        built = _built(model)
+        _check_data(built, fake)
+        args, keywords = _with_tensors((*step.inputs, *step.targets)), _with_tensors(dict(step.kwargs))
+    module = _with_loss(built, step)
     if options.gradients.updates:
-        _check_apart(module)
+        _check_shared_memory(module)
     call = call_of(args, keywords)
-    output_kinds(module, call)  # said before anything is planned, where a plan would not equal eager
+    output_kinds(module, call)  # raises before planning if planned results would not equal eager ones
     home = home_of(module, call.tensors)
     _check_compiler(options.engine, home)
     settings = Settings(
@@ -98,15 +101,18 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
         host_memory=options.host_memory or home.card is not None, allow=options.allow,
     )  # fmt: skip
     assert step.autocast is None or isinstance(step.autocast, torch.dtype), "options were checked"
-    lower = step.autocast or _around(home.type)
-    notes = () if budgeted is None else (_of_card(budgeted, home),)
-    if torch.float16 in _computes_in(made, lower):
-        notes = (*notes, UNSCALED)
-    return Request(made, module, call, lower, settings, budget, notes)
+    current = torch.get_autocast_dtype(home.type) if torch.is_autocast_enabled(home.type) else None
+    autocast, notes = step.autocast or current, list[str]()
+    if budgeted is not None:
+        kernels = "the CPU's kernels, in allocated bytes" if home.card is None else f"the kernels of {home.card.title}"
+        notes.append(f"the budget is what {budgeted.title} has, less its context; planned with {kernels}")
+    if torch.float16 in {autocast, *(parameter.dtype for parameter in built.parameters() if parameter.requires_grad)}:
+        notes.append(UNSCALED)
+    return Request(built, module, call, autocast, settings, budget, tuple(notes))
 
 
 def _with_loss(model: nn.Module, step: StepOptions) -> nn.Module:
-    """Return the module that is captured: the model with its loss, or the model alone."""
+    """Return the module to capture: the model with its loss, or the model alone."""
     loss, _ = step.callables
     if loss is not None:
         return WithLoss(model, loss, len(step.targets))
@@ -114,17 +120,6 @@ def _with_loss(model: nn.Module, step: StepOptions) -> nn.Module:
         count = len(step.targets)
         raise InputError(f"{count} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
     return model
-
-
-def _around(place: str) -> torch.dtype | None:
-    """Return the dtype of the caller's own autocast, where one is on."""
-    return torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
-
-
-def _computes_in(model: nn.Module, autocast: torch.dtype | None) -> set[torch.dtype]:
-    """Return the dtypes of the parameters that are trained, and that of the autocast."""
-    found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    return found if autocast is None else found | {autocast}
 
 
 def _check_allow(options: PlanOptions) -> None:
@@ -143,15 +138,8 @@ def _check_allow(options: PlanOptions) -> None:
         )
 
 
-def _check_engine(engine: str) -> None:
-    if engine not in get_args(Engine):
-        raise UsageError(
-            f"engine={engine!r}", expected=" or ".join(map(repr, get_args(Engine))), do="Leave it out"
-        )  # fmt: skip
-
-
 def _check_compiler(engine: Engine, home: Home) -> None:
-    """Raise UsageError where the compiler of fused kernels is asked for and missing."""
+    """Raise UsageError if fused kernels are requested and there is no compiler."""
     if engine == "graph":
         return
     if home.card is not None:
@@ -165,7 +153,7 @@ def _check_compiler(engine: Engine, home: Home) -> None:
         return
     try:
         compiler = _torch.cpp_compiler()
-    except OSError as error:  # it makes the directory when it is imported
+    except OSError as error:  # importing Inductor creates the directory
         raise UsageError(
             f"engine='inductor', and Inductor cannot make the directory of its cache ({error})",
             expected="one that can be written to: what the environment's TORCHINDUCTOR_CACHE_DIR names, else TMPDIR",
@@ -205,42 +193,37 @@ def _check_early(step: StepOptions, options: PlanOptions) -> None:
         )
 
 
-def _check_apart(model: nn.Module) -> None:
-    """Raise UsageError where an early update of a parameter would change another one, or a buffer."""
+def _check_shared_memory(model: nn.Module) -> None:
+    """Raise UsageError if an early update of a parameter would change another parameter or a buffer."""
     named = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if _torch.peculiarity(tensor) is None and tensor.numel()
     }
-    places = sorted((_torch.storage_key(one.untyped_storage()), *_reach(one), name) for name, one in named.items())
-    before = (0, 0, "")
-    """The one that ends last of those so far: storage, end, name."""
-    for storage, begin, end, name in places:
-        shares = storage == before[0] and begin < before[1]
-        if shares and (named[name].requires_grad or named[before[2]].requires_grad):
+    ranges = sorted((_torch.storage_key(t.untyped_storage()), *_byte_range(t), name) for name, t in named.items())
+    last = (0, 0, "")
+    """(storage, end, name) of the tensor with the last end so far."""
+    for storage, begin, end, name in ranges:
+        shares = storage == last[0] and begin < last[1]
+        if shares and (named[name].requires_grad or named[last[2]].requires_grad):
             raise UsageError(
-                f"early=True, and {before[2]} and {name} share memory",
+                f"early=True, and {last[2]} and {name} share memory",
                 expected="parameters with memory of their own: an early update of one would change the other, which "
                 "may still be read",
                 do="Use one Parameter in both places, or leave early out",
             )
-        before = max(before, (storage, end, name))
+        last = max(last, (storage, end, name))
 
 
-def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage at which a tensor begins and ends."""
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the offsets in bytes at which a tensor begins and ends in its storage."""
     first = int(tensor.storage_offset())
     last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-def _of_card(card: Device, home: Home) -> str:
-    """Return the note on a budget that a card's name stood for."""
-    kernels = "the CPU's kernels, in allocated bytes" if home.card is None else f"the kernels of {home.card.title}"
-    return f"the budget is what {card.title} has, less its context; planned with {kernels}"
-
-
 def _budget(budget: Any) -> tuple[int | Relative, Device | None]:
+    """Return the budget, and the card if it is given as the name of a card."""
     if budget is None:
         expected = "bytes, such as '6 GiB', a share of the step without a plan, such as '70%', or a card's name"
         raise UsageError("No budget", expected=expected, do="Give budget")
@@ -248,17 +231,13 @@ def _budget(budget: Any) -> tuple[int | Relative, Device | None]:
     return (size.usable("high"), size) if isinstance(size, Device) else (size, None)
 
 
-def _card(device: str | torch.device | None) -> Device | None:
-    return None if device is None or str(device).lower() == HOST else find(str(device))
-
-
-def _made(model: Any) -> nn.Module:
-    made = model if isinstance(model, nn.Module) else model() if callable(model) else model
-    if not isinstance(made, nn.Module):
+def _built(model: Any) -> nn.Module:
+    built = model if isinstance(model, nn.Module) else model() if callable(model) else model
+    if not isinstance(built, nn.Module):
         raise TargetError(
-            f"{type(made).__name__} {made!r:.60}", expected="a module, or a callable that makes one", do="Pass one"
+            f"{type(built).__name__} {built!r:.60}", expected="a module, or a callable that makes one", do="Pass one"
         )
-    return made
+    return built
 
 
 def _check_data(model: nn.Module, fake: bool) -> None:
@@ -277,6 +256,6 @@ def _check_data(model: nn.Module, fake: bool) -> None:
             )
 
 
-def _real(value: Any) -> Any:
-    """Specs as tensors; tensors stay the user's."""
+def _with_tensors(value: Any) -> Any:
+    """Replace specs by tensors."""
     return _torch.tree_map(lambda leaf: leaf.make() if isinstance(leaf, Spec) else leaf, value)

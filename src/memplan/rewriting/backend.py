@@ -18,7 +18,7 @@ from memplan.planning.settings import Settings
 from memplan.rewriting.install import Planner, install
 from memplan.trace.recording.place import format_frame
 
-_told: set[tuple[str, int]] = set()
+_warned: set[tuple[str, int]] = set()
 _ITEM = "call_method", "item"
 
 
@@ -27,25 +27,35 @@ def memplan(
 ) -> Callable[..., Any]:
     """Plan a graph for ``torch.compile``, which finds this backend by its name.
 
-    Plans come from the same search and the same validator as in `memplan.fit`, but without its proof: nothing is
-    compared, measured or planned again. Where Dynamo makes sizes or numbers symbolic, they are numbers again when the
-    graph is called: each set of them is captured and planned by itself, whatever was planned for larger ones.
+    Plans come from the same search and validator as in `memplan.fit`, but without its proof: no gradients are compared
+    and no memory is measured. Where Dynamo makes sizes or numbers symbolic, each set of concrete values is captured and
+    planned by itself.
 
     Args:
         graph: a graph that Dynamo traced.
-        inputs: those of its first call.
-        options: ``budget``, in bytes or as a size such as ``"6 GiB"``: bounds everything on the device at any moment of
-            a step.
+        inputs: inputs of its first call.
+        options: ``budget``, in bytes or as a size such as ``"6 GiB"``: the limit of all memory on the device at any
+            time of a step.
 
     Raises:
         UsageError: no budget, or an unknown option.
-        BudgetError: at the first call: no plan fits the budget.
+        BudgetError: no plan fits the budget (raised by the first call).
     """
-    budget = _budget(options or {})
+    options = options or {}
+    unknown = sorted(set(options) - {"budget"})
+    if unknown or "budget" not in options:
+        raise UsageError(
+            f"options={dict(options)!r}" if unknown else "No budget",
+            expected="options={'budget': '6 GiB'}",
+            do="Give the bytes that the step may use, as a number or a size",
+        )
+    budget = parse_bytes(options["budget"])
 
     def planner_of(module: nn.Module) -> Planner:
         planner = StepPlanner(module)
-        return lambda call, held: planner.planned(call, Settings(gradients=GradientUse(adds=held)), budget)
+        return lambda call, has_gradients: planner.planned(
+            call, Settings(gradients=GradientUse(adds=has_gradients)), budget
+        )
 
     return compiled(graph, inputs, planner_of)
 
@@ -53,15 +63,15 @@ def memplan(
 def compiled(
     graph: fx.GraphModule, inputs: Sequence[Any], planner_of: Callable[[nn.Module], Planner]
 ) -> Callable[..., Any]:
-    """Return a graph as a planned function; each kind of call is planned when it first comes."""
-    _tell_of_break(graph)
+    """Return a graph as a planned function. The first call with a new key is planned."""
+    _warn_of_break(graph)
     lifted = _Lifted(graph, inputs)
     install(lifted, planner_of(lifted))
     return lifted.called
 
 
 class _Lifted(nn.Module):
-    """Wrap a graph that takes its parameters among its inputs as a module that has them; numbers are numbers."""
+    """A graph as a module that owns the parameters among its inputs; number inputs are Python numbers."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__()
@@ -71,34 +81,34 @@ class _Lifted(nn.Module):
         placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._numbers = [name in numbers for name in placeholders]
         self._names = [
-            f"{_plain_name(name)}_{at}" if isinstance(one, nn.Parameter) else None
-            for at, (name, one) in enumerate(zip(placeholders, inputs, strict=True))
+            f"{_plain_name(name)}_{at}" if isinstance(value, nn.Parameter) else None
+            for at, (name, value) in enumerate(zip(placeholders, inputs, strict=True))
         ]
-        for name, one in zip(self._names, inputs, strict=True):
+        for name, value in zip(self._names, inputs, strict=True):
             if name is not None:
-                self.register_parameter(name, one)
+                self.register_parameter(name, value)
 
     def called(self, *inputs: Any) -> Any:
         """Call the graph with all of its inputs."""
-        for name, one in zip(self._names, inputs, strict=True):
-            if name is not None and getattr(self, name) is not one:
-                setattr(self, name, one)
+        for name, value in zip(self._names, inputs, strict=True):
+            if name is not None and getattr(self, name) is not value:
+                setattr(self, name, value)
         named = zip(self._names, self._numbers, inputs, strict=True)
-        return self(*(one.item() if number else one for name, number, one in named if name is None))
+        return self(*(value.item() if number else value for name, number, value in named if name is None))
 
     def forward(self, *inputs: Any) -> Any:
         """Call the graph with its inputs that are not parameters."""
-        left = iter(inputs)
-        return self.graph(*(next(left) if name is None else getattr(self, name) for name in self._names))
+        others = iter(inputs)
+        return self.graph(*(next(others) if name is None else getattr(self, name) for name in self._names))
 
 
 def _without_item(graph: fx.GraphModule) -> set[str]:
-    """Make a graph take as numbers the inputs that it reads by ``item()`` alone, and return their names. Dynamo hands a
-    float that changes over as a tensor, and all floats under ``dynamic=True``."""
+    """Make the inputs on which only ``item()`` is called numbers, and return their names. Dynamo passes a float that
+    changes as a tensor, and all floats under ``dynamic=True``."""
     numbers: set[str] = set()
     for node in graph.graph.nodes:
         readers = list(node.users)
-        if node.op != "placeholder" or not readers or any((one.op, one.target) != _ITEM for one in readers):
+        if node.op != "placeholder" or not readers or any((reader.op, reader.target) != _ITEM for reader in readers):
             continue
         for reader in readers:
             reader.replace_all_uses_with(node)
@@ -114,24 +124,13 @@ def _plain_name(placeholder: str) -> str:
     return re.sub(r"_+", "_", words) or "parameter"
 
 
-def _budget(options: Mapping[str, Any]) -> int:
-    unknown = sorted(set(options) - {"budget"})
-    if unknown or "budget" not in options:
-        raise UsageError(
-            f"options={dict(options)!r}" if unknown else "No budget",
-            expected="options={'budget': '6 GiB'}",
-            do="Give the bytes that the step may use, as a number or a size",
-        )
-    return parse_bytes(options["budget"])
-
-
-def _tell_of_break(graph: fx.GraphModule) -> None:
-    found = _torch.graph_break(graph)
-    if found is None or (found.path, found.line) in _told:
+def _warn_of_break(graph: fx.GraphModule) -> None:
+    graph_break = _torch.graph_break(graph)
+    if graph_break is None or (line := (graph_break.path, graph_break.line)) in _warned:
         return
-    _told.add((found.path, found.line))
+    _warned.add(line)
     warnings.warn(
-        f"memplan: the graph breaks at {format_frame((found.path, found.line))} ({found.reason}). Each part is planned "
+        f"memplan: the graph breaks at {format_frame(line)} ({graph_break.reason}). Each part is planned "
         "by itself and bounded by the whole budget, so the step as a whole is not. memplan.fit needs no whole graph.",
         stacklevel=2,
     )

@@ -24,9 +24,9 @@ class CallStats(Printed):
     unplanned: int = 0
     """Calls under grad mode that ran as the model is written."""
     why: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Reasons of the unplanned ones, in the order of their first calls, and how many calls each had."""
+    """Number of unplanned calls by reason, in the order of the first calls."""
     without_grad: int = 0
-    """Calls in which nothing required a gradient, as under ``no_grad``: no plan is for these."""
+    """Calls in which nothing required a gradient, as under ``no_grad``: these are never planned."""
 
     def __str__(self) -> str:
         text = f"{self.planned} call{'' if self.planned == 1 else 's'} ran as planned, {self.unplanned} unplanned"
@@ -49,7 +49,7 @@ class Calls:
             self._planned += 1
 
     def without_grad(self) -> None:
-        """Count a call that no plan is for."""
+        """Count a call in which nothing required a gradient."""
         with self._lock:
             self._without_grad += 1
 
@@ -59,24 +59,21 @@ class Calls:
             self._why[why] += 1
 
     def restart(self) -> None:
-        """Forget all calls so far."""
+        """Reset the counts to zero."""
         with self._lock:
             self._planned = self._without_grad = 0
             self._why.clear()
 
     def stats(self) -> CallStats:
-        """Return the counts as they are now."""
+        """Return the present counts."""
         with self._lock:
             return CallStats(self._planned, self._why.total(), dict(self._why), self._without_grad)
 
 
 def together(parts: Iterable[CallStats]) -> CallStats:
     """Add the counts of several modules."""
-    planned = unplanned = without_grad = 0
-    why = Counter[str]()
-    for one in parts:
-        planned += one.planned
-        unplanned += one.unplanned
-        without_grad += one.without_grad
-        why.update(one.why)
-    return CallStats(planned, unplanned, dict(why), without_grad)
+    parts, why = list(parts), Counter[str]()
+    for part in parts:
+        why.update(part.why)
+    planned, unplanned = sum(part.planned for part in parts), sum(part.unplanned for part in parts)
+    return CallStats(planned, unplanned, dict(why), sum(part.without_grad for part in parts))

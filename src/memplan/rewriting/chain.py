@@ -1,14 +1,13 @@
 """Attach a planned backward pass to autograd: a chain of small nodes, one for each group of complete gradients.
 
-Autograd runs the chain from the outputs on. A node of each output takes its gradient and only stores it: the arguments
-of the node that used it would keep it alive. Each further node lets the backward pass run up to its own gradients and
-hands them over at once; autograd adds them to ``.grad``, calls hooks and reduces them between processes before the next
-node runs. Where only some gradients are requested, autograd does not run the nodes beyond them.
+Autograd runs the chain starting at the outputs. The node of an output only stores the gradient of the output (as an
+argument of a later node it would stay alive). Each further node runs the backward program up to its own gradients and
+returns them; autograd accumulates them into ``.grad``, calls hooks and reduces them between processes before the next
+node runs. Where only some gradients are requested, autograd skips the nodes after them.
 
-There is a chain for each set of outputs that gradients depend on, behind those outputs alone. So outputs that are not
-part of the loss are not reached: parameters that only they depend on get no gradient, and their hooks are not called.
-Of several nodes that could run next, autograd takes the one made last: outputs, then gradients in the order of the
-backward pass.
+Each set of outputs that gradients depend on has a chain of its own. So a loss that uses some outputs reaches only
+their chains: parameters that only other outputs depend on get no gradient, and their hooks are not called. Of several
+ready nodes autograd runs the one created last: outputs, then gradients in the order of the backward pass.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from memplan import _torch
 from memplan.errors import BackwardError
 from memplan.planning.capture.reads.readable import Reads
 
-Given = list[tuple[int, torch.Tensor]]
-Backward = Callable[[list[Any], list[torch.Tensor], list[torch.Tensor]], Iterator[Given]]
+Gradients = list[tuple[int, torch.Tensor]]
+Backward = Callable[[list[Any], list[torch.Tensor], list[torch.Tensor]], Iterator[Gradients]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,47 +40,44 @@ class Tangent:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Data that the chains of all calls of one planned step share."""
+    """Data of a planned step that all of its calls share."""
 
     backward: Backward
-    """The program's."""
+    """Backward function of the program."""
     parts: tuple[tuple[int, tuple[int, ...]], ...]
-    """By number of a list that it yields: values whose gradients are in it and depend on the same tangents."""
+    """(number of a list that `backward` yields, values whose gradients are in it and depend on the same tangents)."""
     tangents: tuple[Tangent, ...]
-    reached: Mapping[int, frozenset[int]]
-    """By value with a gradient: positions of the tangents that it depends on, at least one."""
+    dependencies: Mapping[int, frozenset[int]]
+    """Positions of the tangents that a gradient depends on (at least one), by value with a gradient."""
     unplanned: Mapping[int, str]
-    """By index, names of outputs that have a gradient in the model but not in the plan."""
+    """Names of the outputs that have a gradient in the model but not in the plan, by index."""
     overwritten: frozenset[int]
     """Positions of the saved values that the backward pass overwrites."""
     guarded: tuple[tuple[int, str], ...]
-    """Inputs that must not change before the backward pass reads them: position and name."""
-    exposed: tuple[tuple[int, ...], ...]
-    """For each list, numbers of those in ``guarded`` that are read after a hook on their gradient may change them."""
+    """(position, name) of the inputs that must not change before the backward pass reads them."""
+    reread: tuple[tuple[int, ...], ...]
+    """By list, indices into ``guarded`` of the inputs that are read after a hook on their gradient may change them."""
     reads: Reads | None = None
-    """What code that runs in backward may read, as a `torch.autograd.Function` or a hook of the model's own does: it is
-    compared when the backward pass begins."""
+    """Python values that code in the backward pass may read (a `torch.autograd.Function`, a hook); checked when the
+    backward pass begins."""
 
     def attach(
-        self,
-        inputs: list[Any],
-        saved: list[torch.Tensor],
-        outputs: list[torch.Tensor],
+        self, inputs: list[Any], saved: list[torch.Tensor], outputs: list[torch.Tensor],
         receivers: Mapping[int, torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Return the outputs of a forward pass with the chain behind them.
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Return the outputs of a forward pass with the chain attached as their ``grad_fn``.
 
         Args:
-            inputs: the forward pass's, None for those that the backward pass does not read.
-            saved: the values that the forward pass saved.
-            outputs: its results.
-            receivers: the tensors whose gradients are computed, by value.
+            inputs: inputs of the forward pass, None for those that the backward pass does not read.
+            saved: values that the forward pass saved.
+            outputs: results of the forward pass.
+            receivers: tensors whose gradients are computed, by value.
         """
         call = _Call(self, inputs, saved, outputs)
         tokens: dict[frozenset[int], torch.Tensor] = {}
-        """By set of tangents: result of the first node that depends on these."""
+        """Result of the first node of each chain, by set of tangents."""
         for number, values in reversed(self.parts):
-            among, of = self.reached[values[0]], [receivers[value] for value in values]
+            among, of = self.dependencies[values[0]], [receivers[value] for value in values]
             following = [token.grad_fn for token in tokens.values()]
             tokens[among] = _Gradients.apply(call, number, values, following, tokens.get(among), *of)
         results = list(outputs)
@@ -105,23 +101,23 @@ class _Call:
         self._devices = [outputs[tangent.output].device for tangent in chain.tangents]
         self._versions = [_torch.version_of(inputs[at]) for at, _ in chain.guarded]
         self._storages = [inputs[at].untyped_storage() for at, _ in chain.guarded]
-        """Memory of the same: `.data = ...` puts another in its place, and no version says so."""
+        """Storages of the guarded inputs: assigning to ``.data`` replaces them without a new version."""
         memory = {_torch.storage_key(output.untyped_storage()) for output in outputs}
         returned = [at for at, tensor in enumerate(saved) if _torch.storage_key(tensor.untyped_storage()) in memory]
         self._returned = [(at, _torch.version_of(saved[at])) for at in returned]
-        self._running: Iterator[Given] | None = None
+        self._running: Iterator[Gradients] | None = None
         self._next = 0
         """Number of the next group."""
-        self._given: dict[int, torch.Tensor] = {}
-        """Gradients of the last group, by value, that are not handed over yet."""
+        self._gradients: dict[int, torch.Tensor] = {}
+        """Gradients of the last group that are not returned to autograd yet, by value."""
         self._pass = -1
-        """Number of the autograd pass that it runs in."""
+        """Number of the running autograd pass."""
         self._received: dict[int, torch.Tensor | None] | None = None
         """Gradients of outputs by position, until the backward pass begins."""
         self.nodes: dict[int, weakref.ref[Any]] = {}
-        """Autograd nodes through which these come, by position."""
-        self._there = frozenset[int]()
-        """Positions of the outputs whose gradients it began with."""
+        """Autograd nodes of the outputs, by position."""
+        self._received_at = frozenset[int]()
+        """Positions of the outputs whose gradients the backward pass began with."""
 
     def receive(self, at: int, tangent: torch.Tensor | None) -> None:
         """Store the gradient of an output, before the backward pass begins."""
@@ -134,7 +130,7 @@ class _Call:
         now = _torch.backward_pass()
         if now != self._pass:
             self._pass, self._received, self._running = now, {}, None
-        assert self._received is not None, "the pass began when all gradients were there"
+        assert self._received is not None, "the pass began after all gradients were received"
         self._received[at] = tangent
 
     def _begin(self) -> None:
@@ -167,26 +163,26 @@ class _Call:
         saved, inputs = list(self._saved), list(self._inputs)
         if _torch.keeps_graph():
             for at in self._chain.overwritten:
-                saved[at] = _laid_out(saved[at], saved[at].shape, saved[at].stride(), copied=True)
+                saved[at] = _with_strides(saved[at], saved[at].shape, saved[at].stride(), copied=True)
         else:
             self._saved = None
-        received = {at: one for at, one in self._received.items() if one is not None}
-        self._received, self._there = None, frozenset(received)
+        received = {at: tangent for at, tangent in self._received.items() if tangent is not None}
+        self._received, self._received_at = None, frozenset(received)
         tangents = list[torch.Tensor]()
-        for at, (wanted, device) in enumerate(zip(self._chain.tangents, self._devices, strict=True)):
-            given = received.pop(at, None)
-            if given is None:
-                given = torch.zeros((), dtype=wanted.dtype, device=device).expand(wanted.shape)
-            tangents.append(_laid_out(given, wanted.shape, wanted.stride))
+        for at, (expected, device) in enumerate(zip(self._chain.tangents, self._devices, strict=True)):
+            tangent = received.pop(at, None)
+            if tangent is None:
+                tangent = torch.zeros((), dtype=expected.dtype, device=device).expand(expected.shape)
+            tangents.append(_with_strides(tangent, expected.shape, expected.stride))
         self._running, self._next = self._chain.backward(inputs, saved, tangents), 0
 
     def gradients(self, group: int, values: tuple[int, ...], following: list[Any]) -> list[torch.Tensor | None]:
-        """Run on, up to these gradients. None for those that depend on none of the received gradients.
+        """Run the backward pass up to a group and return gradients of it, None for those that depend on no tangent.
 
         Args:
-            group: number of their group; 0 comes first in the backward pass.
-            values: whose gradients.
-            following: of each chain, the first autograd node still to come.
+            group: number of the group, in the order of the backward pass.
+            values: values whose gradients are returned.
+            following: next autograd node of each chain.
         """
         try:
             if _torch.backward_pass() == self._pass and self._received is not None:
@@ -196,37 +192,37 @@ class _Call:
                     "Two backward passes at once through one planned step", expected="one after the other"
                 )
             while self._next <= group:
-                self._run_on()
+                self._run_group()
         except BaseException:
             self._end()
             raise
-        complete = [self._given.pop(value) for value in values]
+        complete = [self._gradients.pop(value) for value in values]
         if not any(map(_torch.will_run, following)):
             self._end()
         return [
-            gradient if self._chain.reached[value] & self._there else None
+            gradient if self._chain.dependencies[value] & self._received_at else None
             for value, gradient in zip(values, complete, strict=True)
         ]
 
-    def _run_on(self) -> None:
-        """Run up to the next group."""
+    def _run_group(self) -> None:
         assert self._running is not None
-        self._given = {}
+        self._gradients = {}
         if self._next:
-            self._check(self._chain.exposed[self._next - 1])
+            self._check(self._chain.reread[self._next - 1])
         with _torch.without_autocast():
-            given = next(self._running)
-        self._given = dict(given)
-        given.clear()
+            gradients = next(self._running)
+        self._gradients = dict(gradients)
+        gradients.clear()
         self._next += 1
 
     def _end(self) -> None:
-        """Free what is left, as no further gradient is requested."""
-        self._running, self._given = None, {}
+        """Free the remaining state: no further gradient is requested."""
+        self._running, self._gradients = None, {}
         if self._saved is None:
             self._inputs, self._storages = None, []
 
     def _check(self, which: Iterable[int]) -> None:
+        """Raise BackwardError if one of these guarded inputs has changed since the forward pass."""
         assert self._inputs is not None
         for number in which:
             at, name = self._chain.guarded[number]
@@ -245,10 +241,10 @@ def _changed(name: str) -> BackwardError:
     )
 
 
-def _laid_out(
+def _with_strides(
     tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *, copied: bool = False
 ) -> torch.Tensor:
-    """Return a tensor with the strides that the program expects."""
+    """Return the tensor, or a copy if its strides differ or ``copied``."""
     same = all(n <= 1 or a == b for n, a, b in zip(shape, tensor.stride(), stride, strict=True))
     if same and not copied:
         return tensor
@@ -256,31 +252,26 @@ def _laid_out(
 
 
 class _Gradients(torch.autograd.Function):
-    """Hand over the gradients of one group. Its result only fixes the order: no gradient flows through it."""
+    """Return the gradients of one group. Its result only orders the nodes: no gradient flows through it."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: _Call,
-        group: int,
-        values: tuple[int, ...],
-        following: list[Any],
-        token: torch.Tensor | None,
-        *receivers: torch.Tensor,
-    ) -> torch.Tensor:
-        """Keep what backward needs."""
+        ctx: Any, call: _Call, group: int, values: tuple[int, ...], following: list[Any],
+        token: torch.Tensor | None, *receivers: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Save the arguments of `_Call.gradients`."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.group, ctx.values, ctx.following = call, group, values, following
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Let the backward pass run up to this group."""
+        """Run the backward pass up to this group."""
         return None, None, None, None, None, *ctx.call.gradients(ctx.group, ctx.values, ctx.following)
 
 
 class _Output(torch.autograd.Function):
-    """Return a differentiable output as a tensor of its own: saved values must not hold the graph that holds them."""
+    """Detach a differentiable output, so that the saved values do not form a cycle with the graph."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, at: int, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:
@@ -298,7 +289,7 @@ class _Output(torch.autograd.Function):
 
 
 class _Unplanned(torch.autograd.Function):
-    """Refuse the backward pass of an output for which the plan has no gradient."""
+    """Raise in the backward pass of an output for which the plan has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, name: str, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:
@@ -308,7 +299,7 @@ class _Unplanned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Say why there is no gradient."""
+        """Raise BackwardError."""
         raise BackwardError(
             f"Backward from {ctx.name}, which was not planned with a gradient",
             expected="backward from the loss that the step was planned for",

@@ -13,7 +13,7 @@ from memplan.planning.inductor.partition import Fused, Halves, Part, lowering
 
 
 def compiled(of: Fused) -> Halves:
-    """Compile all parts of a step; Inductor's cache has those that any process compiled before.
+    """Compile all parts of a step, through Inductor's on-disk cache.
 
     Raises:
         CompileError: there is no compiler, or it fails.
@@ -25,18 +25,18 @@ def _kernels(part: Part) -> inductor.Boxed:
     with lowering(part.name):
         function = inductor.kernels_of(part.lowerable)
 
-    def run(given: list[Any]) -> Sequence[Tensor]:
+    def run(inputs: list[Any]) -> Sequence[Tensor]:
         try:
-            return function(given)
+            return function(inputs)
         except Exception as error:
-            if inductor.is_of_compiler(error):  # Triton compiles the launcher, and tunes, in the first run
+            if inductor.is_of_compiler(error):  # Triton compiles launchers and autotunes in the first run
                 with lowering(part.name):
                     raise
             if not isinstance(error, AssertionError) or not inductor.is_of_other_layout(error):
                 raise
-            found = "; ".join(str(error).splitlines()[:2])
+            reason = "; ".join(str(error).splitlines()[:2])
             raise CompileError(
-                f"An op of the {part.name} pass does not return what its fake implementation says: {found:.300}",
+                f"An op of the {part.name} pass does not return what its fake implementation says: {reason:.300}",
                 expected="ops that return shapes and strides as their fake implementations say",
                 do="Mend the op's register_fake (torch.library.opcheck tests it), or leave engine out",
             ) from error

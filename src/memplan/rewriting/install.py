@@ -1,4 +1,4 @@
-"""Put planned steps in the place of a module's call; the module remains the user's own."""
+"""Replace the call of a module by planned steps; the module itself is not changed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from memplan.trace.structure import take_apart
 
 
 class Runnable(Protocol):
-    """Answer of a planner: a schedule and the captured step."""
+    """Result of a planner: a schedule and the captured step."""
 
     @property
     def captured(self) -> Captured:
@@ -48,37 +48,35 @@ class Runnable(Protocol):
 
     @property
     def fused(self) -> Fused | None:
-        """Parts to compile, where these are known already."""
+        """Partition for fused kernels, if the planner computed it."""
         ...
 
 
 Planner = Callable[[Call, bool], Runnable | None]
-"""A call, and whether gradients are held when it begins -> the step that runs instead; None: the model unplanned."""
+"""(call, whether parameters have gradients when it begins) -> the step to run; None: run the model unplanned."""
 
 _planning = threading.local()
-
-
 _KINDS = 64
-"""Number of kinds of calls whose plans are kept: those that were called last."""
+"""Most kinds of calls whose plans are cached; the least recently used are dropped."""
 _VARIANTS = 8
-"""Number of plans for one kind of call, where values of inputs decide which is right."""
+"""Most plans for calls with the same key, which values of inputs tell apart."""
 _ALIKE = 8
-"""Number of plans for calls that differ in one thing alone, at which the user is warned."""
+"""Number of plans for calls that differ in a single attribute, at which the user is warned."""
 
 
 def install(model: nn.Module, planner: Planner) -> Installed:
     """Make calls of a module run as planned.
 
-    A call under grad mode is planned when it is the first of its kind (see keys), and runs as planned from then on;
-    where nothing requires grad, or under a transform, the module runs unplanned. `torch.compile` of the module leaves
-    its calls to the plan; of a function that calls it, it takes the module into its own graph, and that is warned of.
+    The first call with a new key (see `keys`) under grad mode is planned; later ones reuse the plan. The module runs
+    unplanned where nothing requires grad and under a transform of torch.func. `torch.compile` of the module leaves its
+    calls to the plan; a compiled function that calls the module inlines it without the plan, with a warning.
     `torch.export` and `torch.jit.trace` trace it as it is written. It keeps its parameters, attributes and methods.
-    Copies and pickles of it are not planned. Of all kinds of calls the last 64 are remembered.
+    Copies and pickles of it are not planned. Plans of the 64 most recently used keys are cached.
 
     Args:
         model: a module, or `memplan.with_loss` of one.
-        planner: called once for each kind of call. It may call the module, which then runs unplanned and without its
-            own hooks. Where it raises UnkeyedError, or its answer cannot be compiled, such calls run unplanned.
+        planner: called once for each new key. It may call the module, which then runs unplanned and without its own
+            hooks. Calls for which it raises UnkeyedError, or whose plan cannot be compiled, run unplanned.
 
     Raises:
         TargetError: the module is planned or compiled already.
@@ -88,19 +86,19 @@ def install(model: nn.Module, planner: Planner) -> Installed:
 
 @dataclass(eq=False)
 class _Variant:
-    """Compiled plan for one kind of call."""
+    """Compiled plan of a call."""
 
     engine: Engine | None = None
     """None: the model runs unplanned."""
     captured: Captured | None = None
     unplanned: str = ""
-    """Why, where a plan was tried."""
+    """Reason why the model runs unplanned, if planning failed."""
     reads: Reads | None = None
-    """What the model's code had read when it was captured."""
+    """Python values that the model's code read when it was captured."""
     used: int = 0
-    """Number of the last call that it was for."""
+    """Number of the last call that used it."""
     kinds: Kinds = ()
-    """Subclass of each tensor that is returned, where an input is of one."""
+    """Subclasses of the returned tensors, if an input is of a subclass."""
 
     def holds(self, moment: object = None) -> bool:
         return self.reads is None or self.reads.hold(moment)
@@ -110,11 +108,11 @@ class _Variant:
 
 
 _Kind = tuple[Key, bool]
-"""A key, and whether gradients are held."""
+"""A key, and whether parameters have gradients when the call begins."""
 
 
 class _Table:
-    """Variants of the kinds of calls; those that were not called for longest are forgotten."""
+    """LRU cache of variants by kind of call."""
 
     def __init__(self) -> None:
         self._variants: dict[_Kind, tuple[_Variant, ...]] = {}
@@ -122,68 +120,66 @@ class _Table:
         self._calls = itertools.count(1)
 
     def of(self, kind: _Kind) -> tuple[_Variant, ...]:
-        """Return the variants of a kind, the last used one first."""
+        """Return the variants of a kind, the most recently used first."""
         return self._variants.get(kind, ())
 
-    def number(self) -> int:
-        """Return the number of a call."""
-        return next(self._calls)
-
     def use(self, kind: _Kind, variant: _Variant) -> None:
-        """Note a call that a variant is for, which is not the last used one of its kind."""
+        """Mark a variant as the most recently used of its kind."""
+        variant.used = next(self._calls)
+        variants = self._variants.get(kind, ())
+        if variants[:1] == (variant,):
+            return
         with self._lock:
-            others = self._variants.get(kind, ())
-            if variant in others:
-                self._variants[kind] = (variant, *(one for one in others if one is not variant))
+            variants = self._variants.get(kind, ())
+            if variant in variants:
+                self._variants[kind] = (variant, *(other for other in variants if other is not variant))
 
     def add(self, kind: _Kind, variant: _Variant) -> None:
-        """Add a variant of a kind."""
+        """Add a variant of a kind, and drop the least recently used variants of all kinds beyond the limit."""
         variant.used = next(self._calls)
         with self._lock:
-            for one in self._variants.get(kind, ()):
-                if variant.reads is not None and one.reads is not None:
-                    variant.reads.share(one.reads)
+            for other in self._variants.get(kind, ()):
+                if variant.reads is not None and other.reads is not None:
+                    variant.reads.share(other.reads)
             self._variants[kind] = (variant, *self._variants.get(kind, ()))
-            every = sorted((one for found in self._variants.values() for one in found), key=lambda one: one.used)
-            gone = every[:-_KINDS]
-            for other, found in list(self._variants.items()) if gone else ():
-                self._variants[other] = tuple(one for one in found if one not in gone)
-                if not self._variants[other]:
-                    del self._variants[other]
-        self._close(gone)
+            by_use = sorted(itertools.chain.from_iterable(self._variants.values()), key=lambda variant: variant.used)
+            dropped = by_use[:-_KINDS]
+            for key, variants in list(self._variants.items()) if dropped else ():
+                self._variants[key] = tuple(variant for variant in variants if variant not in dropped)
+                if not self._variants[key]:
+                    del self._variants[key]
+        self._close(dropped)
 
     def drop(self, variant: _Variant) -> None:
-        """Forget one that has no engine."""
+        """Remove a variant without an engine."""
         with self._lock:
             for kind, variants in list(self._variants.items()):
-                self._variants[kind] = tuple(one for one in variants if one is not variant)
+                self._variants[kind] = tuple(other for other in variants if other is not variant)
 
     def clear(self) -> None:
-        """Forget all variants."""
-        gone = self.all()
+        dropped = self.all()
         with self._lock:
             self._variants.clear()
-        self._close(gone)
+        self._close(dropped)
 
     def all(self) -> list[_Variant]:
-        """Return all variants."""
         with self._lock:
             return [variant for variants in self._variants.values() for variant in variants]
 
     def kinds(self) -> list[tuple[_Kind, tuple[_Variant, ...]]]:
-        """Return all kinds and their variants."""
         with self._lock:
             return list(self._variants.items())
 
-    def _close(self, gone: list[_Variant]) -> None:
+    def _close(self, dropped: list[_Variant]) -> None:
+        """Close the engines whose program no cached engine shares."""
         used = {variant.engine.text for variant in self.all() if variant.engine is not None}
-        for variant in gone:
+        for variant in dropped:
             if variant.engine is not None and variant.engine.text not in used:
                 variant.engine.close()
 
 
 class Installed:
-    """See `install`."""
+    """A module whose calls run as planned; see `install`."""
 
     def __init__(self, model: nn.Module, planner: Planner) -> None:
         if _torch.call_of_module(model) is not None:
@@ -195,26 +191,25 @@ class Installed:
         self._model = weakref.ref(model, lambda _: self._forget())
         self._planner = planner
         self.calls = Calls()
-        """Counts of its calls."""
         self._keys = Keys(model)
         self._table = _Table()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._outside = _outside_of_compiled()
         self._restore: Callable[[], None] = _torch.set_call(model, self._call)
         self._unwatch = _watch_compiler(self)
 
     def undo(self) -> None:
-        """Make the module run as before; calls whose backward pass is still to come are not disturbed."""
+        """Restore the module's own call. Backward passes of earlier calls still run as planned."""
         self._restore()
         self._forget()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """Remembered planned steps."""
+        """Engines of the cached plans."""
         return tuple(variant.engine for variant in self._table.all() if variant.engine is not None)
 
     def release(self) -> None:
-        """Hold no tensor of the last call: the next one reads anew what its key and its guards need."""
+        """Drop all references to tensors of the last call. The next call computes its key and guards anew."""
         self._keys.release()
         for variant in self._table.all():
             if variant.reads is not None:
@@ -223,7 +218,7 @@ class Installed:
     def _forget(self) -> None:
         """Drop all references to the model."""
         self._unwatch()
-        self._keys, self._restore, self._planner = Keys(nn.Module()), lambda: None, lambda call, held: None
+        self._keys, self._restore, self._planner = Keys(nn.Module()), lambda: None, lambda call, has_gradients: None
         self._table.clear()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +228,7 @@ class Installed:
 
     def _call_now(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
-        assert model is not None, "it is called by its module"
+        assert model is not None, "the module itself calls this"
         captured = getattr(_planning, "modules", ())
         if model in captured:
             return model.forward(*args, **kwargs)
@@ -242,13 +237,13 @@ class Installed:
         if not torch.is_grad_enabled():
             self.calls.without_grad()
             return _torch.original_call(model)(*args, **kwargs)
-        around = _torch.surroundings()
-        if around is not None:
-            self._aside(around, any(one.requires_grad for one in model.parameters()))
+        outer = _torch.surroundings()
+        if outer is not None:
+            self._count_unplanned(outer, any(parameter.requires_grad for parameter in model.parameters()))
             return _torch.original_call(model)(*args, **kwargs)
         if _torch.is_transformed():
-            needed = any(one.requires_grad for one in model.parameters())  # wrapped outputs do not say it
-            self._aside("it is under a transform of torch.func, such as vmap or grad", needed)
+            needed = any(parameter.requires_grad for parameter in model.parameters())  # outputs are wrapped
+            self._count_unplanned("it is under a transform of torch.func, such as vmap or grad", needed)
             return _torch.original_call(model)(*args, **kwargs)
         if _torch.has_hooks(model):
             return _torch.call_with_hooks(model, self._run, args, kwargs)
@@ -262,88 +257,90 @@ class Installed:
             variant = self._variant(model, call)
         except UnkeyedError as error:
             variant = _Variant(unplanned=str(error))
-        why = variant.unplanned
+        reason = variant.unplanned
         if variant.engine is not None:
             try:
                 output = variant.engine.run(model, call)
-            except GuardedError as error:  # e.g. what it checks is drawn at random, and is drawn anew
-                why = f"{error}, and did not now"
+            except GuardedError as error:  # the checked value may be random, and drawn anew in this call
+                reason = f"{error}, and did not now"
             else:
                 self.calls.planned()
                 return as_kinds(output, variant.kinds)
         try:
             output = model.forward(*args, **kwargs)
         except BaseException:
-            if variant.engine is None:  # such a call may yet be planned, with values for which the model runs
+            if variant.engine is None:  # a later call with other values may run, and can be planned then
                 self._table.drop(variant)
             raise
-        self._aside(why, bool(why) and any(tensor.requires_grad for tensor in take_apart(output)[0]), above=1)
+        self._count_unplanned(
+            reason, bool(reason) and any(tensor.requires_grad for tensor in take_apart(output)[0]), above=1
+        )
         return output
 
-    def _aside(self, why: str, needed: bool, *, above: int = 0) -> None:
-        """Count a call that runs as the model is written; the first one for this reason warns.
+    def _count_unplanned(self, reason: str, needs_gradient: bool, *, above: int = 0) -> None:
+        """Count a call that runs unplanned, and warn of the reason once.
 
         Args:
-            why: the reason.
-            needed: whether a gradient is.
-            above: functions between the caller and `_call`.
+            reason: as shown to the user.
+            needs_gradient: whether a result requires a gradient.
+            above: number of frames between the caller and `_call`.
         """
-        if needed:
-            self.calls.unplanned(why)
-            self._tell(f"a call runs unplanned: {why}", above=above)
+        if needs_gradient:
+            self.calls.unplanned(reason)
+            self._warn(f"a call runs unplanned: {reason}", above=above)
         else:
             self.calls.without_grad()
 
-    def prepare(self, call: Call, held: bool) -> None:
-        """Plan such a call now instead of when it first comes. Raises BudgetError: no plan fits.
+    def prepare(self, call: Call, has_gradients: bool) -> None:
+        """Plan a call in advance. Raises BudgetError: no plan fits.
 
         Args:
-            call: of the module.
-            held: whether gradients are held when it begins.
+            call: a call of the module.
+            has_gradients: whether parameters have gradients when the call begins.
         """
         model = self._model()
-        assert model is not None, "it is prepared for its module"
-        with suppress(UnkeyedError), one_at_a_time:  # it says why when such a call comes
-            kind: _Kind = self._keys.key(model, call), held
-            self._table.add(kind, self._planned(model, call, kind))
+        assert model is not None, "a plan is prepared while its module exists"
+        with suppress(UnkeyedError), one_at_a_time:  # the call itself will warn
+            kind: _Kind = self._keys.key(model, call), has_gradients
+            self._table.add(kind, self._plan(model, call, kind))
 
     def _variant(self, model: nn.Module, call: Call) -> _Variant:
         key = self._keys.key(model, call)
         kind = key, self._keys.are_gradients_held()
-        found = self._found(kind, call)
-        if found is None and not any(tensor.requires_grad for tensor in (*self._keys.parameters(), *call.tensors)):
+        variant = self._cached(kind, call)
+        if variant is not None:
+            return variant
+        if not any(tensor.requires_grad for tensor in (*self._keys.parameters(), *call.tensors)):
             return _Variant()
-        if found is None:
-            with one_at_a_time:
-                found = self._found(kind, call)
-                if found is None:
-                    found = self._planned(model, call, kind)
-                    self._table.add(kind, found)
-        return found
+        with one_at_a_time:
+            variant = self._cached(kind, call)  # another thread may have planned it
+            if variant is None:
+                variant = self._plan(model, call, kind)
+                self._table.add(kind, variant)
+        return variant
 
-    def _found(self, kind: _Kind, call: Call) -> _Variant | None:
-        """Return the variant for such a call, where there is one."""
+    def _cached(self, kind: _Kind, call: Call) -> _Variant | None:
         undecided, moment = list[_Variant](), self._keys.moment
-        for at, variant in enumerate(self._table.of(kind)):
+        for variant in self._table.of(kind):
             if variant.holds(moment):
                 if variant.suits(call):
-                    variant.used = self._table.number()
-                    if at:
-                        self._table.use(kind, variant)
+                    self._table.use(kind, variant)
                     return variant
                 undecided.append(variant)
         if len(undecided) >= _VARIANTS:
             raise _undecided(call, tuple(undecided))
         return None
 
-    def _planned(self, model: nn.Module, call: Call, kind: _Kind) -> _Variant:
-        self._tell_of_alike(call, kind)
+    def _plan(self, model: nn.Module, call: Call, kind: _Kind) -> _Variant:
+        self._warn_of_changing_argument(call, kind)
         outer = getattr(_planning, "modules", ())
         _planning.modules = (*outer, model)
         try:
             with recording_suspended():
                 kinds = output_kinds(model, call)
-            planned = self._planner(_as_leaves(call), kind[1])
+            # a capture starts from leaves
+            leaves = tuple(tensor if tensor.is_leaf else tensor.detach().requires_grad_() for tensor in call.tensors)
+            planned = self._planner(replace(call, tensors=leaves), kind[1])
         except (UnkeyedError, InputError) as error:
             return _Variant(unplanned=str(error), reads=reads_of(error))
         finally:
@@ -355,24 +352,27 @@ class Installed:
             changed = f"what forward() reads changed while it was planned: the {reads.differing()[0]}"
             return _Variant(unplanned=changed, reads=reads)
         try:
-            return _Variant(_engine(planned), planned.captured, reads=reads, kinds=kinds)
-        except CompileError as error:  # perhaps hours into a training, for its last batch
+            fuses = planned.schedule.choices.fused
+            functions = compiled(planned.fused or fused(planned.schedule)) if fuses else None
+            engine = Engine(planned.captured, planned.schedule, functions)
+            return _Variant(engine, planned.captured, reads=reads, kinds=kinds)
+        except CompileError as error:  # do not end a training of hours because of its last batch
             return _Variant(unplanned=str(error), reads=reads)
 
-    def _tell_of_alike(self, call: Call, kind: _Kind) -> None:
-        """Warn of something that differs in each call, so that each is planned anew."""
-        found = Counter[str | int]()
-        for (key, held), variants in self._table.kinds():
-            places = kind[0].differing_leaves(key) if held == kind[1] else None
-            for variant in variants if places is not None else ():
-                names = [] if variant.holds() or variant.reads is None else variant.reads.differing()
-                if len(names) + len(places or ()) == 1:
-                    found[(names or places or [0])[0]] += 1
-        for what, times in found.items():
-            if times + 1 < _ALIKE:
+    def _warn_of_changing_argument(self, call: Call, kind: _Kind) -> None:
+        """Warn of an argument or attribute that changes in each call, so that each call is planned anew."""
+        times = Counter[str | int]()
+        for (key, has_gradients), variants in self._table.kinds():
+            leaves = kind[0].differing_leaves(key) if has_gradients == kind[1] else None
+            for variant in variants if leaves is not None else ():
+                attributes = [] if variant.holds() or variant.reads is None else variant.reads.differing()
+                if len(attributes) + len(leaves or ()) == 1:
+                    times[(attributes or leaves or [0])[0]] += 1
+        for what, count in times.items():
+            if count + 1 < _ALIKE:
                 continue
             number = isinstance(what, int)
-            self._tell(
+            self._warn(
                 f"{_ALIKE} calls that differ in {argument_of(call, what) if number else f'the {what}'} alone were each "
                 "planned anew, which takes time: "
                 + ("pass that number as a tensor" if number else "keep what changes all the time in a tensor, "
@@ -380,66 +380,49 @@ class Installed:
                 above=3,
             )  # fmt: skip
 
-    def tell_of_compiler(self, function: str, modules: list[nn.Module]) -> None:
-        """Warn where Dynamo is about to take the model into a graph: it does not call modules, but compiles them."""
+    def warn_of_compiler(self, function: str, modules: list[nn.Module]) -> None:
+        """Warn if Dynamo inlines the model into the graph of a function: the plan does not run there."""
         model = self._model()
-        if any(one is model for module in modules for one in module.modules()):
+        if any(submodule is model for module in modules for submodule in module.modules()):
             text = f"torch.compile takes {type(model).__name__} into its graph of {function}, without its plan"
-            self._tell(f"{text}: leave that function uncompiled, or call fitted.undo()")
+            self._warn(f"{text}: leave that function uncompiled, or call fitted.undo()")
 
-    def _tell(self, text: str, *, above: int = 0) -> None:
-        """Warn once, at the user's call. ``above``: functions between the caller and `_run`."""
-        if text not in self._told:
-            self._told.add(text)
+    def _warn(self, text: str, *, above: int = 0) -> None:
+        """Warn once, at the line of the user's call. ``above``: number of frames between the caller and `_run`."""
+        if text not in self._warned:
+            self._warned.add(text)
             warnings.warn(f"memplan: {text}", stacklevel=6 + above)
 
 
-def _watch_compiler(made: Installed) -> weakref.finalize[..., Installed]:
-    """Let a module's calls hear of what Dynamo compiles, for as long as they are there."""
-    tell = weakref.WeakMethod(made.tell_of_compiler)
+def _watch_compiler(installed: Installed) -> weakref.finalize[..., Installed]:
+    """Report each compilation of Dynamo's to ``installed`` while that is alive. Call the result to stop."""
+    weak = weakref.WeakMethod(installed.warn_of_compiler)
 
-    def said(function: str, modules: list[nn.Module]) -> None:
-        method = tell()
-        if method is not None:
-            method(function, modules)
+    def before(function: str, modules: list[nn.Module]) -> None:
+        warn = weak()
+        if warn is not None:
+            warn(function, modules)
 
-    ends = weakref.finalize(made, _torch.before_compiling(said))
-    ends.atexit = False
-    return ends
+    stop = weakref.finalize(installed, _torch.before_compiling(before))
+    stop.atexit = False
+    return stop
 
 
 @cache
 def _outside_of_compiled() -> Callable[..., Any]:
-    """Return what Dynamo calls where it meets a planned module in code that it compiles: it would compile the model."""
+    """Return `Installed._call_now`, at which Dynamo breaks the graph: it would compile the model otherwise."""
     return torch.compiler.disable(
         Installed._call_now,
         reason="memplan: its calls run by its plan, which torch.compile would drop; fitted.undo() takes the plan away",
     )
 
 
-def _engine(planned: Runnable) -> Engine:
-    functions = None
-    if planned.schedule.choices.fused:
-        functions = compiled(planned.fused or fused(planned.schedule))
-    return Engine(planned.captured, planned.schedule, functions)
-
-
 def _undecided(call: Call, variants: tuple[_Variant, ...]) -> RecordingError:
-    read = {
-        call.name_of(condition.input): None
-        for variant in variants
-        for condition in (variant.captured.conditions if variant.captured is not None else ())
-        if not condition.holds(call.tensors)
-    }
+    conditions = (condition for variant in variants if variant.captured for condition in variant.captured.conditions)
+    read = dict.fromkeys(call.name_of(c.input) for c in conditions if not c.holds(call.tensors))
     return RecordingError(
         f"Values of {', '.join(read)} decide what is computed, differently in each call: {len(variants)} plans were "
         "made for calls that differ in nothing else",
         expected="values that decide between few cases, such as whether a mask is all ones",
         do="Compute with tensors: torch.where() for a branch, a count that stays a tensor, without int() or item()",
     )
-
-
-def _as_leaves(call: Call) -> Call:
-    """Detach the call's tensors from the graph that made them: a capture starts from them."""
-    leaves = tuple(one if one.is_leaf else one.detach().requires_grad_() for one in call.tensors)
-    return replace(call, tensors=leaves)

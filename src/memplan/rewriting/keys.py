@@ -1,9 +1,8 @@
-"""Make keys of calls: a plan is made for one key and runs for no other.
+"""Cache keys of calls: a plan runs only for calls with the key that it was made for.
 
-A key has which modules there are and whether they train, shapes, strides, dtypes and ``requires_grad`` of parameters,
-buffers and inputs, arguments that are not tensors, hooks, autocast, and torch's global flags. What else the model's
-Python code has read is known once it was captured (`memplan.planning.capture.reads`), and is compared for each
-plan by itself.
+A key consists of the modules and their training flags, shapes, strides, dtypes and ``requires_grad`` of parameters,
+buffers and inputs, arguments that are not tensors, hooks, autocast, and torch's global flags. Other Python values that
+the model's code reads are guarded per plan (`memplan.planning.capture.reads`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from memplan import _torch
 from memplan.planning.capture.flat_call import Call
-from memplan.planning.capture.reads.kinds import PLAIN, told
+from memplan.planning.capture.reads.kinds import PLAIN, value_key
 from memplan.trace.structure import TENSOR, Holder, Structure
 
 _STATES = 64
-"""Number of states that are recognized as the very same object."""
+"""Most states that are interned."""
 
 
 class UnkeyedError(Exception):
@@ -33,27 +32,26 @@ class Key(NamedTuple):
     """Key of a call."""
 
     leaves: tuple[Hashable, ...]
-    """The arguments in order, tensors left out."""
+    """The arguments in order, without tensors."""
     state: State
-    """Of the model and of torch."""
-    rest: tuple[Hashable, ...]
-    """Of the call's tensors: shapes and the like first."""
+    """State of the model and of torch."""
+    tensors: tuple[Hashable, ...]
+    """Metadata of the call's tensors (shapes, strides, dtypes), their aliases, subclasses and pytree."""
 
     def __hash__(self) -> int:
-        return hash((self.leaves, self.state, self.rest[0]))  # pytree's spec, which is in the rest, hashes slowly
+        return hash((self.leaves, self.state, self.tensors[0]))  # pytree's spec, the last of `tensors`, hashes slowly
 
     def differing_leaves(self, other: Key) -> list[int] | None:
-        """Return the positions of the arguments in which another key differs, if these are numbers and nothing else
-        differs; else None."""
-        if (self.state, self.rest) != (other.state, other.rest) or len(self.leaves) != len(other.leaves):
+        """Return the positions of the arguments in which two keys differ, or None if anything but numbers differs."""
+        if (self.state, self.tensors) != (other.state, other.tensors) or len(self.leaves) != len(other.leaves):
             return None
         pairs = enumerate(zip(self.leaves, other.leaves, strict=True))
-        places = [at for at, (one, another) in pairs if one != another]
-        return places if all(_is_number(key.leaves[at]) for at in places for key in (self, other)) else None
+        positions = [at for at, (a, b) in pairs if a != b]
+        return positions if all(_is_number(key.leaves[at]) for at in positions for key in (self, other)) else None
 
 
 class State:
-    """Part of a key that is mostly the very same object in the next call."""
+    """Part of a key that is interned, so that most comparisons are by identity."""
 
     __slots__ = ("_hash", "_value")
 
@@ -69,17 +67,17 @@ class State:
 
 @dataclass(frozen=True)
 class _Structure:
-    """Modules of a model at one time. Another structure is another key."""
+    """Modules of a model and where their tensors are. Keys of different structures differ."""
 
     modules: tuple[nn.Module, ...]
-    """All but the model itself, which must not be kept alive."""
+    """All submodules; the model itself must not be kept alive."""
     children: tuple[tuple[dict[str, nn.Module | None], tuple[nn.Module | None, ...]], ...]
-    """Dict of each module's own submodules, and its content then."""
+    """Dict of each module's own submodules, and a copy of its values."""
     tensors: tuple[tuple[dict[str, Any], int], ...]
-    """Dicts of parameters and of buffers, and their lengths then."""
+    """Dicts of parameters and of buffers, and their lengths."""
 
     def holds(self) -> bool:
-        """Return whether the model still has these modules, parameters and buffers."""
+        """Return whether the model still has the same modules, and as many parameters and buffers."""
         return all(tuple(now.values()) == then for now, then in self.children) and all(
             len(now) == then for now, then in self.tensors
         )
@@ -87,25 +85,25 @@ class _Structure:
 
 @dataclass(frozen=True)
 class _Last:
-    """State of the last call, and what shows that it still is the same."""
+    """State of the last call, and guards that are cheaper to check than the state is to compute."""
 
     state: State
     dicts: _torch.DictGuards
     """Attributes, parameters, buffers, submodules and hooks of all modules."""
     empty: list[dict[Any, Any]]
-    """Those that had nothing in them, tables of hooks aside."""
+    """Empty dicts of modules, but for tables of hooks."""
     tables: list[dict[Any, Any]]
-    """Tables of hooks that had nothing in them."""
+    """Empty tables of hooks."""
     hooks: int
-    """Number of hooks that had been registered in the process."""
+    """Number of hooks that the process had registered."""
     kinds: list[type]
     training: list[bool]
     tensors: tuple[torch.Tensor, ...]
     hooked: list[bool] | None
-    """Which have hooks that run once a gradient was added; None: none."""
+    """Which tensors have post-accumulate-grad hooks; None: none."""
     trained: list[torch.Tensor]
     guards: dict[Hashable, tuple[_torch.TensorGuards, State]]
-    """By autocast and flags."""
+    """By autocast state and global flags."""
 
 
 class Keys:
@@ -122,28 +120,28 @@ class Keys:
         Raises:
             UnkeyedError: an argument is neither a tensor nor plain data.
         """
-        rest = tuple([_about(tensor) for tensor in call.tensors]), call.aliases, call.kinds, call.structure.spec
-        return Key(_leaves(call.structure), self._state(model), rest)
+        tensors = tuple([_about(tensor) for tensor in call.tensors]), call.aliases, call.kinds, call.structure.spec
+        return Key(_leaves(call.structure), self._state(model), tensors)
 
     def are_gradients_held(self) -> bool:
-        """Return whether a parameter that is trained has a gradient. Call it after `key`."""
+        """Return whether any trained parameter has a gradient. Call it after `key`."""
         trained = self._trained() if self._last is None else self._last.trained
-        for tensor in trained:  # noqa: SIM110  # any() takes longer, and count(None) compares tensors, 10 us for each
+        for tensor in trained:  # noqa: SIM110  # any() is slower; count(None) compares tensors, 10 us each
             if tensor.grad is not None:
                 return True
         return False
 
     @property
     def moment(self) -> object:
-        """Token: the same object in later calls as long as no module's attributes have changed; None: not known."""
+        """Token that stays the same object while no module's attributes change; None if that cannot be observed."""
         return self._last if _torch.VERSIONS_SEE_ATTRIBUTES else None
 
     def release(self) -> None:
-        """Hold no tensor of the last call: the next key is made anew."""
+        """Drop the tensors of the last call; the next key is computed anew."""
         self._last = None
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the model's present parameters."""
+        """Yield the model's parameters as they are now."""
         for own in self._structure.tensors[::2]:
             yield from (tensor for tensor in own[0].values() if tensor is not None)
 
@@ -151,7 +149,9 @@ class Keys:
         return [tensor for tensor in self.parameters() if tensor.requires_grad]
 
     def _state(self, model: nn.Module) -> State:
-        around = _autocast(), _torch.flags()
+        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        cached = torch.is_autocast_cache_enabled()
+        around = tuple((device, torch.get_autocast_dtype(device), cached) for device in devices), _torch.flags()
         last = self._last
         if last is not None and self._is_as(last, model):
             known = last.guards.get(around)
@@ -175,7 +175,9 @@ class Keys:
         if not self._structure.holds():
             self._structure, self._number, self._last = _structure(model), self._number + 1, None
         structure, last = self._structure, self._last
-        tensors = list(self._tensors())
+        tensors: list[torch.Tensor | None] = [tensor for own, _ in structure.tensors for tensor in own.values()]
+        first: dict[int, int] = {}
+        tied = tuple([first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)])
         kinds, training = [*map(type, structure.modules), type(model)], self._training(model)
         state = State((
             self._number,
@@ -183,13 +185,13 @@ class Keys:
             tuple(kinds),
             tuple([_about(tensor) for tensor in tensors]),
             tuple([tensor is not None and bool(_torch.gradient_hooks(tensor)) for tensor in tensors]),
-            _tied(tensors),
+            tied,
             tuple([_torch.own_hooks(module) for module in structure.modules]),
             around,
         ))  # fmt: skip
         if len(self._states) >= _STATES:
             self._states.clear()
-        state = self._states.setdefault(state, state)  # objects that are the same are compared quickly
+        state = self._states.setdefault(state, state)  # compares by identity from now on
         present = tuple({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
         modules = model, *structure.modules
         own = [table for module in modules for table in _torch.own_dicts(module)]
@@ -201,30 +203,17 @@ class Keys:
             dicts, guards = last.dicts, guards | last.guards
         hooked = _hooked(present)
         self._last = _Last(
-            state,
-            dicts,
-            empty,
-            tables,
-            RemovableHandle.next_id,
-            kinds,
-            training,
-            present,
-            hooked,
-            self._trained(),
+            state, dicts, empty, tables, RemovableHandle.next_id, kinds, training, present, hooked, self._trained(),
             guards,
-        )
+        )  # fmt: skip
         return state
 
     def _training(self, model: nn.Module) -> list[bool]:
         return [model.training, *[module.training for module in self._structure.modules]]
 
-    def _tensors(self) -> Iterator[torch.Tensor | None]:
-        for own, _ in self._structure.tensors:
-            yield from own.values()
-
 
 def argument_of(call: Call, leaf: int) -> str:
-    """Name the argument that holds a leaf of a call: ``argument scale``, ``argument 0``."""
+    """Return the name of the argument with the leaf at this position: ``argument scale``, ``argument 0``."""
     args, kwargs = call.rebuild(call.tensors)
     for name, part in (*enumerate(args), *kwargs.items()):
         leaf -= len(_torch.tree_leaves(part))
@@ -256,11 +245,11 @@ def _leaf(leaf: Any) -> Hashable:
         return type(leaf), tuple(_leaf(part) for part in leaf)
     if not isinstance(leaf, PLAIN):
         raise UnkeyedError(f"an argument of type {type(leaf).__name__}, neither a tensor nor plain data")
-    return told(leaf)
+    return value_key(leaf)
 
 
 def _is_number(leaf: Hashable) -> bool:
-    """Return whether a leaf's value (see `told`) is a number and not a bool."""
+    """Return whether a leaf's value (see `value_key`) is a number and not a bool."""
     return isinstance(leaf, tuple) and isinstance(leaf[0], type) and issubclass(leaf[0], (int, float, complex)) and (
         leaf[0] is not bool
     )  # fmt: skip
@@ -269,32 +258,16 @@ def _is_number(leaf: Hashable) -> bool:
 def _about(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
-    if type(tensor) is not torch.Tensor and type(tensor) not in (nn.Parameter, nn.Buffer) and not _is_recorded(tensor):
+    recorded = type(tensor) is _torch.FakeTensor and isinstance(
+        tensor.fake_mode, _torch.FakeMode
+    )  # stands for a dense one
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not recorded:
         raise UnkeyedError(f"a tensor of type {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise UnkeyedError(f"a tensor of layout {tensor.layout}")
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is what memplan's recordings have for any dense one."""
-    return type(tensor) is _torch.FakeTensor and isinstance(tensor.fake_mode, _torch.FakeMode)
-
-
-def _tied(tensors: list[Any]) -> tuple[int, ...]:
-    """Return, for each tensor, the first position that has it."""
-    first: dict[int, int] = {}
-    return tuple([first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)])
-
-
 def _hooked(tensors: Iterable[torch.Tensor]) -> list[bool] | None:
     hooks = [*map(_torch.gradient_hooks, tensors)]
     return [*map(bool, hooks)] if any(hooks) else None
-
-
-def _autocast() -> Any:
-    found = []
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            found.append((device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()))
-    return tuple(found)

@@ -1,4 +1,4 @@
-"""The optimizer early: each parameter is updated in the backward pass, and its gradient freed at once."""
+"""Update each parameter during the backward pass, as soon as its gradient is complete, and free the gradient."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _ACCUMULATED = (
 def update_early(optimizer: torch.optim.Optimizer) -> Early:
     """Make an optimizer update each parameter as soon as its gradient is complete.
 
-    The training loop stays as it is: ``step()`` finds no gradients, runs the hooks on it, and closes the step;
-    ``zero_grad()`` finds nothing to do. Learning rate schedules and ``state_dict`` work as before. What the loop does
-    to all gradients between backward and ``step()`` cannot work, since they are gone by then. Nor can a backward pass
-    whose gradients of these parameters nobody wants, as that of a generator through its discriminator.
+    The training loop does not change: ``step()`` sees no gradients and only runs its hooks; ``zero_grad()`` has nothing
+    to do. Learning rate schedules and ``state_dict`` work as before. Gradients are gone when the backward pass ends, so
+    the loop cannot clip or scale them, nor discard unwanted ones such as those of a discriminator through which a
+    generator is trained.
 
     Args:
-        optimizer: any one that treats each parameter by itself.
+        optimizer: any optimizer that updates each parameter from its own gradient and state alone.
 
     Raises:
-        UsageError: the optimizer needs a closure (LBFGS), or there are several processes (DDP). Later, by the loop
-            itself: gradients are accumulated, clipped, scaled by a GradScaler, discarded by ``zero_grad()``, made for
+        UsageError: the optimizer needs a closure (LBFGS), or there are several processes (DDP). Later, in the loop:
+            gradients are accumulated, clipped, scaled by a GradScaler, discarded by ``zero_grad()``, computed for
             parameters of other optimizers as well, or left to another optimizer's ``step()``; or the optimizer's
             options, its parameters or their gradients are changed between the backward pass and ``step()``.
 
@@ -46,7 +46,7 @@ def update_early(optimizer: torch.optim.Optimizer) -> Early:
 
 
 class Early:
-    """See `update_early`."""
+    """An optimizer that updates parameters in the backward pass; see `update_early`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -62,17 +62,17 @@ class Early:
         self._groups: dict[int, dict[str, Any]] = {}
         self._listed: tuple[Any, int] = (None, 0)
         self._updated: dict[int, int] = {}
-        """Version of each parameter that was updated since the last ``step()``, by its id, after the update."""
+        """Version after the update, by id of each parameter that was updated since the last ``step()``."""
         self._before_pass: dict[int, int] = {}
-        """The same when the last backward pass began."""
+        """Copy of `_updated` from the start of the last backward pass."""
         self._used: dict[int, dict[str, Any]] = {}
-        """Options that they were updated with, by the id of their group."""
+        """Options of the updates, by id of the parameter group."""
         self._ids = frozenset(map(id, _parameters(optimizer)))
         self._handles = [optimizer.register_step_pre_hook(self._step_begins)]
         for parameter in _parameters(optimizer):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._before(parameter)))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_weakly(self._apply)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_weak_hook(self._apply)))
         self._zero_grad, self._patches = optimizer.zero_grad, ExitStack()
         self._patches.enter_context(_torch.patched(optimizer, zero_grad=self._zero))
         _watching.add(self)
@@ -87,16 +87,16 @@ class Early:
         _watching.discard(self)
 
     def forget(self) -> None:
-        """Take a backward pass that did not end, or was not followed by ``step()``, as one that was not."""
+        """Discard the updates of a backward pass that was interrupted, or not followed by ``step()``."""
         self._updated.clear()
         self._used.clear()
 
     def begins(self) -> None:
-        """Note that a backward pass begins."""
+        """Start a backward pass."""
         self._before_pass = dict(self._updated)
 
     def failed(self, error: BaseException) -> None:
-        """Take a backward pass that raised as one that was not, though some parameters may have moved."""
+        """Discard a backward pass that raised, and add a note if some parameters were updated already."""
         moved = len(self._updated) - len(self._before_pass)
         self._updated = dict(self._before_pass)
         if not self._updated:
@@ -108,8 +108,8 @@ class Early:
             )
 
     def check_zeroing(self, module: nn.Module) -> None:
-        """Refuse ``zero_grad()`` of a module whose parameters were updated and wait for ``step()``."""
-        if self._updated and any(id(one) in self._updated for one in module.parameters()):
+        """Refuse ``zero_grad()`` of a module between the updates of its parameters and ``step()``."""
+        if self._updated and any(id(parameter) in self._updated for parameter in module.parameters()):
             raise self._discarded("module.zero_grad()")
 
     def updates(self, parameter: torch.Tensor) -> bool:
@@ -117,11 +117,11 @@ class Early:
         return id(parameter) in self._ids
 
     def check_backward(self, leaves: list[torch.Tensor]) -> None:
-        """Refuse a backward pass that may be another optimizer's, before it changes a parameter."""
+        """Refuse a backward pass that may be for another optimizer, before any parameter changes."""
         if not any(map(self.updates, leaves)):
             return
         own = set(map(id, _parameters(self._optimizer)))
-        other = next((one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in own), None)
+        other = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in own), None)
         if other is not None:
             raise UsageError(
                 f"A backward pass into parameters that {self.name} updates early, and into one of shape "
@@ -134,7 +134,7 @@ class Early:
             )
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse ``step()`` of another optimizer of the same parameters: it would find no gradients."""
+        """Refuse ``step()`` of another optimizer of the same parameters: their gradients are freed."""
         if optimizer is not self._optimizer and any(map(self.updates, _parameters(optimizer))):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() on parameters that another optimizer updates early, in backward",
@@ -144,15 +144,15 @@ class Early:
 
     @property
     def name(self) -> str:
-        """Return what to call the optimizer in a message."""
+        """Name of the optimizer in messages."""
         return f"{type(self._optimizer).__name__} (fitted.optimizer, where memplan.fit made it)"
 
     def _before(self, parameter: torch.Tensor) -> Any:
-        number, held = id(parameter), weakref.ref(parameter)
+        number, weak = id(parameter), weakref.ref(parameter)
 
         def check(_: torch.Tensor) -> None:
             _check_alone()
-            now = held()
+            now = weak()
             if now is not None and now.grad is not None:
                 raise UsageError(
                     f"A gradient is held already for a parameter of shape {tuple(now.shape)}",
@@ -170,9 +170,13 @@ class Early:
         return check
 
     def _apply(self, parameter: torch.Tensor) -> None:
-        """Run the optimizer's own update with nothing in its groups but this parameter."""
-        optimizer, group = self._optimizer, self._group(parameter)
-        groups, parameters = optimizer.param_groups, group["params"]
+        """Run the optimizer's own update with this parameter as the only one of its groups, and free the gradient."""
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        if self._listed[0] is not groups or self._listed[1] != len(groups):  # after load_state_dict, add_param_group
+            self._groups = {id(member): group for group in groups for member in group["params"]}
+            self._listed = (groups, len(groups))
+        group = self._groups[id(parameter)]
+        parameters = group["params"]
         options = {name: value for name, value in group.items() if name != "params"}
         try:
             optimizer.param_groups, group["params"] = [group], [parameter]
@@ -187,15 +191,8 @@ class Early:
                 do="Take another optimizer, or leave early out",
             )
         self._updated[id(parameter)] = _torch.version_of(parameter)
-        self._used.setdefault(id(group), {name: _told(value) for name, value in options.items()})
+        self._used.setdefault(id(group), {name: _comparable(value) for name, value in options.items()})
         parameter.grad = None
-
-    def _group(self, parameter: torch.Tensor) -> dict[str, Any]:
-        groups = self._optimizer.param_groups
-        if self._listed[0] is not groups or self._listed[1] != len(groups):  # after load_state_dict, add_param_group
-            self._groups = {id(one): group for group in groups for one in group["params"]}
-            self._listed = (groups, len(groups))
-        return self._groups[id(parameter)]
 
     def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -212,8 +209,8 @@ class Early:
                 self._check_still(parameter, updated.get(id(parameter)))
 
     def _check_options(self, group: dict[str, Any], used: dict[str, Any]) -> None:
-        """Refuse options that were changed after the updates that they were meant for."""
-        changed = next((name for name, value in used.items() if _told(group.get(name)) != value), None)
+        """Refuse options that were changed between the updates and ``step()``."""
+        changed = next((name for name, value in used.items() if _comparable(group.get(name)) != value), None)
         if changed is not None:
             raise UsageError(
                 f"The option {changed!r} of {self.name} was changed between the backward pass and step()",
@@ -222,7 +219,7 @@ class Early:
             )
 
     def _check_still(self, parameter: torch.Tensor, version: int | None) -> None:
-        """Refuse a parameter, or a gradient, that was changed between its update and ``step()``."""
+        """Refuse a parameter that was changed, or got a gradient, between its update and ``step()``."""
         if version is None:
             return
         gradient = parameter.grad is not None
@@ -249,15 +246,15 @@ class Early:
         )
 
 
-def _told(value: Any) -> Any:
-    """Return what an option is compared by: tensors by their version, too, lists by what is in them."""
+def _comparable(value: Any) -> Any:
+    """Return a comparable copy of an option: identity and version of a tensor, a shallow copy of a list."""
     if isinstance(value, torch.Tensor):
         return id(value), _torch.version_of(value)
     return type(value), list(value) if isinstance(value, (list, tuple)) else value
 
 
 def _check_alone() -> None:
-    """Refuse several processes: a gradient would be applied before those of the others are added to it."""
+    """Refuse several processes: a gradient would be applied before the all-reduce."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise UsageError(
@@ -267,15 +264,15 @@ def _check_alone() -> None:
         )
 
 
-def _weakly(method: Any) -> Any:
-    """Return a hook that does not keep its object alive: torch shows this kind of hook to no garbage collector, so that
-    a model and the optimizer that it would hold would stay for ever."""
-    held = weakref.WeakMethod(method)
+def _weak_hook(method: Any) -> Any:
+    """Return a hook that does not keep the object of a bound method alive: the garbage collector does not see these
+    hooks, so a model and its optimizer would leak."""
+    weak = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:
-        found = held()
-        if found is not None:
-            found(parameter)
+        method = weak()
+        if method is not None:
+            method(parameter)
 
     return hook
 
@@ -285,7 +282,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _Watching:
-    """Sees what a loop does to gradients as long as there is anything that it would break."""
+    """Observes clipping, scaling, zeroing and backward passes while any optimizer updates early."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # garbage can be collected at any time
@@ -296,11 +293,11 @@ class _Watching:
     def add(self, early: Early) -> None:
         with self._lock:
             if not self._open:
-                self._patches.enter_context(_torch.clipping_seen(self._clipped))
-                self._patches.enter_context(_torch.scaling_seen(self._scaled))
-                self._patches.enter_context(_torch.backward_seen(self._backward, self._failed))
-                self._patches.enter_context(_torch.module_zeroing_seen(self._zeroed))
-                self._patches.callback(register_optimizer_step_pre_hook(self._stepped).remove)
+                self._patches.enter_context(_torch.clipping_seen(self._refuse_clipping))
+                self._patches.enter_context(_torch.scaling_seen(self._refuse_scaling))
+                self._patches.enter_context(_torch.backward_seen(self._begin_backward, self._fail_backward))
+                self._patches.enter_context(_torch.module_zeroing_seen(self._check_zeroing))
+                self._patches.callback(register_optimizer_step_pre_hook(self._check_step).remove)
                 self._open = True
             self._early.add(early)
 
@@ -309,13 +306,13 @@ class _Watching:
         self.tidy()
 
     def tidy(self) -> None:
-        """Stop where there is nothing to see any more."""
+        """Stop observing when no optimizer is left."""
         with self._lock:
             if self._open and next(iter(self._early), None) is None:
                 self._patches.close()
                 self._open = False
 
-    def _clipped(self, how: str, parameters: list[torch.Tensor]) -> None:
+    def _refuse_clipping(self, how: str, parameters: list[torch.Tensor]) -> None:
         if self._any_of(parameters):
             raise UsageError(
                 f"{how} on parameters that are updated early",
@@ -325,7 +322,7 @@ class _Watching:
                 "parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))",
             )
 
-    def _scaled(self, losses: list[torch.Tensor]) -> None:
+    def _refuse_scaling(self, losses: list[torch.Tensor]) -> None:
         if self._any_of(list(_torch.leaves_of(losses))):
             raise UsageError(
                 "A GradScaler on parameters that are updated early",
@@ -333,20 +330,20 @@ class _Watching:
                 do="Leave early out, or train in bfloat16, which needs no scaling",
             )
 
-    def _backward(self, leaves: list[torch.Tensor]) -> None:
+    def _begin_backward(self, leaves: list[torch.Tensor]) -> None:
         for early in self._early:
             early.check_backward(leaves)
             early.begins()
 
-    def _failed(self, error: BaseException) -> None:
+    def _fail_backward(self, error: BaseException) -> None:
         for early in self._early:
             early.failed(error)
 
-    def _zeroed(self, module: nn.Module) -> None:
+    def _check_zeroing(self, module: nn.Module) -> None:
         for early in self._early:
             early.check_zeroing(module)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for early in self._early:
             early.check_step(optimizer)
 

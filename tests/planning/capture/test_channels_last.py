@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_a_plan_in_a_slower_layout_says_what_its_own_step_takes(
     """Beside what the step takes as it is written."""
     _takes(monkeypatch, times)
     (there,) = (one for one in _study().layouts(SETTINGS) if one.captured.relaid)
-    plan = there._fused(SETTINGS, 1 << 30).plan  # pyright: ignore[reportPrivateUsage]
+    plan = study_._Planning(there, SETTINGS, 1 << 30).fused().plan  # pyright: ignore[reportPrivateUsage]
     assert (plan.step_seconds, plan.base_seconds) == (1.0, base)
 
 
@@ -160,14 +161,14 @@ def test_refused_with_the_least_of_both_whichever_is_faster_here(
 ) -> None:
     """And with that of one where the other cannot be compiled."""
 
-    def refuse(self: study_.Study, *_: object) -> None:
-        least = there if self.captured.relaid else here
+    def refuse(self: Any) -> None:
+        least = there if self._study.captured.relaid else here
         if least is None:
             raise CompileError("", expected="", do="")
         raise BudgetError("", expected="", do="", smallest_budget=least)
 
     _takes(monkeypatch, times)
-    monkeypatch.setattr(study_.Study, "_fused", refuse)
+    monkeypatch.setattr(study_._Planning, "fused", refuse)
     neither = here is None and there is None
     with pytest.raises(CompileError if neither else BudgetError) as caught:
         _study().planned(SETTINGS, 1 << 30)
@@ -179,14 +180,14 @@ def test_refused_with_the_least_of_both_whichever_is_faster_here(
 def test_the_other_layout_is_taken_where_the_first_does_not_do(
     times: float, refusal: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan(self: study_.Study, *_: object) -> study_.Study:
-        if self is first:
+    def plan(self: Any) -> study_.Study:
+        if self._study is first:
             raise refusal
-        return self
+        return self._study
 
     _takes(monkeypatch, times)
     first, other = _study().layouts(SETTINGS)
-    monkeypatch.setattr(study_.Study, "_fused", plan)
+    monkeypatch.setattr(study_._Planning, "fused", plan)
     assert _study().planned(SETTINGS, 1 << 30) is other
 
 

@@ -12,7 +12,7 @@ def test_a_module_on_the_cpu_is_at_home_there() -> None:
     home = home_of(nn.Linear(2, 2), [torch.randn(1, 2)])
     assert home == Home()
     assert (home.type, home.target.name) == ("cpu", "cpu")
-    assert home.taken(3) == 3
+    assert home.allocated(3) == 3
 
 
 def test_what_is_still_to_be_made_stands_for_the_cpu() -> None:

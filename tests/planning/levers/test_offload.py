@@ -34,7 +34,7 @@ from memplan.planning.schedule.host_copies import waits
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.lower_bound import Relaxation
-from memplan.planning.search.search import Found, Heuristics, floor, search
+from memplan.planning.search.search import Found, Heuristics, Search
 from memplan.planning.validation.validate import validate
 
 CARD = find("rtx4090")
@@ -301,9 +301,9 @@ def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(
     graph = make()
     fast, slow = with_offloads(graph, linked(1e13)), with_offloads(graph, linked(1e6))
     assert len(fast.forms) > 10
-    low = floor(graph).peak
+    low = Search(graph).floor().peak
     budget = low + (levels(schedule(graph, Choices())).peak - low) // 4
-    plain, quick, late = (search(one, budget) for one in (graph, fast, slow))
+    plain, quick, late = (Search(one).within(budget) for one in (graph, fast, slow))
     assert isinstance(plain, Found)
     assert isinstance(quick, Found)
     assert isinstance(late, Found)
@@ -315,7 +315,7 @@ def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(
         made = schedule(one, found.choices)
         assert validate(one, made, budget=budget) == found.peak
         assert made.seconds == pytest.approx(found.seconds)
-    off = search(fast, budget, heuristics=Heuristics(offload=False))
+    off = Search(fast, heuristics=Heuristics(offload=False)).within(budget)
     assert isinstance(off, Found)
     assert not off.choices.kept_by("offload")
 

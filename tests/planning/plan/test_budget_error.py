@@ -16,13 +16,13 @@ from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
-from memplan.planning.search.search import floor
+from memplan.planning.search.search import Search
 
 
 @pytest.mark.parametrize("graph", [residual(3), transformer(3)], ids=["residual", "transformer"])
 @pytest.mark.parametrize("early", [False, True])
 def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
-    made = schedule(graph, floor(graph, gradients=GradientUse(updates=early)).choices)
+    made = schedule(graph, Search(graph, gradients=GradientUse(updates=early)).floor().choices)
     around = Surroundings(12345)
     error = budget_error(made, around, 7)
     peak = levels(made, around).peak

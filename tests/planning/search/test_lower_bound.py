@@ -15,7 +15,7 @@ from memplan.planning.graph.resident import Surroundings
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.lower_bound import Relaxation, lower_bound
-from memplan.planning.search.search import Found, search
+from memplan.planning.search.search import Found, Search
 
 
 def below(graph: JointGraph, draw: random.Random, *, early: bool, held: bool, count: int = 40) -> None:
@@ -65,11 +65,11 @@ def test_the_bound_goes_by_the_op_that_makes_a_result_again() -> None:
     small = tape.op("aten.made_up.default", [y], 8, 1.0, saves="i")
     loss = tape.op("aten.made_up.default", [tape.op("aten.made_up.default", [small], 3000, 1.0)], 4, 1.0)
     graph = tape.finish(loss)
-    kept = search(graph, 1 << 30)
+    kept = Search(graph).within(1 << 30)
     assert isinstance(kept, Found)
     assert kept.seconds == 0
     assert 4000 <= kept.peak < 4500
-    tight = search(graph, kept.peak - 1000)
+    tight = Search(graph).within(kept.peak - 1000)
     assert isinstance(tight, Found)
     assert tight.choices.recompute == {y}
     assert tight.seconds == pytest.approx(0.25)

@@ -21,7 +21,7 @@ from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
-from memplan.planning.search.search import STEEP, Found, Heuristics, Infeasible, Search, floor, frontier, search
+from memplan.planning.search.search import STEEP, Found, Heuristics, Infeasible, Search
 
 NEAR = 1e-4
 """Seconds; the ops of random graphs take 1e-3 and more."""
@@ -59,7 +59,7 @@ def test_within_five_percent_of_the_optimum() -> None:
         assert below.smallest == smallest
         assert Rules(graph).least_seconds(smallest - 1) is None
         for budget in (smallest, smallest + (kept - smallest) // 3):
-            optimum, found = Rules(graph).least_seconds(budget), search(graph, budget)
+            optimum, found = Rules(graph).least_seconds(budget), Search(graph).within(budget)
             assert optimum is not None
             assert isinstance(found, Found)
             checked(graph, found, budget)
@@ -90,7 +90,7 @@ def test_against_every_choice(early: bool, held: bool, seeds: range) -> None:
         assert one.floor().peak == low
         for budget in {low, low + (high - low) // 3, low + (high - low) * 2 // 3}:
             best = float(every.seconds[every.peak <= budget].min())
-            found = search(graph, budget, surroundings=around, gradients=GradientUse(early, held))
+            found = Search(graph, surroundings=around, gradients=GradientUse(early, held)).within(budget)
             assert isinstance(found, Found)
             checked(graph, found, budget, around)
             assert found.lower_bound_seconds <= best + 1e-9
@@ -103,7 +103,7 @@ def test_against_every_choice(early: bool, held: bool, seeds: range) -> None:
 def test_what_fits_is_left_alone() -> None:
     graph = unet()
     kept = levels(schedule(graph, Choices())).peak
-    found = search(graph, kept)
+    found = Search(graph).within(kept)
     assert isinstance(found, Found)
     assert found.choices == Choices()
     assert (found.peak, found.seconds) == (kept, 0.0)
@@ -116,7 +116,7 @@ def test_ahead_of_checkpoints_per_block(make: Callable[[], JointGraph]) -> None:
     crossing = {v for op in graph.forward_ops if "add" in op.target or "pool" in op.target for v in op.makes}
     checkpoints = schedule(graph, Choices(recompute=recomputable(graph) - crossing))
     budget = levels(checkpoints).peak
-    found = search(graph, budget)
+    found = Search(graph).within(budget)
     assert isinstance(found, Found)
     checked(graph, found, budget)
     assert found.seconds <= checkpoints.seconds / 2
@@ -127,7 +127,7 @@ def test_time(make: Callable[[], JointGraph], limit: float) -> None:
     graph = make()
     kept = levels(schedule(graph, Choices())).peak
     began = time.process_time()
-    found = search(graph, kept * 6 // 10)
+    found = Search(graph).within(kept * 6 // 10)
     assert time.process_time() - began < limit
     assert isinstance(found, Found)
     checked(graph, found, kept * 6 // 10)
@@ -136,7 +136,7 @@ def test_time(make: Callable[[], JointGraph], limit: float) -> None:
 def test_the_same_again() -> None:
     graph = transformer(4)
     budget = levels(schedule(graph, Choices())).peak * 8 // 10
-    assert search(graph, budget) == search(graph, budget)
+    assert Search(graph).within(budget) == Search(graph).within(budget)
 
 
 @pytest.mark.parametrize("name", [one.name for one in fields(Heuristics)])
@@ -145,7 +145,7 @@ def test_every_heuristic_can_be_turned_off(name: str) -> None:
     kept = levels(schedule(graph, Choices())).peak
     budget = kept * 85 // 100
     without = replace(Heuristics(), **{name: 2 if name == "rounds" else 0})
-    found = search(graph, budget, heuristics=without)
+    found = Search(graph, heuristics=without).within(budget)
     assert isinstance(found, Found)
     checked(graph, found, budget)
     assert any(name in note for note in found.notes) == (name != "rounds")
@@ -155,11 +155,11 @@ def test_every_heuristic_can_be_turned_off(name: str) -> None:
 
 def test_frontier() -> None:
     graph = unet()
-    plans = frontier(graph, 6)
+    plans = Search(graph).frontier(6)
     kept = levels(schedule(graph, Choices())).peak
     assert plans[0].peak == kept
     assert plans[0].seconds == 0
-    assert plans[-1].peak == floor(graph).peak
+    assert plans[-1].peak == Search(graph).floor().peak
     assert len(plans) == 6
     for one, other in pairwise(plans):
         assert one.peak > other.peak
@@ -168,7 +168,7 @@ def test_frontier() -> None:
 
 def test_early_updates_lower_the_floor() -> None:
     graph = transformer(4)
-    assert floor(graph, gradients=EARLY).peak < floor(graph).peak
+    assert Search(graph, gradients=EARLY).floor().peak < Search(graph).floor().peak
 
 
 def test_the_floor_is_the_same_whatever_was_measured_and_whatever_was_searched_for() -> None:

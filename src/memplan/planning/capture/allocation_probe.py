@@ -1,5 +1,4 @@
-"""Measure how much memory calls take: from the allocator's own events where they really run, else as a recording
-counts."""
+"""Measure the memory of calls: by allocator events for real runs, by recording for runs without data."""
 
 from __future__ import annotations
 
@@ -17,25 +16,27 @@ from memplan.trace.semantics.traced_results import INSTEAD, RESULTS
 
 
 class Allocations:
-    """Record of what is allocated while it is entered. Ask for a span's bytes after it is left.
+    """Allocations within this context, to be queried by span after it.
 
-    Really run, it goes by what the CPU's allocator tells torch's profiler, of which there can be one at a time: what a
-    library takes inside of an op of its own is seen, too. Tensors without data are counted as in a recording.
+    Real runs are measured by torch's profiler (only one can be active), which also sees allocations inside of the ops
+    of other libraries. Tensors without data are counted as in a recording.
+
+    Args:
+        real: whether tensors have data. If not, tensors created in this context have none.
 
     Example:
-        >>> with Allocations(real=True) as taken, taken.span("call"):
+        >>> with Allocations(real=True) as allocations, allocations.span("call"):
         ...     y = x.exp().sum()
-        >>> taken.most("call"), taken.left("call")
+        >>> allocations.most("call"), allocations.left("call")
     """
 
     def __init__(self, *, real: bool) -> None:
-        """``real``: tensors have data. If not, those that are made while it is entered have none."""
         self._profile = _torch.memory_profile()
         self._observer = None if real else Observer(Place(), real=False, semantics=_SEMANTICS)
         self._stack = ExitStack()
         self._ranges: dict[str, tuple[int, int]] = {}
         self._events: list[tuple[int, int]] = []
-        """(when, bytes; negative where they are freed), in order."""
+        """(time, bytes, negative for a free), in order."""
 
     def __enter__(self) -> Allocations:
         if self._observer is None:
@@ -60,18 +61,18 @@ class Allocations:
 
     def _read(self, record: _torch.Profile) -> None:
         self._ranges = record.ranges
-        made = set[int]()
+        allocated = set[int]()
         for address, size, when, *_ in record.events:
             if size > 0:
-                made.add(address)
-            elif address not in made:
-                continue  # it was there before
+                allocated.add(address)
+            elif address not in allocated:
+                continue  # allocated before this context
             else:
-                made.remove(address)
+                allocated.remove(address)
             self._events.append((when, size))
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Attribute what is allocated and freed in this context to a name."""
+        """Attribute allocations and frees within this context to a name."""
         return _torch.marker(name) if self._observer is None else self._span(name, self._observer.ledger)
 
     @contextmanager
@@ -81,11 +82,11 @@ class Allocations:
         self._ranges[name] = start, ledger.clock
 
     def most(self, name: str) -> int:
-        """Return the most bytes at any time in a span beyond those at its start."""
+        """Return the peak of a span in bytes, relative to its start."""
         return max(self._levels(name))
 
     def left(self, name: str) -> int:
-        """Return the bytes at a span's end beyond those at its start."""
+        """Return the bytes at the end of a span, relative to its start."""
         return self._levels(name)[-1]
 
     def _levels(self, name: str) -> list[int]:

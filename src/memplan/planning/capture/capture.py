@@ -60,15 +60,15 @@ class Captured:
     differentiable: tuple[int, ...]
     """Outputs of the graph that have a tangent, in the order of the tangents."""
     opaque: tuple[OpaqueCall, ...] = ()
-    """Calls that could not be traced: they run as they are, once."""
+    """Calls that cannot be traced: they run as the user wrote them, once."""
     conditions: tuple[_torch.Condition, ...] = ()
-    """Values of inputs that decided what was traced (see `capture`)."""
+    """Values of inputs on which the traced branches depend (see `capture`)."""
     guards: tuple[Guard, ...] = ()
-    """Flags that are the last outputs of the graph: where one has another value, the model raises."""
+    """Flags, the last outputs of the graph: if one has another value, the model raises."""
     relaid: bool = False
     """Whether convolutions work in channels last (see recapture.py)."""
     printed: bool = False
-    """Whether forward() printed something; that is not shown, since it has no values while it is traced."""
+    """Whether forward() printed anything, which is not shown: a traced model has no values."""
     reads: Reads | None = field(default=None, compare=False)
     """Values other than tensors that the Python code may have read: the graph is valid for those only."""
 
@@ -121,7 +121,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
         captured,
         constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
         relaid=relaid,
-        guards=tuple(guards.found),
+        guards=tuple(guards.guards),
         printed=watch.printed.lines > 0,
         reads=passes.reads(),
     )
@@ -130,13 +130,9 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
 @own_streams()
 @_torch.without_anomaly_checks()
 def capture_symbolic(
-    model: nn.Module,
-    call: Call,
-    varying: Sequence[Collection[int]],
-    precision: Precision = EXACT,
-    *,
+    model: nn.Module, call: Call, varying: Sequence[Collection[int]], precision: Precision = EXACT, *,
     relaid: bool = False,
-) -> tuple[_torch.Symbolic, Flat, Reads]:
+) -> tuple[_torch.Symbolic, Flat, Reads]:  # fmt: skip
     """Trace a call with symbols in place of the sizes of its tensors.
 
     Args:
@@ -159,19 +155,9 @@ def capture_symbolic(
         mode = _torch.symbolic_mode()
         with passes.executed.following():
             joint, flat = _trace(
-                model,
-                call,
-                watch,
-                opaque_calls,
-                Guards(),
-                precision,
-                relaid,
-                FreeTensors(),
-                passes,
-                conditional=False,
-                fake=fake,
-                mode=mode,
-            )
+                model, call, watch, opaque_calls, Guards(), precision, relaid, FreeTensors(), passes, conditional=False,
+                fake=fake, mode=mode,
+            )  # fmt: skip
         passes.refuse()
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
@@ -216,13 +202,9 @@ _Traced = tuple[_torch.Joint, Flat]
 
 
 def _trace_with_retries(
-    trace: Callable[[], _Traced],
-    model: nn.Module,
-    call: Call,
-    opaque_calls: OpaqueCallRegistry,
-    guards: Guards,
+    trace: Callable[[], _Traced], model: nn.Module, call: Call, opaque_calls: OpaqueCallRegistry, guards: Guards,
     watch: Watch,
-) -> _Traced:
+) -> _Traced:  # fmt: skip
     """Trace until it succeeds: after each failure its cause becomes a guard or an opaque call, from a real run.
 
     Raises:
@@ -230,8 +212,11 @@ def _trace_with_retries(
     """
 
     def run() -> None:
+        copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
+        args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
         try:
-            _run(model, call)
+            with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held(), random_kept():
+                model.forward(*args, **kwargs)
         finally:
             watch.restore()
 
@@ -262,14 +247,6 @@ def _trace_with_retries(
                 raise _refusal(untraceable, fake=is_fake(model)) from error
 
 
-def _run(model: nn.Module, call: Call) -> None:
-    """Run forward() on copies of the inputs and buffers. The caller restores other state."""
-    copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
-    args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
-    with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held(), random_kept():
-        model.forward(*args, **kwargs)
-
-
 class _Untraceable(Exception):
     """An error of torch or of the user's code during tracing, and the layer that raised it."""
 
@@ -283,9 +260,11 @@ def _trace(
     precision: Precision, relaid: bool, free_tensors: FreeTensors, passes: Passes | None = None, **options: Any,
 ) -> _Traced:  # fmt: skip
     """Trace once. ``options``: passed on to `_torch.joint_graph`."""
-    place, names = Place(), _layers(model)
+    place, names = Place(), {id(module): name for name, module in model.named_modules()}
+    if isinstance(model, WithLoss):  # layers have the user's names
+        names |= {id(module): name for name, module in model.model.named_modules()}
     if passes is not None:
-        passes.executed.reads_late = False  # of real runs: what is opaque reads in the backward pass itself
+        passes.executed.reads_late = False  # set by real runs, in which opaque calls run their own backward pass
     autocast, caches_casts = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
 
     @contextmanager
@@ -302,12 +281,18 @@ def _trace(
             passes.ended()
 
     dtypes, structure = None, None
-    if precision.compute:  # the caller expects the dtypes of the step as it is written
+    if precision.compute:  # outputs have the dtypes of the step as written
         _, plain = _trace(model, call, watch, opaque_calls, guards, EXACT, False, free_tensors)
         dtypes, structure = plain.dtypes, plain.returned and plain.returned.structure
 
     def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _as_expected(outputs, dtypes, relaid)
+        """Cast outputs to the dtypes of the plain step, and undo channels last. Equal tensors stay the same object."""
+        expected = [output.dtype for output in outputs] if dtypes is None else dtypes
+        converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        for output, dtype in zip(outputs, expected, strict=True):
+            cast = output.to(dtype)
+            converted.setdefault((id(output), dtype), in_order(cast) if relaid else cast)
+        return [converted[id(output), dtype] for output, dtype in zip(outputs, expected, strict=True)]
 
     flat = Flat(model, call, inside, finish, structure, lambda: guards.flags)
     try:
@@ -323,8 +308,8 @@ def _trace(
 def _without_cudnn(model: nn.Module) -> Iterator[None]:
     """Trace a model on a card with torch's own norms and recurrent layers.
 
-    cuDNN's change running statistics unseen, and save tensors that only they can read. Convolutions still use cuDNN
-    when the step runs.
+    cuDNN's kernels change running statistics without a trace, and save tensors in formats of their own. Convolutions
+    still use cuDNN when the step runs.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.enabled
@@ -339,7 +324,7 @@ _capturing = threading.local()
 
 
 def is_capturing() -> bool:
-    """Return whether this thread is tracing a call: planned modules inside of it then run their own forward()."""
+    """Return whether this thread is tracing a call, in which nested planned modules run unplanned."""
     return getattr(_capturing, "depth", 0) > 0
 
 
@@ -350,18 +335,6 @@ def _capturing_now() -> Iterator[None]:
         yield
     finally:
         _capturing.depth -= 1
-
-
-def _as_expected(
-    outputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype] | None, relaid: bool
-) -> list[torch.Tensor]:
-    """Cast outputs to the dtypes of the plain step, and undo channels last. Outputs that are one tensor remain so."""
-    expected = [output.dtype for output in outputs] if dtypes is None else dtypes
-    converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-    for output, dtype in zip(outputs, expected, strict=True):
-        cast = output.to(dtype)
-        converted.setdefault((id(output), dtype), in_order(cast) if relaid else cast)
-    return [converted[id(output), dtype] for output, dtype in zip(outputs, expected, strict=True)]
 
 
 @contextmanager
@@ -438,7 +411,7 @@ def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
 
 
 def _refuse_side_effects(trace: Callable[[], Any], watch: Watch) -> None:
-    """Raise RecordingError where forward() seeds torch, draws from other generators, or changes attributes."""
+    """Raise RecordingError if forward() seeds torch, draws from other generators, or changes attributes."""
     if watch.seeded:
         raise RecordingError(
             "forward() sets torch's random state (torch.manual_seed, fork_rng): a planned step would draw from the one "
@@ -472,13 +445,6 @@ def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingEr
         "or a count in a buffer (register_buffer(), changed in place), or return what is to be looked at later",
         where=where,
     )
-
-
-def _layers(model: nn.Module) -> dict[int, str]:
-    """Return the user's names of the layers by the module's id: without the prefix of `WithLoss`."""
-    own = model.model if isinstance(model, WithLoss) else model
-    names = {id(module): name for name, module in model.named_modules()}
-    return {**names, **{id(module): name for name, module in own.named_modules()}}
 
 
 @contextmanager

@@ -1,8 +1,7 @@
-"""Run convolutions on tensors in channels last: the layout that oneDNN computes in, so that it need not reorder.
+"""Convert the inputs of convolutions to channels last, the layout in which oneDNN computes without reordering.
 
-What a fused step computes may be rounded otherwise, so it may be laid out otherwise, too. A step is captured anew with
-the first operand of every convolution of images or volumes in channels last; what follows takes that over, as eager
-mode has it.
+Fused steps may round differently from eager mode, so they may use other layouts, too. Ops after a convolution inherit
+its layout, as in eager mode.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _CONVOLUTIONS = frozenset([torch.conv2d, torch.conv3d, torch.conv_transpose2d, t
 
 
 class ChannelsLast(TorchFunctionMode):
-    """Hands convolutions their first operand in channels last."""
+    """Converts the first operand of convolutions to channels last."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,12 +31,13 @@ class ChannelsLast(TorchFunctionMode):
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Return the tensor in channels last, where it has channels."""
-    known = _FORMATS.get(tensor.dim())
-    return tensor if known is None else tensor.contiguous(memory_format=known)
+    """Return the tensor in channels last if it is a batch of images or volumes."""
+    memory_format = _FORMATS.get(tensor.dim())
+    return tensor if memory_format is None else tensor.contiguous(memory_format=memory_format)
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """Return a result in the order that callers expect."""
-    known = _FORMATS.get(tensor.dim())
-    return tensor if known is None or not tensor.is_contiguous(memory_format=known) else tensor.contiguous()
+    """Return the tensor contiguous if it is in channels last."""
+    memory_format = _FORMATS.get(tensor.dim())
+    is_last = memory_format is not None and tensor.is_contiguous(memory_format=memory_format)
+    return tensor.contiguous() if is_last else tensor

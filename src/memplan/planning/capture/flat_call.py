@@ -1,8 +1,8 @@
-"""Flatten a call of a model to tensors: a graph is captured from them, and the engine is called with them."""
+"""Flatten the arguments of a call to tensors, from which a graph is captured and with which the engine runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +18,16 @@ from memplan.trace.structure import Structure, take_apart
 
 @dataclass(frozen=True)
 class Call:
-    """Flattened arguments: the tensors in order, and the structure that holds their places and the constants."""
+    """Flattened arguments: tensors in order, and the structure with all other arguments."""
 
     tensors: tuple[torch.Tensor, ...]
     structure: Structure
     likes: tuple[torch.Tensor | None, ...] = ()
-    """For each plain tensor made from one of a subclass, the original, on the same memory; else None."""
+    """By tensor, the original of a subclass on the same memory, or None if it is plain."""
 
     @property
     def kinds(self) -> tuple[type | None, ...]:
-        """Return the subclass of each tensor; nothing where all are plain."""
+        """Return the subclass of each tensor; empty if all are plain."""
         return tuple([None if like is None else type(like) for like in self.likes])
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -35,7 +35,7 @@ class Call:
         return self.structure.rebuild(tensors)
 
     def name_of(self, number: int) -> str:
-        """Return the argument that a tensor is in, for people: ``argument attention_mask``, ``argument 0``."""
+        """Return the argument that contains a tensor, as in ``argument attention_mask`` or ``argument 0``."""
         marks = [object() for _ in self.tensors]
         args, kwargs = self.structure.rebuild(marks)
         for name, part in (*enumerate(args), *kwargs.items()):
@@ -45,18 +45,18 @@ class Call:
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """Return the arguments that are no tensors, in order."""
+        """Return the arguments that are not tensors, in order."""
         return tuple(self.structure.constants())
 
     @property
     def aliases(self) -> tuple[int, ...]:
-        """For each tensor, the first one that shares its memory. Calls that differ in this are different steps."""
+        """By tensor, the first tensor with the same memory. Calls that differ in this are different steps."""
         first: dict[int, int] = {}
         return tuple(first.setdefault(_memory(tensor), at) for at, tensor in enumerate(self.tensors))
 
 
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flatten arguments. Tensors of subclasses that leave memory and dispatch to torch become plain ones."""
+    """Flatten arguments. Tensors of subclasses that leave memory and dispatch to torch become plain tensors."""
     tensors, structure = take_apart((tuple(args), dict(kwargs)))
     likes = tuple([None if _torch.kind_of(tensor) is None else tensor for tensor in tensors])
     if not any(like is not None for like in likes):
@@ -73,7 +73,7 @@ class Returned:
     order: tuple[int, ...]
     """Index among the graph's outputs of each tensor of the output."""
     cut: tuple[int, ...] = ()
-    """Outputs of the graph that have a gradient in the model, but none here: the loss does not read them."""
+    """Outputs that have a gradient in the model but not in the graph, because the loss does not read them."""
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the output with these tensors, the graph's outputs in order."""
@@ -81,25 +81,26 @@ class Returned:
 
 
 class Flat(nn.Module):
-    """A model as a function from tensors to a tuple of tensors. It shares the model, and changes nothing of it.
+    """A model as a function from tensors to a tuple of tensors. The model itself is not changed.
 
-    Its parameters and buffers are the model's, each once, under numbers (`paths`). While it runs, the model has in
-    their place what the caller put in the place of its own; so tied parameters are one.
+    Its parameters and buffers are the model's, each once (also if tied), under numbers (`paths`). Replacements of them,
+    as by functional_call, are passed on to the model in each call.
+
+    Args:
+        model, call: the model and its arguments.
+        around: context manager that the model runs in.
+        finished: converts the outputs to the dtypes and layouts that the caller expects.
+        like: structure of the converted outputs, since containers may store a dtype; None: as the model returns it.
+        flags: returns the flags that the last call read as guards.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        call: Call,
-        around: Callable[[], AbstractContextManager[Any]],
+        self, model: nn.Module, call: Call, around: Callable[[], AbstractContextManager[Any]],
         finished: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda outputs: outputs,
-        like: Structure | None = None,
-        flags: Callable[[], Iterable[torch.Tensor]] = tuple,
-    ) -> None:
+        like: Structure | None = None, flags: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._finished, self._like, self._flags = finished, like, flags
-        """Makes the outputs what the caller expects, whatever the call computes in; and how they are put together then,
-        since objects that hold tensors can note their dtype; and the flags that the last call read as guards."""
         self.dtypes: tuple[torch.dtype, ...] = ()
         """Dtypes of the outputs of the last call, before any cast."""
         self._bare = (_Bare(model),)  # in a tuple, so that its parameters are not this module's, too
@@ -111,13 +112,13 @@ class Flat(nn.Module):
         for path, buffer in model.named_buffers():
             self.register_buffer(self._number(path), buffer)
         self.returned: Returned | None = None
-        """Output of the last call, as is ``written``."""
+        """Recipe of the output of the last call."""
         self.written: tuple[str, ...] = ()
-        """Names in the model of the buffers whose new values are returned last."""
+        """Names in the model of the buffers whose new values were the last outputs."""
 
     @property
     def hooked(self) -> frozenset[str]:
-        """Names in the model of parameters with hooks that run once their gradient was added to ``.grad``."""
+        """Names in the model of the parameters with post-accumulate-grad hooks."""
         return frozenset(self.paths[name] for name, p in self.named_parameters() if _torch.has_gradient_hooks(p))
 
     def _number(self, path: str) -> str:
@@ -126,8 +127,8 @@ class Flat(nn.Module):
         return name
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model. Return its outputs, each tensor once, detached where the loss does not read it; then its
-        guards' flags, and buffers' new values."""
+        """Call the model. Return its outputs, each tensor once and detached if the loss does not read it, then the
+        flags of guards, then new values of buffers."""
         args, kwargs = self._call.rebuild(tensors)
         state = {path: getattr(self, name) for name, path in self.paths.items()}
         with self._around():
@@ -151,13 +152,13 @@ class Flat(nn.Module):
         self.written = tuple(replaced)
         changed = {_memory(state[path]) for path in replaced}
         return (
-            *(_unshared(t, bases) if id(t) in wanted else _detached(t, changed) for t in unique),
+            *(_without_view(t, bases) if id(t) in wanted else _detached(t, changed) for t in unique),
             *(_detached(t, changed) for t in (*self._flags(), *replaced.values())),
         )
 
 
-def _unshared(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
-    """Clone an output that views a tensor in ``bases`` (inputs, state, earlier outputs); else add its base to them."""
+def _without_view(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
+    """Clone an output that is a view of a tensor in ``bases`` (inputs, state, earlier outputs), else add its base."""
     if _base(tensor) in bases:
         return tensor.clone()
     bases.add(_base(tensor))
@@ -165,7 +166,7 @@ def _unshared(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
 
 
 def _detached(tensor: torch.Tensor, changed: set[int]) -> torch.Tensor:
-    """Detach a tensor, and clone it if it shares memory with a buffer that gets a new value."""
+    """Detach a tensor; clone it if it shares memory with a buffer that gets a new value."""
     return tensor.detach().clone() if _memory(tensor) in changed else tensor.detach()
 
 
@@ -179,31 +180,28 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class _Bare(nn.Module):
-    """A model without its own hooks: those run around the planned step."""
+    """A model without its own hooks, which run before and after the planned step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self._state: Mapping[str, torch.Tensor] = {}
         self.replaced: dict[str, torch.Tensor] = {}
-        """Buffers in whose place forward() put another tensor."""
+        """Buffers that forward() replaced by another tensor."""
 
     def called(self, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output with these tensors in place of its parameters and buffers."""
         self._state = state
         try:
-            own = {id(tensor): state[path] for path, tensor in self._own() if path in state}
+            tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+            own = {id(tensor): state[path] for path, tensor in tensors if path in state}
             with _torch.tensors_replaced(self.model, own):
                 return self(*args, **kwargs)
         finally:
             self._state = {}
 
-    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.model.named_parameters()
-        yield from self.model.named_buffers()
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, and see what it put in the place of its buffers."""
+        """Call the model, and record the buffers that it replaces."""
         for hook in _torch.pre_hooks(self.model):
             if is_transparent(hook):
                 hook(self.model, args)
@@ -214,17 +212,14 @@ class _Bare(nn.Module):
             if path in self._state and buffer is not self._state[path]
         }
         for path, buffer in self.replaced.items():
-            _check_replaced(path, self._state[path], buffer)
+            before = self._state[path]
+            if before.shape != buffer.shape or before.dtype != buffer.dtype:
+                raise UsageError(
+                    f"forward() puts {_kind(buffer)} in the place of the buffer {path}, {_kind(before)}",
+                    expected="buffers that keep their shape and dtype",
+                    do="Keep what changes its shape out of forward()",
+                )
         return output
-
-
-def _check_replaced(path: str, before: torch.Tensor, after: torch.Tensor) -> None:
-    if before.shape != after.shape or before.dtype != after.dtype:
-        raise UsageError(
-            f"forward() puts {_kind(after)} in the place of the buffer {path}, {_kind(before)}",
-            expected="buffers that keep their shape and dtype",
-            do="Keep what changes its shape out of forward()",
-        )
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -232,16 +227,12 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 _PURE = ("make_inputs_require_grads", "make_inputs_require_grad")
-"""Hooks of transformers and peft that only say that an output needs a gradient."""
-
-
-_MADE_BY = ("torch.nn.utils.", "transformers.utils.output_capturing")
-"""Modules whose hooks are no more than a part of forward(): the second collects hidden states for what is returned,
-as long as the call lasts."""
+"""Hooks of transformers and peft that only set ``requires_grad`` of an output."""
+_TRANSPARENT = ("torch.nn.utils.", "transformers.utils.output_capturing")
+"""Modules whose hooks are a part of forward(); the second collects hidden states during the call."""
 
 
 def is_transparent(hook: Any) -> bool:
-    """Return whether a hook has no effect but on what passes it, or on what the call returns: torch's own, that compute
-    a weight, and the like."""
-    made_by = getattr(hook, "__module__", "") or type(hook).__module__
-    return made_by.startswith(_MADE_BY) or getattr(hook, "__name__", "") in _PURE
+    """Return whether a hook has no side effects beyond the call, such as torch's hooks that compute a weight."""
+    module = getattr(hook, "__module__", "") or type(hook).__module__
+    return module.startswith(_TRANSPARENT) or getattr(hook, "__name__", "") in _PURE

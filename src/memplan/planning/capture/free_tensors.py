@@ -1,7 +1,7 @@
-"""Tensors without data that a model reads and that are neither its own nor its inputs: of a closure, or a global.
+"""Tensors without data that a model reads from closures or globals, which become constants of the graph.
 
-Of a model with data these are constants of the graph. AOTAutograd refuses constants without data, so each has an
-uninitialized tensor in its place while the model is traced. Nothing writes it, so it takes no memory.
+AOTAutograd refuses constants without data, so each is replaced by an uninitialized tensor while the model is traced.
+Nothing writes it, so it takes no physical memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memplan import _torch
 
 
 class FreeTensors:
-    """The tensors without data that a model was seen to read, and those in their place."""
+    """Free tensors without data of a model, and their replacements."""
 
     def __init__(self) -> None:
         self._instead: dict[int, torch.Tensor] = {}
@@ -22,14 +22,14 @@ class FreeTensors:
         """Kept alive, as their ids are known."""
 
     def replaced(self, arguments: Any) -> Any:
-        """Return the arguments of a function with tensors that can be constants. What is traced is not fake itself."""
+        """Return the arguments of a function with free tensors replaced."""
         leaves, spec = _torch.tree_flatten(arguments)
         if not any(map(_is_recorded, leaves)):
             return arguments
         return _torch.tree_unflatten([self._of(leaf) for leaf in leaves], spec)
 
     def original(self, constant: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that a constant stands for."""
+        """Return the tensor that a constant replaces."""
         return self._originals.get(id(constant), constant)
 
     def _of(self, leaf: Any) -> Any:
@@ -37,13 +37,14 @@ class FreeTensors:
             return leaf
         if id(leaf) not in self._instead:
             with _torch.no_modes():
-                known = leaf.constant
-                made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if known is None else known
-                self._instead[id(leaf)] = made.requires_grad_() if leaf.requires_grad else made
+                constant = leaf.constant
+                if constant is None:
+                    constant = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+                self._instead[id(leaf)] = constant.requires_grad_() if leaf.requires_grad else constant
             self._originals[id(self._instead[id(leaf)])] = leaf
         return self._instead[id(leaf)]
 
 
 def _is_recorded(leaf: Any) -> bool:
-    """Return whether it is a tensor of memplan's recordings, and not one that a capture itself has made."""
+    """Return whether a leaf is a tensor of memplan's recordings, and not of the capture itself."""
     return type(leaf) is _torch.FakeTensor and isinstance(leaf.fake_mode, _torch.FakeMode)

@@ -1,4 +1,4 @@
-"""A traced joint graph as plain data: from the nodes of an fx graph to a JointGraph."""
+"""Read an fx graph of a step into a JointGraph."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _KINDS: Mapping[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "inp
 
 
 class Values:
-    """Values of a graph as they are read from its nodes.
+    """Values of a graph, read from its nodes.
 
     Args:
         joint: the traced graph.
-        paths: by the traced module's name of a parameter or buffer, the model's.
-        aliases: for each input the first one that shares its memory.
+        paths: the model's name of a parameter or buffer, by the traced module's name.
+        aliases: by input, the first input with the same memory.
         hooked: the model's names of parameters with hooks that may change them in the backward pass.
     """
 
@@ -42,18 +42,18 @@ class Values:
         self._module, self._paths, self._aliases, self._hooked = joint.module, paths, aliases, hooked
         self.all: list[Value] = []
         self.constants: dict[int, torch.Tensor] = {}
-        """Tensors that the graph holds itself, by value."""
+        """Tensors that are constants of the graph, by value."""
         self.tangents: list[int] = []
-        """Outputs that have a tangent, in the order of the tangents."""
+        """Outputs with a tangent, in the order of the tangents."""
         self.on_cpu = True
-        """False once a value lies elsewhere than on the CPU or on meta."""
+        """Whether all values are on the CPU or on meta."""
         self.of: dict[Any, Any] = {}
-        """Id of the value of each node."""
-        self.handed: dict[_torch.Role, int] = {}
-        """Value of each placeholder, by its role."""
+        """Ids of values by node."""
+        self.placeholders: dict[_torch.Role, int] = {}
+        """Values of placeholders, by role."""
         self._on_card = any(node.meta["val"].device.type == "cuda" for node in _placeholders(joint))
         self._owner: dict[int, int] = {}
-        """Value that owns each storage."""
+        """Owning value of each storage."""
         for node, role in zip(_placeholders(joint), joint.inputs, strict=True):
             self._placeholder(node, role)
 
@@ -78,12 +78,12 @@ class Values:
             self.all[number] = replace(self.all[number], bytes=0)
         if role.kind == "parameter" and path in self._hooked:
             self.all[number] = replace(self.all[number], hooked=True)
-        self.of[node] = self.handed[role] = number
+        self.of[node] = self.placeholders[role] = number
         if role.kind == "tangent":
             self.tangents.append(role.index)
 
     def constant(self, node: Any) -> None:
-        """Add a tensor that the graph holds itself."""
+        """Add a constant of the graph."""
         tensor = getattr(self._module, node.target)
         if isinstance(tensor, torch.Generator):
             _refuse_generator(node)
@@ -97,7 +97,7 @@ class Values:
         node.meta.setdefault("val", tensor)
 
     def results(self, node: Any, results: Sequence[Any], tokens: int, index: int) -> tuple[tuple[int | None, ...], int]:
-        """Add the results of an op that are read; return them, and the bytes of those that nobody reads."""
+        """Add the results of an op that are read; return them, and the bytes of unread results."""
         single = isinstance(node.meta["val"], torch.Tensor)
         getters = [] if single else [user for user in node.users if user.target is operator.getitem]
         named = {0: node.name} if single else {user.args[1] - tokens: user.name for user in getters}
@@ -105,10 +105,11 @@ class Values:
         discarded = 0
         for position, tensor in enumerate(results):
             if position in named and isinstance(tensor, torch.Tensor):
-                outputs.append(self._add(named[position], "result", tensor, index, looked_into=self._bases(node)))
+                outputs.append(self._add(named[position], "result", tensor, index, operand_bases=self._bases(node)))
             else:
                 outputs.append(None)
-                discarded += self._discarded(tensor)
+                known = isinstance(tensor, torch.Tensor) and _torch.storage_key(tensor.untyped_storage()) in self._owner
+                discarded += self._size(tensor) if isinstance(tensor, torch.Tensor) and not known else 0
         if single:
             self.of[node] = outputs[0]
         for user in getters:
@@ -129,45 +130,34 @@ class Values:
         return arguments
 
     def _add(
-        self,
-        name: str,
-        kind: Kind,
-        tensor: torch.Tensor,
-        op: int | None = None,
-        path: str = "",
-        looked_into: Mapping[int, int] = {},  # read only
-    ) -> int:
-        """Add a value and return its id. A result in memory that is known is a view; what is handed in never is.
+        self, name: str, kind: Kind, tensor: torch.Tensor, op: int | None = None, path: str = "",
+        operand_bases: Mapping[int, int] = {},  # read only
+    ) -> int:  # fmt: skip
+        """Add a value and return its id. A result in known memory is a view; placeholders never are.
 
-        ``looked_into``: by storage, the base of what the op reads: several parameters can lie in one storage.
+        ``operand_bases``: bases of the op's operands by storage, as several parameters can share a storage.
         """
         key = _torch.storage_key(tensor.untyped_storage())
         number = len(self.all)
         self.on_cpu &= tensor.device.type in ("cpu", "meta")
-        known = looked_into.get(key, self._owner.setdefault(key, number))
+        known = operand_bases.get(key, self._owner.setdefault(key, number))
         base = known if op is not None else number
         size = self._size(tensor) if known == number else 0
         dtype = str(tensor.dtype).removeprefix("torch.")
-        made = Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
+        value = Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
         place = str(tensor.device) if tensor.device.type == "cuda" else HOST
-        self.all.append(replace(made, place=place))
+        self.all.append(replace(value, place=place))
         return number
 
     def _size(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a tensor's memory: on a card in blocks; of host memory beside a step on a card none."""
+        """Return the bytes of a tensor: in blocks on a card; 0 in host memory if the step is on a card."""
         size = int(tensor.untyped_storage().nbytes())
         if not self._on_card:
             return size
         return round_to_blocks(size) if tensor.device.type == "cuda" else 0
 
-    def _discarded(self, result: Any) -> int:
-        """Return the bytes of a result that nobody reads."""
-        if not isinstance(result, torch.Tensor) or _torch.storage_key(result.untyped_storage()) in self._owner:
-            return 0
-        return self._size(result)
-
     def _bases(self, node: Any) -> dict[int, int]:
-        """Return, by storage, the base of the first argument that lies in it."""
+        """Return the base of the first operand in each storage."""
         bases: dict[int, int] = {}
         for source in node.all_input_nodes:
             if source in self.of and isinstance(source.meta["val"], torch.Tensor):
@@ -177,7 +167,7 @@ class Values:
 
 
 class Reader:
-    """Reads one joint graph.
+    """Reads a joint graph.
 
     Args:
         joint: the traced graph.
@@ -186,22 +176,18 @@ class Reader:
     """
 
     def __init__(
-        self,
-        joint: _torch.Joint,
-        paths: Mapping[str, str],
-        written: Sequence[str],
-        aliases: Sequence[int],
+        self, joint: _torch.Joint, paths: Mapping[str, str], written: Sequence[str], aliases: Sequence[int],
         hooked: Collection[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._joint, self._written, self._aliases = joint, written, aliases
         self.values = Values(joint, paths, aliases, hooked)
         self.ops: list[GraphOp] = []
         self.casts: dict[int, int] = {}
-        """Forward ops that are casts of autocast's own, with the region of autocast in which each is kept."""
+        """Casts of autocast among the forward ops, with the autocast region that caches them."""
         self._forward_op: dict[int, int] = {}
-        """Forward op that drew each of autograd's sequence numbers."""
+        """Forward op by autograd sequence number."""
         self._sequences: list[int] = []
-        """Its keys, in order."""
+        """Sequence numbers in order."""
         self._mutated: set[int] = set()
 
     def graph(self) -> JointGraph:
@@ -213,7 +199,7 @@ class Reader:
             for node, role in zip(output.args[0], self._joint.outputs, strict=True)
             if role is not None and role.kind != "token"
         ]
-        self._mutated = {values.handed[role.of] for _, role in results if role.kind == "mutation" and role.of}
+        self._mutated = {values.placeholders[role.of] for _, role in results if role.kind == "mutation" and role.of}
         self._mutated |= {value.id for value in values.all if value.kind == "buffer" and value.path in self._written}
         for node in nodes:
             if node.op == "get_attr":
@@ -228,7 +214,7 @@ class Reader:
         return self._finished(results)
 
     def _finished(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
-        values, handed = self.values.of, self.values.handed
+        values, placeholders = self.values.of, self.values.placeholders
         outputs: list[int] = []
         gradients: list[tuple[int, int]] = []
         mutations: list[tuple[int, int]] = []
@@ -237,10 +223,15 @@ class Reader:
                 outputs.append(values[node])
             elif role.kind == "gradient" and role.of is not None:
                 if node is not None:
-                    gradients.append((handed[role.of], values[node]))
+                    gradients.append((placeholders[role.of], values[node]))
             elif role.kind == "mutation" and role.of is not None:
-                self._check_changed(role.of)
-                mutations.append((handed[role.of], values[node]))
+                if role.of.kind == "input" and self._aliases.count(self._aliases[role.of.index]) > 1:
+                    raise UsageError(
+                        f"forward() changes input {role.of.index} in place, and another input shares its memory",
+                        expected="inputs that are changed to have memory of their own",
+                        do="Pass a copy",
+                    )
+                mutations.append((placeholders[role.of], values[node]))
             else:
                 raise UsageError(
                     f"forward() changes more of a tensor than its values ({role.name})",
@@ -256,28 +247,27 @@ class Reader:
             torch=torch.__version__,
         )  # fmt: skip
 
-    def _check_changed(self, role: _torch.Role) -> None:
-        if role.kind == "input" and self._aliases.count(self._aliases[role.index]) > 1:
-            raise UsageError(
-                f"forward() changes input {role.index} in place, and another input shares its memory",
-                expected="inputs that are changed to have memory of their own",
-                do="Pass a copy",
-            )
-
     def _call(self, node: Any) -> None:
         index, first = len(self.ops), len(self.values.all)
         effect = _torch.effect_of(node)
-        function, given = (node.target, node.args) if effect is None else (effect, node.args[2:])
+        function, arguments = (node.target, node.args) if effect is None else (effect, node.args[2:])
         layer, where = _torch.place_of(node)
-        _check(function, layer, where)
-        target, found = str(function), node.meta["val"]
+        if not _torch.is_op(function):
+            raise RecordingError(
+                f"{function} takes functions, not only tensors, and a plan has no ops for that",
+                expected="ops of tensors",
+                do="Leave that layer out of the plan",
+                layer=layer,
+                where=where,
+            )
+        target, result = str(function), node.meta["val"]
         tokens = 0 if effect is None else 1
-        results = (found,) if isinstance(found, torch.Tensor) else tuple(found)[tokens:]
+        results = (result,) if isinstance(result, torch.Tensor) else tuple(result)[tokens:]
         _refuse_sparse(results, target, layer, where)
-        multiple = len(results) > 1 if tokens else not isinstance(found, torch.Tensor)
+        multiple = len(results) > 1 if tokens else not isinstance(result, torch.Tensor)
         outputs, discarded = self.values.results(node, results, tokens, index)
         args = eager_arguments(
-            target, idle_arguments(target, self.values.references(tuple(given))), results[0] if results else None
+            target, idle_arguments(target, self.values.references(tuple(arguments))), results[0] if results else None
         )
         kwargs = self.values.references(node.kwargs)
         makes = tuple(v.id for v in self.values.all[first:] if v.base == v.id)
@@ -287,7 +277,11 @@ class Reader:
         region = None if backward else _torch.cast_in(node)
         if target == CAST and region is not None:
             self.casts[index] = region
-        scratch = 0 if effect is not None else self._scratch(node, target)
+        scratch = 0
+        if effect is None:
+            inputs: Any = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            opaque = opaque_calls.scratch(target, inputs[0])
+            scratch = transient_bytes(target, inputs[0], inputs[1], result) + NUMBERS if opaque is None else opaque
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
@@ -303,57 +297,27 @@ class Reader:
             if sequence is not None:
                 self._forward_op.setdefault(sequence, index)
             return *_torch.place_of(node), None
-        forward = None if sequence is None else self._forward_of(sequence)
-        if forward is None:
+        at = len(self._sequences) if sequence is None else bisect.bisect_left(self._sequences, sequence)
+        if at == len(self._sequences):
             return "", None, None
+        forward = self._forward_op[self._sequences[at]]  # of the next number if an in-place change has this one
         return self.ops[forward].layer, self.ops[forward].where, forward
 
-    def _forward_of(self, sequence: int) -> int | None:
-        """Return the forward op with a number; where no op of the graph drew it (a change in place), the next one's."""
-        at = bisect.bisect_left(self._sequences, sequence)
-        return self._forward_op[self._sequences[at]] if at < len(self._sequences) else None
-
     def _once(self, target: str, reads: tuple[int, ...]) -> bool:
-        """Return whether an op may run only once: an opaque call holds what its derivative needs, and a library's op
-        may draw random numbers. A recomputed op would read the new value of a tensor that the step has changed; a
-        training batch norm may run again all the same, as its results do not depend on the running statistics."""
+        """Return whether an op must not be recomputed: an opaque call saves tensors for its derivative, a library's op
+        may draw random numbers, and an op may read a tensor that the step changes. (Results of a training batch norm do
+        not depend on the running statistics that it changes.)"""
         if target == _torch.OPAQUE or opaque_calls.is_foreign(target):
             return True
         return target != TRAINING_NORM and any(value in self._mutated for value in reads)
-
-    def _scratch(self, node: Any, target: str) -> int:
-        args, kwargs = _values(node)
-        opaque = opaque_calls.scratch(target, args)
-        return transient_bytes(target, args, kwargs, node.meta["val"]) + NUMBERS if opaque is None else opaque
 
 
 def _placeholders(joint: _torch.Joint) -> list[Any]:
     return [node for node in joint.module.graph.nodes if node.op == "placeholder"]
 
 
-def _values(node: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a node's arguments as fake tensors."""
-    return torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])  # pyright: ignore
-
-
-def _check(function: Any, layer: str, where: str | None) -> None:
-    """Refuse what cannot be planned.
-
-    Raises:
-        RecordingError: it is no op.
-    """
-    if not _torch.is_op(function):
-        raise RecordingError(
-            f"{function} takes functions, not only tensors, and a plan has no ops for that",
-            expected="ops of tensors",
-            do="Leave that layer out of the plan",
-            layer=layer,
-            where=where,
-        )
-
-
 def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str | None) -> None:
-    """Raise RecordingError for results that are not strided: a plan counts the one storage of each tensor."""
+    """Raise RecordingError for results that are not strided, as plans count the single storage of each tensor."""
     odd = [t.layout for t in results if isinstance(t, torch.Tensor) and t.layout != torch.strided]
     if odd:
         raise RecordingError(
@@ -366,7 +330,7 @@ def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str |
 
 
 def _refuse_generator(node: Any) -> NoReturn:
-    """Raise RecordingError for a `torch.Generator` that forward() draws from: it is no tensor to put back."""
+    """Raise RecordingError for a `torch.Generator` that forward() draws from."""
     layer, where = _place_of(node)
     raise RecordingError(
         "forward() draws from a torch.Generator, and memplan plans only draws from torch's own random state",
@@ -378,12 +342,12 @@ def _refuse_generator(node: Any) -> NoReturn:
 
 
 def _place_of(node: Any) -> tuple[str, str | None]:
-    """Return layer and line of the first op with a known place that reads what a node gives."""
+    """Return (layer, line) of the first user of a node with a known place."""
     return next((place for user in node.users if any(place := _torch.place_of(user))), ("", None))
 
 
 def _refuse_unregistered(node: Any, tensor: torch.Tensor) -> NoReturn:
-    """Raise InputError for a tensor that needs a gradient and is not the model's: a plan would give it none."""
+    """Raise InputError for an unregistered tensor that needs a gradient, which a plan would not compute."""
     layer, where = _place_of(node)
     place = ", ".join(part for part in (layer, where) if part)
     what = "A parameter" if isinstance(tensor, torch.nn.Parameter) else "A tensor"

@@ -1,5 +1,8 @@
-"""Guards: flags that forward() reads only to raise, as ``if not valid.all(): raise``. A planned step computes them too,
-and where one says otherwise than when it was planned, the model runs as it is written, and raises its own exception."""
+"""Guards: flags that forward() reads only to raise, as in ``if not valid.all(): raise``.
+
+A planned step computes the flags, too. If one differs from the plan, the model runs unplanned and raises its own
+exception.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from memplan import _torch
 from memplan.trace.recording.place import Line, format_frame, raised_by_statement, user_frame
 
 _MOST = 32
-"""Flags at most that are tried the other way: each takes a forward pass."""
+"""Most flags whose other answer is tried, each in a forward pass."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A flag that forward() reads, and the answer with which it goes on."""
+    """A flag that forward() reads, and the answer for which it does not raise."""
 
     answer: bool
     where: str | None
@@ -33,39 +36,35 @@ class _Seen:
     line: Line | None
     answer: bool
     is_guard: bool
-    """Whether the other answer ends in a ``raise`` or an ``assert``."""
+    """Whether the other answer leads to a ``raise`` or an ``assert``."""
 
 
 class Guards:
-    """Answers to the flags that are read while a model is traced, in the order in which a real run reads them.
+    """Answers the flags that a traced model reads, in the order in which a real run reads them.
 
-    A real run with the other answer really runs what is behind the flag, up to its ``raise``: a message that is logged
-    there is logged.
+    To recognize guards the model runs with the other answer, too: side effects before its ``raise`` happen.
     """
 
     def __init__(self) -> None:
-        self.found: list[Guard] = []
+        self.guards: list[Guard] = []
         """Guards of the last trace."""
         self.flags: list[torch.Tensor] = []
-        """Their values in it."""
+        """Their values in the last trace."""
         self._seen: tuple[_Seen, ...] | None = None
         self._next = 0
 
     def learn(self, run: Callable[[], Any]) -> bool:
-        """Run the model as it is, and again with the other answer to each flag. Return whether a guard is known now
-        that was not before."""
+        """Run the model, and again with the other answer to each flag. Return whether new guards were recognized."""
         if self._seen is not None:
             return False
-        reads = _reads(run)
-        self._seen = tuple(
-            _Seen(line, answer, at < _MOST and _ends_in_raise(run, at)) for at, (line, answer) in enumerate(reads)
-        )
-        return any(one.is_guard for one in self._seen)
+        reads = enumerate(_reads(run))
+        self._seen = tuple(_Seen(line, flag, at < _MOST and _ends_in_raise(run, at)) for at, (line, flag) in reads)
+        return any(seen.is_guard for seen in self._seen)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Answer the reads of guards in this context. It is entered for each pass of the trace."""
-        self.found, self.flags, self._next = [], [], 0
+        """Answer the reads of guards within this context, for one pass of the trace."""
+        self.guards, self.flags, self._next = [], [], 0
         with _answered_by(self._answered):
             yield
 
@@ -79,23 +78,22 @@ class Guards:
             if seen is None or not seen.is_guard or seen.line != line:
                 raise
         self.flags.append(flag)
-        self.found.append(Guard(seen.answer, format_frame(line)))
+        self.guards.append(Guard(seen.answer, format_frame(line)))
         return seen.answer
 
 
 @contextmanager
 def _answered_by(answer: Callable[[torch.Tensor, Callable[[], bool]], bool]) -> Iterator[None]:
-    """Hand each read of a single flag in this thread to a function, with the read itself.
+    """Call ``answer(flag, read)`` for each read of a boolean scalar in this thread.
 
-    The methods are replaced, since a mode does not see what torch's own functions read.
+    The methods are patched, since a mode does not see the reads of torch's own functions.
     """
-
     inside = False
 
     def read_by(method: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
         def read(tensor: torch.Tensor) -> Any:
             nonlocal inside
-            if inside or tensor.dtype != torch.bool:  # a read of a traced tensor reads what is in it
+            if inside or tensor.dtype != torch.bool:  # a traced tensor reads the tensor that it wraps
                 return method(tensor)
             inside = True
             try:
@@ -111,17 +109,17 @@ def _answered_by(answer: Callable[[torch.Tensor, Callable[[], bool]], bool]) -> 
 
 
 def _reads(run: Callable[[], Any], other: int | None = None) -> list[tuple[Line | None, bool]]:
-    """Run, and return where each flag was read and what it was; one of them is answered the other way."""
-    found: list[tuple[Line | None, bool]] = []
+    """Run, and return (line, value) of each read of a flag. ``other``: index of the flag to negate."""
+    reads: list[tuple[Line | None, bool]] = []
 
     def answered(flag: torch.Tensor, read: Callable[[], bool]) -> bool:
         answer = read()
-        found.append((user_frame(), answer))
-        return answer if len(found) - 1 != other else not answer
+        reads.append((user_frame(), answer))
+        return answer if len(reads) - 1 != other else not answer
 
     with _answered_by(answered):
         run()
-    return found
+    return reads
 
 
 def _ends_in_raise(run: Callable[[], Any], other: int) -> bool:

@@ -1,4 +1,4 @@
-"""Ops for calls that cannot be traced, or not with the same bits: they run once in a step and are planned around.
+"""Ops for calls that cannot be traced, or not with the same bits: they run once in a step.
 
 A custom autograd function that leaves torch (numpy, a library of its own), an op without a fake implementation, and
 torch's LSTM and GRU (their kernels save more than tensors) become one op of the graph each. It runs the very code that
@@ -337,11 +337,8 @@ class OpaqueCallRegistry:
         position, self._next = self._next, self._next + 1
         inputs = tuple(Like.of(tensor) for tensor in tensors)
         example = self._examples[position] if position < len(self._examples) else None
-        if (
-            example is None
-            or example.title != title
-            or [like.shape for like in example.inputs] != [like.shape for like in inputs]
-        ):
+        shapes = [like.shape for like in inputs]
+        if example is None or example.title != title or [like.shape for like in example.inputs] != shapes:
             raise RecordingError(
                 f"{title} was called otherwise when the model ran than when it was traced",
                 expected="calls that follow from the shapes of the inputs",
@@ -372,16 +369,12 @@ def _needs_gradient(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
 
 
 def _measured(
-    title: str,
-    function: Callable[..., Any],
-    arguments: Structure,
-    inputs: Sequence[torch.Tensor] | Sequence[Like],
-    needs_gradient: Sequence[bool],
-    layer: str,
-) -> tuple[OpaqueCall, list[torch.Tensor]]:
-    """Run a call and its derivative, and return its description with the bytes they took, and its results.
+    title: str, function: Callable[..., Any], arguments: Structure, inputs: Sequence[torch.Tensor] | Sequence[Like],
+    needs_gradient: Sequence[bool], layer: str,
+) -> tuple[OpaqueCall, list[torch.Tensor]]:  # fmt: skip
+    """Run a call and its derivative to measure their memory, and return its description and its results.
 
-    ``inputs``: tensors, or descriptions with which it runs without data.
+    ``inputs``: tensors, or descriptions for a run without data.
     """
     real = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
     call = OpaqueCall(
@@ -450,7 +443,7 @@ def _saved_positions(
 def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | None]) -> int:
     """Return the peak bytes that the derivative of a call allocates for incoming gradients laid out like these.
 
-    It was measured with contiguous ones; the model assumes that the derivative copies any other.
+    It was measured with contiguous gradients; others are assumed to be copied by the derivative.
     """
     if call.backward_workspace is not None:
         return call.backward_workspace + sum(
@@ -466,11 +459,11 @@ def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | Non
         received = [None if like is None else like.empty() for like in likes]
         with allocations.span("derivative"):
             call.gradients(recorded, received)
-        del tensors, results  # the step keeps them alive that long
+        del tensors, results  # alive during the derivative, as in the step
     return allocations.most("derivative")
 
 
-# -- what the graph needs to know
+# -- facts for the graph
 
 
 def scratch(target: str, args: Sequence[Any]) -> int | None:
@@ -488,7 +481,7 @@ def scratch(target: str, args: Sequence[Any]) -> int | None:
 
 
 def title_of(target: str, args: Sequence[Any]) -> str:
-    """Return the name of an op for people: for an opaque op that of the function it calls."""
+    """Return the name of an op in reports; of an opaque op, that of the function it calls."""
     call = _CALLS.get(args[-1]) if target in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD) else None
     if call is None:
         return target

@@ -1,7 +1,7 @@
-"""Refuse by name, or undo, what a call of a model does beside computing tensors: a graph would not repeat it.
+"""Undo or refuse side effects of a model's call, which a graph would not repeat.
 
-A capture runs the model's Python twice, on tensors without data. What that changes outside of the graph (attributes
-of modules, generators of random numbers) is put back.
+A capture runs the model's Python twice, on tensors without data. Changes outside of the graph (attributes of modules,
+random number generators) are undone.
 """
 
 from __future__ import annotations
@@ -32,17 +32,14 @@ _HOOKS = {
 }
 _DEEPEST = 6
 _LARGEST = 1000
-"""Elements of a container that is looked into."""
+"""Most elements of a container whose content is compared."""
 _EQUAL = (int, float, bool, str, bytes, complex, torch.Size, torch.dtype, torch.device)
 _CLOSED = (torch.Tensor, nn.Module, type)
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """See that no inner module has hooks: they would run once, now, and never again.
-
-    Raises:
-        UsageError: one has. Those with which torch's own weight norm and the like compute a weight do not count.
-    """
+    """Raise UsageError if an inner module has hooks, which planned steps would not call. Hooks with which torch
+    computes a weight (weight norm) are allowed."""
     inner = model.model if isinstance(model, WithLoss) else None
     for name, module in model.named_modules():
         for table, kind in _HOOKS.items():
@@ -64,15 +61,11 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def refuse_surroundings() -> None:
-    """See that nothing is active through which a planned step would not go.
-
-    Raises:
-        UsageError: hooks for all modules, modes or anomaly detection are.
-    """
-    found = _torch.surroundings()
-    if found is not None:
+    """Raise UsageError if global module hooks, modes or anomaly detection are active, which a planned step bypasses."""
+    active = _torch.surroundings()
+    if active is not None:
         raise UsageError(
-            f"While the step is planned {found}",
+            f"While the step is planned {active}",
             expected="nothing of the kind: a planned step does not call its layers, and runs other ops",
             do="Remove it, or leave it, before the step is planned; calls that it is active around run unplanned",
         )
@@ -80,7 +73,7 @@ def refuse_surroundings() -> None:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Switch the outermost module's hooks off meanwhile, but for those that compute a weight."""
+    """Disable the outermost module's hooks within this context, except those that compute a weight."""
     tables = [getattr(model, name) for name in _HOOKS]
     before = [dict(table) for table in tables]
     try:
@@ -95,21 +88,21 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def is_fake(model: nn.Module) -> bool:
-    """Return whether a model was made under fake tensors: it can be captured, and not run."""
+    """Return whether all parameters are fake tensors, so that the model can be captured but not run."""
     parameters = list(model.parameters())
     return bool(parameters) and all(isinstance(parameter, _torch.FakeTensor) for parameter in parameters)
 
 
 def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    """See that everything handed in is a plain tensor, or that all the model is fake.
+    """Check that parameters, buffers and inputs are plain tensors, or that the model is fake.
 
     Raises:
-        InputError: a tensor is a subclass, quantized, sparse, or has no data; or a fake model holds more tensors than
-            its parameters and buffers.
+        InputError: a tensor is a subclass, quantized, sparse, or has no data; or a fake model has tensors that are
+            neither parameters nor buffers.
     """
     fake = is_fake(model)
     if fake:
-        _refuse_loose(model)
+        _refuse_unregistered(model)
     named = (*model.named_parameters(), *model.named_buffers())
     for name, tensor in (*named, *((f"input {at}", tensor) for at, tensor in enumerate(inputs))):
         if fake and isinstance(tensor, _torch.FakeTensor) and _torch.has_shape(tensor):
@@ -125,13 +118,13 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             )
 
 
-def _refuse_loose(model: nn.Module) -> None:
-    """Raise InputError for fake tensors that are neither parameters nor buffers: a graph would hold them itself."""
+def _refuse_unregistered(model: nn.Module) -> None:
+    """Raise InputError for fake tensors that are neither parameters nor buffers: they would become constants."""
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for key, attribute in vars(module).items():
-            for one in _torch.tree_leaves(attribute):
-                if isinstance(one, _torch.FakeTensor) and id(one) not in known:
+            for leaf in _torch.tree_leaves(attribute):
+                if isinstance(leaf, _torch.FakeTensor) and id(leaf) not in known:
                     raise InputError(
                         f"{f'{name}.' if name else ''}{key} is a tensor that is neither parameter nor buffer",
                         expected="only those in a model of which nothing is allocated",
@@ -140,21 +133,25 @@ def _refuse_loose(model: nn.Module) -> None:
 
 
 class Watch:
-    """Snapshot of what a model's modules hold, and of the states of random number generators."""
+    """Snapshot of the attributes of a model's modules and of the states of random number generators."""
 
     def __init__(self, model: nn.Module) -> None:
         self._attributes = {
-            name: _Kept(vars(module), _DEEPEST, computed(module)) for name, module in model.named_modules()
+            name: _Snapshot(vars(module), _DEEPEST, computed(module)) for name, module in model.named_modules()
         }
         self._torch = torch.get_rng_state()
-        self._random = [(called, get(), get, put) for called, get, put in _generators()]
+        generators: list[tuple[str, Callable[[], Any], Callable[[Any], None]]]
+        generators, numpy = [("Python's random", random.getstate, random.setstate)], sys.modules.get("numpy")
+        if numpy is not None:
+            generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
+        self._random = [(name, get(), get, put) for name, get, put in generators]
         self.printed = Printed()
         """What forward() writes to the terminal."""
         self.seeded: str | None = None
-        """Place at which forward() first set torch's random state; None where it did not."""
+        """Line at which forward() first set torch's random state, if it did."""
 
     def seeding(self) -> AbstractContextManager[None]:
-        """Return a context in which forward() runs, to see where it sets torch's random state."""
+        """Return a context that observes where forward() sets torch's random state."""
 
         def seen() -> None:
             self.seeded = self.seeded or format_frame(user_frame()) or "an unknown place"
@@ -162,50 +159,50 @@ class Watch:
         return _torch.seeding_seen(seen)
 
     def changes(self) -> list[str]:
-        """Return the names of the attributes that are not what they were."""
+        """Return the names of the attributes that differ from the snapshot."""
         return [
             f"{name}.{key}" if name else key
-            for name, kept in self._attributes.items()
-            for key in kept.changed_keys()
-            if not (key in _HOOKS and _only_transparent(kept.inside, kept.value, key))
+            for name, snapshot in self._attributes.items()
+            for key in snapshot.changed_keys()
+            if not (key in _HOOKS and _only_transparent(snapshot.inside, snapshot.value, key))
         ]
 
     def has_changed(self, attribute: str) -> bool:
-        """Return whether one attribute, by the name that `changes` gives it, has changed: quicker than all of them."""
+        """Return whether an attribute differs, by its name in `changes`."""
         name, _, key = attribute.rpartition(".")
         return self._attributes[name].has_changed(key)
 
     def draws(self) -> list[str]:
-        """Return the names of random number generators, beside torch's own, that were drawn from."""
-        return [called for called, before, get, _ in self._random if not _same(before, get())]
+        """Return the names of the generators of Python and numpy that were drawn from."""
+        return [name for name, before, get, _ in self._random if not _same(before, get())]
 
     def restore(self) -> None:
-        """Put everything back."""
-        for kept in self._attributes.values():
-            kept.restore()
+        """Restore the snapshot."""
+        for snapshot in self._attributes.values():
+            snapshot.restore()
         for _, before, _, put in self._random:
             put(before)
         torch.set_rng_state(self._torch)
 
 
-def _only_transparent(before: dict[Any, _Kept] | None, now: dict[str, Any], table: str) -> bool:
+def _only_transparent(before: dict[Any, _Snapshot] | None, now: dict[str, Any], table: str) -> bool:
     """Return whether only transparent hooks were added to a module's table of hooks, and none was removed."""
     known = {} if before is None else before[table].inside or {}
-    came = [hook for number, hook in now[table].items() if number not in known]
-    return known.keys() <= now[table].keys() and all(map(is_transparent, came))
+    added = [hook for number, hook in now[table].items() if number not in known]
+    return known.keys() <= now[table].keys() and all(map(is_transparent, added))
 
 
 def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
-    """Find the user's line that makes something happen, by running everything line by line; None where none does."""
+    """Return the user's line after which ``happened()`` is first true, by tracing ``run()`` line by line, else None."""
     last: tuple[str, int] | None = None
-    found: tuple[str, int] | None = None
+    line: tuple[str, int] | None = None
 
     def follow(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal last, found
+        nonlocal last, line
         if not is_users(frame.f_code.co_filename):
             return None
-        if found is None and last is not None and happened():
-            found = last
+        if line is None and last is not None and happened():
+            line = last
         last = frame.f_code.co_filename, frame.f_lineno
         return follow
 
@@ -213,20 +210,20 @@ def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
     sys.settrace(follow)
     try:
         run()
-    except Exception:  # it failed before, or it does now: the line is all that is asked for
+    except Exception:  # the caller raises its own error with this line
         pass
     finally:
         sys.settrace(before)
-    return format_frame(found)
+    return format_frame(line)
 
 
 _INSTALLED = "_output_capturing_hooks_installed"
-"""Set by transformers when a model's first call that needs hidden states installs (transparent) hooks for them."""
+"""Set by transformers in a model's first call that needs hidden states, when it installs transparent hooks."""
 
 
 def computed(module: nn.Module) -> frozenset[str]:
-    """Return the names of attributes that are no state: what torch's own modules compute from parameters in each
-    forward (weight norm's weight), and the marks that transparent hooks are installed."""
+    """Return the names of attributes that each forward pass computes from parameters (the weight of weight norm), and
+    of transformers' flag."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
     hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))
@@ -234,35 +231,35 @@ def computed(module: nn.Module) -> frozenset[str]:
     return frozenset({_INSTALLED, *names})
 
 
-class _Kept:
-    """Snapshot of a value and of the contents of containers and objects in it, down to a depth."""
+class _Snapshot:
+    """Snapshot of a value and of the containers and objects in it, down to a depth."""
 
     def __init__(self, value: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
         self.value, self.without = value, without
-        self.inside: dict[Any, _Kept] | None = None
+        self.inside: dict[Any, _Snapshot] | None = None
         self.state = _state_of(value)
         content = None if depth == 0 or self.state is not None else _content(value)
         if content is not None:
-            self.inside = {key: _Kept(part, depth - 1) for key, part in content.items()}
+            self.inside = {key: _Snapshot(part, depth - 1) for key, part in content.items()}
 
     def changed_keys(self, now: Any = None) -> Iterator[Any]:
-        """Yield the keys of parts that differ from the snapshot, in the value or in another one in its place."""
+        """Yield the keys of the parts that differ from the snapshot, of the value or of ``now``."""
         now, before = _content(self.value if now is None else now) or {}, self.inside or {}
         for key in (*before, *(key for key in now if key not in before)):
-            if key not in self.without and self._apart(key, before, now):
+            if key not in self.without and self._differs_at(key, before, now):
                 yield key
 
     def has_changed(self, key: Any) -> bool:
-        """Return whether one part of the value is not what it was."""
-        return self._apart(key, self.inside or {}, _content(self.value) or {})
+        """Return whether a part of the value differs from the snapshot."""
+        return self._differs_at(key, self.inside or {}, _content(self.value) or {})
 
     @staticmethod
-    def _apart(key: Any, before: dict[Any, _Kept], now: dict[Any, Any]) -> bool:
+    def _differs_at(key: Any, before: dict[Any, _Snapshot], now: dict[Any, Any]) -> bool:
         return (key in before) != (key in now) or (key in before and before[key].differs(now[key]))
 
     def differs(self, now: Any) -> bool:
-        """Return whether another value is in its place, or what is in it has changed. That nothing becomes something
-        plain does not count: a model that finds out in its first call what kind of labels it is given."""
+        """Return whether ``now`` is another value, or its content has changed. None that became a plain value does not
+        count: some models determine the kind of their labels in the first call."""
         if self.value is None and isinstance(now, _EQUAL):
             return False
         if isinstance(self.value, _EQUAL):
@@ -278,22 +275,17 @@ class _Kept:
         return self.inside is not None and any(True for _ in self.changed_keys())
 
     def restore(self) -> None:
-        """Put back what was in it."""
+        """Restore the content."""
         if self.state is not None:
             _set_state(self.value, self.state)
         if self.inside is None:
             return
         for part in self.inside.values():
             part.restore()
-        if not isinstance(self.value, tuple) and any(True for _ in self._replaced()):
+        now = _content(self.value) or {}
+        same = now.keys() == self.inside.keys() and all(now[key] is part.value for key, part in self.inside.items())
+        if not isinstance(self.value, tuple) and not same:
             _refill(self.value, {key: part.value for key, part in self.inside.items()})
-
-    def _replaced(self) -> Iterator[Any]:
-        """Parts in whose place there is another object, those that hooks compute among them."""
-        now, before = _content(self.value) or {}, self.inside or {}
-        for key in {**before, **now}:
-            if key not in before or key not in now or now[key] is not before[key].value:
-                yield key
 
 
 def _content(value: Any) -> dict[Any, Any] | None:
@@ -324,15 +316,8 @@ def _refill(value: Any, content: dict[Any, Any]) -> None:
 # -- generators of random numbers
 
 
-def _generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
-    yield "Python's random", random.getstate, random.setstate
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        yield "numpy.random", numpy.random.get_state, numpy.random.set_state
-
-
 def _state_of(value: Any) -> Any:
-    """Return the state of a generator of random numbers, None of anything else."""
+    """Return the state of a random number generator, None for other values."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -354,11 +339,11 @@ def _set_state(value: Any, state: Any) -> None:
         value.set_state(state)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):  # numpy's, of names, numbers and arrays
-        return one.keys() == other.keys() and all(_same(part, other[key]) for key, part in one.items())
-    if isinstance(one, tuple) and len(one) < _LARGEST:
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool((one == other).all()) if hasattr(one, "all") else one == other
+def _same(before: Any, now: Any) -> bool:
+    if isinstance(before, torch.Tensor):
+        return torch.equal(before, now)
+    if isinstance(before, dict):  # state of a numpy generator
+        return before.keys() == now.keys() and all(_same(part, now[key]) for key, part in before.items())
+    if isinstance(before, tuple) and len(before) < _LARGEST:
+        return len(before) == len(now) and all(map(_same, before, now))
+    return bool((before == now).all()) if hasattr(before, "all") else before == now

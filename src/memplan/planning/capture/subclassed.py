@@ -1,7 +1,7 @@
 """Plan calls with tensors of subclasses as calls with plain tensors, where that equals eager mode.
 
-In eager mode the class of an input can decide what runs, and of which class the results are. Both are seen by calling
-the model's forward() twice without data: with the inputs as they are, and with plain ones.
+In eager mode the class of an input may change which ops run, and the class of the results. Both are determined by
+running forward() twice without data, with the original inputs and with plain tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Kinds = tuple[type | None, ...]
 
 
 def output_kinds(model: nn.Module, call: Call) -> Kinds:
-    """Return the subclass of each tensor that a model returns for a call; nothing where all inputs are plain.
+    """Return the subclass of each tensor that a model returns for a call; empty if all inputs are plain.
 
     Raises:
-        InputError: a plan of the plain tensors would not equal eager.
+        InputError: a plan for plain tensors would not equal eager mode.
     """
     subclassed = next((like for like in call.likes if like is not None), None)
     if subclassed is None:
@@ -35,7 +35,7 @@ def output_kinds(model: nn.Module, call: Call) -> Kinds:
     try:
         ops, outputs = _called(model, call, as_subclasses=True)
         plain_ops, _ = _called(model, call, as_subclasses=False)
-    except Exception as error:  # of the user's code, or of a class that reads values
+    except Exception as error:  # in the user's code, or of a subclass that reads values
         raise _refused(kind, f"what it computes with that cannot be followed ({type(error).__name__})") from error
     if ops != plain_ops:
         raise _refused(kind, "forward() computes something else with that than with a plain tensor")
@@ -47,7 +47,7 @@ def output_kinds(model: nn.Module, call: Call) -> Kinds:
 
 
 def as_kinds(output: Any, kinds: Kinds) -> Any:
-    """Return a model's output with its tensors of these subclasses."""
+    """Return a model's output with its tensors converted to these subclasses."""
     if not any(kinds):
         return output
     tensors, structure = take_apart(output)

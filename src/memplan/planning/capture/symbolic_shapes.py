@@ -1,8 +1,8 @@
-"""Calls that differ in sizes alone: captured once with symbols for the sizes, planned once.
+"""Capture calls that differ only in sizes once, with symbols for the sizes.
 
-The second call of a kind is traced with symbols for the sizes in which it differs from the first. From then on a graph
-is a matter of numbers; where torch's guards say that other sizes lead to another graph, it is captured by itself. (In
-torch 2.11 that is so for every size of a network with attention on the CPU: it asks for the sizes as numbers.)
+The second call of a kind is traced with symbols for the sizes in which it differs from the first. Graphs of later calls
+are derived by substituting numbers, unless torch's guards fail for their sizes: then the call is captured by itself.
+(In torch 2.11 they fail for every size of a network with attention on the CPU, which specializes the sizes.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Template:
     relaid: bool = False
 
     def at(self, call: Call) -> Captured | None:
-        """Return the call as captured; None where its sizes, or values that Python code read, lead to another graph."""
+        """Return the captured call; None if its sizes, or values that Python code reads, lead to another graph."""
         joint = self.symbolic.at(call.tensors) if self.reads.hold() else None
         if joint is None:
             return None
@@ -45,37 +45,32 @@ class Template:
 
 
 class _Kind:
-    """Calls that differ only in sizes, and what is known of them."""
+    """Calls that differ only in sizes, and their template."""
 
     def __init__(self) -> None:
         self.seen: list[Sizes] = []
         self.template: Template | None = None
         self.varying: list[frozenset[int]] = []
-        """The dimensions that are symbols in it, by tensor."""
+        """Dimensions that are symbols in the template, by tensor."""
 
 
 class Shapes:
-    """Captures calls of one module, by symbols for their sizes where that works.
+    """Captures calls of a module, with symbols for sizes if possible.
 
     Args:
-        module: whose calls they are.
-        kind: tells kinds of calls, and states of the module, from others; whatever the sizes of the call's tensors.
+        module: the module that is called.
+        kind: returns a key of the call and the state of the module that does not depend on sizes.
         precision, relaid: as for `capture`.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        kind: Callable[[Call], Hashable],
-        precision: Precision = EXACT,
-        *,
-        relaid: bool = False,
+        self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT, *, relaid: bool = False
     ) -> None:
         self._module, self._kind, self._precision, self._relaid = module, kind, precision, relaid
         self._kinds: dict[Hashable, _Kind] = {}
 
     def known(self, call: Call) -> None:
-        """Note a call that was captured elsewhere, or will be."""
+        """Record the sizes of a call that is captured elsewhere."""
         self._of(call).seen.append(_sizes(call))
 
     def captured(self, call: Call) -> Captured:
@@ -112,7 +107,7 @@ def _sizes(call: Call) -> Sizes:
 
 
 def _varying(seen: Sequence[Sizes]) -> list[frozenset[int]]:
-    """Return the dimensions that are not the same in all of these, by tensor."""
+    """Return the dimensions whose sizes vary, by tensor."""
     return [
         frozenset(dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1)
         for shapes in zip(*seen, strict=True)

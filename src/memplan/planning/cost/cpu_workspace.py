@@ -18,7 +18,7 @@ import torch
 
 from memplan import _torch
 from memplan.planning.cost.kernel_key import KernelCall
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
+from memplan.planning.graph.joint_graph import JointGraph, map_refs
 from memplan.planning.graph.op_schema import CHUNKED, NUMBERS
 from memplan.planning.levers.chunk_convolutions import CONVOLUTION, meta_tensor
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
@@ -45,9 +45,21 @@ def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph
         graph: of a step on the CPU.
         limit: approximate limit on measuring, in seconds.
     """
-    calls = {op.index: call for op in graph.ops if (call := _call_of(graph, op)) is not None}
-    _measure(sorted({call.key: call for call in calls.values()}.values(), key=_size, reverse=True), limit)
-    return replace(graph, ops=tuple(_with(op, calls.get(op.index)) for op in graph.ops)) if calls else graph
+    calls = dict[int, KernelCall]()
+    for op in graph.ops:
+        if op.target in CONVOLUTIONS | PRODUCTS:
+            args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
+            call = KernelCall.of(op.target, args, op.kwargs)
+            if _is_measured(call):
+                calls[op.index] = call
+    distinct = {call.key: call for call in calls.values()}
+    _measure(sorted(distinct.values(), key=lambda call: (call.bytes, call.key), reverse=True), limit)
+    ops = list(graph.ops)
+    for index, call in calls.items():
+        workspace = _known.get(_key(call))
+        if workspace is not None:
+            ops[index] = replace(ops[index], scratch=workspace + NUMBERS)
+    return replace(graph, ops=tuple(ops)) if calls else graph
 
 
 def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
@@ -90,28 +102,12 @@ def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, anew:
     return _known.get(_key(call))
 
 
-def _with(op: GraphOp, call: KernelCall | None) -> GraphOp:
-    workspace = None if call is None else _known.get(_key(call))
-    return op if workspace is None else replace(op, scratch=workspace + NUMBERS)
-
-
 def _key(call: KernelCall) -> _Key:
     return torch.get_num_threads(), call.key
 
 
-def _call_of(graph: JointGraph, op: GraphOp) -> KernelCall | None:
-    if op.target not in CONVOLUTIONS | PRODUCTS:
-        return None
-    call = KernelCall.of(op.target, map_refs(op.args, lambda value: meta_tensor(graph.values[value])), op.kwargs)
-    return call if _is_measured(call) else None
-
-
 def _is_measured(call: KernelCall) -> bool:
     return call.name in CONVOLUTIONS or (call.name in PRODUCTS and call.args[0].dtype in REDUCED)
-
-
-def _size(call: KernelCall) -> tuple[int, str]:
-    return call.bytes, call.key
 
 
 def _measure(calls: Sequence[KernelCall], limit: float) -> None:

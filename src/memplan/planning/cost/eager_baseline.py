@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,9 @@ AS_MODELLED: Known = lambda semantics: semantics  # noqa: E731
 
 
 def baseline(
-    model: nn.Module,
-    call: Call,
-    optimizer: Optimizer | None,
-    *,
-    held: bool,
-    home: Home | None = None,
+    model: nn.Module, call: Call, optimizer: Optimizer | None, *, held: bool, home: Home | None = None,
     known: Known = AS_MODELLED,
-) -> tuple[Trace, Timeline]:
+) -> tuple[Trace, Timeline]:  # fmt: skip
     """Record two eager steps of the model under the current autocast, without allocating memory.
 
     The second step counts: by then the optimizer has its state, and gradients are accumulated if ``held``.
@@ -48,7 +44,9 @@ def baseline(
         The trace and its memory timeline.
     """
     home = home or Home()
-    autocast = _current_autocast(home.type)
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if torch.is_autocast_enabled(home.type):
+        autocast = partial(torch.autocast, home.type, dtype=torch.get_autocast_dtype(home.type))
 
     def build() -> Callable[[], None]:
         module = copy_module(model)
@@ -78,11 +76,3 @@ def baseline(
 
 def _placed(tensor: torch.Tensor, place: str) -> torch.Tensor:
     return tensor.detach().to(place).requires_grad_(tensor.requires_grad)
-
-
-def _current_autocast(place: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context manager that enables the current autocast again."""
-    if not torch.is_autocast_enabled(place):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(place)
-    return lambda: torch.autocast(place, dtype=dtype)

@@ -56,7 +56,11 @@ class KernelCall:
             args, kwargs: arguments; of tensors only shape, strides and dtype count.
         """
         arguments = tuple(args), {key: value for key, value in kwargs.items() if key != "out"}
-        return cls(name.replace(".out", ".default"), *_torch.tree_map(_operand, arguments))
+
+        def operand(leaf: Any) -> Any:
+            return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+        return cls(name.replace(".out", ".default"), *_torch.tree_map(operand, arguments))
 
     @property
     def key(self) -> str:
@@ -77,10 +81,6 @@ class KernelCall:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the op and return its results."""
         return overload(self.name)(*args, **kwargs)
-
-
-def _operand(leaf: Any) -> Any:
-    return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _text(argument: Any) -> str:

@@ -47,14 +47,9 @@ _BLOCK = 1 << 16
 
 
 def with_costs(
-    graph: JointGraph,
-    *,
-    device: Device | None = None,
-    how: How = "measured",
-    known: Mapping[str, float] | None = None,
-    on: str = "cpu",
-    limit: float | None = None,
-) -> JointGraph:
+    graph: JointGraph, *, device: Device | None = None, how: How = "measured",
+    known: Mapping[str, float] | None = None, on: str = "cpu", limit: float | None = None,
+) -> JointGraph:  # fmt: skip
     """Return the graph with the seconds of its ops and encodings.
 
     Ops that may be recomputed are measured first, the largest first. Ops that were not measured (the limit was reached,
@@ -77,7 +72,12 @@ def with_costs(
         unknown = [key for key in _most_wanted_first(graph, costs) if key not in known]
         measured = _measured(graph, costs, unknown, on, seconds_to_measure(on) if limit is None else limit)
         seconds = _completed(measured | {k: s for k, s in known.items() if k in costs.works}, costs.works)
-    return _priced(_with_scratch(graph, costs, on), costs, {**seconds, **known})
+    scratch = _clock(on).scratch  # measured when the ops were timed on a card
+    if scratch:
+        keys = (costs.keys.get((op.index, op.target), "") for op in graph.ops)
+        ops = (replace(op, scratch=scratch.get(key, op.scratch)) for op, key in zip(graph.ops, keys, strict=True))
+        graph = replace(graph, ops=tuple(ops))
+    return _priced(graph, costs, {**seconds, **known})
 
 
 def seconds_to_measure(on: str) -> float:
@@ -142,12 +142,9 @@ class _Signatures:
 
 
 def _tensor_text(value: Value) -> str:
-    stride = "" if value.stride == _contiguous_strides(value.shape) else f":{list(value.stride)}"
+    contiguous = tuple(math.prod(max(n, 1) for n in value.shape[at + 1 :]) for at in range(len(value.shape)))
+    stride = "" if value.stride == contiguous else f":{list(value.stride)}"
     return f"{value.dtype}{list(value.shape)}{stride}"
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape)))
 
 
 def _timed_forms(graph: JointGraph) -> Iterator[KeptForm]:
@@ -223,13 +220,6 @@ class _Costs:
         return {key: roofline.CPU.seconds(work) for key, work in self.works.items()}
 
 
-def _with_scratch(graph: JointGraph, costs: _Costs, on: str) -> JointGraph:
-    """Return the graph with the workspaces that were measured when its ops were timed on a card."""
-    scratch = _clock(on).scratch
-    ops = (replace(op, scratch=scratch.get(costs.keys.get((op.index, op.target), ""), op.scratch)) for op in graph.ops)
-    return replace(graph, ops=tuple(ops)) if scratch else graph
-
-
 def _priced(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]) -> JointGraph:
     def priced(op: GraphOp) -> GraphOp:
         if op.is_view:
@@ -239,15 +229,13 @@ def _priced(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]) -> J
             again = replace(again, seconds=min(own, seconds[costs.key(again)]))
         return replace(op, seconds=own, again=again)
 
-    ops = tuple(map(priced, graph.ops))
-    return replace(graph, ops=ops, forms=tuple(_form_priced(graph, form, seconds) for form in graph.forms))
-
-
-def _form_priced(graph: JointGraph, form: KeptForm, seconds: Mapping[str, float]) -> KeptForm:
-    if form.is_copied:
-        return form
-    store, fetch, direct = (seconds[key] for key in _form_keys(graph, form))
-    return replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct)
+    forms = list[KeptForm]()
+    for form in graph.forms:
+        if not form.is_copied:
+            store, fetch, direct = (seconds[key] for key in _form_keys(graph, form))
+            form = replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct)
+        forms.append(form)
+    return replace(graph, ops=tuple(map(priced, graph.ops)), forms=tuple(forms))
 
 
 # -- estimates from measured seconds
@@ -335,11 +323,7 @@ def isolated(on: str) -> Iterator[None]:
     measurements draw from a generator of their own."""
     device = torch.device(on)
     forked = nullcontext() if device.type == "cpu" else torch.random.fork_rng([device], device_type=device.type)
-    with (
-        forked,
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
+    with forked, torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

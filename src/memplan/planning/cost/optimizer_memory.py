@@ -38,14 +38,9 @@ class Update:
 
 
 def surroundings(
-    model: nn.Module,
-    graph: JointGraph,
-    optimizer: Optimizer | None,
-    gradients: GradientUse = STAYS,
-    *,
-    home: Home | None = None,
-    outside: Fraction = _NOTHING,
-) -> Surroundings:
+    model: nn.Module, graph: JointGraph, optimizer: Optimizer | None, gradients: GradientUse = STAYS, *,
+    home: Home | None = None, outside: Fraction = _NOTHING,
+) -> Surroundings:  # fmt: skip
     """Return the memory on the device outside of the graph's values.
 
     Args:
@@ -60,9 +55,10 @@ def surroundings(
     """
     home = home or Home()
     loss = int(outside * sum(value.bytes for value in graph.values if value.kind == "tangent"))
-    idle, others = _untrained(model, graph), dict[Cause, int]()
+    trained, others = {graph.values[of].path for of, _ in graph.gradients}, dict[Cause, int]()
+    idle = [p for name, p in model.named_parameters() if p.requires_grad and name not in trained]
     if gradients.adds:
-        others["parameter_gradient"] = sum(home.taken(p.numel() * p.element_size()) for p in idle)
+        others["parameter_gradient"] = sum(home.allocated(p.numel() * p.element_size()) for p in idle)
     library_bytes = libraries(graph, home)
     if library_bytes:
         others["workspace"] = library_bytes
@@ -71,7 +67,8 @@ def surroundings(
     parameters = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
     shapes = [_shape(value) for value in parameters]
     own = update_of(optimizer, shapes, home)
-    with_idle = update_of(optimizer, [*shapes, *map(_shape_of, idle)], home) if idle else own
+    idle_shapes = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle]
+    with_idle = update_of(optimizer, [*shapes, *idle_shapes], home) if idle else own
     others["optimizer_state"] = with_idle.state - own.state
     each = dict[int, int]()
     if gradients.updates:
@@ -92,7 +89,10 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None 
     home = home or Home()
 
     def build() -> Callable[[], Any]:
-        parameters = [_parameter(shape, home.type) for shape in shapes]
+        parameters = [
+            nn.Parameter(torch.empty_strided(sizes, stride, dtype=getattr(torch, dtype), device=home.type))
+            for sizes, stride, dtype in shapes
+        ]
         instance = optimizer(parameters)
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -108,29 +108,14 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None 
         ) from error
     timeline = simulate(trace)
     begin = trace.steps[1]
-    live = sum(home.taken(storage.bytes) for storage in live_at(trace, begin))
+    live = sum(home.allocated(storage.bytes) for storage in live_at(trace, begin))
     inputs = (storage for storage in live_at(trace, trace.steps[0]) if storage.cause in _INPUTS)
-    state = live - sum(home.taken(storage.bytes) for storage in inputs)
+    state = live - sum(home.allocated(storage.bytes) for storage in inputs)
     return Update(state, timeline.steps[1].peak_allocated - live)
 
 
 _INPUTS = ("weight", "parameter_gradient")
 
 
-def _parameter(shape: _Shape, place: str) -> nn.Parameter:
-    sizes, stride, dtype = shape
-    return nn.Parameter(torch.empty_strided(sizes, stride, dtype=getattr(torch, dtype), device=place))
-
-
 def _shape(value: Value) -> _Shape:
     return value.shape, value.stride, value.dtype
-
-
-def _shape_of(tensor: torch.Tensor) -> _Shape:
-    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch.")
-
-
-def _untrained(model: nn.Module, graph: JointGraph) -> list[nn.Parameter]:
-    """Return the model's parameters that require a gradient but get none in the graph."""
-    trained = {graph.values[of].path for of, _ in graph.gradients}
-    return [p for name, p in model.named_parameters() if p.requires_grad and name not in trained]

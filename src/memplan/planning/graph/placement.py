@@ -31,7 +31,7 @@ class Home:
         """``cpu`` or ``cuda``."""
         return torch.device(self.name).type
 
-    def taken(self, size: int) -> int:
+    def allocated(self, size: int) -> int:
         """Return the bytes that the device's allocator reserves for a tensor of ``size`` bytes."""
         return size if self.card is None else round_to_blocks(size)
 

@@ -92,28 +92,14 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
         kwargs = map_refs(op.kwargs, lambda value: _meta_tensor(graph.values[value]))
         results = tuple(None if value is None else _meta_tensor(graph.values[value]) for value in op.outputs)
         flops = int(formula(*args, **kwargs, out_val=results if op.multiple else results[0]))
-    return Work(flops, _bytes_moved(graph, op), _rate(graph, op), not _is_known(op.target))
-
-
-def _is_known(target: str) -> bool:
-    """Return whether an op is torch's or memplan's own."""
-    return target.partition(".")[0] in OWN or target in op_schema.OWN
-
-
-def _bytes_moved(graph: JointGraph, op: GraphOp) -> int:
-    """Return the bytes that an op reads and writes. Of a view, only its own elements count."""
-    wanted = dict.fromkeys(v for v in refs((op.args, op.kwargs)) if graph.base(v) in op.reads)
-    read = sum(min(_bytes(graph.values[v]), graph.values[graph.base(v)].bytes) for v in wanted)
-    return read + sum(graph.values[v].bytes for v in op.makes) + op.discarded
-
-
-def _rate(graph: JointGraph, op: GraphOp) -> str:
+    moved = op.discarded + sum(graph.values[v].bytes for v in op.makes)
+    for v in dict.fromkeys(v for v in refs((op.args, op.kwargs)) if graph.base(v) in op.reads):
+        value = graph.values[v]  # of a view, only its own elements are read
+        moved += min(math.prod(value.shape) * op_schema.itemsize(value.dtype), graph.values[value.base].bytes)
     dtype = next((graph.values[v].dtype for v in (*refs(op.args), *op.makes)), "float32")
-    return "tf32" if dtype == "float32" and "conv" in op.target else dtype
-
-
-def _bytes(value: Value) -> int:
-    return math.prod(value.shape) * op_schema.itemsize(value.dtype)
+    rate = "tf32" if dtype == "float32" and "conv" in op.target else dtype
+    own = op.target.partition(".")[0] in OWN or op.target in op_schema.OWN
+    return Work(flops, moved, rate, foreign=not own)
 
 
 def _meta_tensor(value: Value) -> Any:

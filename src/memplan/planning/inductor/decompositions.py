@@ -82,11 +82,12 @@ def _cross_entropy_backward(
 @cache
 def _corrected() -> Mapping[Any, Callable[..., Any]]:
     """Return functions for torch's ops whose traced results differ from the kernel's, see `traced_results`."""
-    return {op: _registered(op, name) for name in INSTEAD if (op := _torch.op_named(name)) is not None}
-
-
-def _registered(aten_op: Any, target: str) -> Callable[..., Any]:
-    name = target.split(".")[1].strip("_")
-    _, _, signature = _torch.schema_of(aten_op).partition("(")
-    define(f"{name}({signature}", lambda *args, **kwargs: INSTEAD[target](args, kwargs))(aten_op)
-    return overload(f"memplan.{name}.default")
+    corrected = dict[Any, Callable[..., Any]]()
+    for target, results in INSTEAD.items():
+        aten_op = _torch.op_named(target)
+        if aten_op is not None:
+            name = target.split(".")[1].strip("_")
+            _, _, signature = _torch.schema_of(aten_op).partition("(")
+            define(f"{name}({signature}", lambda *args, results=results, **kwargs: results(args, kwargs))(aten_op)
+            corrected[aten_op] = overload(f"memplan.{name}.default")
+    return corrected

@@ -18,7 +18,7 @@ from memplan import _torch
 from memplan._torch import inductor
 from memplan.devices import Device
 from memplan.planning.graph import op_schema
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph
+from memplan.planning.graph.joint_graph import GraphOp
 from memplan.planning.graph.roofline import CPU, Rates, Work, rates_of, work_of
 from memplan.planning.inductor.partition import Fused, Part
 from memplan.planning.levers import registry
@@ -75,7 +75,11 @@ def bytes_by_action(schedule: Schedule) -> dict[int, int]:
     for at, action in enumerate((*schedule.forward, *schedule.backward)):
         if action.op is not None:
             op = action.called(graph)
-            sizes[at] = work_of(graph, op).bytes + _read_again(graph, op)
+            sizes[at] = work_of(graph, op).bytes
+            names = _TWICE.get(op.target, ())
+            arguments = op_schema.arguments_of(op.target, op.args, op.kwargs) if names else {}
+            if arguments.get("train", arguments.get("training", True)):  # in evaluation statistics are arguments
+                sizes[at] += sum(graph.values[arguments[name].value].own_bytes for name in names)
             if action.form is not None:
                 form = graph.form[action.form]
                 sizes[at] += graph.values[form.kept].bytes - graph.values[form.value].bytes
@@ -87,15 +91,6 @@ def bytes_by_action(schedule: Schedule) -> dict[int, int]:
             assert action.value is not None
             sizes[at] = 2 * graph.values[action.value].own_bytes
     return sizes
-
-
-def _read_again(graph: JointGraph, op: GraphOp) -> int:
-    """Return the bytes of the operands that an op's kernel reads a second time."""
-    names = _TWICE.get(op.target, ())
-    arguments = op_schema.arguments_of(op.target, op.args, op.kwargs) if names else {}
-    if not arguments.get("train", arguments.get("training", True)):  # evaluation: the statistics are arguments
-        return 0
-    return sum(graph.values[arguments[name].value].own_bytes for name in names)
 
 
 class _Grouping:
@@ -144,17 +139,11 @@ class _Grouping:
         ops = [op for mark in sorted(marks) if (op := self.op(mark)) is not None]
         flops = sum(item.flops for item in work)
         return Group(
-            kernel.name,
-            kernel.fused,
-            "backward" if part.lowerable.backward else "forward",
-            tuple(op.target for op in ops),
-            tuple(dict.fromkeys(op.layer for op in ops if op.layer)),
-            next((op.where for op in ops if op.where), None),
-            kernel.bytes,
-            flops,
-            flops / kernel.bytes if kernel.bytes else 0.0,
-            self.bound(kernel.bytes, work),
-        )
+            kernel.name, kernel.fused, "backward" if part.lowerable.backward else "forward",
+            tuple(op.target for op in ops), tuple(dict.fromkeys(op.layer for op in ops if op.layer)),
+            next((op.where for op in ops if op.where), None), kernel.bytes, flops,
+            flops / kernel.bytes if kernel.bytes else 0.0, self.bound(kernel.bytes, work),
+        )  # fmt: skip
 
     def copies(self) -> Iterator[Group]:
         """Yield the copies of results into the inputs that the forward pass changes."""
@@ -200,7 +189,9 @@ def unfused(fusion: Fusion) -> tuple[str, ...]:
     calls = defaultdict[tuple[str, ...], list[Group]](list)
     for group in fusion.groups:
         if not group.fused and _is_fallback(group.kernel):
-            calls[_names(group)].append(group)
+            called = _short(group.kernel)
+            replaced = dict.fromkeys(name for op in group.ops if (name := _short(op)) != called)
+            calls[called, *replaced].append(group)
     order = sorted(calls, key=lambda names: (names[0].startswith("aten::"), -sum(call.bytes for call in calls[names])))
     return tuple(_note(names, calls[names]) for names in order)
 
@@ -215,12 +206,6 @@ def _is_fallback(kernel: str) -> bool:
     except (AttributeError, ValueError, RuntimeError):  # a name that is no op is a kernel that Inductor generated
         return False
     return not op.is_view and torch.Tag.nondeterministic_seeded not in op.tags
-
-
-def _names(group: Group) -> tuple[str, ...]:
-    """Return the kernel that is called, and the ops of the plan that it replaces."""
-    called = _short(group.kernel)
-    return called, *dict.fromkeys(name for op in group.ops if (name := _short(op)) != called)
 
 
 def _short(op: str) -> str:

@@ -22,22 +22,19 @@ _WINDOW = "int[{0}] kernel_size, int[{0}] stride=[], int[{0}] padding=0, int[{0}
 _BACKWARD_WINDOW = "int[{0}] kernel_size, int[{0}] stride, int[{0}] padding, int[{0}] dilation, bool ceil_mode"
 
 
-def _schemas() -> Iterator[tuple[str, str]]:
-    """Yield the names and schemas of torch's max pools and their derivatives."""
+def _registered_pools() -> Iterator[tuple[Any, Any]]:
+    """Register torch's max pools and their derivatives under memplan's names, and yield (torch's op, memplan's)."""
     for dims in (2, 3):
-        name = f"max_pool{dims}d_with_indices"
-        yield name, f"{name}(Tensor self, {_WINDOW.format(dims)}) -> (Tensor, Tensor)"
-        backward = f"{name}_backward"
-        yield (
-            backward,
-            f"{backward}(Tensor grad_output, Tensor self, {_BACKWARD_WINDOW.format(dims)}, Tensor indices) -> Tensor",
-        )
-
-
-def _registered(name: str, schema: str) -> tuple[Any, Any]:
-    aten_op = getattr(torch.ops.aten, name).default
-    define(schema, aten_op)(aten_op)
-    return aten_op, getattr(torch.ops.memplan, name).default
+        name, backward = f"max_pool{dims}d_with_indices", f"max_pool{dims}d_with_indices_backward"
+        window = _BACKWARD_WINDOW.format(dims)
+        schemas = {
+            name: f"{name}(Tensor self, {_WINDOW.format(dims)}) -> (Tensor, Tensor)",
+            backward: f"{backward}(Tensor grad_output, Tensor self, {window}, Tensor indices) -> Tensor",
+        }
+        for op, schema in schemas.items():
+            aten_op = getattr(torch.ops.aten, op).default
+            define(schema, aten_op)(aten_op)
+            yield aten_op, getattr(torch.ops.memplan, op).default
 
 
 SMALL = 9
@@ -59,7 +56,7 @@ def _forward(aten_op: Any, dims: int) -> Callable[..., Any]:
     return pool
 
 
-POOLS: Mapping[Any, Any] = dict(_registered(name, schema) for name, schema in _schemas())
+POOLS: Mapping[Any, Any] = dict(_registered_pools())
 """memplan's op with the same arguments, by torch's max pool or derivative."""
 
 

@@ -147,7 +147,7 @@ def fused(planned: Schedule) -> Fused:
     backward_inputs = [
         *(resident[at] for at in handed),
         *(graph.values[value] for value in planned.saved),
-        *_tangents(graph),
+        *(value for value in graph.values if value.kind == "tangent"),
     ]
     with lowering("backward"):
         second = inductor.traced(backward, _fakes(backward_inputs, mode), mode, table)
@@ -177,10 +177,6 @@ def _as_declared(graph: JointGraph, tensors: Sequence[Tensor], values: Sequence[
     return [tensor.to(getattr(torch, graph.values[v].dtype)) for tensor, v in zip(tensors, values, strict=True)]
 
 
-def _tangents(graph: JointGraph) -> list[Value]:
-    return [value for value in graph.values if value.kind == "tangent"]
-
-
 def _fakes(values: Sequence[Value], mode: Any) -> list[Tensor]:
     return [inductor.fake_tensor(v.shape, v.stride, getattr(torch, v.dtype), mode, v.place) for v in values]
 
@@ -196,15 +192,10 @@ def _partitioned(planned: Schedule, first: inductor.Traced, second: inductor.Tra
     results_of = [[next(gradient_nodes) for group in chunk for _ in group] for chunk in chunks]
     resident = [value for value in planned.graph.values if value.kind in RESIDENT]
     node_of = {value.id: node for value, node in zip((resident[at] for at in handed), inputs, strict=False)}
-    changing = [
-        [
-            node_of[v]
-            for group in chunk
-            for v in group
-            if v in node_of and changed_at_once(planned.graph, planned.choices, v)
-        ]
-        for chunk in chunks
-    ]
+    changing = list[list[fx.Node]]()
+    for chunk in chunks:
+        returned = (v for group in chunk for v in group if v in node_of)
+        changing.append([node_of[v] for v in returned if changed_at_once(planned.graph, planned.choices, v)])
     backward = _half(second, takes, ops, results_of, changing, stay=inputs[:begin], backward=True)
     inputs, ops, results = inductor.taken_apart(first)
     outputs = len(planned.graph.outputs)
@@ -233,15 +224,9 @@ def _chunks(planned: Schedule) -> Iterator[list[tuple[int, ...]]]:
 
 
 def _half(
-    traced: inductor.Traced,
-    takes: Sequence[fx.Node],
-    ops: Sequence[fx.Node],
-    results: Sequence[Sequence[fx.Node]],
-    changing: Sequence[Sequence[fx.Node]],
-    *,
-    stay: Sequence[fx.Node],
-    backward: bool,
-) -> Half:
+    traced: inductor.Traced, takes: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[Sequence[fx.Node]],
+    changing: Sequence[Sequence[fx.Node]], *, stay: Sequence[fx.Node], backward: bool,
+) -> Half:  # fmt: skip
     """Cut a traced function into parts. Each part ends after the op of its last result, and after the last op that
     reads an argument that changes once these results are returned.
 
@@ -272,17 +257,13 @@ def _half(
         read = inductor.read_by(part_ops)
         dropped = [node for node in read if last_part[node] == at and node not in returned]
         freed = [node for node in dropped if node not in stay]
-        parts.append(
-            Part(
-                f"backward {at}" if backward else "forward",
-                inductor.lowerable(traced, part_ops, makes, freed, backward=backward),
-                tuple(node.name for node in read),
-                frozenset(node.name for node in dropped),
-                tuple(node.name for node in makes),
-                tuple(node.name for node in part_results),
-                frozenset(node.name for node in returned if last_part[node] == at),
-            )
-        )
+        parts.append(Part(
+            f"backward {at}" if backward else "forward",
+            inductor.lowerable(traced, part_ops, makes, freed, backward=backward),
+            tuple(node.name for node in read), frozenset(node.name for node in dropped),
+            tuple(node.name for node in makes), tuple(node.name for node in part_results),
+            frozenset(node.name for node in returned if last_part[node] == at),
+        ))  # fmt: skip
     return Half(tuple(node.name for node in takes), tuple(parts))
 
 
@@ -291,7 +272,7 @@ class Halves:
     `memplan.planning.schedule.codegen` for their signatures.
 
     Args:
-        step: what to run.
+        step: the fused step.
         compiler: compiles each part to a function.
     """
 

@@ -8,7 +8,6 @@ the last bit: exact plans do not use this.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,18 +54,14 @@ def _chunked(graph: JointGraph, op: GraphOp) -> GraphOp:
     for pieces in (2, 4, 8, 16):
         if batch % pieces or best.scratch <= result.bytes // 2:
             break
-        scratch = _scratch(graph, op, result, pieces)
+        args = [meta_tensor(graph.values[arg.value]) if isinstance(arg, Ref) else arg for arg in op.args]
+        args[0] = args[0][: batch // pieces]
+        piece = meta_tensor(result)[: result.shape[0] // pieces]
+        # the result of a piece and the workspace of its kernel
+        scratch = result.bytes // pieces + transient_bytes(CONVOLUTION, tuple(args), {}, piece)
         if scratch < best.scratch:
             best = replace(op, target=CHUNKED, args=(*op.args, pieces), scratch=scratch)
     return best
-
-
-def _scratch(graph: JointGraph, op: GraphOp, result: Value, pieces: int) -> int:
-    """Return the bytes of a piece's result and of the workspace of its kernel."""
-    args = [meta_tensor(graph.values[arg.value]) if isinstance(arg, Ref) else arg for arg in op.args]
-    args[0] = args[0][: args[0].shape[0] // pieces]
-    piece = meta_tensor(result)[: result.shape[0] // pieces]
-    return result.bytes // pieces + transient_bytes(CONVOLUTION, tuple(args), {}, piece)
 
 
 def meta_tensor(value: Value) -> Tensor:
@@ -94,12 +89,8 @@ def _convolution_chunks(
     return result
 
 
-def _fake(*args: Any) -> Tensor:
-    return torch.ops.aten.convolution(*args[:-1])
-
-
 define(
     "convolution_chunks(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding,"
     " SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, int pieces) -> Tensor",
-    _fake,
+    lambda *args: torch.ops.aten.convolution(*args[:-1]),
 )(_convolution_chunks)

@@ -86,25 +86,17 @@ def _size_along(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> int:
     return prod(shape) if dim is None or not shape else shape[dim]
 
 
+_POOLS = ("adaptive_max_pool{}d", "max_pool{}d_with_indices")
 INDICES: Mapping[str, tuple[int, _Bound]] = {
-    "aten.adaptive_max_pool2d.default": (1, _elements_of_last(2)),
-    "aten.adaptive_max_pool3d.default": (1, _elements_of_last(3)),
     "aten.argmax.default": (0, lambda a, shape: _size_along({"dim": None} | dict(a), shape)),
     "aten.argmin.default": (0, lambda a, shape: _size_along({"dim": None} | dict(a), shape)),
-    "aten.max.dim": (1, _size_along),
-    "aten.max_pool2d_with_indices.default": (1, _elements_of_last(2)),
-    "aten.max_pool3d_with_indices.default": (1, _elements_of_last(3)),
-    "aten.min.dim": (1, _size_along),
-    "aten.sort.default": (1, _size_along),
-    "aten.topk.default": (1, _size_along),
+    **{f"aten.{name.format(dims)}.default": (1, _elements_of_last(dims)) for name in _POOLS for dims in (2, 3)},
+    **{f"aten.{name}": (1, _size_along) for name in ("max.dim", "min.dim", "sort.default", "topk.default")},
 }
 """Ops that return indices: the position of the result, and the exclusive upper bound of its elements."""
 
-
 LOSSY = ("bfloat16", "int8", "uint8")
 """Codecs that do not restore the value bit for bit."""
-
-
 _TOLERANT = """
     addmm.default avg_pool2d_backward.default avg_pool3d_backward.default bmm.default convolution_backward.default
     gelu_backward.default hardswish_backward.default hardtanh_backward.default leaky_relu_backward.default
@@ -291,7 +283,12 @@ def _exact(
             fetch_scratch=piece, direct=tuple(op.index for op in direct), direct_scratch=scratch,
         )  # fmt: skip
         return form, _flat(value, "bits", packed(prod(value.shape)))
-    dtype = _narrow(graph, value, maker)
+    position, bound = INDICES.get(maker.target, (0, None))
+    dtype = None  # the smallest integer type for indices
+    if bound is not None and value.dtype == "int64" and maker.outputs[position] == value.id:
+        arguments = arguments_of(maker.target, maker.args, maker.kwargs)
+        upper = bound(arguments, graph.values[arguments["self"].value].shape)
+        dtype = next((dtype for dtype, limit in INTEGERS if upper <= limit), None)
     if dtype is not None:
         size = value.bytes // itemsize(value.dtype) * itemsize(dtype)
         encoded = replace(value, name=f"{value.name}_index", kind="encoded", bytes=size, dtype=dtype, op=None)
@@ -320,16 +317,6 @@ def _packing(place: str) -> int:
 def _flat(value: Value, codec: str, size: int) -> Value:
     """Return the encoded value: a uint8 vector of ``size`` bytes."""
     return Value(_LATER, f"{value.name}_{codec}", "encoded", _LATER, size, (size,), (1,), "uint8", place=value.place)
-
-
-def _narrow(graph: JointGraph, value: Value, maker: GraphOp) -> str | None:
-    """Return the smallest integer type for a value that is the indices of an op, None for any other value."""
-    position, bound = INDICES.get(maker.target, (0, None))
-    if bound is None or value.dtype != "int64" or maker.outputs[position] != value.id:
-        return None
-    arguments = arguments_of(maker.target, maker.args, maker.kwargs)
-    upper = bound(arguments, graph.values[arguments["self"].value].shape)
-    return next((dtype for dtype, limit in INTEGERS if upper <= limit), None)
 
 
 def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:

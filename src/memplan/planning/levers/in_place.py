@@ -58,22 +58,12 @@ ELEMENTWISE = frozenset(
 """Elementwise ops: the result may overwrite any operand."""
 
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
-    "_log_softmax.default": ("self",),
-    "_log_softmax_backward_data.default": ("grad_output",),
-    "_softmax.default": ("self",),
-    "_softmax_backward_data.default": ("grad_output",),
-    "cumprod.default": ("self",),
-    "cumsum.default": ("self",),
-    "index_add.default": ("self",),
-    "index_fill.int_Scalar": ("self",),
-    "index_put.default": ("self",),
-    "masked_scatter.default": ("self",),
-    "scatter.src": ("self",),
-    "scatter.value": ("self",),
-    "scatter_add.default": ("self",),
-    "tril.default": ("self",),
-    "triu.default": ("self",),
-}
+    "_log_softmax_backward_data.default": ("grad_output",), "_softmax_backward_data.default": ("grad_output",),
+    **dict.fromkeys(
+        ("_log_softmax.default", "_softmax.default", "cumprod.default", "cumsum.default", "index_add.default",
+         "index_fill.int_Scalar", "index_put.default", "masked_scatter.default", "scatter.src", "scatter.value",
+         "scatter_add.default", "tril.default", "triu.default"), ("self",)),
+}  # fmt: skip
 """Other ops that may overwrite an operand: their kernels read each element before they write it. By op, the
 operands."""
 
@@ -121,9 +111,8 @@ def overwrites(
         values: the graph's values.
         result: id of the op's first result.
     """
-    return tuple(
-        dict.fromkeys(values[operand.value].base for operand in _operands(target, args, kwargs, values, result))
-    )
+    operands = _operands(target, args, kwargs, values, result)
+    return tuple(dict.fromkeys(values[operand.value].base for operand in operands))
 
 
 def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
@@ -338,21 +327,19 @@ def _of_groups(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) 
     return count * (size * itemsize(result.dtype) + channels * 8 * 8)
 
 
-def _in_channels(target: str, operand: str, own: int, copied: int, *same_layout: str) -> Piecewise:
-    return Piecewise(target, operand, _of_channels(own, copied), same_layout, spatial=True)
-
-
 PIECEWISE: Mapping[str, Piecewise] = {
     "aten.hardswish_backward.default": Piecewise(
         "memplan.hardswish_backward_.default", "grad_output", _of_elements(1), ("self",), contiguous=False, on_card=True
     ),
-    "aten.native_batch_norm_backward.default": _in_channels(
-        "memplan.native_batch_norm_backward_.default", "grad_out", 2, 2, "input"
+    "aten.native_batch_norm_backward.default": Piecewise(
+        "memplan.native_batch_norm_backward_.default", "grad_out", _of_channels(2, 2), ("input",), spatial=True
     ),
-    "aten._native_batch_norm_legit_functional.default": _in_channels(
-        "memplan._native_batch_norm_legit_functional_.default", "input", 1, 1
+    "aten._native_batch_norm_legit_functional.default": Piecewise(
+        "memplan._native_batch_norm_legit_functional_.default", "input", _of_channels(1, 1), spatial=True
     ),
-    "aten._native_batch_norm_legit.no_stats": _in_channels("memplan._native_batch_norm_legit_.no_stats", "input", 1, 1),
+    "aten._native_batch_norm_legit.no_stats": Piecewise(
+        "memplan._native_batch_norm_legit_.no_stats", "input", _of_channels(1, 1), spatial=True
+    ),
     "aten.native_dropout.default": Piecewise(
         "memplan.native_dropout_.default", "input", _of_elements(1), contiguous=False
     ),

@@ -1,16 +1,4 @@
-"""Offload values to host memory between the passes: which values, when each is copied, and how long the step waits.
-
-Copies run concurrently with the ops, in one stream for each direction, in the order of issue.
-
-* Out: the copy begins once the value is computed. Its memory is freed after the last forward op that reads it, or after
-  a later op by whose end the copy is done, according to the seconds of the ops and the copies queued before it. At the
-  end of the forward pass the step waits for unfinished copies.
-* Back: memory is allocated and the copy begins as late as possible for it, and the copies queued after it, to be done
-  when the values are first needed. Early in the backward pass that can be too late: then the step waits for the value.
-
-These seconds leave out recomputation, encoding and decoding. They take time as well, so that a copy is done after
-fewer ops than planned, never more. The seconds for which the step waits are counted with it (`waits`).
-"""
+"""Offload values to host memory between the passes, by asynchronous copies (see `schedule.host_copies`)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Recompute(Lever):
         """Return the number of recomputed values."""
         return f"{values} value{'' if values == 1 else 's'} recomputed"
 
-    def made_again(self, planned: PlannedStep, value: int) -> Reason:
+    def recomputed(self, planned: PlannedStep, value: int) -> Reason:
         """Describe what recomputing a value costs, and what reads it."""
         graph, seconds = planned.graph, planned.seconds
         op, size = graph.maker[value], graph.values[value].bytes
@@ -49,7 +49,7 @@ class Recompute(Lever):
             cost = f"made again together with {others[0]}" if others else "made again"
         return Reason(size, f"{cost} for {format_bytes(size)}; {planned.needed(value)}")
 
-    def kept(self, planned: PlannedStep, value: int, *, costs_most: bool) -> Reason:
+    def saved(self, planned: PlannedStep, value: int, *, costs_most: bool) -> Reason:
         """Describe why a value is saved: it cannot be recomputed, or recomputing it would take time.
 
         ``costs_most``: whether it takes the most time for each byte of all saved values that could be recomputed.

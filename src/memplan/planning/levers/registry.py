@@ -33,10 +33,10 @@ def find(name: str) -> Lever:
     Raises:
         KeyError: no such lever is registered.
     """
-    for lever in LEVERS:
-        if lever.name == name:
-            return lever
-    raise KeyError(f"{name!r} is no lever: there are {', '.join(lever.name for lever in LEVERS)}")
+    levers = {lever.name: lever for lever in LEVERS}
+    if name not in levers:
+        raise KeyError(f"{name!r} is no lever: there are {', '.join(levers)}")
+    return levers[name]
 
 
 @contextmanager

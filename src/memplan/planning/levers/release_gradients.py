@@ -6,7 +6,7 @@ from memplan.planning.levers.lever import Lever, PlannedStep, Reason
 
 
 class ReleaseGradients(Lever):
-    """Free each gradient once it is accumulated, instead of all at the end of the backward pass."""
+    """Free each gradient as soon as it is accumulated."""
 
     name = "accumulate"
     option = ("held gradients (accumulate=2 or more)", "no held gradients (accumulate=1)")

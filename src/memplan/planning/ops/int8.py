@@ -64,22 +64,11 @@ def dequantize(form: Tensor, size: Sequence[int], stride: Sequence[int], dtype: 
     return value
 
 
-def _quantize_fake(self: Tensor, signed: bool) -> Tensor:
-    return self.new_empty(quantized_bytes(self.numel()), dtype=torch.uint8)
-
-
-def _dequantize_fake(
-    form: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, signed: bool
-) -> Tensor:
-    return form.new_empty_strided(size, stride, dtype=dtype)
-
-
-for _schema, _kernel, _fake in (
-    ("quantize(Tensor self, bool signed) -> Tensor", quantize, _quantize_fake),
-    (
-        "dequantize(Tensor form, SymInt[] size, SymInt[] stride, ScalarType dtype, bool signed) -> Tensor",
-        dequantize,
-        _dequantize_fake,
-    ),
-):
-    define(_schema, _fake)(_kernel)
+define(
+    "quantize(Tensor self, bool signed) -> Tensor",
+    lambda self, signed: self.new_empty(quantized_bytes(self.numel()), dtype=torch.uint8),
+)(quantize)
+define(
+    "dequantize(Tensor form, SymInt[] size, SymInt[] stride, ScalarType dtype, bool signed) -> Tensor",
+    lambda form, size, stride, dtype, signed: form.new_empty_strided(size, stride, dtype=dtype),
+)(dequantize)

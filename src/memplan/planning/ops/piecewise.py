@@ -74,11 +74,10 @@ _FLAGS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _pack_fake(self: Tensor, kind: str) -> Tensor:
-    return self.new_empty(packed(self.numel()), dtype=torch.uint8)
-
-
-@define("pack_bits(Tensor self, str kind) -> Tensor", _pack_fake)
+@define(
+    "pack_bits(Tensor self, str kind) -> Tensor",
+    lambda self, kind: self.new_empty(packed(self.numel()), dtype=torch.uint8),
+)
 def pack_bits(self: Tensor, kind: str) -> Tensor:
     """Pack a bit for each element, in memory order. See `memplan.planning.levers.encode` for the kinds."""
     bits = torch.empty(packed(self.numel()), dtype=torch.uint8, device=self.device)
@@ -87,11 +86,10 @@ def pack_bits(self: Tensor, kind: str) -> Tensor:
     return bits
 
 
-def _unpack_fake(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    return bits.new_empty_strided(size, stride, dtype=torch.bool)
-
-
-@define("unpack_bits(Tensor bits, SymInt[] size, SymInt[] stride) -> Tensor", _unpack_fake)
+@define(
+    "unpack_bits(Tensor bits, SymInt[] size, SymInt[] stride) -> Tensor",
+    lambda bits, size, stride: bits.new_empty_strided(size, stride, dtype=torch.bool),
+)
 def unpack_bits(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return the bool tensor that `pack_bits` packed, with its original strides."""
     flags = torch.empty_strided(size, stride, dtype=torch.bool, device=bits.device)
@@ -101,10 +99,6 @@ def unpack_bits(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Ten
 
 
 # -- gradients from bits
-
-
-def _fake_like_first(first: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(first)
 
 
 def _fake_in_place(first: Tensor, *_: Any) -> Tensor:
@@ -123,7 +117,7 @@ def _register_bits_op(schema: str, kernel: Callable[..., None]) -> None:
             kernel(out, piece, _unpack(packed_piece, piece.numel()), *arguments)
         return result
 
-    define(schema, _fake_like_first)(
+    define(schema, lambda first, *_: torch.empty_like(first))(
         lambda gradient, bits, *args: run(torch.empty_like(gradient), gradient, bits, args)
     )
     in_place = f"{name}_(Tensor(a!) {signature}".replace("-> Tensor", "-> Tensor(a!)")
@@ -174,13 +168,9 @@ def _hardswish_backward_(grad_output: Tensor, x: Tensor) -> Tensor:
     return grad_output
 
 
-def _dropout_fake(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    return input, torch.empty_like(input, dtype=torch.bool)
-
-
 @define(
     "native_dropout_(Tensor(a!) input, float p, bool? train) -> (Tensor(a!), Tensor)",
-    _dropout_fake,
+    lambda input, p, train: (input, torch.empty_like(input, dtype=torch.bool)),
     (torch.Tag.nondeterministic_seeded,),
 )
 def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:

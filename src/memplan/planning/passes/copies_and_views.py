@@ -51,11 +51,11 @@ def with_views(graph: JointGraph, ops: Iterable[GraphOp], bases: Mapping[int, in
     values = tuple(
         replace(value, base=bases[value.base], bytes=0) if value.base in bases else value for value in graph.values
     )
-    return replace(graph, values=values, ops=tuple(_with_reads(op, values) for op in ops))
-
-
-def _with_reads(op: GraphOp, values: tuple[Value, ...]) -> GraphOp:
-    return replace(op, reads=tuple(dict.fromkeys(values[v].base for v in refs((op.args, op.kwargs)))))
+    new_ops = list[GraphOp]()
+    for op in ops:
+        reads = dict.fromkeys(values[v].base for v in refs((op.args, op.kwargs)))
+        new_ops.append(replace(op, reads=tuple(reads)))
+    return replace(graph, values=values, ops=tuple(new_ops))
 
 
 def guarded(graph: JointGraph) -> JointGraph:

@@ -18,13 +18,9 @@ from memplan.planning.passes.copies_and_views import with_views
 _LOSSES = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 _SOFTMAX = "aten._log_softmax_backward_data.default"
 _SAME_ORDER = (
-    "aten.view.default",
-    "aten._unsafe_view.default",
-    "aten.detach.default",
-    "aten.alias.default",
-    "aten.squeeze.dim",
+    "aten.view.default", "aten._unsafe_view.default", "aten.detach.default", "aten.alias.default", "aten.squeeze.dim",
     "aten.unsqueeze.default",
-)
+)  # fmt: skip
 """Views with all elements of their source in the same order, if it is contiguous."""
 
 
@@ -40,7 +36,8 @@ def fused(graph: JointGraph) -> JointGraph:
     for loss in graph.backward_ops:
         if loss.target not in _LOSSES or loss.makes != loss.outputs or loss.makes[0] in outside:
             continue
-        softmax = _only_reader(graph, loss.makes[0])
+        readers = [op for op in graph.ops if loss.makes[0] in op.reads and not op.is_view]
+        softmax = readers[0] if len(readers) == 1 and readers[0].target == _SOFTMAX else None
         if softmax is None or not _fits(graph, loss, softmax):
             continue
         log_probs = graph.values[loss.args[1].value]
@@ -55,12 +52,6 @@ def fused(graph: JointGraph) -> JointGraph:
             softmax, target="aten.alias.default", args=softmax.args[:1], kwargs={}, makes=(), scratch=0
         )
     return with_views(graph, ops, bases) if bases else graph
-
-
-def _only_reader(graph: JointGraph, base: int) -> GraphOp | None:
-    """Return the op that reads a value if it is the only reader and a log-softmax's derivative, else None."""
-    readers = [op for op in graph.ops if base in op.reads and not op.is_view]
-    return readers[0] if len(readers) == 1 and readers[0].target == _SOFTMAX else None
 
 
 def _fits(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:

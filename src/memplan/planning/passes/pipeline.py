@@ -31,15 +31,11 @@ def prepared(graph: JointGraph, casts: Mapping[int, int], precision: Precision, 
     graph = fused(split_dropouts(split(graph)))
     if on_cpu:
         graph = with_again(graph)
-    return with_forms(_with_overwrites(rewritten(graph, precision)), Situation(precision.save))
-
-
-def _with_overwrites(graph: JointGraph) -> JointGraph:
-    def with_overwrites(op: GraphOp) -> GraphOp:
+    graph, ops = rewritten(graph, precision), list[GraphOp]()
+    for op in graph.ops:
         again = None if op.again is None else _with_in_place_form(op.again, graph)
-        return replace(_with_in_place_form(op, graph), again=again)
-
-    return replace(graph, ops=tuple(map(with_overwrites, graph.ops)))
+        ops.append(replace(_with_in_place_form(op, graph), again=again))
+    return with_forms(replace(graph, ops=tuple(ops)), Situation(precision.save))
 
 
 def _with_in_place_form(op: GraphOp, graph: JointGraph) -> GraphOp:

@@ -57,14 +57,10 @@ def _same_bits(x: Value, parameters: list[Value], statistics: list[Value]) -> bo
     """Return whether the kernel rounds in evaluation mode as in training."""
     if x.dtype not in ("float32", "float64", "bfloat16") and (x.dtype, statistics[0].dtype) != ("float16", "float32"):
         return False
-    return _is_in_memory_format(x) and all(map(is_contiguous, (*parameters, *statistics)))
-
-
-def _is_in_memory_format(x: Value) -> bool:
-    """Return whether a value is contiguous or channels last."""
     tensor = torch.empty_strided(x.shape, x.stride, device="meta")
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(x.shape), torch.contiguous_format)
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=last)
+    in_memory_format = tensor.is_contiguous() or tensor.is_contiguous(memory_format=last)
+    return in_memory_format and all(map(is_contiguous, (*parameters, *statistics)))
 
 
 def _scratch(x: Value, parameters: tuple[Ref | None, ...], statistics: list[Value], graph: JointGraph) -> int:

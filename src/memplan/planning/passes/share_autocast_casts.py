@@ -26,16 +26,14 @@ def cast_once(graph: JointGraph, casts: Mapping[int, int]) -> JointGraph:
     uses: dict[tuple[int, int, str], list[GraphOp]] = defaultdict(list)
     for index, region in casts.items():
         op = graph.ops[index]
-        if op.makes and _lowers_parameter(graph, op):
+        if not op.makes:
+            continue
+        source, result = graph.values[op.args[0].value], graph.values[op.makes[0]]
+        is_lower = _itemsize(result.dtype) < _itemsize(source.dtype) and source.dtype == "float32"
+        if is_lower and source.kind == "parameter" and source.id not in dict(graph.mutations):
             uses[op.args[0].value, region, repr(op.kwargs)].append(op)
     repeated = {key: ops for key, ops in uses.items() if len(ops) > 1}
     return _Merger(graph, repeated).run() if repeated else graph
-
-
-def _lowers_parameter(graph: JointGraph, op: GraphOp) -> bool:
-    source, result = graph.values[op.args[0].value], graph.values[op.makes[0]]
-    lower = _itemsize(result.dtype) < _itemsize(source.dtype)
-    return source.kind == "parameter" and lower and source.dtype == "float32" and source.id not in dict(graph.mutations)
 
 
 def _itemsize(dtype: str) -> int:

@@ -79,7 +79,12 @@ class _Splitter(Rebuild):
     def run(self) -> JointGraph:
         for op in self.graph.ops:
             if op.target == CONVOLUTION_BACKWARD:
-                self._convolution(op)
+                mask, frozen = op.args[10], _is_weight_frozen(op)
+                input_ = self._shape_argument(op, op.args[0], op.args[1]) if frozen else op.args[1]
+                self._part(op, input_, [False, mask[1], mask[2]])  # weight and bias first, then the input
+                if mask[0]:
+                    view = None if frozen else self._view(op, op.args[0], op.args[1], dense=True)
+                    self._part(op, view or input_, [True, False, False])
             elif op.target in SHAPE_ONLY:
                 args, at = list(op.args), SHAPE_ONLY[op.target]
                 args[at] = self._shape_argument(op, args[0], args[at], dense=False)
@@ -88,26 +93,14 @@ class _Splitter(Rebuild):
                 self.add(op)
         return self.finished()
 
-    def _convolution(self, op: GraphOp) -> None:
-        """Add the weight's and the bias's part, then the input's."""
-        mask = op.args[10]
-        input_ = self._shape_argument(op, op.args[0], op.args[1]) if _is_weight_frozen(op) else op.args[1]
-        self._part(op, input_, [False, mask[1], mask[2]])
-        if mask[0]:
-            view = None if _is_weight_frozen(op) else self._view(op, op.args[0], op.args[1], dense=True)
-            self._part(op, view or input_, [True, False, False])
-
     def _part(self, op: GraphOp, input_: Ref, mask: list[bool]) -> None:
         if any(mask):
             args = (op.args[0], input_, *op.args[2:10], mask)
             outputs = tuple(value if computed else None for value, computed in zip(op.outputs, mask, strict=True))
             makes = tuple(v for v in outputs if v is not None and self.values[v].base == v)
-            self.add(op, args=args, outputs=outputs, makes=makes, scratch=self._scratch(op, args))
-
-    def _scratch(self, op: GraphOp, args: tuple[Any, ...]) -> int:
-        """Return the workspace of one part in bytes. Each part reorders its own operands."""
-        tensors = map_refs(args, lambda value: meta_tensor(self.values[value]))
-        return transient_bytes(op.target, tensors, {}, None) + NUMBERS
+            tensors = map_refs(args, lambda value: meta_tensor(self.values[value]))
+            scratch = transient_bytes(op.target, tensors, {}, None) + NUMBERS  # each part reorders its own operands
+            self.add(op, args=args, outputs=outputs, makes=makes, scratch=scratch)
 
     # -- replacements of arguments
 

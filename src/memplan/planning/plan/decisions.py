@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Value, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, KeptForm, Value, recomputable
 from memplan.planning.graph.op_schema import short
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import GradientUse, Reason
@@ -20,8 +20,8 @@ _STEP = Scope("step")
 
 
 def decide(graph: JointGraph, schedule: Schedule) -> tuple[Decision, ...]:
-    """Return a decision for each forward value that is saved for the backward pass or restored in it, in the order of
-    the ops that make them; then the decisions about the whole step. Their seconds add up to the schedule's."""
+    """Return a decision for each forward value that is saved or restored, in the order of the graph, then the decisions
+    about the whole step. Their seconds add up to the schedule's."""
     decider = _Decider(graph, schedule)
     return (*decider.values(), *decider.step())
 
@@ -34,11 +34,11 @@ class _Decider:
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.recomputable = recomputable(graph)
         self.forms: dict[int, list[KeptForm]] = defaultdict(list)
-        """By value: its kept forms. The decision is about the first form, and its reason names the others."""
+        """Encodings by value. The decision is about the first, and its reason names the others."""
         self.seconds: dict[int, float] = defaultdict(float)
         self.recomputed: set[int] = set()
         self.readers: dict[int, list[Action]] = defaultdict(list)
-        """By value or kept form: the actions that read it in the backward pass."""
+        """Actions of the backward pass that read a value or encoding."""
         self.waited = schedule.waits
         for value, wait in self.waited.items():
             self.seconds[value] = next(f.use_seconds for f in graph.forms if f.value == value and f.is_copied) + wait
@@ -51,7 +51,13 @@ class _Decider:
             if form is None or not form.is_copied:
                 for value in action.reads:
                     self.readers[value].append(action)
-        self.costliest = self._costliest()
+        rates = {
+            value: op.seconds / graph.values[value].bytes
+            for value in self._saved_values()
+            if (op := graph.maker[value].rerun) and value in self.recomputable and graph.values[value].bytes
+        }
+        self.costliest = max(rates, key=lambda value: rates[value]) if len(rates) > 1 and any(rates.values()) else None
+        """Saved but recomputable value with the most seconds of recomputation per byte."""
 
     def _note(self, action: Action) -> None:
         if action.kind == "run":
@@ -65,17 +71,8 @@ class _Decider:
             if not form.is_copied:
                 self.seconds[form.value] += form.use_seconds if action.kind == "store" else form.fetch_seconds
 
-    def _costliest(self) -> int | None:
-        """Of the values that are kept but recomputable, the value with the most seconds of recomputation per byte."""
-        rates = {
-            value: op.seconds / self.graph.values[value].bytes
-            for value in self._saved_values()
-            if (op := self.graph.maker[value].rerun) and value in self.recomputable and self.graph.values[value].bytes
-        }
-        return max(rates, key=lambda value: rates[value]) if len(rates) > 1 and any(rates.values()) else None
-
     def _saved_values(self) -> list[int]:
-        """Forward values that live after the forward pass: saved values and outputs."""
+        """Return the saved values and outputs, in the order of the graph."""
         saved = set(self.schedule.saved)
         forward = [value for op in self.graph.forward_ops for value in op.makes]
         return [value for value in forward if value in saved or value in self.outputs]
@@ -84,24 +81,26 @@ class _Decider:
 
     def values(self) -> list[Decision]:
         """Return the decisions about single values."""
-        kept = set(self._saved_values())
+        saved = set(self._saved_values())
         decisions = list[Decision]()
         for op in self.graph.forward_ops:
             for value in op.makes:
                 if value in self.forms:
-                    lever, reason = self._kept_as(*self.forms[value])
+                    lever, reason = self._encoded(*self.forms[value])
                 elif value in self.recomputed:
-                    lever, reason = RECOMPUTE.name, RECOMPUTE.made_again(self, value)
-                elif value in kept:
-                    lever, reason = "keep", RECOMPUTE.kept(self, value, costs_most=value == self.costliest)
+                    lever, reason = RECOMPUTE.name, RECOMPUTE.recomputed(self, value)
+                elif value in saved:
+                    lever, reason = "keep", RECOMPUTE.saved(self, value, costs_most=value == self.costliest)
                 else:
                     continue
-                decisions.append(self._decision(op, value, lever, reason))
+                scope, seconds = Scope("value", (self._name(value),)), self.seconds.get(value, 0.0)
+                decisions.append(Decision(
+                    lever, scope, reason.grade, reason.bytes, seconds, op.layer, op.where, reason.text, reason.details
+                ))  # fmt: skip
         return decisions
 
-    def _kept_as(self, form: KeptForm, *others: KeptForm) -> tuple[str, Reason]:
-        """Name and reason of the lever that keeps a value. Its other forms, for other readers, are counted against
-        it."""
+    def _encoded(self, form: KeptForm, *others: KeptForm) -> tuple[str, Reason]:
+        """Return the lever and the reason of an encoding. The bytes of other encodings of the value are subtracted."""
         reason = registry.find(form.lever).reason(self, form)
         if others and not form.is_copied:
             other_bytes = sum(self.graph.values[other.kept].bytes for other in others)
@@ -109,12 +108,6 @@ class _Decider:
             text = f"{reason.text}; {format_bytes(other_bytes)} stay beside it ({names})"
             reason = replace(reason, bytes=max(0, reason.bytes - other_bytes), text=text)
         return form.lever, reason
-
-    def _decision(self, op: GraphOp, value: int, lever: str, reason: Reason) -> Decision:
-        scope, seconds = Scope("value", (self._name(value),)), self.seconds.get(value, 0.0)
-        return Decision(
-            lever, scope, reason.grade, reason.bytes, seconds, op.layer, op.where, reason.text, reason.details
-        )
 
     # -- queries of levers
 
@@ -127,12 +120,12 @@ class _Decider:
         return value in self.recomputed
 
     def direct_readers(self, form: KeptForm) -> str:
-        """Describe the ops that read the kept form itself; empty if there are none."""
+        """Describe the ops that read the encoding itself; empty if there are none."""
         direct = [action for action in self.readers[form.kept] if action.form == form.kept and action.kind == "run"]
         return self._ops(direct) if direct else ""
 
     def freed_after(self, form: KeptForm) -> str:
-        """Describe the op after which the value of a copied form is freed."""
+        """Describe the op after which an offloaded value is freed."""
         forward = self.schedule.forward
         stored = next(at for at, a in enumerate(forward) if (a.kind, a.form) == ("stored", form.kept))
         return self._ops([next(action for action in reversed(forward[:stored]) if action.kind == "run")])
@@ -148,7 +141,7 @@ class _Decider:
         return self.waited.get(form.value, 0.0)
 
     def other_forms(self, form: KeptForm) -> Sequence[KeptForm]:
-        """Return the other forms that the same value is kept in."""
+        """Return the other encodings of the same value."""
         return [other for other in self.forms[form.value] if other is not form]
 
     @property
@@ -188,16 +181,14 @@ class _Decider:
         """Describe the first of the actions, with its layer, and the number of the others."""
         first = self.graph.ops[actions[0].op] if actions[0].op is not None else None
         if first is None:
-            return f"a {self._verb(actions[0])}" + _more(len(actions) - 1, "op")
+            action = actions[0]
+            verb: str = action.kind
+            if action.form is not None and action.kind in ("store", "fetch"):
+                stores, fetches = registry.find(self.graph.form[action.form].lever).verbs
+                verb = stores if action.kind == "store" else fetches
+            return f"a {verb}" + _more(len(actions) - 1, "op")
         layer = first.layer or ("" if first.gradient_of is None else self.graph.ops[first.gradient_of].layer)
         return short(first.target) + (f" of {layer}" if layer else "") + _more(len(actions) - 1, "op")
-
-    def _verb(self, action: Action) -> str:
-        """The verb for an action that runs no op."""
-        if action.form is None or action.kind not in ("store", "fetch"):
-            return action.kind
-        stores, fetches = registry.find(self.graph.form[action.form].lever).verbs
-        return stores if action.kind == "store" else fetches
 
     def _name(self, value: int) -> str:
         return self.graph.values[value].name

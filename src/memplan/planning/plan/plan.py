@@ -41,7 +41,7 @@ class Plan(Saved, Displayed):
     device: str
     budget: int
     decisions: tuple[Decision, ...]
-    """The decisions, for people to read. The engine carries ``choices`` out."""
+    """Decisions for reports. The engine executes ``choices``."""
     choices: Choices
     names: Mapping[str, int] = field(hash=False)
     """Ids of all values that choices may name, by their names: in JSON, choices are names."""
@@ -62,7 +62,7 @@ class Plan(Saved, Displayed):
     resident: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Bytes that are live throughout the step, by cause."""
     program: str = ""
-    """The planned step as Python, for people to read and run. The engine writes its own from the choices."""
+    """The planned step as Python, to read and run. The engine generates its own from the choices."""
     notes: tuple[str, ...] = ()
     heuristics: Mapping[str, Json] = field(default_factory=dict, hash=False)
     """Settings of the search, by name."""
@@ -101,7 +101,7 @@ class Plan(Saved, Displayed):
 
     @property
     def lost(self) -> Precision:
-        """Precision that the plan really gives up: its precision without what it allows but does not use."""
+        """Precision that the plan actually uses, which may be less lossy than what ``precision`` allows."""
         saves = any(decision.scope.kind == "value" and decision.grade == "lossy" for decision in self.decisions)
         return self.precision if saves else replace(self.precision, save="exact")
 
@@ -121,9 +121,8 @@ class Plan(Saved, Displayed):
         """Whether the step fits the budget unplanned, and the plan neither changes how values are saved nor
         compiles."""
         choices = self.choices
-        chosen = choices.recompute or choices.kept_as or choices.gradients.updates or choices.fused
-        chosen = bool(chosen or self.precision.compute)
-        return self.eager_peak <= self.budget and not chosen
+        changes = choices.recompute or choices.kept_as or choices.gradients.updates or choices.fused
+        return self.eager_peak <= self.budget and not (changes or self.precision.compute)
 
     @property
     def host_bytes(self) -> int:
@@ -214,11 +213,7 @@ def names_of(graph: JointGraph) -> dict[str, int]:
 
 
 def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
-    """Refuse a plan for another model or other inputs.
-
-    Raises:
-        UsageError: the fingerprints differ, or the plan has other names for the values.
-    """
+    """Raise UsageError if a plan is for another model or other inputs."""
     names = names_of(graph)
     if plan.fingerprint == graph.fingerprint and all(names.get(name) == value for name, value in plan.names.items()):
         return
@@ -232,7 +227,7 @@ def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
 
 
 def check_forms(plan: Plan, graph: JointGraph) -> None:
-    """Refuse a plan that saves values in forms that this step does not support. Raises UsageError."""
+    """Raise UsageError if a plan saves values in encodings that this step does not support."""
     missing = plan.choices.kept_as - {(form.lever, form.value) for form in graph.forms}
     for lever in LEVERS:
         values = sum(name == lever.name for name, _ in missing)
@@ -244,7 +239,7 @@ def check_forms(plan: Plan, graph: JointGraph) -> None:
 def check_settings(
     plan: Plan, *, gradients: GradientUse, optimizer: Any, state: int, peak: int, budget: int, fused: bool = False
 ) -> None:
-    """Refuse a plan that was made for other settings, or whose choices exceed the budget with these settings.
+    """Check that a plan is for these settings and meets the budget with them.
 
     Args:
         plan: a plan for this graph.
@@ -256,7 +251,7 @@ def check_settings(
         budget: in bytes.
 
     Raises:
-        UsageError: the plan was made for another use of gradients, or another engine.
+        UsageError: the plan is for another use of gradients, or another engine.
         BudgetError: the plan's choices need more than the budget.
     """
     options = (

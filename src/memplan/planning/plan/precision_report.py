@@ -80,7 +80,7 @@ def cast_copies(schedule: Schedule) -> int:
 
 
 def _copies(graph: JointGraph) -> frozenset[int]:
-    """Values that are parameters cast to fewer bits."""
+    """Return the values that are parameters cast to fewer bits."""
     values = graph.values
     casts = (op for op in graph.forward_ops if op.target == CAST and len(op.reads) == 1 and len(op.makes) == 1)
     return frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
+from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.schedule.actions import Action, Choices
 from memplan.planning.schedule.scheduler import Schedule, frees_gradient
@@ -20,13 +20,13 @@ class Levels:
     backward: tuple[int, ...]
     """During each action of the backward pass."""
     update: int
-    """During the optimizer's update; at the end of the backward pass where there is none."""
+    """During the optimizer's update, or at the end of the backward pass if there is none."""
     boundary: int
     """Between the forward and the backward pass."""
 
     @property
     def peak(self) -> int:
-        """The highest level of the step."""
+        """Highest level of the step."""
         return max(*self.forward, *self.backward, self.update, self.boundary)
 
     @property
@@ -38,7 +38,7 @@ class Levels:
 
 
 def base_level(graph: JointGraph, choices: Choices, surroundings: Surroundings) -> int:
-    """Bytes that are live from the beginning of the step to its end."""
+    """Return the bytes that are live during the whole step."""
     level = surroundings.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
     if choices.gradients.adds:
         level += sum(graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
@@ -67,7 +67,9 @@ class ActionBytes:
         if action.kind == "run":
             op = action.called(self.graph)
             unwanted = self.owned(value for value in op.makes if value not in action.makes)
-            return op.discarded + unwanted + self._scratch(action, op)
+            if action.form is not None:
+                return op.discarded + unwanted + self.graph.form[action.form].direct_scratch
+            return op.discarded + unwanted + (op.scratch if action.into is None else op.scratch - op.scratch_saved)
         if action.kind == "receive":
             return self.around.outside
         if action.value is None:
@@ -76,11 +78,8 @@ class ActionBytes:
             return self.graph.form[action.form].store_scratch
         if action.kind == "fetch" and action.form is not None:
             return self.graph.form[action.form].fetch_scratch
-        if (
-            action.kind == "give"
-            and self.choices.gradients.updates
-            and self.graph.values[action.value].kind == "parameter"
-        ):
+        is_parameter = self.graph.values[action.value].kind == "parameter"
+        if action.kind == "give" and self.choices.gradients.updates and is_parameter:
             return self._copy(action) + self.around.update_of.get(action.value, 0)
         return 0
 
@@ -93,11 +92,6 @@ class ActionBytes:
     def owned(self, values: Iterable[int]) -> int:
         """Bytes of the memory that the values own."""
         return sum(self.graph.values[value].bytes for value in values)
-
-    def _scratch(self, action: Action, op: GraphOp) -> int:
-        if action.form is not None:
-            return self.graph.form[action.form].direct_scratch
-        return op.scratch if action.into is None else op.scratch - op.scratch_saved
 
     def _copy(self, action: Action) -> int:
         return self.graph.values[action.value].own_bytes if action.copies and action.value is not None else 0

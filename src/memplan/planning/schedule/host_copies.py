@@ -1,16 +1,15 @@
 """Times of asynchronous copies to and from host memory: when each begins, when it ends, and how long the step waits.
 
-Copies run on a stream of their own. Each direction has a first-in, first-out queue.
+Copies run concurrently with the ops, in one stream for each direction, in the order of issue.
 
-* Device to host: the copy begins when the value is made. The value's memory is freed after the first op by whose end
-  the copy, with those queued before it, is done by the seconds of the graph's ops; not before the last forward op that
-  reads the value. At the end of the forward pass the step waits for the remaining copies.
-* Host to device: the copy begins, and its memory is allocated, as late as possible for it, and for the copies after it,
-  to be done when the values are first needed. At the beginning of the backward pass there may be too little time: then
-  the step waits where the value is needed.
+* Device to host: the copy begins when the value is computed. Its memory is freed after the last forward op that reads
+  it, or after a later op by whose end the copy and those queued before it are done. At the end of the forward pass the
+  step waits for unfinished copies.
+* Host to device: memory is allocated and the copy begins as late as possible for it, and the copies queued after it, to
+  be done when the values are first needed. Early in the backward pass that may be too late: then the step waits.
 
-These times leave out recomputed ops and forms that are stored or fetched without a copy. Such work only gives copies
-more time: relative to the ops they end earlier than planned, never later. `waits` counts it.
+These times count the graph's ops only. Recomputation and encodings give copies more time, so relative to the ops they
+end earlier than planned, never later. `waits` counts this work.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def forward_ends(graph: JointGraph) -> list[float]:
-    """Seconds at the end of each forward op."""
+    """Return the seconds at the end of each forward op."""
     return list(accumulate(op.seconds for op in graph.forward_ops))
 
 
 def backward_begins(graph: JointGraph) -> list[float]:
-    """Seconds at which each backward op begins, and at which the last one ends."""
+    """Return the seconds at the start of each backward op and at the end of the last."""
     return list(accumulate((op.seconds for op in graph.backward_ops), initial=0.0))
 
 
@@ -80,7 +79,7 @@ def waits(graph: JointGraph, actions: Iterable[Action]) -> dict[int, float]:
     """Simulate the actions and both copy queues. Return the seconds that the step waits for the copies of each
     value."""
     queue_end = {"store": 0.0, "fetch": 0.0}
-    """By direction: when its last copy is done."""
+    """Seconds at which the last copy of each direction is done."""
     now, done, waited = 0.0, dict[int, float](), dict[int, float]()
     for action in actions:
         form = None if action.form is None else graph.form[action.form]

@@ -18,11 +18,16 @@ def translate_choices(choices: Choices, of: JointGraph, graph: JointGraph) -> Ch
     same = _same_values(of, graph)
     if same is None or any(graph.values[new].bytes > of.values[old].bytes for old, new in same.items()):
         return None
+    pieces = choices.pieces
+    if pieces:  # None, which stands for all ops, if the ops differ
+        old, new = ((*each.forward_ops, *each.backward_ops) for each in (of, graph))
+        alike = [op.target for op in old] == [op.target for op in new]
+        pieces = frozenset(b.index for a, b in zip(old, new, strict=True) if a.index in pieces) if alike else None
     return replace(
         choices,
         recompute=frozenset(same[value] for value in choices.recompute if value in same),
         kept_as=frozenset((lever, same[value]) for lever, value in choices.kept_as if value in same),
-        pieces=_same_ops(choices.pieces, of, graph),
+        pieces=pieces,
     )
 
 
@@ -74,13 +79,3 @@ def _same_op(a: GraphOp, b: GraphOp) -> bool:
 
 def _inputs(graph: JointGraph) -> list[int]:
     return [value.id for value in graph.values if value.kind in (*RESIDENT, "tangent")]
-
-
-def _same_ops(ops: frozenset[int] | None, of: JointGraph, graph: JointGraph) -> frozenset[int] | None:
-    """Translate indices of ops; None, which stands for all ops, if the graphs' ops differ."""
-    if not ops:
-        return ops
-    old, new = ((*each.forward_ops, *each.backward_ops) for each in (of, graph))
-    if [op.target for op in old] != [op.target for op in new]:
-        return None
-    return frozenset(b.index for a, b in zip(old, new, strict=True) if a.index in ops)

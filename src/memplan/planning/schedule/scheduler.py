@@ -1,4 +1,4 @@
-"""Turn choices into a schedule: the order of all actions, when each value is freed, which results overwrite operands.
+"""Turn choices into a schedule: the order of actions, the frees of values, and in-place ops.
 
 The engine executes the schedule, the simulator counts its bytes, the validator checks it. The graph's ops keep their
 order. A value that is not kept is recomputed just before the first op that reads it, at most once, and every value is
@@ -18,27 +18,26 @@ from memplan.planning.schedule import host_copies
 from memplan.planning.schedule.actions import Action, Choices
 
 NODES = 16
-"""Most moments at which gradients are given that stay in memory anyway. Each is an autograd node, which costs as much
-as a small op: 200 of them slow a network of many small layers down by a tenth. With a single node, gradients could not
-be reduced between processes while the backward pass still runs, nor could a backward pass for the last layers alone end
-early. Fused kernels have a single node: where gradients stay they are compiled as a whole, and make all gradients
-before the first is given."""
+"""Most autograd nodes for gradients that stay in memory until the update. A node costs as much as a small op: 200 of
+them slow a network of many small layers down by a tenth. With a single node, gradients could not be reduced between
+processes during the backward pass, nor could a backward pass for the last layers alone end early. Fused kernels have a
+single node: they are compiled as a whole and compute all gradients before the first is returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A step as the engine runs it: the actions of both passes."""
+    """The actions of both passes of a step, in order."""
 
     graph: JointGraph
     choices: Choices
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
     saved: tuple[int, ...]
-    """Ids of the values and kept forms that live from the forward to the backward pass, without resident values."""
+    """Ids of the saved values and encodings, without resident values."""
 
     @property
     def seconds(self) -> float:
-        """Seconds that recomputed values and kept forms add to the step."""
+        """Seconds that recomputation, encodings and waits add to the step."""
         form, total = self.graph.form, sum(self.waits.values())
         for action in (*self.forward, *self.backward):
             if action.kind == "run" and action.recomputed:
@@ -58,27 +57,26 @@ class Schedule:
 def schedule(graph: JointGraph, choices: Choices) -> Schedule:
     """Schedule the step under these choices.
 
-    A value that cannot be recomputed (its op is random, or has a side effect), or that the forward pass returns, is
-    kept whatever the choices say.
+    Values that cannot be recomputed (their op is random or has a side effect) and outputs are kept in any case.
     """
     safe_point()
     return _Scheduler(graph, choices).run()
 
 
 def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Return whether value ``of`` may change as soon as its gradient is given: by its update, or by its hooks."""
+    """Return whether value ``of`` may change as soon as its gradient is returned, by its update or its hooks."""
     value = graph.values[of]
     return value.hooked or (choices.gradients.updates and value.kind == "parameter")
 
 
 def frees_gradient(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Return whether the gradient of value ``of`` is freed as soon as it is given."""
+    """Return whether the gradient of value ``of`` is freed as soon as it is returned."""
     return graph.values[of].kind == "parameter" and choices.gradients.frees
 
 
 def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
-    """Return the values whose gradient is given as a copy, because it shares its memory or has other strides than the
-    value (then autograd copies it). A gradient that is added to ``.grad`` is not copied."""
+    """Return the values whose gradient is copied, because it shares memory or has other strides than the value (then
+    autograd copies it). A gradient that is added to ``.grad`` is not copied."""
     outputs, users = output_bases(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
     values = set[int]()
     for of, gradient in graph.gradients:
@@ -93,7 +91,7 @@ def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
 
 @dataclass
 class _Draft:
-    """An action that is still being built: its frees and the memory of its result are added at the end."""
+    """An action under construction: frees and overwritten operands are added at the end."""
 
     action: Action
     reads: tuple[int, ...]
@@ -122,7 +120,7 @@ class _Scheduler:
         self.graph, self.choices = graph, choices
         self.outputs = output_bases(graph)
         self.fetchable: dict[int, KeptForm] = {}
-        """By value: the form to fetch it from."""
+        """Encoding to decode each value from."""
         forms = list[KeptForm]()
         for form in graph.ranked_forms:
             chosen = (form.lever, form.value) in choices.kept_as and form.value not in self.outputs
@@ -130,7 +128,7 @@ class _Scheduler:
                 forms.append(form)
         self.forms = {form.kept: form for form in forms}
         self.direct: dict[tuple[int, int], KeptForm] = {}
-        """By op and value: the form that the op reads instead of the value."""
+        """Encoding that an op reads instead of a value, by (op, value)."""
         for form in forms:
             for op in form.direct:
                 self.direct.setdefault((op, form.value), form)
@@ -143,32 +141,26 @@ class _Scheduler:
 
     def run(self) -> Schedule:
         backward = self._backward()
-        saved = self._saved(backward)
+        live, first_use = self.resident | set(self.tangents), dict[int, None]()
+        for draft in backward:
+            first_use.update((value, None) for value in draft.reads if value not in live)
+            live.update(draft.makes)
+        saved = tuple(first_use)
         forward = self._forward(saved)
         fixed = self.resident | self.outputs
+        staying = {self.graph.base(gradient) for of, gradient in self.graph.gradients if self._stays(of)}
         self._free(forward, allocated=(), never=fixed | set(saved))
-        self._free(backward, allocated=(*saved, *self.tangents), never=fixed | self._staying_gradients())
-        return Schedule(
-            self.graph,
-            self.choices,
-            tuple(draft.finished() for draft in forward),
-            tuple(draft.finished() for draft in backward),
-            saved,
+        self._free(backward, allocated=(*saved, *self.tangents), never=fixed | staying)
+        forward_actions, backward_actions = (
+            tuple(draft.finished() for draft in drafts) for drafts in (forward, backward)
         )
-
-    def _saved(self, backward: Sequence[_Draft]) -> tuple[int, ...]:
-        """Values and forms that the backward pass reads and does not make, in order of first use."""
-        live, saved = self.resident | set(self.tangents), dict[int, None]()
-        for draft in backward:
-            saved.update((value, None) for value in draft.reads if value not in live)
-            live.update(draft.makes)
-        return tuple(saved)
+        return Schedule(self.graph, self.choices, forward_actions, backward_actions, saved)
 
     # -- forward
 
     def _forward(self, saved: Sequence[int]) -> list[_Draft]:
-        """The forward ops; each store and each write after the last op that reads the value it frees or changes. A copy
-        to the host begins right after the op that makes the value."""
+        """Return the forward ops, with stores and writes after the last reader of their value. Copies to the host begin
+        right after the op that computes the value."""
         last = {value: op.index for op in self.graph.forward_ops for value in (*op.reads, *op.makes)}
         stored = [form for value in sorted(saved) if (form := self.forms.get(value)) is not None]
         due: dict[int, list[_Draft]] = defaultdict(list)
@@ -189,7 +181,7 @@ class _Scheduler:
         return drafts + [draft for remaining in due.values() for draft in remaining]
 
     def _copies_out(self, forms: Sequence[KeptForm]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
-        """The copies to the host: their beginnings by index of the op that makes the value, their waits by position."""
+        """Return the starts of copies to the host, by op that computes the value, and their waits, by position."""
         after = host_copies.stored_after(self.graph, forms)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
@@ -217,7 +209,7 @@ class _Scheduler:
         return self._with_gives(drafts)
 
     def _copies_back(self, needed: Mapping[int, int]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
-        """The copies back to the device: their beginnings and their waits, by position of the next backward op."""
+        """Return the starts of copies to the device, and their waits, by position of the next backward op."""
         before = host_copies.fetched_before(self.graph, needed, self.fetchable)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
@@ -228,14 +220,14 @@ class _Scheduler:
         return begins, ends
 
     def _rematerialize(self, values: Iterable[int]) -> tuple[list[_Draft], set[int]]:
-        """Recompute or fetch those of ``values`` that are not live, with all operands that they need, in the order of
-        the forward pass. Also returns the values that have to be copied back from the host before."""
+        """Recompute or decode the values that are not live, with all their operands, in the order of the forward pass.
+        Also return the values that must have been copied back from the host."""
         copied = set[int]()
         ops: dict[int, GraphOp] = {}
         fetched: set[int] = set()
-        """Values of forms that need no other operands: fetched just before they are read."""
+        """Values whose encoding needs no other operands, decoded just before they are read."""
         rebuilt: dict[int, KeptForm] = {}
-        """By op: forms whose fetch needs other operands. They are fetched where the op would be recomputed."""
+        """Encodings that need other operands, by the op in whose place they are decoded."""
         wanted: dict[int, set[int]] = defaultdict(set)
         stack, seen = list(values), set[int]()
         while stack:
@@ -278,8 +270,8 @@ class _Scheduler:
     # -- gradients
 
     def _with_gives(self, drafts: list[_Draft]) -> list[_Draft]:
-        """Insert a give of each gradient after its last read and, if its parameter may change at once, after the last
-        read of the parameter. Gradients that stay in memory wait for others: see NODES."""
+        """Insert the return of each gradient after its last read and, if its parameter may change at once, after the
+        last read of the parameter. Gradients that stay in memory are returned in groups: see NODES."""
         last = {value: at for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
         ready, waiting = dict[int, int](), set[int]()
         for of, gradient in self.graph.gradients:
@@ -288,32 +280,24 @@ class _Scheduler:
                 ready[of] = max(ready[of], last.get(self.graph.base(of), 0))
             elif self._stays(of) or (self.choices.fused and not frees_gradient(self.graph, self.choices, of)):
                 waiting.add(of)
-        together = _grouped_moments(sorted({ready[of] for of in waiting}), 1 if self.choices.fused else NODES)
+        moments = sorted({ready[of] for of in waiting})
+        size = max(1, -(-len(moments) // (1 if self.choices.fused else NODES)))
+        last_of_group = {at: moments[min(k - k % size + size, len(moments)) - 1] for k, at in enumerate(moments)}
         due: dict[int, list[_Draft]] = defaultdict(list)
         for of, gradient in self.graph.gradients:
             action = Action("give", value=of, source=gradient, copies=of in self.copies)
-            at = together[ready[of]] if of in waiting else ready[of]
+            at = last_of_group[ready[of]] if of in waiting else ready[of]
             due[at].append(_Draft(action, (self.graph.base(gradient),), ()))
         return [action for at, draft in enumerate(drafts) for action in (draft, *due.get(at, ()))]
 
     def _stays(self, of: int) -> bool:
-        """Whether the receiver keeps the gradient of ``of`` in its own memory."""
+        """Return whether autograd keeps the memory of a gradient."""
         return of not in self.copies and not frees_gradient(self.graph, self.choices, of)
-
-    def _staying_gradients(self) -> set[int]:
-        """Bases of gradients that stay: they are not freed after they are given."""
-        return {self.graph.base(gradient) for of, gradient in self.graph.gradients if self._stays(of)}
 
     # -- memory
 
-    def _in_pieces_only(self, op: GraphOp) -> bool:
-        """Whether an op could work in place only piece by piece, and the choices exclude it."""
-        pieces = self.choices.pieces
-        return op.scratch_into is not None and pieces is not None and op.index not in pieces
-
     def _free(self, drafts: Sequence[_Draft], *, allocated: Iterable[int], never: set[int]) -> None:
-        """Free every value after its last use, but those in ``never``. If the op of the last use can overwrite it, it
-        does."""
+        """Free every value except ``never`` after its last use, or let the op of the last use overwrite it."""
         last = dict.fromkeys(allocated, 0)
         last.update((value, at) for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes))
         for value, at in last.items():
@@ -321,12 +305,13 @@ class _Scheduler:
                 drafts[at].frees.append(value)
         if not self.choices.in_place:
             return
-        foreign = never | set(self.tangents)
+        foreign, pieces = never | set(self.tangents), self.choices.pieces
         for draft in drafts:
             if draft.action.op is None or not draft.makes:
                 continue
             op = draft.action.called(self.graph)
-            if draft.makes[0] != op.makes[0] or self._in_pieces_only(op):
+            excluded = op.scratch_into is not None and pieces is not None and op.index not in pieces
+            if draft.makes[0] != op.makes[0] or excluded:
                 continue
             draft.into = next((v for v in op.overwrites if v in draft.frees and v not in foreign), None)
             if draft.into is not None:
@@ -334,19 +319,13 @@ class _Scheduler:
 
 
 def with_fewest_pieces(planned: Schedule, fits: Callable[[Schedule], Sequence[bool]]) -> Schedule:
-    """Return the same schedule with ops working piece by piece only where the step would not fit otherwise.
+    """Return the schedule with ops working piece by piece only if the step would not fit otherwise.
 
-    ``fits`` returns for every action, forward and backward, whether its level is within the budget. Working in place
-    changes the level during the op alone, so it is enough to check all levels without pieces once.
+    ``fits`` returns for every action, forward and backward, whether its level is within the budget. Working piece by
+    piece changes the level during the op alone, so the levels without pieces are checked once.
     """
     without = schedule(planned.graph, replace(planned.choices, pieces=frozenset()))
     actions = (*without.forward, *without.backward)
     needed = {a.op for a, fit in zip(actions, fits(without), strict=True) if not fit and a.op is not None}
     fewer = schedule(planned.graph, replace(planned.choices, pieces=frozenset(needed)))
     return fewer if all(fits(fewer)) else planned
-
-
-def _grouped_moments(moments: Sequence[int], most: int) -> dict[int, int]:
-    """Group sorted moments into at most ``most`` groups, and map each moment to the last of its group."""
-    size = max(1, -(-len(moments) // most))
-    return {at: moments[min(k - k % size + size, len(moments)) - 1] for k, at in enumerate(moments)}

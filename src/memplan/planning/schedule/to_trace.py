@@ -40,7 +40,7 @@ def trace_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Tr
 
 @dataclass
 class _Entry:
-    """A storage whose end may not be known yet."""
+    """A storage that may not be freed yet."""
 
     bytes: int
     cause: Cause
@@ -67,10 +67,10 @@ class _Tracer:
         self.tick = 0
         self.entries: list[_Entry] = []
         self.storage_of: dict[int, int] = {}
-        """By value that owns memory: index of its current storage."""
+        """Index of the current storage, by value that owns memory."""
         self.ops: list[Op] = []
         self.op_of: dict[int, int] = {}
-        """By op of the graph: index of its first run in the trace."""
+        """Index in the trace of the first run of an op, by op of the graph."""
 
     def trace(self) -> Trace:
         """Build the trace of all actions."""
@@ -92,15 +92,9 @@ class _Tracer:
             for number, e in enumerate(self.entries)
         )  # fmt: skip
         return Trace(
-            origin="recorded",
-            device=self.device,
-            torch=torch.__version__,
-            ops=tuple(self.ops),
-            storages=storages,
-            layers=(),
-            steps=(begin,),
-            end=self.tick,
-        )
+            origin="recorded", device=self.device, torch=torch.__version__, ops=tuple(self.ops), storages=storages,
+            layers=(), steps=(begin,), end=self.tick,
+        )  # fmt: skip
 
     def _allocate_resident(self) -> None:
         for value in self.graph.values:
@@ -131,24 +125,18 @@ class _Tracer:
 
     def _make(self, value: int, op: int, phase: Phase, into: int | None) -> None:
         tensor = self.graph.values[value]
-        cause, name = self._cause(tensor, phase)
+        maker, name = self.graph.maker.get(value), ""
+        cause: Cause = "saved" if phase == "forward" and value in self.saved else "activation"
+        if value in self.gradient_paths:
+            cause, name = "parameter_gradient", self.gradient_paths[value]
+        elif tensor.kind == "tangent" or (phase == "backward" and maker is not None and maker.phase == "backward"):
+            cause = "activation_gradient"
         if into is None:
             self.storage_of[value] = self._allocate(tensor.bytes, cause, tensor, op, name)
             return
         entry = self.storage_of[value] = self.storage_of.pop(into)
         if cause in ("parameter_gradient", "saved"):  # the final use names the storage
             self.entries[entry].cause, self.entries[entry].name = cause, name
-
-    def _cause(self, value: Value, phase: Phase) -> tuple[Cause, str]:
-        if value.id in self.gradient_paths:
-            return "parameter_gradient", self.gradient_paths[value.id]
-        if value.kind == "tangent" or (phase == "backward" and self._is_backward(value)):
-            return "activation_gradient", ""
-        return ("saved" if phase == "forward" and value.id in self.saved else "activation"), ""
-
-    def _is_backward(self, value: Value) -> bool:
-        maker = self.graph.maker.get(value.id)
-        return maker is not None and maker.phase == "backward"
 
     # -- actions
 

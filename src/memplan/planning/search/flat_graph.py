@@ -175,14 +175,12 @@ class FlatGraph:
 
         def flat(op: GraphOp) -> ForwardOp:
             return ForwardOp(
-                op,
-                tuple(self.row[v] for v in op.makes),
-                tuple(sorted(self.row[v] for v in op.reads if v in self.row)),
+                op, tuple(self.row[v] for v in op.makes), tuple(sorted(self.row[v] for v in op.reads if v in self.row)),
                 tuple(v for v in op.reads if v in updated),
                 tuple(self.row[v] for v in op.overwrites if v in self.row and v not in self.outputs),
                 sum(size[self.row[v]] for v in op.makes) + op.discarded + op.scratch,
                 size[self.row[op.makes[0]]] + op.scratch_saved if op.makes else 0,
-            )
+            )  # fmt: skip
 
         self.forward = tuple(flat(op) for op in graph.forward_ops)
         self.rerun = tuple(op if op.op.again is None else flat(op.op.again) for op in self.forward)
@@ -212,7 +210,7 @@ class FlatGraph:
                 self.gives_of[give.parameter].append(at)
 
     def _fetch_op(self, form: KeptForm) -> GraphOp:
-        """The fetch of a form as an op, so that it is handled like the recomputation of the value."""
+        """Return the decoding of a value as an op, to be treated like its recomputation."""
         scratch, maker = form.fetch_scratch, self.graph.maker[form.value]
         return replace(
             maker, reads=form.also_reads, makes=(form.value,), discarded=0, scratch=scratch, overwrites=(),
@@ -220,7 +218,7 @@ class FlatGraph:
         )  # fmt: skip
 
     def _forward_frees(self) -> None:
-        """Last use of each value in the forward pass: by an op, or by a write after an op."""
+        """Compute the last use of each value in the forward pass, by an op or by a write after an op."""
         position = {op.op.index: at for at, op in enumerate(self.forward)}
         last = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
         self.used_last = np.array([position[last[value]] for value in self.values], dtype=np.int64)
@@ -235,7 +233,7 @@ class FlatGraph:
                 self.written[row] = True
 
     def _readers(self) -> None:
-        """Backward ops that read each forward value itself, and ops that can read a kept form of it instead."""
+        """List the backward ops that read each forward value, and ops that can read an encoding of it instead."""
         readers_of_form: dict[tuple[int, int], list[int]] = defaultdict(list)
         for at in self.plain:
             for op in self.forms[at].direct:
@@ -253,7 +251,7 @@ class FlatGraph:
                     self.readers[row].append(slot)
 
     def _shared_arrays(self) -> None:
-        """Arrays that are the same for all candidates."""
+        """Compute the arrays that all candidates share."""
         none = np.iinfo(np.int32).max
         self.first_read = np.array([slots[0] if slots else none for slots in self.readers], dtype=np.int32)
         self.last_read = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
@@ -270,9 +268,9 @@ class FlatGraph:
         self.by_freed = np.argsort(self.freed_at, kind="stable")
         self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
         self.gives_net = np.zeros(self.slots, dtype=np.int64)
-        """By slot: change of the level by the gradients that are given there."""
+        """Change of the level by the gradients that are returned in each slot."""
         self.gives_peak = np.zeros(self.slots, dtype=np.int64)
-        """By slot: highest level while these are given."""
+        """Highest level while these are returned, by slot."""
         for give in self.gives:
             self.gives_net[give.slot] += give.copy
             level = self.gives_net[give.slot] + give.transient
@@ -280,8 +278,8 @@ class FlatGraph:
             self.gives_net[give.slot] -= give.freed
 
     def _is_regular(self) -> bool:
-        """Whether the batch evaluator supports the graph. Three rare cases are not supported: a gradient that is a
-        forward value or an input, gradients that wait and share memory, and writes after backward ops."""
+        """Return whether the batch evaluator supports the graph. It does not support a gradient that is a forward value
+        or an input, delayed gradients that share memory, and writes after backward ops."""
         bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
         foreign = any(v in self.row or v in self.resident for v in bases)

@@ -54,14 +54,7 @@ class State:
 class LocalSearch:
     """Local search under one budget."""
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        budget: int | Profile,
-        *,
-        small: int = 0,
-        squared: int = 0,
-    ) -> None:
+    def __init__(self, evaluator: Evaluator, budget: int | Profile, *, small: int = 0, squared: int = 0) -> None:
         """Values of at most ``small`` bytes are never changed. ``budget`` and ``squared``: see `Evaluator.evaluate`."""
         self.squared = squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
@@ -305,10 +298,6 @@ def _lengths(count: int) -> list[int]:
 
 def _state_at(evaluated: Evaluated, columns: Columns, k: int) -> State:
     return State(
-        columns[:, k].copy(),
-        int(evaluated.peak[k]),
-        float(evaluated.seconds[k]),
-        float(evaluated.excess[k]),
-        float(evaluated.load[k]),
-        evaluated.needed[:, k].copy(),
-    )
+        columns[:, k].copy(), int(evaluated.peak[k]), float(evaluated.seconds[k]), float(evaluated.excess[k]),
+        float(evaluated.load[k]), evaluated.needed[:, k].copy(),
+    )  # fmt: skip

@@ -390,6 +390,7 @@ class Program:
 
     def solve(self, budget: int) -> tuple[float, Floats] | None:
         """Minimize the cost under a budget. Return the cost and the variables, or None if there is no solution."""
+        from scipy import sparse
         from scipy.optimize import linprog
 
         if any(level > budget for _, level in self.limits):
@@ -397,7 +398,11 @@ class Program:
         demands, lower, limits, unit = self._matrices
         right = np.array([(budget - level) / unit for _, level in self.limits])
         solution = linprog(
-            self.costs, A_ub=_stack(demands, limits), b_ub=np.concatenate([lower, right]), bounds=(0, 1), method="highs"
+            self.costs,
+            A_ub=sparse.vstack([demands, limits]),
+            b_ub=np.concatenate([lower, right]),
+            bounds=(0, 1),
+            method="highs",
         )
         return (float(solution.fun), np.asarray(solution.x)) if solution.status == 0 else None
 
@@ -418,12 +423,6 @@ def _sparse(rows: list[list[tuple[int, float]]], columns: int) -> Any:
     flat = [term for terms in rows for term in terms]
     entries = ([entry for _, entry in flat], (at, [column for column, _ in flat]))
     return sparse.csr_matrix(entries, shape=(len(rows), columns))
-
-
-def _stack(first: Any, second: Any) -> Any:
-    from scipy import sparse
-
-    return sparse.vstack([first, second])
 
 
 def _highest(levels: Ints, count: int) -> set[int]:

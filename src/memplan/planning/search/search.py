@@ -80,60 +80,13 @@ class Infeasible:
     notes: tuple[str, ...] = ()
 
 
-def search(
-    graph: JointGraph,
-    budget: int,
-    *,
-    surroundings: Surroundings | None = None,
-    gradients: GradientUse = STAYS,
-    heuristics: Heuristics | None = None,
-) -> Found | Infeasible:
-    """Find choices within ``budget`` bytes that add as few seconds as the search can reach.
-
-    The result is the same for the same arguments on every machine.
-    """
-    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).within(budget)
-
-
-def floor(
-    graph: JointGraph,
-    *,
-    surroundings: Surroundings | None = None,
-    gradients: GradientUse = STAYS,
-    heuristics: Heuristics | None = None,
-) -> Found:
-    """Find the smallest peak that the search can reach, and the fewest seconds there."""
-    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).floor()
-
-
-def frontier(
-    graph: JointGraph,
-    points: int = 9,
-    *,
-    surroundings: Surroundings | None = None,
-    gradients: GradientUse = STAYS,
-    heuristics: Heuristics | None = None,
-) -> list[Found]:
-    """Plan at ``points`` evenly spaced budgets, from the floor to the peak with all values kept, largest peak first.
-
-    A result that adds at least as many seconds as one of the same or a smaller peak is left out.
-    """
-    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).frontier(points)
-
-
-def _without_switched_off(graph: JointGraph, switches: Heuristics) -> JointGraph:
-    """Remove the kept forms of levers that are switched off."""
-    off = {lever.name for lever in LEVERS if lever.switch and not getattr(switches, lever.switch)}
-    return replace(graph, forms=tuple(form for form in graph.forms if form.lever not in off)) if off else graph
-
-
 def _by_peak(state: State) -> tuple[int, float]:
     return state.peak, state.seconds
 
 
 @dataclass
 class Search:
-    """Searches on one graph, for any number of budgets, with shared intermediate results.
+    """Searches on a graph, for any number of budgets, with shared intermediate results.
 
     ``steady`` is the same graph with modelled instead of measured seconds. The floor is searched on it, so that another
     process with other measurements arrives at the same smallest budget.
@@ -147,7 +100,9 @@ class Search:
 
     def __post_init__(self) -> None:
         self.switches = self.heuristics or Heuristics()
-        self.graph = _without_switched_off(self.graph, self.switches)
+        off = {lever.name for lever in LEVERS if lever.switch and not getattr(self.switches, lever.switch)}
+        if off:
+            self.graph = replace(self.graph, forms=tuple(form for form in self.graph.forms if form.lever not in off))
         self.around = self.surroundings or Surroundings()
         self.evaluator = Evaluator(self.graph, self.surroundings, gradients=self.gradients)
         self.flat = self.evaluator.flat
@@ -163,7 +118,8 @@ class Search:
         self._nearest_results: dict[tuple[int, int], Found] = {}
 
     def within(self, budget: int) -> Found | Infeasible:
-        """Search as `search` does."""
+        """Find choices within ``budget`` bytes that add as few seconds as the search can reach. The result is the same
+        for the same arguments on every machine."""
         if self.kept.peak <= budget:
             return self._result(self.kept, budget)
         if budget < self.lower_bound:
@@ -174,7 +130,7 @@ class Search:
         return self._infeasible() if state is None else self._result(state, budget)
 
     def floor(self) -> Found:
-        """Search as `floor` does."""
+        """Find the smallest peak that the search can reach, and the fewest seconds there."""
         return self._result(self._cheapest, self._cheapest.peak)
 
     def nearest(self, budget: int, squared: int = EVEN) -> Found:
@@ -206,7 +162,10 @@ class Search:
         return Search(self.steady, self.surroundings, gradients=self.gradients, heuristics=self.heuristics)
 
     def frontier(self, points: int) -> list[Found]:
-        """Search as `frontier` does."""
+        """Plan at ``points`` evenly spaced budgets, from the peak with all values saved down to the floor.
+
+        A result that adds at least as many seconds as one of the same or a smaller peak is left out.
+        """
         low, high = self._lowest.peak, self.kept.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
         results, best = list[Found](), None
@@ -217,7 +176,7 @@ class Search:
                 results.append(result)
         return results[::-1]
 
-    # -- one budget
+    # -- a single budget
 
     def _local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
         return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)

@@ -1,4 +1,4 @@
-"""Check schedules independently: slow, obvious, and without a line in common with the code that makes or counts them.
+"""Check schedules independently: slow, obvious, and sharing no code with the scheduler and the simulator.
 
 It tracks which memory is live and unchanged since its op: an op that reads only such memory computes the right result.
 """
@@ -59,9 +59,7 @@ class _Walk:
             if phase == "forward":
                 saved = self.live - self.resident - self.outputs
                 self.need(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
-                self.changed |= (
-                    self.outputs - self.resident - {*self.plan.saved}
-                )  # values that the backward pass does not get
+                self.changed |= self.outputs - self.resident - {*self.plan.saved}  # the backward pass does not get them
         self.need(self.ran == [o.index for o in self.graph.ops if o.makes or o.discarded or o.once], "not all ran once")
         due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.given
         self.need(not due, f"the write or the gradient of {self.names(due)} is missing")

@@ -48,7 +48,7 @@ from memplan.errors import BackwardError, RecordingError, UsageError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.loss_module import with_loss
-from memplan.planning.capture.reads.kinds import MISSING, told
+from memplan.planning.capture.reads.kinds import MISSING, value_key
 from memplan.planning.capture.reads.readable import Reads
 from memplan.planning.capture.reads.watched import Watched
 
@@ -783,8 +783,10 @@ def test_modes_and_hooks_for_all_modules_are_refused_while_a_step_is_captured() 
 
 
 def test_numbers_by_value() -> None:
-    assert told(float("nan")) == told(float("nan"))
-    assert len({told(value) for value in (0.0, -0.0, 0, False, float("nan"), complex(0, -0.0), complex(0, 0.0))}) == 7
+    assert value_key(float("nan")) == value_key(float("nan"))
+    assert (
+        len({value_key(value) for value in (0.0, -0.0, 0, False, float("nan"), complex(0, -0.0), complex(0, 0.0))}) == 7
+    )
 
 
 def test_the_model_is_not_kept_alive() -> None:

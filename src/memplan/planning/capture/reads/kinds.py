@@ -1,4 +1,4 @@
-"""Tell kinds of objects apart: which are plain values, which have content that Python sees, which do not count."""
+"""Classify objects: plain values, containers, arrays, objects compared by identity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OF_MEMBERS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is immutable: one of `PLAIN` without attributes of its own that could change."""
+    """Return whether a value is of a type of `PLAIN`, without attributes that could change."""
     if not isinstance(value, PLAIN):
         return False
     own = getattr(value, "__dict__", None)
@@ -48,8 +48,8 @@ def _is_immutable(value: Any) -> bool:
     return is_plain(value) or (type(value) is tuple and all(map(_is_immutable, value)))
 
 
-def told(value: Any) -> Hashable:
-    """Return the key of a plain value, its type and value: NaN equals itself, and -0.0 is not 0.0."""
+def value_key(value: Any) -> Hashable:
+    """Return a hashable key of a plain value: its type and value, where NaN equals itself and -0.0 is not 0.0."""
     if isinstance(value, float):
         return type(value), value.hex()
     if isinstance(value, complex):
@@ -58,8 +58,7 @@ def told(value: Any) -> Hashable:
 
 
 class Itself:
-    """Identity of an object. It keeps the object alive only if that has no weak references; then it equals nothing once
-    the object is gone."""
+    """Identity of an object, by weak reference where the type allows. After the object is freed it equals nothing."""
 
     __slots__ = ("_ref",)
 
@@ -77,7 +76,7 @@ class Itself:
 
 
 def wrapped(value: Any) -> tuple[Any, ...] | None:
-    """Return what an object of Python's own wraps: functions and arguments."""
+    """Return the functions and arguments that a partial, property or method object wraps, else None."""
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return value.func, value.args, value.keywords
     if isinstance(value, property):
@@ -90,13 +89,13 @@ def wrapped(value: Any) -> tuple[Any, ...] | None:
 
 
 def plainly(container: Any) -> Iterator[Any]:
-    """Iterate over a container as its base class does, whatever its own class says."""
+    """Iterate over a container by its builtin base class, ignoring overrides."""
     bases: tuple[Any, ...] = (tuple, list, set, frozenset, collections.deque)
     return next(base.__iter__(container) for base in bases if isinstance(container, base))
 
 
 def cell_content(cell: Any) -> Any:
-    """Return the content of a function's cell; MISSING where it has none yet."""
+    """Return the content of a closure cell; MISSING if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # not bound yet
@@ -104,30 +103,30 @@ def cell_content(cell: Any) -> Any:
 
 
 def imported(names: Iterable[str], package: str) -> Iterator[str]:
-    """Yield the modules outside of torch and the standard library that these names in imports can mean."""
+    """Yield the imported modules that these names may refer to, except torch's and the standard library's."""
     parents = [package]
     while parents[-1]:
         parents.append(parents[-1].rpartition(".")[0])
     for name in names:
         for parent in parents:
-            found = f"{parent}.{name}" if parent and name else parent or name
-            module = sys.modules.get(found)
+            full_name = f"{parent}.{name}" if parent and name else parent or name
+            module = sys.modules.get(full_name)
             if module is not None and code_counts(vars(module)):
-                yield found
+                yield full_name
 
 
 @functools.lru_cache(4096)
 def dict_of(kind: type) -> dict[str, Any]:
-    """Return the dict behind a class's ``__dict__``, which is a proxy of it."""
-    found = gc.get_referents(vars(kind))
-    return found[0] if len(found) == 1 and type(found[0]) is dict else dict(vars(kind))
+    """Return the dict behind the proxy that is a class's ``__dict__``."""
+    referents = gc.get_referents(vars(kind))
+    return referents[0] if len(referents) == 1 and type(referents[0]) is dict else dict(vars(kind))
 
 
 @functools.lru_cache(4096)
 def slots_of(kind: type) -> tuple[str, ...]:
-    """Return the attributes that a class keeps in slots."""
-    found = [(base, vars(base).get("__slots__", ())) for base in kind.__mro__]
-    names = [(base, name) for base, slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    """Return the names of a class's slots, with private names mangled."""
+    by_base = [(base, vars(base).get("__slots__", ())) for base in kind.__mro__]
+    names = [(base, name) for base, slots in by_base for name in ((slots,) if isinstance(slots, str) else slots)]
     return tuple(
         f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
         for base, name in names
@@ -137,7 +136,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def is_open_class(kind: type) -> bool:
-    """Return whether attributes of a class count: those of users' and libraries' classes and of torch's layers."""
+    """Return whether attributes of a class count: it is a user's, a library's, or a layer of torch's."""
     module = module_of(kind)
     layer = module.startswith("torch.nn.") and kind is not nn.Module
     return layer or code_counts({"__name__": module})
@@ -150,50 +149,49 @@ _CLOSED = frozenset({
 
 @functools.lru_cache(4096)
 def is_closed(kind: type) -> bool:
-    """Return whether objects of a class are compared by identity: loggers, locks, files and the like."""
+    """Return whether objects of a class are compared by identity: loggers, locks, files."""
     return module_of(kind).partition(".")[0] in _CLOSED or kind is dataclasses.Field
 
 
 def module_of(kind: type) -> str:
-    """Return the name of the module of a class; empty where it has none."""
-    found = kind.__module__  # of classes that C makes it can be anything
-    return found if isinstance(found, str) else ""
+    """Return the name of the module of a class, or the empty string."""
+    module = kind.__module__  # can be any object for classes written in C
+    return module if isinstance(module, str) else ""
 
 
-def _of_decimal() -> str:
+def _decimal_context() -> str:
     decimal = sys.modules.get("decimal")
     return "" if decimal is None else repr(decimal.getcontext())
 
 
-def _of_numpy() -> str:
+def _numpy_settings() -> str:
     numpy = sys.modules.get("numpy")
     return "" if numpy is None else repr((numpy.geterr(), numpy.get_printoptions()))
 
 
 STATES: dict[str, Callable[[], Hashable]] = {
-    "decimal": _of_decimal, "numpy": _of_numpy, "getrecursionlimit": sys.getrecursionlimit,
+    "decimal": _decimal_context, "numpy": _numpy_settings, "getrecursionlimit": sys.getrecursionlimit,
     "get_num_threads": torch.get_num_threads, "get_num_interop_threads": torch.get_num_interop_threads,
     "initial_seed": torch.initial_seed, "active_count": threading.active_count, "get_ident": threading.get_ident,
     "current_thread": lambda: threading.current_thread().name,
 }  # fmt: skip
-"""State of the process that only functions of C know, by the module or the function that reads it."""
+"""Functions that read state of the process hidden in C, by the module or function through which code reads it."""
 
 
 def registered(kind: Any) -> Hashable:
-    """Return the classes that are registered as subclasses of an abstract class and its subclasses, by weak reference:
-    ``isinstance`` is true for their objects, and no class says so."""
-    found, ahead = set[Any](), [kind]
+    """Return weak references to the classes registered as virtual subclasses (``ABC.register``) of an abstract class or
+    its subclasses."""
+    virtual, ahead = set[Any](), [kind]
     while ahead:
-        one = ahead.pop()
-        ahead += type.__subclasses__(one)
-        if isinstance(one, abc.ABCMeta):
-            found |= _get_dump(one)[0]
-    return frozenset(found)
+        subclass = ahead.pop()
+        ahead += type.__subclasses__(subclass)
+        if isinstance(subclass, abc.ABCMeta):
+            virtual |= _get_dump(subclass)[0]
+    return frozenset(virtual)
 
 
 def state_of(value: Any) -> Callable[[], Any] | None:
-    """Return what reads the state of an object of the standard library that is compared by identity otherwise: of
-    loggers and values in shared memory. None of any other."""
+    """Return a function that reads the state of a logger or of a value in shared memory, None for other objects."""
     if isinstance(value, logging.Logger):
         return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
     if module_of(type(value)) == "multiprocessing.sharedctypes":
@@ -202,12 +200,12 @@ def state_of(value: Any) -> Callable[[], Any] | None:
 
 
 _MOST_CACHED = 256
-"""Results of a cache of functools that are looked at; of more, only their number."""
+"""Most results of a functools cache that are compared; of larger caches only the size is."""
 
 
 def cached_results(cache: Any) -> list[Any]:
-    """Return what a function wrapped by `functools.cache` has stored; for `functools.lru_cache` the entries, which hide
-    their results: another entry may have another result."""
+    """Return the results in the cache of `functools.cache`; for `functools.lru_cache` its link objects, which hide the
+    results."""
     if cache.cache_info().currsize > _MOST_CACHED:
         return []
     tables = [table for table in gc.get_referents(cache) if isinstance(table, dict) and table is not vars(cache)]
@@ -215,14 +213,14 @@ def cached_results(cache: Any) -> list[Any]:
 
 
 POINTER: Any = ctypes.POINTER(ctypes.c_int).__base__
-"""Class of pointers of ctypes: what they point to has no end that Python knows."""
+"""Base class of ctypes pointers, whose targets have unknown size."""
 _BUFFERS: tuple[Any, ...] = (bytearray, memoryview, array.array, mmap.mmap, ctypes.Structure.__base__)
 _LARGEST_ARRAY = 1 << 24
-"""Bytes of an array that are compared in each call; of a larger one it is seen only that it is another one."""
+"""Largest array in bytes that is compared by value in each call; larger arrays are compared by identity."""
 
 
 def memory_of(value: Any) -> Callable[[], Any] | None:
-    """Return what reads an object whose content is memory, such as an array of numpy's; None of any other."""
+    """Return a function that reads the content of a buffer such as a numpy array, None for other objects."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         if value.nbytes > _LARGEST_ARRAY:
@@ -235,7 +233,7 @@ def memory_of(value: Any) -> Callable[[], Any] | None:
 
 
 def objects_of(value: Any) -> list[Any] | None:
-    """Return the elements of an array of objects; None of anything else."""
+    """Return the elements of a numpy array of objects, None for other values."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.hasobject:
         return value.ravel().tolist()

@@ -1,4 +1,4 @@
-"""See that what a step reads is the same in each pass of a capture, and that it can be compared in later calls."""
+"""Check that a step reads the same values in each pass of a capture, and that later calls can compare them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import nn
 from memplan.errors import RecordingError
 from memplan.planning.capture.reads.executed import Executed
 from memplan.planning.capture.reads.readable import Readable, Reads
-from memplan.planning.capture.reads.walk import Found, recipe_of
+from memplan.planning.capture.reads.walk import Snapshot, recipe_of
 
 
 class Passes:
-    """What forward() can have read in each pass of a capture, which runs it more than once."""
+    """Values that forward() reads in each pass of a capture."""
 
     def __init__(self, model: nn.Module, executed: Executed) -> None:
         self.executed = executed
         self._model = model
         self._readable: Readable | None = None
-        self._first: Found | None = None
+        self._first: Snapshot | None = None
         self._changing: list[str] = []
 
     def ended(self) -> None:
-        """Note that a pass has ended."""
+        """Compare the values at the end of a pass with those of the first pass."""
         with self.executed.pause():
             if self._first is None or self._readable is None:
                 self._readable = Readable(self._model, recipe_of(self.executed))
@@ -32,7 +32,7 @@ class Passes:
                 self._changing = self._changing or self._first.differing(self._readable.now())
 
     def refuse(self) -> None:
-        """Raise RecordingError where what was read is not the same in the next call, or cannot be compared."""
+        """Raise RecordingError if values change with each call or cannot be compared."""
         if self.executed.outside is not None:
             does, where = self.executed.outside
             raise RecordingError(
@@ -48,7 +48,7 @@ class Passes:
                 do="Keep what changes in a buffer (register_buffer(), changed in place), or change it outside of "
                 "forward()",
             )
-        unseen = self.reads().found.unseen
+        unseen = self.reads().snapshot.unseen
         if unseen:
             raise RecordingError(
                 f"forward() reads {unseen[0]}",
@@ -57,7 +57,7 @@ class Passes:
             )
 
     def reads(self) -> Reads:
-        """Return what was read, and its present values."""
+        """Return guards on the values that were read."""
         return Reads(Readable(self._model, recipe_of(self.executed)), late=self.executed.reads_late)
 
 
@@ -65,15 +65,13 @@ _of_errors: weakref.WeakKeyDictionary[BaseException, Reads] = weakref.WeakKeyDic
 
 
 def note_reads(error: BaseException, reads: Reads) -> None:
-    """Note what had been read when a capture failed."""
+    """Attach the values that a failed capture had read to its error."""
     _of_errors[error] = reads
 
 
 def reads_of(error: BaseException) -> Reads | None:
-    """Return what had been read when the capture failed that an error is about; None where that is not known."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if seen in _of_errors:
-            return _of_errors[seen]
-        seen = seen.__cause__
-    return None
+    """Return the values attached to an error or to one of its causes, else None."""
+    cause: BaseException | None = error
+    while cause is not None and cause not in _of_errors:
+        cause = cause.__cause__
+    return None if cause is None else _of_errors[cause]

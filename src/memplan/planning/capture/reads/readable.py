@@ -1,12 +1,11 @@
-"""Fingerprint what the Python code of a captured step can read beside its tensors, to any depth.
+"""Guards on the Python values that the code of a captured step can read.
 
-A capture observes which code runs (`executed`). What that code can have read is walked from the model's modules, from
-the globals that the code loads, and from what its functions close over: through containers, through objects as far as
-the code names their attributes, and through classes, whatever the depth. All of it is read once, by value. From then
-on objects at the same places are compared by identity, dicts by a version, which is fast; where anything is another
-object, everything is walked again.
+A capture observes which code runs (`executed`). Everything that this code can have read is traversed from the model's
+modules, the globals that the code loads and the closures of its functions: containers, objects (the attributes that the
+code names) and classes, to any depth. The first traversal compares by value. Later checks compare objects by identity
+and dicts by version, which is fast; if any object was replaced, everything is traversed again.
 
-What cannot be looked into is named in `Found.unseen`.
+Objects that cannot be examined are listed in `Snapshot.unseen`.
 """
 
 from __future__ import annotations
@@ -15,41 +14,41 @@ from dataclasses import replace
 
 from torch import nn
 
-from memplan.planning.capture.reads.walk import Found, Recipe, Walk
+from memplan.planning.capture.reads.walk import Recipe, Snapshot, Walk
 from memplan.planning.capture.side_effects import computed
 
 
 class Reads:
-    """What a captured step can have read, and its values then."""
+    """Values that a captured step can have read, with a snapshot of them."""
 
     def __init__(self, readable: Readable, *, late: bool = False) -> None:
-        self.readable, self.found = readable, readable.now()
+        self.readable, self.snapshot = readable, readable.now()
         self.late = late
-        """Whether the backward pass has to find all of it as it was, too."""
+        """Whether the backward pass reads them, too."""
 
     def hold(self, moment: object = None) -> bool:
-        """Return whether all of it is as it was. ``moment``: as for `Readable.now`."""
+        """Return whether all values equal the snapshot. ``moment``: as for `Readable.now`."""
         now = self.readable.now(moment)
-        if now is not self.found and now == self.found:
-            self.found = now
-        return now is self.found
+        if now is not self.snapshot and now == self.snapshot:
+            self.snapshot = now
+        return now is self.snapshot
 
     def differing(self) -> list[str]:
-        """Return the names of what is not as it was."""
-        return self.found.differing(self.readable.now())
+        """Return the names of the values that differ from the snapshot."""
+        return self.snapshot.differing(self.readable.now())
 
     def release(self) -> None:
-        """Hold nothing that was read: it is read anew the next time."""
+        """Drop references to all values; the next check reads them anew."""
         self.readable.release()
 
     def share(self, other: Reads) -> None:
-        """Read together with what reads the same."""
+        """Use the other's `Readable` if both read the same values."""
         if self.readable.recipe == other.readable.recipe:
             self.readable = other.readable
 
 
 class Readable:
-    """Reads what a recipe names. The model itself is not kept alive."""
+    """Reads the values that a recipe describes. Does not keep the model alive."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -57,22 +56,23 @@ class Readable:
         self._places = {id(module): name for name, module in model.named_modules()}
         self._moment: object = None
         self._walk: Walk | None = None
-        self._found: Found | None = None
+        self._snapshot: Snapshot | None = None
 
-    def now(self, moment: object = None) -> Found:
-        """Return the present values: the same object as the last time where nothing has changed.
+    def now(self, moment: object = None) -> Snapshot:
+        """Return a snapshot of the present values: the same object as in the last call if nothing has changed.
 
         Args:
-            moment: the same object as long as no module's attributes have changed; None: that is not known.
+            moment: token that is the same object while no module's attributes change; None: unknown.
         """
         settled = moment is not None and moment is self._moment
-        if self._found is None or self._walk is None or not self._walk.unchanged(modules=not settled):
-            walk = self._walked()
-            self._walk, self._found = walk, walk.found()
+        if self._snapshot is None or self._walk is None or not self._walk.unchanged(modules=not settled):
+            self._walk = self._traverse()
+            self._snapshot = self._walk.snapshot()
         self._moment = moment
-        return self._found
+        return self._snapshot
 
-    def _walked(self) -> Walk:
+    def _traverse(self) -> Walk:
+        """Traverse until the recipe has all names that objects such as `operator.attrgetter` add to it."""
         while True:
             walk = Walk(self.recipe, self._places)
             walk.start(self._modules)
@@ -82,5 +82,5 @@ class Readable:
             self.recipe = recipe
 
     def release(self) -> None:
-        """Hold nothing that was read."""
-        self._moment = self._walk = self._found = None
+        """Drop references to all values."""
+        self._moment = self._walk = self._snapshot = None

@@ -1,4 +1,4 @@
-"""Number everything that captured code can have read, whatever its depth, so that equal states give equal lists."""
+"""Traverse everything that captured code can have read into a list of nodes; equal states give equal lists."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from memplan.planning.capture.reads.kinds import (
     registered,
     slots_of,
     state_of,
-    told,
+    value_key,
     wrapped,
 )
 from memplan.planning.capture.reads.watched import Names, Watched
@@ -51,7 +51,7 @@ _CACHED = type(functools.lru_cache(lambda: None))
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _FIXED = (types.ModuleType, type)
 _WRAPPING = ("contextlib", "functools")
-"""Modules whose functions call those that they wrap."""
+"""Modules whose functions wrap others."""
 _NEVER = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__",
                     "__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__"})  # fmt: skip
 _KNOWN = frozenset({"builtins", "torch", "numpy", "memplan"})
@@ -60,18 +60,18 @@ _OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the code that ran can read."""
+    """Description of the values that executed code can read."""
 
     codes: Mapping[int, tuple[types.CodeType, dict[str, Any]]]
-    """Code and its globals, by the code's id."""
+    """Code and its globals, by id of the code."""
     names: frozenset[str]
-    """Attributes that it names."""
+    """Attributes that the code names."""
     of_globals: frozenset[str]
-    """Those that it takes of globals directly: of modules of torch and the standard library no others count."""
+    """Attributes that it reads of globals directly: the only ones that count of modules of torch and the stdlib."""
     whole: bool
     """Whether it reads attributes that it does not name."""
     whole_kinds: frozenset[type]
-    """Classes of objects of which it does."""
+    """Classes of objects whose attributes it all reads."""
     modules: frozenset[str]
     """Modules that it looked up by computed names."""
 
@@ -85,7 +85,7 @@ class Recipe:
         return isinstance(function, types.FunctionType) and id(function.__code__) in self.codes
 
     def is_open_ended(self, kind: type) -> bool:
-        """Return whether all attributes of a class's objects count: code reads them all, or answers for any."""
+        """Return whether all attributes of a class's objects count: code reads them all, or ``__getattr__`` may."""
         if not self.whole_kinds.isdisjoint(kind.__mro__):
             return True
         for base in kind.__mro__:
@@ -101,41 +101,41 @@ class Recipe:
 
 
 def recipe_of(executed: Executed) -> Recipe:
-    """Return what the code that was observed can read."""
+    """Return the recipe for the code that was observed."""
     uses = [uses_of(code) for code, _ in executed.codes.values()]
-    names = frozenset(executed.names).union(*(one.names for one in uses))
-    of_globals = frozenset[str]().union(*(one.of_globals for one in uses))
-    whole = executed.whole or any(one.unnamed for one in uses)
+    names = frozenset(executed.names).union(*(use.names for use in uses))
+    of_globals = frozenset[str]().union(*(use.of_globals for use in uses))
+    whole = executed.whole or any(use.unnamed for use in uses)
     kinds, modules = frozenset(executed.whole_kinds), frozenset(executed.modules)
     return Recipe(dict(executed.codes), names, of_globals, whole, kinds, modules)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Found:
-    """Everything readable at one time; equal where it is the same by value."""
+class Snapshot:
+    """Values at one time, compared by value."""
 
     nodes: tuple[Any, ...]
-    """Values, and objects as tuples of the numbers of what is in them."""
+    """Keys of plain values; of objects, tuples with the numbers of the nodes that they refer to."""
     labels: tuple[str, ...]
-    """Where each was seen first, for people."""
+    """Name of each node in messages: where it was first reached."""
     unseen: tuple[str, ...] = ()
-    """What could not be looked into, and why."""
+    """Objects that cannot be examined, with the reason."""
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Found) and self.nodes == other.nodes)
+        return self is other or (isinstance(other, Snapshot) and self.nodes == other.nodes)
 
-    def differing(self, other: Found) -> list[str]:
-        """Return the names of what differs; only the first where there is more or less than before."""
+    def differing(self, other: Snapshot) -> list[str]:
+        """Return the names of the nodes that differ; only the first if the numbers of nodes differ."""
         pairs = zip(self.nodes, other.nodes, self.labels, strict=False)
-        found = [label for one, another, label in pairs if one != another]
+        labels = [label for mine, its, label in pairs if mine != its]
         if len(self.nodes) != len(other.nodes):
-            return found[:1] or [max(self.labels, other.labels, key=len)[-1]]
-        return found
+            return labels[:1] or [max(self.labels, other.labels, key=len)[-1]]
+        return labels
 
 
 class Walk(Watched):
-    """Numbers everything that is readable, breadth first, so that equal states give equal lists."""
+    """Breadth-first traversal of everything readable, which numbers nodes in the order of their discovery."""
 
     def __init__(self, recipe: Recipe, places: Mapping[int, str]) -> None:
         super().__init__()
@@ -144,27 +144,27 @@ class Walk(Watched):
         self._labels: list[str] = []
         self._known: dict[int, int] = {}
         self._alive: list[Any] = []
-        """What is numbered by its id: a new object must not get the id of one that is gone."""
+        """Objects in `_known`, kept alive so that ids are not reused."""
         self._ahead: collections.deque[tuple[int, Any, str]] = collections.deque()
         self._unseen: list[str] = []
         self.named = set[str]()
-        """Attributes that no code names and objects do, such as `operator.attrgetter`: the recipe has to have them."""
+        """Attributes that objects name, such as an `operator.attrgetter`: the recipe must have them, too."""
         self.whole = recipe.whole
-        """Whether there is a function that reads attributes which nothing names, such as `getattr` in a partial."""
+        """Whether a function that reads unnamed attributes was reached, such as `getattr` in a partial."""
         self._states = set[str]()
         self._names = Names(None if recipe.whole else recipe.names, _NEVER)
 
-    def found(self) -> Found:
-        """Return what was numbered."""
+    def snapshot(self) -> Snapshot:
+        """Return the snapshot, after `start`."""
         self._alive.clear()
         self._known.clear()
-        return Found(tuple(self._nodes), tuple(self._labels), tuple(self._unseen))
+        return Snapshot(tuple(self._nodes), tuple(self._labels), tuple(self._unseen))
 
     def start(self, modules: list[tuple[str, dict[str, Any], frozenset[str], type]]) -> None:
-        """Number everything that can be read from these modules and from the code.
+        """Traverse from the model's modules and from the code.
 
         Args:
-            modules: names, attributes, those that do not count, and classes.
+            modules: (name, attributes, names of attributes that do not count, class).
         """
         for path, own, without, kind in modules:
             of = f" of {path}" if path else ""
@@ -207,10 +207,9 @@ class Walk(Watched):
     # -- values
 
     def _visit(self, value: Any, label: str) -> Any:
-        """Return the number of a value's node, under which the node of the object that refers to it has it. A new value
-        is put in the queue. ``label`` names the value for people."""
+        """Return the number of a value's node; a new value is queued. ``label``: its name in messages."""
         if is_plain(value):
-            return self._add(told(value), label)
+            return self._add(value_key(value), label)
         known = self._known.get(id(value))
         if known is not None:
             return known
@@ -222,7 +221,7 @@ class Walk(Watched):
         return number
 
     def _part(self, value: Any, label: Callable[[], str]) -> Any:
-        return told(value) if is_plain(value) else self._visit(value, label())
+        return value_key(value) if is_plain(value) else self._visit(value, label())
 
     def _add(self, node: Any, label: str) -> int:
         self._nodes.append(node)
@@ -232,7 +231,8 @@ class Walk(Watched):
     def _inside(self, value: Any, label: str) -> Any:
         kind = type(value)
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, label)
+            own = getattr(value, "__dict__", None)
+            return Itself(value), *self._attributes(self.instance(own, self._names) if own else {}, label)
         if id(value) in self._places:
             return "module", self._places[id(value)]
         if isinstance(value, types.FunctionType):
@@ -241,7 +241,7 @@ class Walk(Watched):
             return kind, self._visit(value.__func__, label), self._visit(value.__self__, label)
         if isinstance(value, types.BuiltinFunctionType):
             owner: Any = value.__self__
-            self.whole = self.whole or any(value is one for one in GETTERS)
+            self.whole = self.whole or any(value is getter for getter in GETTERS)
             self._state(str(value.__module__))
             if isinstance(owner, _CONTAINERS) or (hasattr(owner, "__dict__") and not isinstance(owner, _FIXED)):
                 return kind, value.__name__, self._visit(owner, label)
@@ -252,13 +252,13 @@ class Walk(Watched):
             return self._module(value, label)
         inner = wrapped(value)
         if inner is not None:
-            return kind, *(self._visit(one, label) for one in inner)
+            return kind, *(self._visit(part, label) for part in inner)
         if isinstance(value, _CACHED):
             self.bytes(lambda: value.cache_info().currsize)
-            results = cached_results(value)  # their ids are theirs as long as this list is there
+            results = cached_results(value)  # this list keeps the ids valid
             self.bytes(lambda: (len(results), [*map(id, cached_results(value))]))
-            inside = [one for one in gc.get_referents(value) if not isinstance(one, (type, dict))]
-            return kind, *(self._visit(one, label) for one in (*inside, *results))
+            inside = [part for part in gc.get_referents(value) if not isinstance(part, (type, dict))]
+            return kind, *(self._visit(part, label) for part in (*inside, *results))
         if isinstance(value, weakref.ref):
             return kind, self._visit(self.read(value), label)
         if isinstance(value, contextvars.ContextVar):
@@ -267,16 +267,15 @@ class Walk(Watched):
             return Itself(value)
         return self._object(value, label)
 
-    def _tensor(self, value: torch.Tensor, label: str) -> Any:
-        own = getattr(value, "__dict__", None)
-        found = self.instance(own, self._names) if own else {}
-        return Itself(value), *((name, self._visit(one, _inner(label, name))) for name, one in found.items())
-
     def _function(self, value: types.FunctionType, label: str) -> Any:
         code = value.__code__
         if id(code) not in self._recipe.codes:
             if value.__globals__.get("__name__") in _WRAPPING:
-                return Itself(value), *(self._visit(one, label) for one in self._wrapped(value))
+                # of functools.singledispatch, whose closure has a cache, only the implementations by type
+                parts = [vars(value)["registry"]] if "registry" in vars(value) else [
+                    *map(self.cell, value.__closure__ or ()), vars(value).get("__wrapped__")
+                ]  # fmt: skip
+                return Itself(value), *(self._visit(part, label) for part in parts)
             return Itself(value) if not code_counts(value.__globals__) else (types.FunctionType, code)
         self.function(value)
         parts = list[Any]()
@@ -286,43 +285,32 @@ class Walk(Watched):
             parts.append(self._visit(value.__defaults__, f"{label}, its defaults"))
         if value.__kwdefaults__:
             parts.append(self._visit(value.__kwdefaults__, f"{label}, its defaults"))
-        found = self.instance(value.__dict__, self._names)
-        parts += [(name, self._visit(one, _inner(label, name))) for name, one in found.items()]
+        parts += self._attributes(self.instance(value.__dict__, self._names), label)
         return types.FunctionType, code, *parts
-
-    def _wrapped(self, value: types.FunctionType) -> list[Any]:
-        """Return what a function of contextlib or functools calls: what it closes over, and implementations by type."""
-        if "registry" in vars(value):  # of functools.singledispatch, whose closure has a cache
-            return [vars(value)["registry"]]
-        return [*map(self.cell, value.__closure__ or ()), vars(value).get("__wrapped__")]
 
     def _class(self, kind: type, label: str) -> Any:
         if issubclass(kind, enum.Enum):
             members: Mapping[str, Any] = kind.__members__
             return Itself(kind), *(self._visit(member, label) for member in members.values() if not is_plain(member))
         self._state(module_of(kind))
-        found = list[Any]()
+        parts = list[Any]()
         if isinstance(kind, abc.ABCMeta):
             self.bytes(abc.get_cache_token)
-            found.append(registered(kind))
+            parts.append(registered(kind))
         for base in kind.__mro__:
             if not is_open_class(base):
                 continue
             own = dict_of(base)
             if "__match_args__" in self._recipe.names:
                 self.named.update(own.get("__match_args__", ()))
-            read = frozenset(name for name, one in own.items() if self._recipe.is_read(name, one))
+            read = frozenset(name for name, value in own.items() if self._recipe.is_read(name, value))
             of = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
-            found += self._named(own, of, Names(self._recipe.names | read, _NEVER))
+            parts += self._named(own, of, Names(self._recipe.names | read, _NEVER))
         meta = type(kind)
-        return (
-            Itself(kind),
-            *found,
-            self._visit(meta, f"class {meta.__qualname__}") if is_open_class(meta) else None,
-        )
+        return (Itself(kind), *parts, self._visit(meta, f"class {meta.__qualname__}") if is_open_class(meta) else None)
 
     def _state(self, name: str) -> None:
-        """Read the state behind a module or a function of `STATES`."""
+        """Add the state of a module or a function of `STATES`, once."""
         if name in STATES and name not in self._states:
             self._states.add(name)
             self._add(self.bytes(STATES[name]), f"state of {name}")
@@ -339,11 +327,9 @@ class Walk(Watched):
     # -- objects and containers
 
     def _object(self, value: Any, label: str) -> Any:
-        """Return the node of an object: its class, and what of it the captured code can read.
-
-        That is the first that applies of: the elements of a container, the bytes of an array, the state of a
-        logger, the object's identity (locks, files), the attributes and slots that the code names.
-        """
+        """Return the node of an object: its class and its readable content, which is the first that applies of: the
+        elements of a container, the bytes of an array, the state of a logger, the object's identity (locks, files), the
+        attributes and slots that the code names."""
         kind = type(value)
         parts = [kind if module_of(kind) == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
         if isinstance(value, POINTER):
@@ -359,7 +345,7 @@ class Walk(Watched):
         if is_closed(kind) and not isinstance(value, threading.local):
             return *parts, Itself(value)
         if isinstance(value, PLAIN):
-            parts.append(told(value))
+            parts.append(value_key(value))
         if isinstance(value, enum.Enum):
             parts.append(self._visit(value._value_, label))
         names = self._names
@@ -370,8 +356,7 @@ class Walk(Watched):
         own, seen = getattr(value, "__dict__", None), known is not None
         if isinstance(own, dict):
             self.kind(value)
-            found = self.instance(own, names)
-            parts += [(name, self._visit(one, _inner(label, name))) for name, one in found.items()]
+            parts += self._attributes(self.instance(own, names), label)
             seen = True
         for name in slots_of(kind):
             if names.only is None or name in names.only:
@@ -384,13 +369,13 @@ class Walk(Watched):
         if isinstance(value, dict):
             keys, values = self.content(value)
             return [
-                (self._part(key, lambda: label), self._part(one, lambda key=key: f"{label}[{key!r:.40}]"))
-                for key, one in zip(keys, values, strict=True)
+                (self._part(key, lambda: label), self._part(item, lambda key=key: f"{label}[{key!r:.40}]"))
+                for key, item in zip(keys, values, strict=True)
             ]
         objects = objects_of(value)
-        if objects is not None:  # their ids are theirs as long as this list is there
+        if objects is not None:  # this list keeps the ids valid
             self.bytes(lambda: (len(objects), [*map(id, objects_of(value) or ())]))
-            return [self._part(one, lambda at=at: f"{label}[{at}]") for at, one in enumerate(objects)]
+            return [self._part(item, lambda at=at: f"{label}[{at}]") for at, item in enumerate(objects)]
         if isinstance(value, types.MappingProxyType):
             return [self._visit(gc.get_referents(value)[0], label)]
         if not isinstance(value, (tuple, list, set, frozenset, collections.deque)):
@@ -401,11 +386,11 @@ class Walk(Watched):
         if isinstance(value, (set, frozenset)):
             plain = [element for element in content if is_plain(element)]
             others = [Itself(element) for element in content if not is_plain(element)]
-            return [frozenset(map(told, plain)), *others]
-        return [self._part(one, lambda at=at: f"{label}[{at}]") for at, one in enumerate(content)]
+            return [frozenset(map(value_key, plain)), *others]
+        return [self._part(item, lambda at=at: f"{label}[{at}]") for at, item in enumerate(content)]
 
     def _opaque(self, value: Any, label: str) -> Any:
-        """Return the key of an object of a class written in C, of which Python sees no content."""
+        """Return the node of an object of a class written in C, whose content Python does not see."""
         kind = type(value)
         if isinstance(value, types.CellType):
             return self._visit(self.cell(value), label)
@@ -420,17 +405,20 @@ class Walk(Watched):
             self._unseen.append(f"the {label}, an iterator ({kind.__name__}), which each reading moves on")
             return Itself(value)
         if kind.__hash__ is not object.__hash__ and kind.__hash__ is not None and kind.__eq__ is not object.__eq__:
-            return told(value)  # an immutable value
+            return value_key(value)  # an immutable value
         if module_of(kind).partition(".")[0] not in _KNOWN and not in_standard_library(module_of(kind)):
             self._unseen.append(f"the {label}, an object of {module_of(kind)}.{kind.__qualname__}, whose content "
                                 "Python does not see")  # fmt: skip
         return Itself(value)
 
     def _named(self, own: dict[str, Any], label: str, names: Names) -> list[Any]:
-        return [(name, self._visit(value, _inner(label, name))) for name, value in self.names(own, names).items()]
+        return self._attributes(self.names(own, names), label)
+
+    def _attributes(self, values: Mapping[str, Any], label: str) -> list[Any]:
+        return [(name, self._visit(value, _inner(label, name))) for name, value in values.items()]
 
 
 def _inner(label: str, name: str) -> str:
-    """Name an attribute of a thing: ``attribute config.scale of layer``."""
+    """Return the label of an attribute, as in ``attribute config.scale of layer``."""
     head, of, path = label.partition(" of ")
     return f"{head}.{name}{of}{path}"

@@ -1,4 +1,4 @@
-"""Watch places in Python's objects: by versions and identities it is seen at once that nothing has changed."""
+"""Cheap guards on Python objects, by version of dicts and identity of values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memplan.planning.capture.reads.kinds import MISSING, cell_content
 
 
 class Names:
-    """Which keys of a dict count."""
+    """Keys of a dict that count."""
 
     __slots__ = ("only", "without")
 
@@ -23,7 +23,7 @@ class Names:
         self.only, self.without = only, without
 
     def of(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of a dict that counts."""
+        """Return the items of a dict that count."""
         without = self.without
         if self.only is None:
             return {name: value for name, value in own.items() if name not in without}
@@ -34,7 +34,7 @@ class Names:
 
 
 class Attributes:
-    """Attributes in dicts whose versions do not tell, and their values."""
+    """Attributes in dicts whose version does not change with them, and their values."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[dict[str, Any], Names, dict[str, Any]]] = []
@@ -45,21 +45,21 @@ class Attributes:
 
     def add(self, own: dict[str, Any], names: Names) -> dict[str, Any]:
         """Watch these attributes, and return them by name."""
-        found = names.of(own)
-        self._watched.append((own, names, found))
+        values = names.of(own)
+        self._watched.append((own, names, values))
         self._dicts.append(own)
         self._lengths.append(len(own))
-        if found:
-            first = next(iter(found))
-            self._gets.append((operator.itemgetter(*found, first), own))
-            self._values += [*found.values(), found[first]]
-        return {name: found[name] for name in sorted(found)}
+        if values:
+            first = next(iter(values))
+            self._gets.append((operator.itemgetter(*values, first), own))  # of two names or more: returns a tuple
+            self._values += [*values.values(), values[first]]
+        return {name: values[name] for name in sorted(values)}
 
     def same(self) -> bool:
-        """Return whether the same objects are there."""
+        """Return whether all attributes are the same objects."""
         lengths = list(map(len, self._dicts))
         if lengths != self._lengths:
-            if not all(_same_names(*one) for one in self._watched):
+            if not all(_same_names(*watched) for watched in self._watched):
                 return False
             self._lengths = lengths
         now = list[Any]()
@@ -72,7 +72,7 @@ class Attributes:
 
 
 class Watched:
-    """Places that were read, and what was there."""
+    """Dict entries, cells and other references that were read, and their values."""
 
     def __init__(self) -> None:
         self._dicts: list[dict[Any, Any]] = []
@@ -91,12 +91,12 @@ class Watched:
         self._bytes: list[tuple[Callable[[], Any], Any]] = []
 
     def settle(self) -> None:
-        """Note the versions of everything that is watched."""
+        """Record the versions of all watched dicts."""
         self._guards = _torch.DictGuards(self._dicts)
         self._about = list(chain.from_iterable(map(_ABOUT, self._functions)))
 
     def unchanged(self, *, modules: bool = True) -> bool:
-        """Return whether the same objects are in the same places. ``modules``: also attributes of the model's own."""
+        """Return whether all references are to the same objects. ``modules``: check attributes of modules, too."""
         return (
             (not modules or self._modules.same())
             and self._instances.same()
@@ -112,18 +112,22 @@ class Watched:
     def _same_cells(self) -> bool:
         try:
             return all(map(operator.is_, map(_CONTENT, self._cells), self._in_cells))
-        except ValueError:  # unbound since
+        except ValueError:  # the variable was deleted
             return False
 
     def _still(self) -> bool:
-        """Return whether dicts that were changed have the same objects where it counts."""
+        """Return whether dicts with a new version still have the same objects at the keys that count."""
         versions = self._guards.now()
         for at, (now, then) in enumerate(zip(versions, self._guards.versions, strict=True)):
             if now == then:
                 continue
-            names, content = self._contents[at]
-            own = self._dicts[at]
-            if not (_same_content(own, content) if names is None else _same_names(own, names, content)):
+            (names, content), own = self._contents[at], self._dicts[at]
+            if names is not None:
+                same = _same_names(own, names, content)
+            else:
+                keys, values = dict.keys(own), dict.values(own)
+                same = len(own) == len(content[0]) and all(map(operator.is_, (*keys, *values), chain(*content)))
+            if not same:
                 return False
         self._guards.accept(versions)
         return True
@@ -131,15 +135,15 @@ class Watched:
     def names(self, own: dict[str, Any], names: Names) -> dict[str, Any]:
         """Watch names in the dict of a class or a Python module."""
         place = id(own), names.only, names.without
-        if place not in self._by_place:  # a base of several classes is one place
-            found = names.of(own)
+        if place not in self._by_place:  # several classes can share a base class
+            values = names.of(own)
             self._dicts.append(own)
-            self._contents.append((names, found))
-            self._by_place[place] = {name: found[name] for name in sorted(found)}
+            self._contents.append((names, values))
+            self._by_place[place] = {name: values[name] for name in sorted(values)}
         return self._by_place[place]
 
     def attributes(self, own: dict[str, Any], names: Names) -> dict[str, Any]:
-        """Watch attributes of a module of the model's own."""
+        """Watch attributes of one of the model's modules."""
         return self._modules.add(own, names)
 
     def instance(self, own: dict[str, Any], names: Names) -> dict[str, Any]:
@@ -148,19 +152,19 @@ class Watched:
 
     def content(self, own: dict[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Watch a whole dict, and return its keys and values in order."""
-        found = tuple(dict.keys(own)), tuple(dict.values(own))
+        content = tuple(dict.keys(own)), tuple(dict.values(own))
         self._dicts.append(own)
-        self._contents.append((None, found))
+        self._contents.append((None, content))
         if not isinstance(own, collections.OrderedDict):
-            return found
-        order = collections.OrderedDict.__iter__(own)  # it can change without a change of the dict
+            return content
+        order = collections.OrderedDict.__iter__(own)  # its order can change while the dict does not
         ordered = tuple(order)
         self.list(own, ordered)
         return ordered, tuple(dict.__getitem__(own, key) for key in ordered)
 
-    def list(self, container: Any, found: tuple[Any, ...]) -> None:
-        """Watch a container, whose content these are."""
-        self._lists.append((container, found))
+    def list(self, container: Any, content: tuple[Any, ...]) -> None:
+        """Watch a container that has this content now."""
+        self._lists.append((container, content))
 
     def kind(self, value: Any) -> None:
         """Watch the class of an object."""
@@ -168,44 +172,35 @@ class Watched:
         self._kinds.append(type(value))
 
     def function(self, function: types.FunctionType) -> None:
-        """Watch code and defaults of a function that may be edited while it runs: not of an installed package."""
+        """Watch code and defaults of a function, unless it is of an installed package."""
         if "site-packages" not in function.__code__.co_filename:
             self._functions.append(function)
 
     def read(self, read: Callable[[], Any]) -> Any:
-        """Watch which object this returns."""
-        found = read()
-        self._reads.append((read, found))
-        return found
+        """Watch which object ``read`` returns."""
+        value = read()
+        self._reads.append((read, value))
+        return value
 
     def cell(self, cell: types.CellType) -> Any:
-        """Watch the content of a function's cell, and return it; MISSING where it has none yet."""
-        found = cell_content(cell)
-        if found is MISSING:
+        """Watch the content of a closure cell, and return it; MISSING if it is empty."""
+        content = cell_content(cell)
+        if content is MISSING:
             return self.read(functools.partial(cell_content, cell))
         self._cells.append(cell)
-        self._in_cells.append(found)
-        return found
+        self._in_cells.append(content)
+        return content
 
     def bytes(self, read: Callable[[], Any]) -> Any:
-        """Watch which value this returns."""
-        found = read()
-        self._bytes.append((read, found))
-        return found
+        """Watch the value that ``read`` returns."""
+        value = read()
+        self._bytes.append((read, value))
+        return value
 
 
 def _same_names(own: dict[str, Any], names: Names, content: dict[str, Any]) -> bool:
-    found = names.of(own)
-    return found.keys() == content.keys() and all(found[name] is content[name] for name in found)
-
-
-def _same_content(own: dict[Any, Any], content: tuple[tuple[Any, ...], tuple[Any, ...]]) -> bool:
-    keys, values = content
-    return (
-        len(own) == len(keys)
-        and all(map(operator.is_, dict.keys(own), keys))
-        and all(map(operator.is_, dict.values(own), values))
-    )
+    values = names.of(own)
+    return values.keys() == content.keys() and all(values[name] is content[name] for name in values)
 
 
 _ABOUT = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
