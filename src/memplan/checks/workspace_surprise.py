@@ -91,10 +91,7 @@ def _message_and_advice(
         )
         less = f"{plans[-1].engine}, with {format_bytes(plans[-1].workspace)}"
         room = f"where there is no room for it, torch takes a slower engine, down to {less}"
-        return message, (
-            "Measure it on the card, which can choose another engine",
-            *([room] * (len(plans) > 1)),
-        )
+        return message, ("Measure it on the card, which can choose another engine", *([room] * (len(plans) > 1)))
     message = (
         f"cuDNN may take up to {size} of workspace for {layer}, whose tensors are {own}; the step's peak lies between "
         f"{low} and {high}"
