@@ -49,7 +49,7 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
     size = saving(trace, {storage.id: None for storage in copies}, added)
     if not matters(trace, size, 0.05):
         return []
-    at_once = _most_live_at_once(trace, copies)
+    at_once = max(sum(c in live for c in copies) for live in (live_at(trace, copy.born) for copy in copies))
     dtypes = sorted({storage.dtype for storage in copies})
     doubt = _doubt(chunk, dtypes)
     message = (
@@ -139,7 +139,3 @@ def _chunks(trace: Trace, copies: list[Storage], size: int) -> list[Storage]:
             died = max(storage.died or end for storage in in_step)
             chunks.append(replace(in_step[0], bytes=size, low=None, born=min(s.born for s in in_step), died=died))
     return chunks
-
-
-def _most_live_at_once(trace: Trace, copies: list[Storage]) -> int:
-    return max(sum(c in live for c in copies) for live in (live_at(trace, copy.born) for copy in copies))

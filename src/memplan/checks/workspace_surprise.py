@@ -35,7 +35,8 @@ def _large_workspaces(subject: Subject) -> list[Finding]:
     by_layer = _larger_than_tensors(trace, plans_of)
     if not by_layer:
         return []
-    low = simulate(_without_planned_workspaces(trace, plans_of), workspace="low").peak_allocated
+    unplanned = tuple(replace(storage, bytes=0) if storage.id in plans_of else storage for storage in trace.storages)
+    low = simulate(replace(trace, storages=unplanned), workspace="low").peak_allocated
     high = simulate(trace).peak_allocated
     ordered = sorted(by_layer.items(), key=lambda item: -item[1][0].bytes)
     layer, (workspace, tensor_bytes, op) = ordered[0]
@@ -71,11 +72,6 @@ def _larger_than_tensors(trace: Trace, plans_of: Mapping[int, Plans]) -> dict[st
         if storage.bytes > tensors and (op.layer not in by_layer or storage.bytes > by_layer[op.layer][0].bytes):
             by_layer[op.layer] = (storage, tensors, op)
     return by_layer
-
-
-def _without_planned_workspaces(trace: Trace, plans_of: Mapping[int, Plans]) -> Trace:
-    storages = tuple(replace(storage, bytes=0) if storage.id in plans_of else storage for storage in trace.storages)
-    return replace(trace, storages=storages)
 
 
 def _message_and_advice(

@@ -161,7 +161,8 @@ class _Search:
     def best(self) -> frozenset[str]:
         """Return the set with the largest gain among the filled orders. Raises BudgetError if none fits."""
         sets = [self._improved(self._filled(order)) for order in self._orders() if order]
-        best = max(sets, key=lambda chosen: (self._gain(chosen), -len(chosen)), default=frozenset())
+        gain = lambda chosen: sum(self.worth[path][0] for path in chosen)  # noqa: E731
+        best = max(sets, key=lambda chosen: (gain(chosen), -len(chosen)), default=frozenset())
         if not best:
             smallest = min(self.peak({path}, True) for path in self.worth)
             raise BudgetError(
@@ -223,6 +224,3 @@ class _Search:
             self.left -= 1
             self.known[chosen] = self.peak(chosen, True) <= self.budget
         return self.known[chosen]
-
-    def _gain(self, paths: Iterable[str]) -> float:
-        return sum(self.worth[path][0] for path in paths)

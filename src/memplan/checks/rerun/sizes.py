@@ -48,7 +48,10 @@ def resized(
     if name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
         return {"size": viewed_size(old, form.writes[0].shape, new)}
     if name == "expand":
-        return {"size": _expanded(old, form.writes[0].shape, new)}
+        shape = form.writes[0].shape
+        added = len(shape) - len(old)
+        kept = zip(old, shape[added:], new, strict=True)
+        return {"size": (*shape[:added], *(now if before == after else after for before, after, now in kept))}
     if name.startswith(("upsample", "_upsample")):
         return {"output_size": _upsampled(trace, form, old, new, options, replayed)}
     return {}
@@ -85,12 +88,6 @@ def viewed_size(old: Sequence[int], wanted: Sequence[int], new: Sequence[int]) -
         elif elements != 1:
             raise ChangeError("a view leaves a size out that grows")
     return tuple(size)
-
-
-def _expanded(old: Sequence[int], wanted: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
-    added = len(wanted) - len(old)
-    sizes = [now if before == after else after for before, after, now in zip(old, wanted[added:], new, strict=True)]
-    return (*wanted[:added], *sizes)
 
 
 def _cropped(

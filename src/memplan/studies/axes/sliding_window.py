@@ -65,8 +65,9 @@ def windowed(make: Callable[[], Any], options: StepOptions, window: Window, *, o
     """
     patch = options.inputs[0] if len(options.inputs) == 1 else None
     if not isinstance(patch, (Spec, torch.Tensor)) or len(patch.shape) != 2 + len(window.volume) or options.kwargs:
+        keywords = f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else ""
         raise InputError(
-            f"{_count(options)} for a volume of {'x'.join(map(str, window.volume))}",
+            f"{len(options.inputs)} input(s){keywords} for a volume of {'x'.join(map(str, window.volume))}",
             expected=f"one input, a patch of (1, channels, {len(window.volume)} sizes), and nothing else",
             do="Give the patch alone, such as 1x1x96x96x96",
         )
@@ -130,7 +131,9 @@ class Sliding(nn.Module):
             sums[index] /= counts.pop(0)
         if any(missing):
             unpadded = [slice(less // 2, less // 2 + int(size)) for less, size in zip(missing, sizes, strict=True)]
-            sums = [part[(slice(None), slice(None), *_scaled(unpadded, _scale(part, volume)))] for part in sums]
+            for index, part in enumerate(sums):
+                scale = [int(out) / int(size) for out, size in zip(part.shape[2:], volume.shape[2:], strict=True)]
+                sums[index] = part[(slice(None), slice(None), *_scaled(unpadded, scale))]
         return sums[0] if len(sums) == 1 else _torch.tree_unflatten(sums, structure)
 
 
@@ -151,10 +154,6 @@ def _padded(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
     if not any(missing):
         return volume
     return functional.pad(volume, [side for less in reversed(missing) for side in (less // 2, less - less // 2)])
-
-
-def _scale(part: torch.Tensor, whole: torch.Tensor) -> list[float]:
-    return [int(out) / int(size) for out, size in zip(part.shape[2:], whole.shape[2:], strict=True)]
 
 
 def _first_and_last(places: Sequence[Place], batch: int, most: int) -> list[Place]:
@@ -180,8 +179,3 @@ def _scaled(place: Sequence[slice], scale: Sequence[float]) -> Place:
         slice(int(extent.start * factor), int(extent.stop * factor))
         for extent, factor in zip(place, scale, strict=True)
     )
-
-
-def _count(options: StepOptions) -> str:
-    keywords = f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else ""
-    return f"{len(options.inputs)} input(s){keywords}"
