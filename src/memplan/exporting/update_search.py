@@ -139,8 +139,7 @@ def _batches(batches: Any) -> Iterable[Any]:
 def _loss(step: Any, batch: Any, at: int) -> torch.Tensor:
     arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
     try:
-        output = step(*arguments)
-        return output if isinstance(output, torch.Tensor) and output.dim() == 0 else default_loss(output)
+        return default_loss(step(*arguments))
     except Exception as error:
         raise InputError(
             f"batch {at} of search_update: {error}", expected="inputs and targets as the step takes them",

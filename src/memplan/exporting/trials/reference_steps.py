@@ -93,8 +93,7 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
         args, kwargs = request.call.rebuild(rolled)
         optimizer.zero_grad()
         with _torch.DrawsReplaced(random.dropout_mask):
-            output = step(*args, **kwargs)
-            loss = output if isinstance(output, torch.Tensor) and output.dim() == 0 else default_loss(output)
+            loss = default_loss(step(*args, **kwargs))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -168,7 +168,10 @@ class _Search:
         last = self.most // step if high is None else -(-high // step) - 1
         if low >= last:
             return None
-        guess = self._guess(result)
+        bounds = result.last, result.following
+        guess = None if self.fits is None else by_steps(result.samples, self.measure, self.fits, *bounds)
+        if guess is None:
+            guess = by_needs(result.samples, self.limit, self.measure, *bounds)
         guess = None if guess is None else guess // step
         if len(result.samples) == 1 and high not in result.failed:
             return step * min(2 * low, last) if high is None else step * max(low + 1, (last + 1) // 2)
@@ -178,11 +181,6 @@ class _Search:
             return step * min(low + max(guess - low, 1) * 4 ** max(0, len(result.samples) - 5), last)
         # the need does not grow: jump up, and give up beyond _FAR**2 times the first place
         return step * min(_FAR * low, last) if low * step < _FAR**2 * result.samples[0].place else None
-
-    def _guess(self, result: SearchResult) -> int | None:
-        bounds = result.last, result.following
-        guess = None if self.fits is None else by_steps(result.samples, self.measure, self.fits, *bounds)
-        return by_needs(result.samples, self.limit, self.measure, *bounds) if guess is None else guess
 
     def _between(self, low: int, high: int, guess: int | None, fails: bool) -> int:
         """Return a place between two bounds: the guess, unless the last two recordings left more than a third of the
