@@ -253,7 +253,7 @@ def _places(most: int | None, divisible: int) -> int:
 
 @dataclass
 class _Recorder:
-    """Records the step at places of an axis, each once; a value is ``divisible`` times its place."""
+    """Records the step at positions of an axis, each once; a value is ``divisible`` times its position."""
 
     record: Callable[[int], tuple[Tried, Trace | None]]
     """Records or plans a value. Raises MemplanError if it cannot."""
@@ -264,25 +264,25 @@ class _Recorder:
     error: StepError | None = None
     """The first error."""
 
-    def measure(self, place: int) -> float:
-        """Return the number that bytes grow with, at a place."""
-        measure = self.axis.measure(place * self.divisible)
+    def measure(self, position: int) -> float:
+        """Return the number that bytes grow with, at a position."""
+        measure = self.axis.measure(position * self.divisible)
         assert measure is not None, "the axis is one of numbers"
         return measure
 
-    def __call__(self, place: int) -> Sample | None:
-        """Return the recording at a place; None if it failed.
+    def __call__(self, position: int) -> Sample | None:
+        """Return the recording at a position; None if it failed.
 
         Raises:
             NoSuchRow: the model has fewer position embeddings than the value.
             MemplanError: the first recording failed, and not because the step raised.
         """
-        if place not in self.samples:
-            self.samples[place] = self._sample(place)
-        return self.samples[place]
+        if position not in self.samples:
+            self.samples[position] = self._sample(position)
+        return self.samples[position]
 
-    def _sample(self, place: int) -> Sample | None:
-        value = place * self.divisible
+    def _sample(self, position: int) -> Sample | None:
+        value = position * self.divisible
         try:
             self.tried[value], trace = self.record(value)
         except MemplanError as error:
@@ -295,7 +295,7 @@ class _Recorder:
             if isinstance(self.axis, Length) and isinstance(cause, NoSuchRow) and self.divisible <= cause.rows < value:
                 raise cause from error
             return None
-        return Sample(place, self.measure(place), self.tried[value].need, self.tried[value].fits, trace)
+        return Sample(position, self.measure(position), self.tried[value].need, self.tried[value].fits, trace)
 
 
 def _largest(
@@ -371,11 +371,11 @@ def _start(subject: Subject, axis: Axis, divisible: int) -> int:
 
 
 def _does_not_grow(name: str, result: SearchResult, divisible: int) -> InputError:
-    ordered = sorted(result.samples, key=lambda sample: sample.place)
+    ordered = sorted(result.samples, key=lambda sample: sample.position)
     first, last = ordered[0], ordered[-1]
     return InputError(
-        f"the step needs {format_bytes(first.need)} at {name} {first.place * divisible} and "
-        f"{format_bytes(last.need)} at {last.place * divisible}",
+        f"the step needs {format_bytes(first.need)} at {name} {first.position * divisible} and "
+        f"{format_bytes(last.need)} at {last.position * divisible}",
         expected="an axis that its memory grows with: any value fits here",
         do="Vary another one",
     )
