@@ -223,11 +223,11 @@ def find_largest(
     recorder = _Recorder(record, axis, divisible)
     begin, fits = max(1, start // divisible), lambda trace: room.holds(trace, allocator)
     try:
-        result = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), fits)
+        result = last_fitting(recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), fits)
     except NoSuchRow as error:  # of position embeddings: search again up to their number
         most = error.rows
         notes[f"the model has a table of {most} positions: it takes no more"] = None
-        result = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), fits)
+        result = last_fitting(recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), fits)
     unplanned = _largest(result, recorder, title or subject.title, room, most, tuple(notes))
     return replace(unplanned, planned=_find_planned(unplanned, subject, axis, progress)) if fit else unplanned
 
@@ -242,12 +242,12 @@ def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Ca
         return Tried(value, plan.fits, plan.least, None, plan), None
 
     recorder = _Recorder(record, axis, unplanned.step)
-    begin, last = max(1, unplanned.value // unplanned.step), _places(unplanned.most, unplanned.step)
+    begin, last = max(1, unplanned.value // unplanned.step), _last_position(unplanned.most, unplanned.step)
     result = last_fitting(recorder, recorder.measure, room.for_plans, begin, last)
     return _largest(result, recorder, unplanned.title, room, unplanned.most, ())
 
 
-def _places(most: int | None, divisible: int) -> int:
+def _last_position(most: int | None, divisible: int) -> int:
     return MOST if most is None else most // divisible
 
 
@@ -305,7 +305,7 @@ def _largest(
     if not result.samples:
         raise _none_works(recorder.error, axis.name, tried)
     end, step = result.following, divisible * result.step
-    if end is None and result.last + result.step <= _places(most, divisible):
+    if end is None and result.last + result.step <= _last_position(most, divisible):
         raise _does_not_grow(axis.name, result, divisible)
     value = result.last * divisible
     sizes = axis.sizes(value) if isinstance(axis, Size) and value else ()
