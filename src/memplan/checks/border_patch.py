@@ -146,7 +146,10 @@ def _class(details: Mapping[str, Any]) -> str:
     mode = "reflect" if details["mirror_reflects"] else "replicate"
     amounts = ", ".join(f"{side}" for pair in reversed(details["mirror_pad"]) for side in pair)
     pad = f"torch.nn.functional.pad({{}}, ({amounts}), mode={mode!r})"
-    crops = [_slices(crop) for crop in details["mirror_crops"]]
+    crops = [
+        "" if crop is None else f"[..., {', '.join(f'{first}:{first + count}' for first, count in crop)}]"
+        for crop in details["mirror_crops"]
+    ]
     lines = ["class Mirrored(torch.nn.Module):", "    def __init__(self, model):", "        super().__init__()",
              "        self.model = model", ""]  # fmt: skip
     padded = details["mirror_given"]
@@ -173,7 +176,3 @@ def _cropping(details: Mapping[str, Any], crops: Sequence[str]) -> list[str]:
     lines = [f"        output[{name}] = output[{name}]{crop}" for name, crop in zip(names, crops, strict=True) if crop]
     copy, result = {"tuple": ("list", "tuple(output)"), "list": ("list", "output"), "dict": ("dict", "output")}[kind]
     return [f"        output = {copy}(output)", *lines, f"        return {result}"]
-
-
-def _slices(crop: Sequence[Sequence[int]] | None) -> str:
-    return "" if crop is None else f"[..., {', '.join(f'{first}:{first + count}' for first, count in crop)}]"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
 import torch.nn.functional as F  # torch's own name for it
 from torch import nn
 
@@ -130,10 +129,6 @@ def strided(first: str, last: str) -> Change:
         if not isinstance(begin, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or begin is end:
             raise ChangeError(f"{first} is no convolution")
         begin.stride = tuple(2 * step for step in begin.stride)
-        end.register_forward_pre_hook(_upsampled)
+        end.register_forward_pre_hook(lambda _, inputs: (F.interpolate(inputs[0], scale_factor=2.0), *inputs[1:]))
 
     return change
-
-
-def _upsampled(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (F.interpolate(inputs[0], scale_factor=2.0), *inputs[1:])

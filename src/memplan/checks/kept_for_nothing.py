@@ -74,15 +74,13 @@ def find(subject: Subject) -> list[Finding]:
             kind = _kind(trace, storage, forms, readers, dropouts)
             if kind is not None:
                 by_kind.setdefault(kind, []).append(storage)
-    groups = [_not_saved(trace, kind, by_kind[kind], readers) for kind in _TEXTS if kind in by_kind]
+    groups: list[Copies] = []
+    for kind in (kind for kind in _TEXTS if kind in by_kind):
+        changed = without_saving(trace, by_kind[kind])
+        if kind == "relu before dropout":
+            changed |= _dropout_before_relu(trace, by_kind[kind], readers)
+        groups.append(Copies(kind, tuple(by_kind[kind]), changed))
     return [finding for group in (*groups, *copies(trace, forms)) for finding in _finding(trace, group)]
-
-
-def _not_saved(trace: Trace, kind: str, storages: Sequence[Storage], readers: Mapping[int, int]) -> Copies:
-    changed = without_saving(trace, storages)
-    if kind == "relu before dropout":
-        changed |= _dropout_before_relu(trace, storages, readers)
-    return Copies(kind, tuple(storages), changed)
 
 
 def _finding(trace: Trace, group: Copies) -> list[Finding]:

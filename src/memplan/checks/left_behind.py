@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, part_of
@@ -33,7 +35,7 @@ def _never_freed(trace: Trace) -> list[Finding]:
         "does; no graph holds them, so detach() would free nothing"
     )
     sizes = leaked.bytes_per_step
-    return [_finding(trace, leaked.storages, size, message, (advice,), kind="kept", bytes_per_step=sizes)]
+    return [_finding(trace, leaked.storages, size, message, advice, "kept", sizes)]
 
 
 def _cycles(trace: Trace) -> list[Finding]:
@@ -61,19 +63,12 @@ def _cycles(trace: Trace) -> list[Finding]:
         else "Break the cycle (an object that refers to itself through a closure, a hook or its graph; weakref helps), "
         "or call gc.collect() every few steps"
     )
-    return [_finding(trace, by_step[0], size, message, (advice,), kind="cycles", bytes_per_step=tuple(sizes))]
+    return [_finding(trace, by_step[0], size, message, advice, "cycles", sizes)]
 
 
 def _finding(
-    trace: Trace,
-    storages: tuple[Storage, ...] | list[Storage],
-    size: int,
-    message: str,
-    advice: tuple[str, ...],
-    *,
-    kind: str,
-    bytes_per_step: tuple[int, ...],
+    trace: Trace, storages: Sequence[Storage], size: int, message: str, advice: str, kind: str, sizes: Sequence[int]
 ) -> Finding:
     rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
-    details = {"kind": kind, "bytes_per_step": list(bytes_per_step), "layers": rows}
-    return Finding(ID, "warning", rows[0]["layer"], rows[0]["where"], size, message, advice, details)
+    details = {"kind": kind, "bytes_per_step": list(sizes), "layers": rows}
+    return Finding(ID, "warning", rows[0]["layer"], rows[0]["where"], size, message, (advice,), details)

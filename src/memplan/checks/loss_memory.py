@@ -41,7 +41,7 @@ def find(subject: Subject) -> list[Finding]:
 
 def _finding(trace: Trace, op: Op) -> list[Finding]:
     logits = trace.storages[op.writes[0]]
-    rows, classes = logits.bytes // max(1, _itemsize(logits.dtype) * logits.shape[-1]), logits.shape[-1]
+    rows, classes = logits.bytes // max(1, getattr(torch, logits.dtype).itemsize * logits.shape[-1]), logits.shape[-1]
     copies = [s for s in trace.counted if s.op is not None and _is_copy(s, rows, classes)]
     width = _hidden_size(trace, classes)
     chunk = chunked_peak(rows, classes, width, logits.dtype) if width is not None else None
@@ -49,7 +49,7 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
     size = saving(trace, {storage.id: None for storage in copies}, added)
     if not matters(trace, size, 0.05):
         return []
-    at_once = _most_live_at_once(trace, copies)
+    at_once = max(sum(c in live for c in copies) for live in (live_at(trace, copy.born) for copy in copies))
     dtypes = sorted({storage.dtype for storage in copies})
     doubt = _doubt(chunk, dtypes)
     message = (
@@ -76,15 +76,11 @@ def _doubt(chunk: int | None, dtypes: list[str]) -> str:
     return "in mixed precision the chunks' own copies are not counted" if len(dtypes) > 1 else ""
 
 
-def _itemsize(dtype: str) -> int:
-    return torch.empty((), dtype=getattr(torch, dtype), device="meta").element_size()
-
-
 def _is_copy(storage: Storage, rows: int, classes: int) -> bool:
     """Return whether a storage is an activation with an element for each row and class."""
     if storage.shape[-1:] != (classes,) or storage.cause in _STATE:
         return False
-    return storage.bytes // max(1, _itemsize(storage.dtype)) >= rows * classes * 0.9
+    return storage.bytes // max(1, getattr(torch, storage.dtype).itemsize) >= rows * classes * 0.9
 
 
 def _hidden_size(trace: Trace, classes: int) -> int | None:
@@ -126,7 +122,7 @@ def chunked_peak(rows: int, classes: int, width: int, dtype: str) -> int | None:
         return step
 
     peak = simulate(record(build, device="cpu", steps=1)).peak_allocated
-    inputs_and_gradients = 2 * _itemsize(dtype) * width * (rows + classes) + 8 * rows
+    inputs_and_gradients = 2 * torch_dtype.itemsize * width * (rows + classes) + 8 * rows
     return max(0, peak - inputs_and_gradients)
 
 
@@ -139,7 +135,3 @@ def _chunks(trace: Trace, copies: list[Storage], size: int) -> list[Storage]:
             died = max(storage.died or end for storage in in_step)
             chunks.append(replace(in_step[0], bytes=size, low=None, born=min(s.born for s in in_step), died=died))
     return chunks
-
-
-def _most_live_at_once(trace: Trace, copies: list[Storage]) -> int:
-    return max(sum(c in live for c in copies) for live in (live_at(trace, copy.born) for copy in copies))

@@ -88,7 +88,9 @@ class _ActivationCopies:
             return False
         if not result.sharers or result.died is None or any(float(form.option(name, 1.0)) < 0 for name in nonnegative):
             return False
-        whole = math.prod(form.reads[0][1].shape) == _elements(storage)  # no slice: another tensor may use the rest
+        whole = math.prod(form.reads[0][1].shape) == math.prod(
+            storage.shape
+        )  # no slice: another tensor may use the rest
         from_forward = self._trace.ops[storage.op].phase == "forward"
         read_later = any(reader.index > op.index for reader in self._readers.get(storage.id, ()))
         return whole and from_forward and not read_later and storage.bytes == result.bytes
@@ -107,7 +109,7 @@ class _ActivationCopies:
                 by_cat.setdefault(cat, []).append(storage)
             elif not self._into_dropout(storage):
                 results.append(storage)
-                masks.append(replace(storage, bytes=_elements(storage), dtype="bool", born=op.end, low=None))
+                masks.append(replace(storage, bytes=math.prod(storage.shape), dtype="bool", born=op.end, low=None))
         parts = [storage for storages in by_cat.values() for storage in storages]
         changed, added = without_saving(self._trace, parts), list[Storage]()
         for cat, storages in by_cat.items():
@@ -181,7 +183,3 @@ def is_dropout(op: Op, readers: Mapping[int, Iterable[Op]]) -> bool:
         return False
     mask_ops = [base_name(reader.name) for reader in readers.get(op.reads[1].storage, ())]
     return "bernoulli" in mask_ops and set(mask_ops) <= {"bernoulli", "div", "mul"}
-
-
-def _elements(storage: Storage) -> int:
-    return math.prod(storage.shape)

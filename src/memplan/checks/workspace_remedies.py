@@ -42,7 +42,8 @@ def remedies(remaker: Remaker, dimensions: int) -> list[Remedy]:
     return [
         Remedy(name, do, simulate(trace).peak_allocated)
         for name, do, trace in _changed_steps(remaker, dimensions)
-        if not isinstance(trace, NotRecorded) and not _has_workspace_interval(trace)
+        if not isinstance(trace, NotRecorded)
+        and not any(storage.cause == "workspace" and storage.low is not None for storage in trace.counted)
     ]
 
 
@@ -86,7 +87,3 @@ def _padded(value: Any) -> Spec | None:
         return None
     shape = (*value.shape[:2], *(-(-size // MULTIPLE) * MULTIPLE for size in value.shape[2:]))
     return None if shape == tuple(value.shape) else Spec(shape, value.dtype)
-
-
-def _has_workspace_interval(trace: Trace) -> bool:
-    return any(storage.cause == "workspace" and storage.low is not None for storage in trace.counted)

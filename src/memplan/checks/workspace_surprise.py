@@ -35,7 +35,8 @@ def _large_workspaces(subject: Subject) -> list[Finding]:
     by_layer = _larger_than_tensors(trace, plans_of)
     if not by_layer:
         return []
-    low = simulate(_without_planned_workspaces(trace, plans_of), workspace="low").peak_allocated
+    unplanned = tuple(replace(storage, bytes=0) if storage.id in plans_of else storage for storage in trace.storages)
+    low = simulate(replace(trace, storages=unplanned), workspace="low").peak_allocated
     high = simulate(trace).peak_allocated
     ordered = sorted(by_layer.items(), key=lambda item: -item[1][0].bytes)
     layer, (workspace, tensor_bytes, op) = ordered[0]
@@ -73,11 +74,6 @@ def _larger_than_tensors(trace: Trace, plans_of: Mapping[int, Plans]) -> dict[st
     return by_layer
 
 
-def _without_planned_workspaces(trace: Trace, plans_of: Mapping[int, Plans]) -> Trace:
-    storages = tuple(replace(storage, bytes=0) if storage.id in plans_of else storage for storage in trace.storages)
-    return replace(trace, storages=storages)
-
-
 def _message_and_advice(
     workspace: Storage, plans: Plans, layer: str, tensor_bytes: int, peaks: tuple[int, int], *, is_3d: bool
 ) -> tuple[str, tuple[str, ...]]:
@@ -91,10 +87,7 @@ def _message_and_advice(
         )
         less = f"{plans[-1].engine}, with {format_bytes(plans[-1].workspace)}"
         room = f"where there is no room for it, torch takes a slower engine, down to {less}"
-        return message, (
-            "Measure it on the card, which can choose another engine",
-            *([room] * (len(plans) > 1)),
-        )
+        return message, ("Measure it on the card, which can choose another engine", *([room] * (len(plans) > 1)))
     message = (
         f"cuDNN may take up to {size} of workspace for {layer}, whose tensors are {own}; the step's peak lies between "
         f"{low} and {high}"

@@ -15,7 +15,7 @@ from memplan.errors import InputError, TargetError
 from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
-    from memplan.studies.comparisons.compare import Given
+    from memplan.studies.comparisons.compare import SideRequest
 
 HELP = """Hold two steps against each other: bytes by cause and by layer, time, outputs.
 
@@ -91,13 +91,13 @@ def _title(side: StepArguments, other: StepArguments) -> str:
     return " ".join(words)
 
 
-def _input(side: StepArguments, title: str) -> Given:
-    from memplan.studies.comparisons.compare import Given
+def _input(side: StepArguments, title: str) -> SideRequest:
+    from memplan.studies.comparisons.compare import SideRequest
 
     if not _is_file(side.target):
         with contained(side.target):
             described = describe(side)
-        return Given(
+        return SideRequest(
             title, described.what, described.options, side.device, side.settings, side.assumed, side.environment
         )
     _check_file(side.target)
@@ -108,7 +108,7 @@ def _input(side: StepArguments, title: str) -> Given:
             expected="a file alone: its step is already recorded",
             do="Leave the options out, or give them for the other side alone, with --a or --b",
         )
-    return Given(title, side.target, settings=side.settings)
+    return SideRequest(title, side.target, settings=side.settings)
 
 
 def _check_file(path: str) -> None:

@@ -114,9 +114,11 @@ def export(
         True
     """
     bound = None if flash is None else parse_bytes(flash)
-    options = _Options(
-        budget, name, _stored(frozen_weights, weights_file), bound, search_update, verify, device, force
-    )  # fmt: skip
+    if frozen_weights not in get_args(Narrow):
+        types = " or ".join(map(repr, get_args(Narrow)))
+        raise UsageError(f"frozen_weights={frozen_weights!r}", expected=types, do="Leave it out")
+    stored = Stored(frozen_weights, weights_file)
+    options = _Options(budget, name, stored, bound, search_update, verify, device, force)
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
 
 
@@ -132,7 +134,11 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     identifier = c_name(name)
     folder = prepared_folder(folder, identifier, options.force)
     with undisturbed(real=True):
-        request = _checked_request(copied, step, options.budget)
+        request = make_request(copied, step, PlanOptions(budget=options.budget), fake=False)
+        if not isinstance(request.budget, int):
+            raise UsageError(
+                f"budget={options.budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size"
+            )
         plan, choice = _planned(request, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
@@ -146,22 +152,6 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     if core is not None:
         check_flash(plan, options.flash, core)
     return result.proven(verdict, core)
-
-
-def _stored(frozen: Any, file: bool) -> Stored:
-    if frozen not in get_args(Narrow):
-        raise UsageError(
-            f"frozen_weights={frozen!r}", expected=" or ".join(map(repr, get_args(Narrow))), do="Leave it out"
-        )
-    return Stored(frozen, file)
-
-
-def _checked_request(model: Any, step: StepOptions, budget: Any) -> Request:
-    """Check the arguments of the step, and that the budget is a number of bytes."""
-    request = make_request(model, step, PlanOptions(budget=budget), fake=False)
-    if not isinstance(request.budget, int):
-        raise UsageError(f"budget={budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size")
-    return request
 
 
 def _planned(

@@ -21,7 +21,11 @@ def prepared_folder(folder: Path, name: str, force: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = sorted(path.name for path in folder.iterdir())
-        is_export = _is_export(folder, name)
+        readme = folder / "README.md"
+        is_export = (
+            readme.is_file() and (folder / f"{name}.c").is_file()
+            and "Written by memplan" in readme.read_text(encoding="utf-8", errors="replace")
+        )  # fmt: skip
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise InputError(
             f"{folder} ({getattr(error, 'strerror', None) or error})",
@@ -35,10 +39,3 @@ def prepared_folder(folder: Path, name: str, force: bool) -> Path:
             do="Name another, or write into it all the same: force=True (--force)",
         )
     return folder
-
-
-def _is_export(folder: Path, name: str) -> bool:
-    readme = folder / "README.md"
-    if not readme.is_file() or not (folder / f"{name}.c").is_file():
-        return False
-    return "Written by memplan" in readme.read_text(encoding="utf-8", errors="replace")

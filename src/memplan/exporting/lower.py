@@ -153,7 +153,8 @@ _ALL_RESULTS = (norm.BATCH_SUMS, norm.BATCH_STATISTICS, norm.ROW_SUMS, norm.ROW_
 
 def _lower(low: Lowering, op: GraphOp) -> None:
     if op.target in ZEROS:
-        _filled(low, op)
+        value = 1.0 if "ones" in op.target else float(op.args[-1]) if "full" in op.target else 0.0
+        low.call(op, FILL, (value,), (output_of(op),))
     elif low.folded(op):
         pass
     elif op.is_view:
@@ -180,11 +181,6 @@ def _counts_batches(low: Lowering, op: GraphOp) -> bool:
         and output in low.mutations.values()
         and low.graph.values[output or 0].dtype == "int64"
     )
-
-
-def _filled(low: Lowering, op: GraphOp) -> None:
-    value = 1.0 if "ones" in op.target else float(op.args[-1]) if "full" in op.target else 0.0
-    low.call(op, FILL, (value,), (output_of(op),))
 
 
 def _unchanged(low: Lowering, op: GraphOp) -> None:

@@ -141,8 +141,7 @@ def _batches(batches: Any) -> Iterable[Any]:
 def _loss(step: Any, batch: Any, at: int) -> torch.Tensor:
     arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
     try:
-        output = step(*arguments)
-        return output if isinstance(output, torch.Tensor) and output.dim() == 0 else default_loss(output)
+        return default_loss(step(*arguments))
     except Exception as error:
         raise InputError(
             f"batch {at} of search_update: {error}", expected="inputs and targets as the step takes them",
@@ -163,7 +162,8 @@ class _Search:
     def best(self) -> frozenset[str]:
         """Return the set with the largest gain among the filled orders. Raises BudgetError if none fits."""
         sets = [self._improved(self._filled(order)) for order in self._orders() if order]
-        best = max(sets, key=lambda chosen: (self._gain(chosen), -len(chosen)), default=frozenset())
+        gain = lambda chosen: sum(self.worth[path][0] for path in chosen)  # noqa: E731
+        best = max(sets, key=lambda chosen: (gain(chosen), -len(chosen)), default=frozenset())
         if not best:
             smallest = min(self.peak({path}, True) for path in self.worth)
             raise BudgetError(
@@ -225,6 +225,3 @@ class _Search:
             self.left -= 1
             self.known[chosen] = self.peak(chosen, True) <= self.budget
         return self.known[chosen]
-
-    def _gain(self, paths: Iterable[str]) -> float:
-        return sum(self.worth[path][0] for path in paths)

@@ -1,4 +1,4 @@
-"""The last place that fits, by recordings whose law is known: right, and few of them."""
+"""The last position that fits, by recordings whose law is known: right, and few of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memplan.trace.records import Storage
 from memplan.trace.trace import Trace
 
 Law = Callable[[int], int]
-"""Bytes at a place."""
+"""Bytes at a position."""
 SEGMENT = 2 << 20
 
 
@@ -28,16 +28,16 @@ def search(
     """By needs alone, without steps."""
     asked: list[int] = []
 
-    def probe(place: int) -> Sample | None:
-        assert 1 <= place <= most
-        asked.append(place)
-        if works is not None and not works(place):
+    def probe(position: int) -> Sample | None:
+        assert 1 <= position <= most
+        asked.append(position)
+        if works is not None and not works(position):
             return None
-        return Sample(place, float(place), law(place), law(place) <= limit)
+        return Sample(position, float(position), law(position), law(position) <= limit)
 
     found = last_fitting(probe, float, limit, start, most)
-    assert len(set(asked)) == len(asked), "no place is recorded twice"
-    assert sorted(asked) == sorted([*(one.place for one in found.samples), *found.failed])
+    assert len(set(asked)) == len(asked), "no position is recorded twice"
+    assert sorted(asked) == sorted([*(one.position for one in found.samples), *found.failed])
     return found
 
 
@@ -48,7 +48,7 @@ def in_segments(size: int) -> int:
 
 
 Sizes = Callable[[int], list[int]]
-"""Bytes of each storage of a step at a place."""
+"""Bytes of each storage of a step at a position."""
 Total = Callable[[list[int]], int]
 """What an allocator takes for them."""
 
@@ -59,8 +59,8 @@ def search_steps(sizes: Sizes, limit: int, start: int, total: Total) -> SearchRe
     def needed(trace: Trace) -> int:
         return total([storage.bytes for storage in trace.storages])
 
-    def probe(place: int) -> Sample | None:
-        found = sizes(place)
+    def probe(position: int) -> Sample | None:
+        found = sizes(position)
         if max(found) >= 1 << 62:
             return None  # no tensor is that large
         storages = tuple(Storage(number, size, "saved", number, None) for number, size in enumerate(found))
@@ -74,13 +74,13 @@ def search_steps(sizes: Sizes, limit: int, start: int, total: Total) -> SearchRe
             steps=(0,),
             end=len(storages),
         )
-        return Sample(place, float(place), needed(trace), needed(trace) <= limit, trace)
+        return Sample(position, float(position), needed(trace), needed(trace) <= limit, trace)
 
     return last_fitting(probe, float, limit, start, fits=lambda trace: needed(trace) <= limit)
 
 
 def last_of(fits: Callable[[int], bool]) -> int:
-    return bisect.bisect_left(range(1, 1 << 45), True, key=lambda place: not fits(place))
+    return bisect.bisect_left(range(1, 1 << 45), True, key=lambda position: not fits(position))
 
 
 LAWS: dict[str, Law] = {
@@ -100,7 +100,7 @@ def test_needs_alone_lead_to_the_last_place(name: str, limit: int, start: int) -
     found = search(law, limit, start)
     assert found.last == bisect.bisect_right(range(1, 1 << 30), limit, key=law)
     assert found.following == found.last + 1
-    # where bytes go in steps several places have the same need, and nothing tells which is the last of them
+    # where bytes go in steps several positions have the same need, and nothing tells which is the last of them
     assert len(found.samples) < (10 if name in ("a line", "a kink", "a square") else 15), found.samples
 
 
@@ -137,12 +137,12 @@ def test_steps_lead_to_the_last_place_in_few_recordings(
 ) -> None:
     laws, limit, start = case
     found = search_steps(
-        lambda place: [law(place) for law in laws], limit, start, lambda sizes: sum(map(rounded, sizes))
+        lambda position: [law(position) for law in laws], limit, start, lambda sizes: sum(map(rounded, sizes))
     )
-    right = last_of(lambda place: sum(rounded(law(place)) for law in laws) <= limit)
+    right = last_of(lambda position: sum(rounded(law(position)) for law in laws) <= limit)
     assert (found.last, found.following) == (right, right + 1)
-    assert {right, right + 1} - {0} <= {one.place for one in found.samples}
-    assert len(found.samples) <= 40, [(one.place, one.fits) for one in found.samples]
+    assert {right, right + 1} - {0} <= {one.position for one in found.samples}
+    assert len(found.samples) <= 40, [(one.position, one.fits) for one in found.samples]
 
 
 def in_pools(sizes: list[int]) -> int:
@@ -158,7 +158,7 @@ TOTALS: list[Total] = [sum, lambda sizes: sum(map(in_segments, sizes)), in_pools
 
 @dataclass(frozen=True)
 class Looped:
-    """A model that runs over chunks of places: a + b * ceil(n / c) + d * n + e * n^2 bytes, and so in other steps."""
+    """A model that runs over chunks of positions: a + b * ceil(n / c) + d * n + e * n^2 bytes, or in other steps."""
 
     chunk: int
     fixed: int
@@ -168,12 +168,12 @@ class Looped:
     square: int
     padded: bool
 
-    def sizes(self, place: int) -> list[int]:
-        turns = -(-place // self.chunk)
-        last = self.chunk if self.padded else place - (turns - 1) * self.chunk
+    def sizes(self, position: int) -> list[int]:
+        turns = -(-position // self.chunk)
+        last = self.chunk if self.padded else position - (turns - 1) * self.chunk
         made = [self.each * self.chunk + self.squared * self.chunk**2] * (turns - 1)
         made.append(self.each * last + self.squared * last * self.chunk)
-        whole = [self.fixed, self.slope * place, self.square * place**2]
+        whole = [self.fixed, self.slope * position, self.square * position**2]
         return [*(size for size in whole if size), *made[:1000], *([sum(made[1000:])] if len(made) > 1000 else [])]
 
 
@@ -240,7 +240,7 @@ def test_where_needs_go_up_and_down_the_answer_is_the_last_that_was_recorded_to_
 ) -> None:
     law = lambda n: needs[n - 1] if n <= len(needs) else 1000 * n  # noqa: E731
     found = search(law, 50, start)
-    assert found.last == max((one.place for one in found.samples if law(one.place) <= 50), default=0)
+    assert found.last == max((one.position for one in found.samples if law(one.position) <= 50), default=0)
     assert found.following == found.last + 1
     assert law(found.following) > 50
 
@@ -263,7 +263,7 @@ def test_nothing_grows() -> None:
 
 
 def test_two_places_on_a_plateau_are_not_taken_for_nothing_that_grows() -> None:
-    law = lambda n: -(-(n * 15_000) // (1 << 30)) << 30  # noqa: E731  # 71 583 places have the same need
+    law = lambda n: -(-(n * 15_000) // (1 << 30)) << 30  # noqa: E731  # 71 583 positions have the same need
     found = search(law, 20 << 30, 1)
     assert found.last == last_of(lambda n: law(n) <= 20 << 30)
 
@@ -273,10 +273,10 @@ def test_two_places_on_a_plateau_are_not_taken_for_nothing_that_grows() -> None:
 def test_the_step_in_which_places_work_is_found(step: int, times: int, lowest: int) -> None:
     asked: set[int] = set()
 
-    def works(place: int) -> bool:
-        assert place > 0
-        asked.add(place)
-        return place % step == 0 and place >= lowest * step
+    def works(position: int) -> bool:
+        assert position > 0
+        asked.add(position)
+        return position % step == 0 and position >= lowest * step
 
     start = step * (lowest + times)
     assert step_of(works, start) == step
@@ -287,7 +287,7 @@ def test_the_step_in_which_places_work_is_found(step: int, times: int, lowest: i
 @given(st.integers(2, 100), st.integers(1, 20), st.integers(10, 10**6))
 def test_only_multiples_that_work_are_answers(step: int, times: int, limit: int) -> None:
     law = lambda n: 3 * n + 7  # noqa: E731
-    found = search(law, limit, step * times, works=lambda place: place % step == 0)
+    found = search(law, limit, step * times, works=lambda position: position % step == 0)
     right = (limit - 7) // 3 // step * step
     assert found.last == right
     if found.failed:
@@ -298,7 +298,7 @@ def test_only_multiples_that_work_are_answers(step: int, times: int, limit: int)
 
 @pytest.mark.parametrize("end", [1000, 4096, 5000, 777])
 def test_places_that_fail_from_one_on_end_the_search(end: int) -> None:
-    found = search(lambda n: n, 10**9, 64, works=lambda place: place <= end)
+    found = search(lambda n: n, 10**9, 64, works=lambda position: position <= end)
     assert (found.last, found.following) == (end, end + 1)
     assert found.following in found.failed
     assert len(found.samples) + len(found.failed) < (15 if end != 777 else 30)
@@ -306,17 +306,17 @@ def test_places_that_fail_from_one_on_end_the_search(end: int) -> None:
 
 def test_below_places_that_fail_nothing_is_an_answer() -> None:
     law = lambda n: 10 * n  # noqa: E731
-    found = search(law, 5, 8, works=lambda place: place > 1)
+    found = search(law, 5, 8, works=lambda position: position > 1)
     assert (found.last, found.following) == (0, 2)
     assert 1 in found.failed
-    found = search(law, 20, 1, works=lambda place: place > 1)
+    found = search(law, 20, 1, works=lambda position: position > 1)
     assert (found.last, found.following, found.failed) == (2, 3, (1,))
 
 
 def test_where_the_start_fails_the_powers_of_two_around_it_are_tried() -> None:
-    found = search(lambda n: n, 1000, 100, works=lambda place: place % 32 == 0)
+    found = search(lambda n: n, 1000, 100, works=lambda position: position % 32 == 0)
     assert (found.last, found.following) == (992, 1024)
-    none = search(lambda n: n, 1000, 100, works=lambda place: False)
+    none = search(lambda n: n, 1000, 100, works=lambda position: False)
     assert none.samples == ()
     assert none.failed == (100, 128, 64, 256, 32, 512, 16, 1024, 8)
 

@@ -1,4 +1,4 @@
-"""A step at a place that was not recorded is what its recording gives."""
+"""A step at a position that was not recorded is what its recording gives."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def test_guesses_come_from_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[int, Trace] = {}
 
     def last(fits: Any, low: int, high: int | None) -> int:
-        for place in (24, 100):
-            fits(place)
+        for position in (24, 100):
+            fits(position)
         return 0
 
     seen: list[Trace] = []
     monkeypatch.setattr(module, "_last", last)
     by_steps(samples, float, lambda trace: bool(seen.append(trace)))
     asked = dict(zip((24, 100), seen, strict=True))
-    for place, made in asked.items():
-        real = attention(place)
+    for position, made in asked.items():
+        real = attention(position)
         assert [one.bytes for one in made.storages] == [one.bytes for one in real.storages]
         assert memplan.simulate(made).peak_allocated == memplan.simulate(real).peak_allocated
 
@@ -41,11 +41,11 @@ def test_guesses_come_from_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stride", [7, 14, 32, 100, 512, 1000])
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_stride_that_places_are_padded_to_is_known(stride: int, power: int) -> None:
-    places = [1024, 2048, 167_144]
-    sizes = [12 * (-(-place // stride)) ** power for place in places]
-    found = padding_of(places, sizes, power)
+    positions = [1024, 2048, 167_144]
+    sizes = [12 * (-(-position // stride)) ** power for position in positions]
+    found = padding_of(positions, sizes, power)
     assert found is not None
-    assert [found[1] * (-(-place // found[0])) ** power for place in places] == sizes
+    assert [found[1] * (-(-position // found[0])) ** power for position in positions] == sizes
 
 
 def test_bytes_in_proportion_have_no_stride() -> None:

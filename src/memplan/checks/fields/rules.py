@@ -234,10 +234,6 @@ def _select(call: Call) -> Fields:
     return tuple(dim for n, dim in enumerate(call.main) if n != axis)
 
 
-def _unbind(call: Call) -> list[Fields]:
-    return [_select(call)] * len(call.form.writes)
-
-
 def _reduce(call: Call) -> Fields:
     rank = len(call.main)
     reduced = call.dims("dim", rank) or list(range(rank))
@@ -262,10 +258,6 @@ def _stack(call: Call) -> Fields:
     return union(operands, call.shape, call.form.op)
 
 
-def _permute(call: Call) -> Fields:
-    return tuple(call.main[axis] for axis in call.dims("dims", len(call.main)))
-
-
 def _transpose(call: Call) -> Fields:
     dims = list(call.main)
     if len(dims) < 2:
@@ -288,10 +280,6 @@ def _matrix_product(call: Call) -> Fields:
     matrices = [fields for _, fields in call.reads][1 if has_summand else 0 :]
     columns = matrices[1][-1] if len(matrices) > 1 and call.name != "linear" else (Factor(call.shape[-1]),)
     return (*matrices[0][:-1], columns)
-
-
-def _view(call: Call) -> Fields:
-    return viewed(call.main, call.shape)
 
 
 _BY_VALUES = ("grid_sampler_2d", "grid_sampler_3d", "fractional_max_pool2d", "fractional_max_pool3d", "index",
@@ -342,18 +330,21 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"), _split),
     "flip": _flip,
     "select": _select,
-    "unbind": _unbind,
+    "unbind": lambda call: [_select(call)] * len(call.form.writes),
     **dict.fromkeys(
         ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "logsumexp", "any",
          "all", "prod", "linalg_vector_norm", "norm"), _reduce,
     ),
     "cat": _cat,
     "stack": _stack,
-    "permute": _permute,
+    "permute": lambda call: tuple(call.main[axis] for axis in call.dims("dims", len(call.main))),
     **dict.fromkeys(("transpose", "t"), _transpose),
     "expand": _expand,
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear"), _matrix_product),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze"), _view),
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze"),
+        lambda call: viewed(call.main, call.shape),
+    ),
     **REARRANGING,
     **dict.fromkeys(_FACTORIES, _mixes),
     **dict.fromkeys((*_BY_VALUES, "as_strided"), _mixes),

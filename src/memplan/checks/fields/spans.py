@@ -93,9 +93,7 @@ class Span:
             return None
         missing = period * repeat - len(lows)  # the first positions see nothing: they get the first field
         return _simplest(
-            advance * repeat * self.advance // self.period,
-            (*lows[:1] * missing, *lows),
-            (*highs[:1] * missing, *highs),
+            advance * repeat * self.advance // self.period, (*lows[:1] * missing, *lows), (*highs[:1] * missing, *highs)
         )
 
     def window(self, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> Span | None:

@@ -41,14 +41,10 @@ def growth(trace: Trace, *, graph: bool) -> Growth:
             s for s in trace.counted
             if begin < s.born <= end and (s.died is None or s.died > end)
             and s.cause not in HELD_FOR_GOOD and s.op is not None
-            and _is_from_forward(trace.ops[s.op]) and (s in graphs) == graph
+            and (op := trace.ops[s.op]).phase == "forward" and (op.layer or op.reads) and (s in graphs) == graph
         ])  # fmt: skip
     first = [s for s in by_step[0] if s.died is None or s.died > part_of(trace, 1)[1]] if len(by_step) > 1 else []
     return Growth(tuple(first), tuple(sum(storage.bytes for storage in storages) for storages in by_step))
-
-
-def _is_from_forward(op: Op) -> bool:
-    return op.phase == "forward" and bool(op.layer or op.reads)
 
 
 class _LiveGraphs:

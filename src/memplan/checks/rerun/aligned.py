@@ -101,19 +101,16 @@ def _storages_by_op(trace: Trace) -> dict[int, list[Storage]]:
     return by_op
 
 
-def _is_temporary(storage: Storage) -> bool:
-    """Return whether a storage is a kernel's temporary. Scalars that autograd keeps as tensors are not."""
-    return not storage.dtype and storage.died is not None and storage.bytes > LARGEST_SCALAR
-
-
 def _match_storages(op: Op, recorded: list[Storage], replayed: list[Storage], sizes: Sizes) -> Iterator[Storage]:
     """Enter the replayed bytes of an op's storages into ``sizes``; yield temporaries that only the replay has."""
     if op.name == _CONSTANT:
         return  # the replay has it as data from before the step
     recorded_tensors, replayed_tensors = ([s for s in storages if s.dtype] for storages in (recorded, replayed))
-    # A library's workspace is allocated by whichever op comes first and never freed: it is not compared.
+    # A library's workspace is allocated by whichever op comes first and never freed: it is not compared. Nor are
+    # scalars, which autograd keeps as tensors.
     recorded_temporaries, replayed_temporaries = (
-        [s for s in storages if _is_temporary(s)] for storages in (recorded, replayed)
+        [s for s in storages if not s.dtype and s.died is not None and s.bytes > LARGEST_SCALAR]
+        for storages in (recorded, replayed)
     )
     if len(recorded_tensors) != len(replayed_tensors):
         raise ChangeError(f"{op.name} would make other tensors")

@@ -42,15 +42,18 @@ def resized(
     old, new = form.reads[0][1].shape, tuple(tensors[0].shape)
     name = base_name(trace.ops[form.op].name)
     if name in _CROPPING:
-        return _cropped(trace, form, name, old, new, options, replayed)
+        return _crop_arguments(form, name, new, options, _partner_shape(trace, form, replayed))
     if old == new:
         return {}
     if name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
         return {"size": viewed_size(old, form.writes[0].shape, new)}
     if name == "expand":
-        return {"size": _expanded(old, form.writes[0].shape, new)}
+        shape = form.writes[0].shape
+        added = len(shape) - len(old)
+        kept = zip(old, shape[added:], new, strict=True)
+        return {"size": (*shape[:added], *(now if before == after else after for before, after, now in kept))}
     if name.startswith(("upsample", "_upsample")):
-        return {"output_size": _upsampled(trace, form, old, new, options, replayed)}
+        return {"output_size": _upsampled_size(form, new, options, _partner_shape(trace, form, replayed))}
     return {}
 
 
@@ -87,25 +90,12 @@ def viewed_size(old: Sequence[int], wanted: Sequence[int], new: Sequence[int]) -
     return tuple(size)
 
 
-def _expanded(old: Sequence[int], wanted: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
-    added = len(wanted) - len(old)
-    sizes = [now if before == after else after for before, after, now in zip(old, wanted[added:], new, strict=True)]
-    return (*wanted[:added], *sizes)
-
-
-def _cropped(
-    trace: Trace,
-    form: Form,
-    name: str,
-    old: Sequence[int],
-    new: Sequence[int],
-    options: Mapping[str, Option],
-    replayed: Mapping[View, torch.Tensor],
+def _crop_arguments(
+    form: Form, name: str, new: Sequence[int], options: Mapping[str, Option], partner: Sequence[int] | None
 ) -> dict[str, Option]:
-    """Return the arguments of a crop or pad. If its result meets another path, it gets that path's size; otherwise it
-    cuts off or adds as much as it did."""
-    partner = _partner_shape(trace, form, replayed)
-    wanted = form.writes[0].shape
+    """Return the arguments of a crop or pad of an input of shape ``new``. If the result meets another path, it gets
+    that path's shape (``partner``); otherwise it cuts off or adds as much as it did."""
+    old, wanted = form.reads[0][1].shape, form.writes[0].shape
     if name in ("slice", "narrow"):
         dim = int(options.get("dim") or 0) % len(old)  # pyright: ignore[reportArgumentType]  # a number
         step = int(options.get("step") or 1)  # pyright: ignore[reportArgumentType]  # a number
@@ -129,16 +119,10 @@ def _cropped(
     return {"pad" if "pad" in options else "padding": tuple(amounts)}
 
 
-def _upsampled(
-    trace: Trace,
-    form: Form,
-    old: Sequence[int],
-    new: Sequence[int],
-    options: Mapping[str, Option],
-    replayed: Mapping[View, torch.Tensor],
+def _upsampled_size(
+    form: Form, new: Sequence[int], options: Mapping[str, Option], partner: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    count = len(options["output_size"])  # pyright: ignore[reportArgumentType]  # a list
-    partner = _partner_shape(trace, form, replayed)
+    old, count = form.reads[0][1].shape, len(options["output_size"])  # pyright: ignore[reportArgumentType]  # a list
     if partner is not None and not any(name.startswith("scale") and value for name, value in options.items()):
         return partner[-count:]
     sizes: list[int] = []

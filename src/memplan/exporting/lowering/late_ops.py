@@ -19,17 +19,15 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
         if op.random or op.once or gradients.intersection(op.makes):
             continue
         at = next(position for position, other in enumerate(order) if other.index == op.index)
-        until = next((p for p in range(at + 1, len(order)) if _needs(order[p], op)), at + 1)
+        results = set(op.makes)
+        later = range(at + 1, len(order))
+        until = next((p for p in later if not results.isdisjoint((*order[p].reads, *order[p].outputs))), at + 1)
         if until > at + 1 and _kept_alive(graph, order, at, until) < sum(graph.values[v].bytes for v in op.makes):
             order.insert(until - 1, order.pop(at))
     rebuild = Rebuild(graph)
     for op in order:
         rebuild.add(op)
     return rebuild.finished()
-
-
-def _needs(other: GraphOp, op: GraphOp) -> bool:
-    return any(value in other.reads or value in other.outputs for value in op.makes)
 
 
 def _kept_alive(graph: JointGraph, order: Sequence[GraphOp], at: int, until: int) -> int:

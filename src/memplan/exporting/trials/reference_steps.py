@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +93,7 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
         args, kwargs = request.call.rebuild(rolled)
         optimizer.zero_grad()
         with _torch.DrawsReplaced(random.dropout_mask):
-            loss = _scalar(step(*args, **kwargs))
+            loss = default_loss(step(*args, **kwargs))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -110,10 +109,6 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
     with torch.no_grad():
         output = model(*args[: len(args) - targets], **kwargs)
     return _Run(np.array(losses), weights, output.numpy().astype(np.float64).reshape(-1))
-
-
-def _scalar(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) and output.dim() == 0 else default_loss(output)
 
 
 class _DeviceRandom:

@@ -35,7 +35,10 @@ def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module
     """
     for change in changes:
         matched = [(name, layer) for name, layer in model.named_modules() if fnmatchcase(name, change.pattern)]
-        having = [(name, layer) for name, layer in matched if _has(layer, change.attribute)]
+        having = [
+            (name, layer) for name, layer in matched
+            if hasattr(layer, change.attribute) or change.attribute in _arguments(layer)
+        ]  # fmt: skip
         if not having:
             raise _no_such_layer(model, change, [type(layer).__name__ for _, layer in matched])
         rebuilt = {id(layer): changed_layer(layer, change.attribute, change.value, name) for name, layer in having}
@@ -94,10 +97,6 @@ def _copy_hooks(old: nn.Module, new: nn.Module, name: str) -> None:
             raise _cannot_rebuild(old, name, f"{where} has hooks, and made anew it has others, or is not there")
         if not new_count:  # otherwise the constructor has registered them
             _torch.copy_hooks(module, new_modules[path])
-
-
-def _has(layer: nn.Module, attribute: str) -> bool:
-    return hasattr(layer, attribute) or attribute in _arguments(layer)
 
 
 def _arguments(layer: nn.Module) -> dict[str, inspect.Parameter]:

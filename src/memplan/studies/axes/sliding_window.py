@@ -23,7 +23,7 @@ from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
-Place = tuple[slice, ...]
+Region = tuple[slice, ...]
 """Spatial slices of a patch in the volume."""
 RECORDED = 3
 """Batches of patches to record: from the second on all allocate the same, except for the last, which may be smaller."""
@@ -65,8 +65,9 @@ def windowed(make: Callable[[], Any], options: StepOptions, window: Window, *, o
     """
     patch = options.inputs[0] if len(options.inputs) == 1 else None
     if not isinstance(patch, (Spec, torch.Tensor)) or len(patch.shape) != 2 + len(window.volume) or options.kwargs:
+        keywords = f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else ""
         raise InputError(
-            f"{_count(options)} for a volume of {'x'.join(map(str, window.volume))}",
+            f"{len(options.inputs)} input(s){keywords} for a volume of {'x'.join(map(str, window.volume))}",
             expected=f"one input, a patch of (1, channels, {len(window.volume)} sizes), and nothing else",
             do="Give the patch alone, such as 1x1x96x96x96",
         )
@@ -97,16 +98,16 @@ class Sliding(nn.Module):
         sizes = volume.shape[2:]
         missing = [max(size - int(extent), 0) for size, extent in zip(self._patch, sizes, strict=True)]
         volume = _padded(volume, missing)
-        places = list(_places(volume.shape[2:], self._patch, self._window.overlap))
+        regions = list(_regions(volume.shape[2:], self._patch, self._window.overlap))
         if self._most is not None:
-            places = _first_and_last(places, self._window.batch, self._most)
+            regions = _first_and_last(regions, self._window.batch, self._most)
         weight = torch.ones((1, 1, *self._patch), dtype=volume.dtype, device=volume.device)
         sums: list[torch.Tensor] = []
         counts: list[torch.Tensor] = []
         structure: Any = None
-        for first in range(0, len(places), self._window.batch):
-            batch = places[first : first + self._window.batch]
-            patches = [volume[(slice(None), slice(None), *place)] for place in batch]
+        for first in range(0, len(regions), self._window.batch):
+            batch = regions[first : first + self._window.batch]
+            patches = [volume[(slice(None), slice(None), *region)] for region in batch]
             # output and parts of the previous batch stay alive while the model runs, as in MONAI's loop
             data = torch.cat(patches) if self._window.batch > 1 else patches[0]
             output = self.model(data)
@@ -121,16 +122,18 @@ class Sliding(nn.Module):
                     whole = [int(size * factor) for size, factor in zip(volume.shape[2:], scale, strict=True)]
                     sums.append(torch.zeros((1, part.shape[1], *whole), dtype=volume.dtype, device=volume.device))
                     counts.append(torch.zeros((1, 1, *whole), dtype=volume.dtype, device=volume.device))
-                    for place in places:
-                        counts[index][(slice(None), slice(None), *_scaled(place, scale))] += part_weight
+                    for region in regions:
+                        counts[index][(slice(None), slice(None), *_scaled(region, scale))] += part_weight
                 part *= part_weight
-                for row, place in enumerate(batch):
-                    sums[index][(slice(None), slice(None), *_scaled(place, scale))] += part[row : row + 1]
+                for row, region in enumerate(batch):
+                    sums[index][(slice(None), slice(None), *_scaled(region, scale))] += part[row : row + 1]
         for index in range(len(sums)):
             sums[index] /= counts.pop(0)
         if any(missing):
             unpadded = [slice(less // 2, less // 2 + int(size)) for less, size in zip(missing, sizes, strict=True)]
-            sums = [part[(slice(None), slice(None), *_scaled(unpadded, _scale(part, volume)))] for part in sums]
+            for index, part in enumerate(sums):
+                scale = [int(out) / int(size) for out, size in zip(part.shape[2:], volume.shape[2:], strict=True)]
+                sums[index] = part[(slice(None), slice(None), *_scaled(unpadded, scale))]
         return sums[0] if len(sums) == 1 else _torch.tree_unflatten(sums, structure)
 
 
@@ -153,19 +156,15 @@ def _padded(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
     return functional.pad(volume, [side for less in reversed(missing) for side in (less // 2, less - less // 2)])
 
 
-def _scale(part: torch.Tensor, whole: torch.Tensor) -> list[float]:
-    return [int(out) / int(size) for out, size in zip(part.shape[2:], whole.shape[2:], strict=True)]
-
-
-def _first_and_last(places: Sequence[Place], batch: int, most: int) -> list[Place]:
-    """Return the places of the first ``most`` - 1 batches and the last: that may be smaller, and may need a larger
+def _first_and_last(regions: Sequence[Region], batch: int, most: int) -> list[Region]:
+    """Return the regions of the first ``most`` - 1 batches and the last: that may be smaller, and may need a larger
     workspace."""
-    first, others = places[: (most - 1) * batch], places[(most - 1) * batch :]
+    first, others = regions[: (most - 1) * batch], regions[(most - 1) * batch :]
     return [*first, *others[-(len(others) % batch or batch) :]]
 
 
-def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[Place]:
-    """Yield the places of all patches; the last of each dimension is moved back to end with the volume."""
+def _regions(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[Region]:
+    """Yield the regions of all patches; the last of each dimension is moved back to end with the volume."""
     starts: list[list[int]] = []
     for whole, size in zip(volume, patch, strict=True):
         step = size if size == whole else max(1, int(size * (1 - overlap)))
@@ -175,13 +174,8 @@ def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iter
         yield tuple(slice(first, first + size) for first, size in zip(corner, patch, strict=True))
 
 
-def _scaled(place: Sequence[slice], scale: Sequence[float]) -> Place:
+def _scaled(region: Sequence[slice], scale: Sequence[float]) -> Region:
     return tuple(
         slice(int(extent.start * factor), int(extent.stop * factor))
-        for extent, factor in zip(place, scale, strict=True)
+        for extent, factor in zip(region, scale, strict=True)
     )
-
-
-def _count(options: StepOptions) -> str:
-    keywords = f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else ""
-    return f"{len(options.inputs)} input(s){keywords}"

@@ -1,4 +1,4 @@
-"""Search for the last place on an axis that fits, in few recordings: by extrapolation, with bisection as fallback."""
+"""Search for the last position on an axis that fits, in few recordings, by extrapolation or else by bisection."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memplan.studies.capacity.extrapolation import MOST, Sample, by_needs, by_st
 from memplan.trace.trace import Trace
 
 Probe = Callable[[int], Sample | None]
-"""Records the step at a place; None if that fails."""
+"""Records the step at a position; None if that fails."""
 
 BEGINNINGS = 8
-"""How many other places to record if the first fails."""
+"""How many other positions to record if the first fails."""
 
 _FAR = 1024
 """Factor by which to go up if the need does not grow."""
@@ -32,24 +32,26 @@ class SearchResult:
 
     @property
     def last(self) -> int:
-        """Return the last place that fits, 0 if none does."""
-        return max((sample.place for sample in self.samples if sample.fits), default=0)
+        """Return the last position that fits, 0 if none does."""
+        return max((sample.position for sample in self.samples if sample.fits), default=0)
 
     @property
     def floor(self) -> int:
-        """Lower bound of the search: the last place that fits, else the last failure below all recordings, else 0."""
-        lowest = min((sample.place for sample in self.samples), default=0)
-        return self.last or max((place for place in self._failed_multiples() if place < lowest), default=0)
+        """Lower bound of the search: the last position that fits, else the last failure below all recordings, or 0."""
+        lowest = min((sample.position for sample in self.samples), default=0)
+        return self.last or max((position for position in self._failed_multiples() if position < lowest), default=0)
 
     @property
     def following(self) -> int | None:
-        """Upper bound of the search: the first place above ``floor`` that does not fit, or fails though it is a
+        """Upper bound of the search: the first position above ``floor`` that does not fit, or fails though it is a
         multiple of ``step``; None if there is none."""
-        too_large = [sample.place for sample in self.samples if not sample.fits]
-        return min((place for place in (*too_large, *self._failed_multiples()) if place > self.floor), default=None)
+        too_large = [sample.position for sample in self.samples if not sample.fits]
+        return min(
+            (position for position in (*too_large, *self._failed_multiples()) if position > self.floor), default=None
+        )
 
     def _failed_multiples(self) -> list[int]:
-        return [place for place in self.failed if place % self.step == 0]
+        return [position for position in self.failed if position % self.step == 0]
 
 
 def last_fitting(
@@ -60,48 +62,48 @@ def last_fitting(
     most: int = MOST,
     fits: Callable[[Trace], bool] | None = None,
 ) -> SearchResult:
-    """Record places until both the last place that fits and the next place are recorded.
+    """Record positions until both the last position that fits and the next position are recorded.
 
-    If the need is not monotonic, the answer is the last recorded place that fits; others may fit, even above it.
+    If the need is not monotonic, the answer is the last recorded position that fits; others may fit, even above it.
 
-    The first place whose recording fails starts a search for the step whose multiples can be recorded (`step_of`);
+    The first position whose recording fails starts a search for the step whose multiples can be recorded (`step_of`);
     from then on only these are recorded. A multiple that fails counts as too large, or, below all successful
     recordings, as too small.
 
     Args:
-        probe: records the step at a place, from 1 on.
-        measure: the number that bytes grow with, at a place.
+        probe: records the step at a position, from 1 on.
+        measure: the number that bytes grow with, at a position.
         limit: bytes.
-        start: the first place to record; if it fails, the powers of two around it follow.
-        most: the last place to consider, and the answer if it fits.
+        start: the first position to record; if it fails, the powers of two around it follow.
+        most: the last position to consider, and the answer if it fits.
         fits: whether a step fits; then guesses come from whole extrapolated steps (see `by_steps`).
     """
     search = _Search(probe, measure, limit, most, fits)
-    first = next((place for place in _beginnings(min(start, most), most) if search.works(place)), None)
-    place = first
-    while place is not None and first is not None:
-        if not search.works(place) and search.step is None:
+    first = next((position for position in _beginnings(min(start, most), most) if search.works(position)), None)
+    position = first
+    while position is not None and first is not None:
+        if not search.works(position) and search.step is None:
             search.step = step_of(search.works, first, most)
-        place = search.next()
+        position = search.next()
     return search.result
 
 
-def step_of(works: Callable[[int], bool], place: int, most: int = MOST) -> int:
-    """Return the step whose multiples work, assuming that there is such a step and that ``place`` works.
+def step_of(works: Callable[[int], bool], position: int, most: int = MOST) -> int:
+    """Return the step whose multiples work, assuming that there is such a step and that ``position`` works.
 
-    The step divides ``place``. For each prime factor of ``place``, a bisection over its power finds the smallest
-    divisor by which ``place`` can be moved down, or else up, and still work.
+    The step divides ``position``. For each prime factor of ``position``, a bisection over its power finds the smallest
+    divisor by which ``position`` can be moved down, or else up, and still work.
     """
 
     def moves(distance: int) -> bool:
-        return works(place - distance) or (place + distance <= most and works(place + distance))
+        return works(position - distance) or (position + distance <= most and works(position + distance))
 
-    step = place
-    for prime, power in _primes(place):
+    step = position
+    for prime, power in _primes(position):
         # the whole power first: it works where failures have nothing to do with divisibility
         low, high, middle = 0, power, power
         while low < high:
-            low, high = (middle, high) if moves(place // prime**middle) else (low, middle - 1)
+            low, high = (middle, high) if moves(position // prime**middle) else (low, middle - 1)
             middle = (low + high + 1) // 2
         step //= prime**low
     return step
@@ -135,7 +137,7 @@ def _primes(number: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class _Search:
-    """The recordings so far, and the choice of the place to record next."""
+    """The recordings so far, and the choice of the position to record next."""
 
     probe: Probe
     measure: Callable[[int], float]
@@ -148,27 +150,30 @@ class _Search:
     widths: list[int] = field(default_factory=list)
     """Distances between the bounds so far, in steps."""
 
-    def works(self, place: int) -> bool:
-        """Return whether a place can be recorded. Each is recorded once."""
-        if place not in self.recordings:
-            self.recordings[place] = self.probe(place)
-        return self.recordings[place] is not None
+    def works(self, position: int) -> bool:
+        """Return whether a position can be recorded. Each is recorded once."""
+        if position not in self.recordings:
+            self.recordings[position] = self.probe(position)
+        return self.recordings[position] is not None
 
     @property
     def result(self) -> SearchResult:
         """Return the recordings so far."""
         samples = tuple(sample for sample in self.recordings.values() if sample is not None)
-        failed = tuple(place for place, sample in self.recordings.items() if sample is None)
+        failed = tuple(position for position, sample in self.recordings.items() if sample is None)
         return SearchResult(samples, failed, self.step or 1)
 
     def next(self) -> int | None:
-        """Return the place to record next; None when the search is over."""
+        """Return the position to record next; None when the search is over."""
         result, step = self.result, self.step or 1
-        low, high = result.floor // step, result.following  # low and last are counted in steps, high in places
+        low, high = result.floor // step, result.following  # low and last are counted in steps, high in positions
         last = self.most // step if high is None else -(-high // step) - 1
         if low >= last:
             return None
-        guess = self._guess(result)
+        bounds = result.last, result.following
+        guess = None if self.fits is None else by_steps(result.samples, self.measure, self.fits, *bounds)
+        if guess is None:
+            guess = by_needs(result.samples, self.limit, self.measure, *bounds)
         guess = None if guess is None else guess // step
         if len(result.samples) == 1 and high not in result.failed:
             return step * min(2 * low, last) if high is None else step * max(low + 1, (last + 1) // 2)
@@ -176,16 +181,11 @@ class _Search:
             return step * self._between(low, last + 1, guess, high in result.failed)
         if guess is not None:  # after five recordings that fit, overshoot the guess four times as far each time
             return step * min(low + max(guess - low, 1) * 4 ** max(0, len(result.samples) - 5), last)
-        # the need does not grow: jump up, and give up beyond _FAR**2 times the first place
-        return step * min(_FAR * low, last) if low * step < _FAR**2 * result.samples[0].place else None
-
-    def _guess(self, result: SearchResult) -> int | None:
-        bounds = result.last, result.following
-        guess = None if self.fits is None else by_steps(result.samples, self.measure, self.fits, *bounds)
-        return by_needs(result.samples, self.limit, self.measure, *bounds) if guess is None else guess
+        # the need does not grow: jump up, and give up beyond _FAR**2 times the first position
+        return step * min(_FAR * low, last) if low * step < _FAR**2 * result.samples[0].position else None
 
     def _between(self, low: int, high: int, guess: int | None, fails: bool) -> int:
-        """Return a place between two bounds: the guess, unless the last two recordings left more than a third of the
+        """Return a position between two bounds: the guess, unless the last two recordings left more than a third of the
         interval, or the guess is next to an upper bound that ``fails``, about which bytes say nothing."""
         self.widths.append(high - low)
         stalled = len(self.widths) > 2 and 3 * self.widths[-1] > self.widths[-3]

@@ -1,4 +1,4 @@
-"""Prediction of the last place on an axis that fits, by parabolas through the nearest recordings."""
+"""Prediction of the last position on an axis that fits, by parabolas through the nearest recordings."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MOST = 1 << 40
 
 @dataclass(frozen=True)
 class Sample:
-    """The recording at a place on an axis."""
+    """The recording at a position on an axis."""
 
-    place: int
+    position: int
     """Steps along the axis."""
     measure: float
     """The number that bytes grow with: pixels of a size, samples of a batch."""
@@ -38,17 +38,17 @@ def by_steps(
     low: int = 0,
     high: int | None = None,
 ) -> int | None:
-    """Predict the last place that fits by extrapolating the bytes of each storage and simulating the resulting step.
+    """Predict the last position that fits by extrapolating the bytes of each storage and simulating the resulting step.
 
     Returns None if fewer than two recordings have the same storages in the same order as the last one, or if the
-    prediction contradicts ``low`` or ``high``, so that the step must change between the places.
+    prediction contradicts ``low`` or ``high``, so that the step must change between the positions.
 
     Args:
         samples: the recordings, in order; the three nearest to the last are used.
-        measure: the number that bytes grow with, at a place.
+        measure: the number that bytes grow with, at a position.
         fits: whether a step fits.
-        low: a place that fits, or 0.
-        high: a place that does not fit.
+        low: a position that fits, or 0.
+        high: a position that does not fit.
     """
     last = samples[-1]
     alike = [sample for sample in samples if sample.trace is not None and _same_storages(sample.trace, last.trace)]
@@ -59,8 +59,8 @@ def by_steps(
     upper = _storage_law(nearest, [[s.bytes for s in row] for row in rows], measure)
     lower = _storage_law(nearest, [[s.bytes if s.low is None else s.low for s in row] for row in rows], measure)
 
-    def expected(place: int) -> bool:
-        sizes = zip(trace.storages, upper(place), lower(place), strict=True)
+    def expected(position: int) -> bool:
+        sizes = zip(trace.storages, upper(position), lower(position), strict=True)
         storages = [dataclasses.replace(s, bytes=b, low=None if s.low is None else min(low, b)) for s, b, low in sizes]
         return fits(dataclasses.replace(trace, storages=tuple(storages)))
 
@@ -72,19 +72,19 @@ def by_steps(
 def by_needs(
     samples: Sequence[Sample], limit: int, measure: Callable[[int], float], low: int = 0, high: int | None = None
 ) -> int | None:
-    """Predict the last place whose need is within a limit of bytes by extrapolating the need; None if it is flat."""
+    """Predict the last position whose need is within a limit of bytes by extrapolating the need; None if it is flat."""
     by_need = {sample.need: sample for sample in samples}  # the last of those with the same need
     nearest = _nearest([sample for sample in samples if by_need[sample.need] is sample])
     if len(nearest) < 2:
         return None
     need = _parabola(nearest, [[sample.need] for sample in nearest])
-    return _last(lambda place: float(need(measure(place))[0]) <= limit, low, high)
+    return _last(lambda position: float(need(measure(position))[0]) <= limit, low, high)
 
 
 def _nearest(samples: Sequence[Sample]) -> list[Sample]:
     """Return the last sample and the (up to) two nearest to it, nearest first, all with different measures."""
     by_measure: dict[float, Sample] = {}
-    for sample in sorted(samples, key=lambda sample: abs(sample.place - samples[-1].place)):
+    for sample in sorted(samples, key=lambda sample: abs(sample.position - samples[-1].position)):
         by_measure.setdefault(sample.measure, sample)
     return list(by_measure.values())[:3]
 
@@ -92,45 +92,47 @@ def _nearest(samples: Sequence[Sample]) -> list[Sample]:
 def _storage_law(
     samples: Sequence[Sample], rows: Sequence[Sequence[int]], measure: Callable[[int], float]
 ) -> Callable[[int], list[int]]:
-    """Return a function from a place to the bytes of each storage: by a parabola, or a step function if it is padded.
+    """Return a function from a position to the bytes of each storage: by a parabola, or a step function if padded.
 
     ``rows`` has the bytes of each storage in each sample.
     """
     parabolas = _parabola(samples, rows)
-    places, power = [sample.place for sample in samples], max(1, round(math.log2(measure(2) / measure(1))))
+    positions, power = [sample.position for sample in samples], max(1, round(math.log2(measure(2) / measure(1))))
     columns = list(zip(*rows, strict=True))
-    paddings = {column: padding_of(places, column, power) for column in set(columns)}
+    paddings = {column: padding_of(positions, column, power) for column in set(columns)}
     padded = [(index, padding) for index, column in enumerate(columns) if (padding := paddings[column]) is not None]
 
-    def storage_bytes(place: int) -> list[int]:
-        sizes = [max(0, int(size)) for size in numpy.rint(parabolas(measure(place)))]
-        for index, (stride, piece) in padded:
-            sizes[index] = piece * (-(-place // stride)) ** power
+    def storage_bytes(position: int) -> list[int]:
+        sizes = [max(0, int(size)) for size in numpy.rint(parabolas(measure(position)))]
+        for index, (stride, unit) in padded:
+            sizes[index] = unit * (-(-position // stride)) ** power
         return sizes
 
     return storage_bytes
 
 
-def padding_of(places: Sequence[int], sizes: Sequence[int], power: int = 1) -> tuple[int, int] | None:
-    """Return the stride to whose multiples a model pads places, and a storage's bytes per stride; None if unpadded.
+def padding_of(positions: Sequence[int], sizes: Sequence[int], power: int = 1) -> tuple[int, int] | None:
+    """Return the stride to whose multiples a model pads positions, and a storage's bytes per stride; None if unpadded.
 
     Args:
-        places: places of the recordings.
+        positions: positions of the recordings.
         sizes: bytes of the storage at each of them.
-        power: how many dimensions grow with the place.
+        power: how many dimensions grow with the position.
 
     Example:
         >>> padding_of([1024, 2048, 5000], [8000, 12000, 20000])
         (1000, 4000)
     """
-    piece = math.gcd(*sizes) or 1
-    counts = [round((size / piece) ** (1 / power)) for size in sizes]
-    proportional = all(count * places[0] == counts[0] * place for place, count in zip(places, counts, strict=True))
-    if proportional or min(counts) < 1 or any(c**power * piece != size for c, size in zip(counts, sizes, strict=True)):
+    unit = math.gcd(*sizes) or 1
+    counts = [round((size / unit) ** (1 / power)) for size in sizes]
+    proportional = all(
+        count * positions[0] == counts[0] * position for position, count in zip(positions, counts, strict=True)
+    )
+    if proportional or min(counts) < 1 or any(c**power * unit != size for c, size in zip(counts, sizes, strict=True)):
         return None
-    low = max(-(-place // count) for place, count in zip(places, counts, strict=True))
-    high = min(((p - 1) // (c - 1) for p, c in zip(places, counts, strict=True) if c > 1), default=0)
-    return (roundest(low - 1, high + 1), piece) if 1 < low <= high else None
+    low = max(-(-position // count) for position, count in zip(positions, counts, strict=True))
+    high = min(((p - 1) // (c - 1) for p, c in zip(positions, counts, strict=True) if c > 1), default=0)
+    return (roundest(low - 1, high + 1), unit) if 1 < low <= high else None
 
 
 def _parabola(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Callable[[float], Any]:
@@ -145,7 +147,7 @@ def _parabola(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Calla
 
 
 def _last(fits: Callable[[int], bool], low: int, high: int | None) -> int | None:
-    """Bisect for the last place that fits, given that ``low`` does and ``high`` does not; None if every place fits."""
+    """Bisect for the last position that fits, given that ``low`` does and ``high`` does not; None if all fit."""
     reach = 2 * low or 2
     while high is None:
         if not fits(reach):

@@ -246,11 +246,11 @@ def find_largest(
     recorder = _Recorder(record, axis, divisible)
     begin, fits = max(1, start // divisible), lambda trace: room.holds(trace, allocator)
     try:
-        result = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), fits)
+        result = last_fitting(recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), fits)
     except NoSuchRow as error:  # of position embeddings: search again up to their number
         most = error.rows
         notes[f"the model has a table of {most} positions: it takes no more"] = None
-        result = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), fits)
+        result = last_fitting(recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), fits)
     unplanned = _largest(result, recorder, title or subject.title, room, most, tuple(notes))
     return replace(unplanned, planned=_find_planned(unplanned, subject, axis, progress)) if fit else unplanned
 
@@ -265,18 +265,18 @@ def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Ca
         return Tried(value, plan.fits, plan.least, None, plan), None
 
     recorder = _Recorder(record, axis, unplanned.step)
-    begin, last = max(1, unplanned.value // unplanned.step), _places(unplanned.most, unplanned.step)
+    begin, last = max(1, unplanned.value // unplanned.step), _last_position(unplanned.most, unplanned.step)
     result = last_fitting(recorder, recorder.measure, room.for_plans, begin, last)
     return _largest(result, recorder, unplanned.title, room, unplanned.most, ())
 
 
-def _places(most: int | None, divisible: int) -> int:
+def _last_position(most: int | None, divisible: int) -> int:
     return MOST if most is None else most // divisible
 
 
 @dataclass
 class _Recorder:
-    """Records the step at places of an axis, each once; a value is ``divisible`` times its place."""
+    """Records the step at positions of an axis, each once; a value is ``divisible`` times its position."""
 
     record: Callable[[int], tuple[Tried, Trace | None]]
     """Records or plans a value. Raises MemplanError if it cannot."""
@@ -287,25 +287,25 @@ class _Recorder:
     error: StepError | None = None
     """The first error."""
 
-    def measure(self, place: int) -> float:
-        """Return the number that bytes grow with, at a place."""
-        measure = self.axis.measure(place * self.divisible)
+    def measure(self, position: int) -> float:
+        """Return the number that bytes grow with, at a position."""
+        measure = self.axis.measure(position * self.divisible)
         assert measure is not None, "the axis is one of numbers"
         return measure
 
-    def __call__(self, place: int) -> Sample | None:
-        """Return the recording at a place; None if it failed.
+    def __call__(self, position: int) -> Sample | None:
+        """Return the recording at a position; None if it failed.
 
         Raises:
             NoSuchRow: the model has fewer position embeddings than the value.
             MemplanError: the first recording failed, and not because the step raised.
         """
-        if place not in self.samples:
-            self.samples[place] = self._sample(place)
-        return self.samples[place]
+        if position not in self.samples:
+            self.samples[position] = self._sample(position)
+        return self.samples[position]
 
-    def _sample(self, place: int) -> Sample | None:
-        value = place * self.divisible
+    def _sample(self, position: int) -> Sample | None:
+        value = position * self.divisible
         try:
             self.tried[value], trace = self.record(value)
         except MemplanError as error:
@@ -318,7 +318,7 @@ class _Recorder:
             if isinstance(self.axis, Length) and isinstance(cause, NoSuchRow) and self.divisible <= cause.rows < value:
                 raise cause from error
             return None
-        return Sample(place, self.measure(place), self.tried[value].need, self.tried[value].fits, trace)
+        return Sample(position, self.measure(position), self.tried[value].need, self.tried[value].fits, trace)
 
 
 def _largest(
@@ -328,7 +328,7 @@ def _largest(
     if not result.samples:
         raise _none_works(recorder.error, axis.name, tried)
     end, step = result.following, divisible * result.step
-    if end is None and result.last + result.step <= _places(most, divisible):
+    if end is None and result.last + result.step <= _last_position(most, divisible):
         raise _does_not_grow(axis.name, result, divisible)
     value = result.last * divisible
     sizes = axis.sizes(value) if isinstance(axis, Size) and value else ()
@@ -394,11 +394,11 @@ def _start(subject: Subject, axis: Axis, divisible: int) -> int:
 
 
 def _does_not_grow(name: str, result: SearchResult, divisible: int) -> InputError:
-    ordered = sorted(result.samples, key=lambda sample: sample.place)
+    ordered = sorted(result.samples, key=lambda sample: sample.position)
     first, last = ordered[0], ordered[-1]
     return InputError(
-        f"the step needs {format_bytes(first.need)} at {name} {first.place * divisible} and "
-        f"{format_bytes(last.need)} at {last.place * divisible}",
+        f"the step needs {format_bytes(first.need)} at {name} {first.position * divisible} and "
+        f"{format_bytes(last.need)} at {last.position * divisible}",
         expected="an axis that its memory grows with: any value fits here",
         do="Vary another one",
     )

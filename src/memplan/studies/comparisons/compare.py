@@ -29,7 +29,7 @@ _OPTIONS = (*(option.name for option in dataclasses.fields(StepOptions)), *_OUTS
 
 
 @dataclass(frozen=True)
-class Given:
+class SideRequest:
     """Input for one side of a comparison: a step to record, or a saved result, which ignores ``options``."""
 
     title: str
@@ -104,8 +104,8 @@ def compare(
         )
     if is_saved(a) and is_saved(b):
         _refuse_options(common, measure)
-    side_a = _given(a, common, _title(a), "a_options", a_options)
-    side_b = _given(b, common, _title(b), "b_options", b_options)
+    side_a = _side_request(a, common, _title(a), "a_options", a_options)
+    side_b = _side_request(b, common, _title(b), "b_options", b_options)
     return compare_given(side_a, side_b, measure=measure)
 
 
@@ -123,7 +123,7 @@ def _refuse_options(common: Mapping[str, Any], measure: bool) -> None:
         )
 
 
-def compare_given(a: Given, b: Given, *, measure: bool = False) -> Comparison:
+def compare_given(a: SideRequest, b: SideRequest, *, measure: bool = False) -> Comparison:
     """Compare two sides; see `compare` for ``measure`` and the errors."""
     if measure:
         return _measured_comparison(a, b)
@@ -131,7 +131,7 @@ def compare_given(a: Given, b: Given, *, measure: bool = False) -> Comparison:
     return Comparison(side_a, side_b, notes=_notes(side_a, side_b))
 
 
-def _given(what: Any, common: Mapping[str, Any], title: str, side: str, own: Mapping[str, Any]) -> Given:
+def _side_request(what: Any, common: Mapping[str, Any], title: str, side: str, own: Mapping[str, Any]) -> SideRequest:
     """Return the input of a side: options ``own``, else those in common."""
     options = dict(common) | dict(own)
     target_options = {name: options[name] for name in _OUTSIDE_STEP}
@@ -147,9 +147,9 @@ def _given(what: Any, common: Mapping[str, Any], title: str, side: str, own: Map
                 expected="options only for a step that is still to be recorded",
                 do="Leave them out",
             )
-        return Given(title, what, settings=options["settings"] if isinstance(what, Trace) else None)
+        return SideRequest(title, what, settings=options["settings"] if isinstance(what, Trace) else None)
     named = ", ".join(f"{name}={_short(value)}" for name, value in own.items())
-    return Given(f"{title} with {named}" if named else title, what, step, **target_options)
+    return SideRequest(f"{title} with {named}" if named else title, what, step, **target_options)
 
 
 def _short(value: Any) -> str:
@@ -165,7 +165,7 @@ def _title(what: Any) -> str:
     return name or type(what).__name__
 
 
-def _recorded_side(request: Given) -> Side:
+def _recorded_side(request: SideRequest) -> Side:
     if is_saved(request.what):
         return side_of(request.what, request.title)
     _check_callable(request)
@@ -179,11 +179,11 @@ def _recorded_side(request: Given) -> Side:
     return replace(side, zeros=zeros) if zeros else side
 
 
-def _train(request: Given) -> bool | None:
+def _train(request: SideRequest) -> bool | None:
     return None if request.options.train else False  # None: a ``build`` can run inference all the same
 
 
-def _check_callable(request: Given) -> None:
+def _check_callable(request: SideRequest) -> None:
     if not callable(request.what):
         raise TargetError(
             f"{type(request.what).__name__} {request.what!r:.60}",
@@ -192,7 +192,7 @@ def _check_callable(request: Given) -> None:
         )
 
 
-def _measured_comparison(a: Given, b: Given) -> Comparison:
+def _measured_comparison(a: SideRequest, b: SideRequest) -> Comparison:
     """Run both sides on this CPU: memory, seconds and, of two networks of the same shape, their results."""
     for request in (a, b):
         if is_saved(request.what):
@@ -219,7 +219,7 @@ def _measured_comparison(a: Given, b: Given) -> Comparison:
     return Comparison(side_a, side_b, differences, same_weights, notes)
 
 
-def _measured_side(request: Given) -> Side:
+def _measured_side(request: SideRequest) -> Side:
     try:
         build = build_of(request.what, request.options)
         trace = measure_step(build, device=HOST)

@@ -147,8 +147,5 @@ def _difference(
         norm += float(reference.square().sum())
         largest = max(largest, float(difference.abs().nan_to_num(nan=math.inf).max()))
     relative = (squared / norm) ** 0.5 if norm else 0.0 if not squared else math.inf
-    return ResultDifference(kind, len(names), _finite(relative), _finite(largest))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    finite = [value if math.isfinite(value) else None for value in (relative, largest)]
+    return ResultDifference(kind, len(names), *finite)

@@ -99,7 +99,7 @@ class Fit(Printed):
 
     def __str__(self) -> str:
         prefix = f"{place_of(self.axis, self.at)}, {shown(self.values[0])} to {shown(self.values[-1])}: "
-        each = _each(self.unit)
+        each = f"a {self.unit}" if self.unit in _COUNTED else f"times {self.unit}"  # or the name of an axis
         if self.square is not None:
             square = self.square
             return (
@@ -265,7 +265,7 @@ def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossi
     crossings: list[Crossing] = []
     for row, following in itertools.pairwise(points):
         before, after = part_bytes(row), part_bytes(following)
-        below, above = _largest(before), _largest(after)
+        below, above = max(before, key=before.__getitem__), max(after, key=after.__getitem__)
         if below == above:
             continue
         start, end = axis.measure(row[axis.name]) or 0.0, axis.measure(following[axis.name]) or 0.0
@@ -278,10 +278,6 @@ def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossi
     return crossings
 
 
-def _largest(parts: Mapping[str, int]) -> str:
-    return max(parts, key=lambda part: parts[part])
-
-
 def _value(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
     """Return the value with this measure; None if values of the axis are not single numbers."""
     if not all(isinstance(value, (int, float)) for value in values) or (isinstance(axis, Size) and axis.aspect):
@@ -290,11 +286,6 @@ def _value(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
 
 
 _COUNTED = ("sample", "position", "pixel", "voxel", "token")
-
-
-def _each(unit: str) -> str:
-    """Return the words after bytes: ``a sample``; ``times width`` for units that are names of axes."""
-    return f"a {unit}" if unit in _COUNTED else f"times {unit}"
 
 
 def _bytes(number: float) -> str:

@@ -215,7 +215,12 @@ def swept(
     only_axes = [axis for axis, _ in axes]
     values_of_axes = {axis.name: values for axis, values in axes}
     points = [dict(zip(values_of_axes, point, strict=True)) for point in itertools.product(*values_of_axes.values())]
-    tasks: list[Task] = [(_at(subject, only_axes, point), target, settings) for point in points]
+    tasks: list[Task] = []
+    for point in points:
+        changed = subject
+        for axis, _ in axes:
+            changed = axis.at(changed, point[axis.name])
+        tasks.append((changed, target, settings))
     outcomes = run(tasks, jobs, progress or (lambda done, total: None))
     numbers = sorted(outcomes)  # fewer than points after Ctrl-C
     rows = [_row(points[number], outcomes[number]) for number in numbers]
@@ -261,12 +266,6 @@ def _check(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> No
         )
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise InputError(f"jobs={jobs!r}", expected="a number of processes, 1 or more", do="Leave it out for all cores")
-
-
-def _at(subject: Subject, axes: Sequence[Axis], point: Mapping[str, Any]) -> Subject:
-    for axis in axes:
-        subject = axis.at(subject, point[axis.name])
-    return subject
 
 
 def _row(point: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:

@@ -101,11 +101,7 @@ class Meter:
 
 def measure_step(step: Step) -> Measured:
     """Run a step once and count the bytes that it allocates on the CPU."""
-    with (
-        collector_held(),
-        Meter() as meter,
-        meter.counting("step"),
-    ):  # which would free older garbage
+    with collector_held(), Meter() as meter, meter.counting("step"):  # which would free older garbage
         step()
     return meter.measured("step")
 

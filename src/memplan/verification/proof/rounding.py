@@ -134,7 +134,10 @@ def rounding_errors(
         tolerance: the allowed error.
         coarse: by name, an error that is allowed in addition.
     """
-    norms = {name: _norm(tensor) for name, tensor in truth.items()}
+    norms = {
+        name: float(torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0).norm())
+        for name, tensor in truth.items()
+    }
     largest: dict[str, float] = {}
     for name, norm in norms.items():
         largest[_module(name)] = max(largest.get(_module(name), 0.0), norm)
@@ -279,11 +282,6 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     wide = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.detach().to(wide), b.detach().to(wide)
     return float(torch.where(a == b, 0.0, a - b).norm())
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
-    return float(finite.norm())
 
 
 def floating(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
