@@ -201,12 +201,7 @@ class _Memo:
             return None
         try:
             default = torch.get_default_dtype()
-            return (
-                func,
-                default,
-                _key_of(args),
-                tuple([(name, _key_of(value)) for name, value in kwargs.items()]),
-            )
+            return (func, default, _key_of(args), tuple([(name, _key_of(value)) for name, value in kwargs.items()]))
         except TypeError:
             return None
 

@@ -192,9 +192,7 @@ def lazy_as_fake(
 
     with (
         patched(
-            UninitializedParameter,
-            __new__=maker(_FakeParameter, UninitializedParameter.__new__),
-            __deepcopy__=_copied,
+            UninitializedParameter, __new__=maker(_FakeParameter, UninitializedParameter.__new__), __deepcopy__=_copied
         ),
         patched(UninitializedBuffer, __new__=maker(_FakeBuffer, UninitializedBuffer.__new__)),
     ):

@@ -117,10 +117,7 @@ def fakes_dressed() -> Iterator[None]:
             return dressed(data.detach(), cls).requires_grad_(require_grad)
         return make(cls, data, require_grad, **kwargs)
 
-    with (
-        patched(FakeTensor, as_subclass=dressed),
-        patched(torch.Tensor, _make_subclass=staticmethod(made)),
-    ):
+    with patched(FakeTensor, as_subclass=dressed), patched(torch.Tensor, _make_subclass=staticmethod(made)):
         yield
 
 
