@@ -211,8 +211,10 @@ class _Memo:
         if found is None:
             return NotImplemented
         single, metadata = found
-        made = [None if m is None else _fake_empty(mode, *m) for m in metadata]
-        return made[0] if single else tuple(made)
+        metas = [None if output is None else _meta_empty(*output) for output in metadata]
+        with no_dispatch():
+            results = [None if meta is None else FakeTensor(mode, meta, _CPU) for meta in metas]
+        return results[0] if single else tuple(results)
 
     def remember(self, key: Any, args: Any, result: Any) -> None:
         """Remember a result, if all of it is new, dense and on the CPU."""
@@ -243,12 +245,6 @@ class _Memo:
 def _meta_empty(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
     with no_dispatch():
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
-def _fake_empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
-    meta = _meta_empty(shape, stride, dtype)
-    with no_dispatch():
-        return FakeTensor(mode, meta, torch.device("cpu"))
 
 
 Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -83,8 +83,8 @@ def default_device() -> str | None:
     """Return the device on which tensors are made by default, where one was set."""
     if not torch._C._len_torch_function_stack():
         return None
-    found = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
-    return str(found[-1]) if found else None
+    contexts = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return str(contexts[-1]) if contexts else None
 
 
 def surroundings() -> str | None:

@@ -162,8 +162,8 @@ def joint_graph(
             fakes = _faked(inputs, mode)
         else:
             fakes = [fake(mode, number, tensor) for number, tensor in enumerate(inputs)]
-        for number, (one, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
-            values.take(one, number, real)
+        for number, (fake_input, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
+            values.take(fake_input, number, real)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_nothing_left())
         for device in ("cpu", "cuda"):
@@ -199,13 +199,13 @@ def _mode_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> FakeTensorMod
 def _faked(inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
     """Fake tensors for inputs. Those that share memory become apart: the graph is right then whether they do or not,
     unless it changes one. A tensor that needs a gradient stays one wherever it is given."""
-    made: dict[int, torch.Tensor] = {}
+    fake_of: dict[int, torch.Tensor] = {}
     storages = set[int]()
     fakes: list[torch.Tensor] = []
     for tensor in inputs:
         storage = tensor.untyped_storage()._cdata
-        if id(tensor) in made and tensor.requires_grad:
-            fakes.append(made[id(tensor)])
+        if id(tensor) in fake_of and tensor.requires_grad:
+            fakes.append(fake_of[id(tensor)])
             continue
         if storage in storages and not tensor.requires_grad:
             with mode:
@@ -213,29 +213,29 @@ def _faked(inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.T
         else:
             fake = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
         storages.add(storage)
-        made[id(tensor)] = fake
+        fake_of[id(tensor)] = fake
         fakes.append(fake)
     return fakes
 
 
-def _role(found: Any) -> Role:
+def _role(descriptor: Any) -> Role:
     from torch._functorch._aot_autograd import descriptors
 
-    match found:
+    match descriptor:
         case descriptors.ParamAOTInput():
-            return Role("parameter", name=found.target)
+            return Role("parameter", name=descriptor.target)
         case descriptors.BufferAOTInput():
-            return Role("buffer", name=found.target)
+            return Role("buffer", name=descriptor.target)
         case descriptors.PlainAOTInput():
-            return Role("input", index=found.idx)
+            return Role("input", index=descriptor.idx)
         case descriptors.TangentAOTInput():
-            return Role("tangent", index=_role(found.output).index)
+            return Role("tangent", index=_role(descriptor.output).index)
         case descriptors.PlainAOTOutput():
-            return Role("output", index=found.idx)
+            return Role("output", index=descriptor.idx)
         case descriptors.InputMutationAOTOutput():
-            return Role("mutation", of=_role(found.mutated_input))
+            return Role("mutation", of=_role(descriptor.mutated_input))
         case descriptors.GradAOTOutput():
-            return Role("gradient", of=_role(found.grad_of))
+            return Role("gradient", of=_role(descriptor.grad_of))
         case (
             descriptors.ForwardTokenAOTInput()
             | descriptors.BackwardTokenAOTInput()
@@ -243,7 +243,7 @@ def _role(found: Any) -> Role:
             | descriptors.BackwardTokenAOTOutput()
         ):
             return Role("token")
-    return Role("unknown", name=str(found))
+    return Role("unknown", name=str(descriptor))
 
 
 # -- what is traced otherwise than torch.compile does
@@ -257,20 +257,17 @@ _REWRITTEN = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 @functools.cache
 def _rewritten() -> tuple[Any, ...]:
     """Ops that torch would take apart in Python while it traces, otherwise than eager mode does (upsampling, GRU)."""
-    aten, found = torch.ops.aten, []
+    aten, rewritten = torch.ops.aten, []
     for name in aten:
         if name in _KEPT:
             continue
         packet = getattr(aten, name)
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            if any(_is_rewriting(op.py_kernels.get(key)) for key in _REWRITTEN):
-                found.append(op)
-    return tuple(found)
-
-
-def _is_rewriting(kernel: Any) -> bool:
-    return kernel is not None and getattr(kernel, "__module__", "").startswith(("torch._decomp", "torch._refs"))
+            modules = [getattr(op.py_kernels.get(key), "__module__", "") for key in _REWRITTEN]
+            if any(module.startswith(("torch._decomp", "torch._refs")) for module in modules):
+                rewritten.append(op)
+    return tuple(rewritten)
 
 
 @contextlib.contextmanager

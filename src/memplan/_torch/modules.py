@@ -121,10 +121,10 @@ class _Fake:
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Note device and dtype for the first call."""
-        given = (*args, *kwargs.values())
-        self.kind = next((value for value in given if isinstance(value, torch.dtype)), self.kind)
+        arguments = (*args, *kwargs.values())
+        self.kind = next((value for value in arguments if isinstance(value, torch.dtype)), self.kind)
         kinds = (str, int, torch.device)
-        places = [value for value in given if isinstance(value, kinds) and not isinstance(value, bool)]
+        places = [value for value in arguments if isinstance(value, kinds) and not isinstance(value, bool)]
         self.asked = places[0] if places else self.asked
         return self
 
@@ -138,8 +138,8 @@ class _Fake:
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Return another one; it has no data to copy."""
-        made = memo[id(self)] = type(self)(self.requires_grad, self.asked, self.kind)
-        return made
+        copy = memo[id(self)] = type(self)(self.requires_grad, self.asked, self.kind)
+        return copy
 
 
 def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -182,11 +182,11 @@ def lazy_as_fake(
             dtype = dtype or torch.get_default_dtype()
             with no_modes(), inside():
                 empty = torch.empty(0, device="meta", dtype=dtype)
-                made: Any = FakeTensor.__new__(kind, mode, empty, torch.device("cpu"))
-            made.requires_grad, made.asked, made.kind = requires_grad, device, dtype
+                tensor: Any = FakeTensor.__new__(kind, mode, empty, torch.device("cpu"))
+            tensor.requires_grad, tensor.asked, tensor.kind = requires_grad, device, dtype
             if kind is _FakeBuffer:
-                made.persistent, made._is_buffer = kwargs.get("persistent", True), True
-            return made
+                tensor.persistent, tensor._is_buffer = kwargs.get("persistent", True), True
+            return tensor
 
         return new
 

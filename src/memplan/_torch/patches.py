@@ -1,4 +1,4 @@
-"""Ways of torch that break a recording, replaced for its time.
+"""Replacements for functions of torch that would break a recording, applied while it runs.
 
 Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise.
 """
@@ -52,14 +52,14 @@ def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Cal
 def around_started_threads(
     around: Callable[[], AbstractContextManager[Any]], starts: Callable[[], None] = lambda: None
 ) -> Iterator[list[str]]:
-    """Run what each thread that this one starts in here does, and each that those start, in a context of its own.
+    """Run each thread started in this context, and threads that those start, inside ``around()``.
 
     Args:
         around: makes the context.
-        starts: called in the thread that starts another one, before it does.
+        starts: called in the starting thread before it starts another thread.
 
     Returns:
-        The names of those that have started.
+        The names of the threads started so far.
     """
     watched, started = {threading.get_ident()}, list[str]()
     start = threading.Thread.start
@@ -139,7 +139,8 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module, or one below it, runs as compiled code."""
     return any(
-        vars(one).get("_compiled_call_impl") is not None or "_orig_mod" in one._modules for one in module.modules()
+        vars(submodule).get("_compiled_call_impl") is not None or "_orig_mod" in submodule._modules
+        for submodule in module.modules()
     )
 
 
@@ -205,11 +206,11 @@ def sequences_padded_in_python() -> Iterator[None]:
     """Pad packed sequences in Python: in C++ torch writes their lengths into a tensor, which fails on a fake one."""
     pad: Any = torch._VF._pad_packed_sequence  # pyright: ignore[reportAttributeAccessIssue]
 
-    with patched(torch._VF, _pad_packed_sequence=here_alone(_padded, pad)):
+    with patched(torch._VF, _pad_packed_sequence=here_alone(_pad_packed_sequence, pad)):
         yield
 
 
-def _padded(
+def _pad_packed_sequence(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total_length: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sequences of one length, and their lengths.
@@ -334,16 +335,10 @@ def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManage
         yield
 
 
-def _all() -> list[Any]:
-    """Pop all modes; outermost first."""
-    popped = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    return popped[::-1]
-
-
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
     """Leave all modes of this thread that see calls of torch's functions, and enter them again at the end."""
-    entered = _all()
+    entered = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]  # outermost first
     try:
         yield
     finally:

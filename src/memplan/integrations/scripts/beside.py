@@ -7,8 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from memplan._bytes import round_to_blocks
 from memplan.trace.records import HOST, Op, Storage
 from memplan.trace.spec import Spec
@@ -69,7 +67,7 @@ def held_beside(trace: Trace, kind: str, parts: Iterable[str], inputs: Iterable[
         calls: of the model; without updates where the plan has no optimizer.
     """
     own = _Own(trace, _layers(trace, kind, list(parts)), calls)
-    counted = Counter((one.shape, _name(one.dtype)) for one in inputs)
+    counted = Counter((one.shape, str(one.dtype).removeprefix("torch.")) for one in inputs)
     all_changes, other_changes = defaultdict[int, int](int), defaultdict[int, list[tuple[Storage, int]]](list)
     for storage in trace.counted:
         size, died = _size(storage, trace), _ALWAYS if storage.died is None else storage.died
@@ -168,7 +166,3 @@ def _layers(trace: Trace, kind: str, parts: Collection[str]) -> frozenset[str]:
     roots = ["", *dict.fromkeys(f"{layer.name}." for layer in trace.layers if layer.kind == kind)]
     root = max(roots, key=lambda root: sum(f"{root}{part}" in names for part in parts))
     return frozenset({root.removesuffix(".") or kind, *(f"{root}{part}" for part in parts)})
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -196,16 +196,12 @@ def _modules(frame: FrameType) -> dict[int, str]:
     """Return the names of the variables of a frame that hold modules, those of the function before the module's."""
     found: dict[int, str] = {}
     here = local_variables(frame)
-    own = here.get("self")
-    for variables in (here, {f"self.{name}": one for name, one in _attributes(own).items()}, frame.f_globals):
+    attributes = getattr(here.get("self"), "__dict__", {})
+    for variables in (here, {f"self.{name}": value for name, value in attributes.items()}, frame.f_globals):
         for name, value in list(variables.items()):
             if isinstance(value, nn.Module):
                 found.setdefault(id(value), name)
     return found
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", {}) if value is not None else {}
 
 
 def _statement(frame: FrameType) -> tuple[int, int, bool]:

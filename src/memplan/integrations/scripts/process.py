@@ -53,7 +53,7 @@ def run_script(request: Request, told: Callable[[str], None] = lambda _: None) -
         MemplanError: whatever `memplan.record` and `memplan.measure` raise.
     """
     request.command.checked()
-    ended = _run(request)
+    ended = _supervised(request) if sys.platform == "linux" else _alone(request)
     outcome, said = ended.outcome, ended.err.text
     if outcome.protection is None:
         raise _unprotected(outcome, request)
@@ -91,11 +91,6 @@ class _Ended:
     answer: bytes
     out: _Tail
     err: _Tail
-
-
-def _run(request: Request) -> _Ended:
-    """Run a script's process to its end."""
-    return _supervised(request) if sys.platform == "linux" else _alone(request)
 
 
 def _supervised(request: Request) -> _Ended:
