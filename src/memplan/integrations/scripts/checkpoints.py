@@ -17,7 +17,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.integrations.scripts.effects import Effects
-from memplan.integrations.scripts.loaded import as_recorded, made_again, shapes_of
+from memplan.integrations.scripts.loaded import as_recorded, new_tensors, shapes_of
 from memplan.integrations.scripts.sandbox.messages import MARK
 
 _DIGITS = 16
@@ -84,7 +84,7 @@ class Checkpoints:
         if text[: len(MARK)] != MARK or not text[len(MARK) : _LENGTH].isdigit():
             return None
         number = int(text[len(MARK) : _LENGTH])
-        return made_again(self._saved[number], device) if number < len(self._saved) else None
+        return new_tensors(self._saved[number], device) if number < len(self._saved) else None
 
     def _saving(self, plain: Callable[..., None]) -> Callable[..., None]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:

@@ -90,9 +90,9 @@ def _of_script(error: StepError) -> StepError:
         do = "If it is a library that writes this file, let it: --allow-writes; else run it under python"
     else:
         do = "Run it under python" + data * missing + "; --measure runs it here for real"
-    found = StepError(error.found, expected="a script that runs as far as its second update", do=do)
-    found.layer, found.where = error.layer, error.where
-    return found
+    script_error = StepError(error.found, expected="a script that runs as far as its second update", do=do)
+    script_error.layer, script_error.where = error.layer, error.where
+    return script_error
 
 
 class _Batches(Programs):

@@ -74,8 +74,8 @@ class Script:
 
     def call(self, trace: Trace) -> ModelCall | None:
         """Return the first training call of a model in the run that a trace was made of; None where there was none."""
-        found = [call for call in self.calls if call is not None]
-        return next((call for call in found if call.end == trace.end), found[-1] if found else None)
+        calls = [call for call in self.calls if call is not None]
+        return next((call for call in calls if call.end == trace.end), calls[-1] if calls else None)
 
     def with_fit(self, fits: Callable[[nn.Module], None]) -> Script:
         """Return the script with a model that is made to fit before its first training call."""
@@ -175,10 +175,10 @@ class _Run:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        made = torch.optim.Optimizer.__init__
+        initialize = torch.optim.Optimizer.__init__
 
         def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            made(optimizer, *args, **kwargs)
+            initialize(optimizer, *args, **kwargs)
             if is_suspended():  # memplan's own, which it plans or proves a step with
                 return
             self._optimizers.setdefault(optimizer, 0)
@@ -202,14 +202,14 @@ class _Run:
         module = _torch.hooked_module(module)
         if not self._running:
             self._at_boundary()
-            if not any(module is one for one in self._models):
+            if not any(module is model for model in self._models):
                 self._models.append(module)
             self._loaders.called(trains=module.training and torch.is_grad_enabled())
         self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         module = _torch.hooked_module(module)
-        if any(module is one for one in self._running):  # those that raised before their own hook leave with it
+        if any(module is running for running in self._running):  # those that raised before their own hook leave with it
             while self._running.pop() is not module:
                 pass
 

@@ -37,7 +37,7 @@ class Recompute(Lever):
         """Return the number of recomputed values."""
         return f"{values} value{'' if values == 1 else 's'} recomputed"
 
-    def made_again(self, planned: PlannedStep, value: int) -> Reason:
+    def new_tensors(self, planned: PlannedStep, value: int) -> Reason:
         """Describe what recomputing a value costs, and what reads it."""
         graph, seconds = planned.graph, planned.seconds
         op, size = graph.maker[value], graph.values[value].bytes

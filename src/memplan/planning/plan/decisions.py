@@ -91,7 +91,7 @@ class _Decider:
                 if value in self.forms:
                     lever, reason = self._kept_as(*self.forms[value])
                 elif value in self.recomputed:
-                    lever, reason = RECOMPUTE.name, RECOMPUTE.made_again(self, value)
+                    lever, reason = RECOMPUTE.name, RECOMPUTE.new_tensors(self, value)
                 elif value in kept:
                     lever, reason = "keep", RECOMPUTE.kept(self, value, costs_most=value == self.costliest)
                 else:
