@@ -133,7 +133,7 @@ class TensorGuards:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._check: Callable[..., bool] | None = None
         if tensors:
-            sizes, strides = [list(one.size()) for one in tensors], [list(one.stride()) for one in tensors]
+            sizes, strides = [list(tensor.size()) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
             make: Any = _guards.TensorGuards  # its stub has the wrong type for the sizes
             self._check = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 

@@ -69,8 +69,7 @@ Instead = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 def corrected_mode(
     results: Results, instead: Instead, values: Values | None = None, mode: FakeTensorMode | None = None
 ) -> FakeTensorMode:
-    """Return a mode whose fake tensors are as the device's kernels make them, with the values that are known: a given
-    mode, or a new one.
+    """Return ``mode``, or a new mode, changed so that results have the sizes of the device's kernels and known values.
 
     An instance changed, and no class of its own: ops that take functions know the class FakeTensorMode only.
     """
@@ -113,8 +112,8 @@ def _refuse_change(func: Any, args: Any) -> None:
 
 
 def has_kept_fake(error: Exception) -> bool:
-    """Return whether a trace failed because a tensor without data was kept from its first pass, as by a forward() that
-    makes a buffer when it is first called. Seen in torch 2.13."""
+    """Return whether a trace failed on a fake tensor stored during an earlier pass, such as a buffer created in the
+    first forward(). Seen in torch 2.13."""
     return isinstance(error, AssertionError) and "Unexpected fake" in str(error)
 
 
@@ -141,8 +140,8 @@ def joint_graph(
         instead: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result`` or NotImplemented.
         conditional: whether values of small integer inputs may be read, where they have any; else only such that
             follow from constants may.
-        fake: ``(mode, number, input) -> fake tensor``, where it is not to be one of the same sizes.
-        mode: of the fake tensors, where it is not to be a plain one.
+        fake: ``(mode, number, input) -> fake tensor``; by default of the same sizes.
+        mode: of the fake tensors; by default a plain one.
     """
     # imported here, because they bring all of Dynamo
     from torch._dynamo import config as dynamo
@@ -197,8 +196,8 @@ def _mode_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> FakeTensorMod
 
 
 def _faked(inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
-    """Fake tensors for inputs. Those that share memory become apart: the graph is right then whether they do or not,
-    unless it changes one. A tensor that needs a gradient stays one wherever it is given."""
+    """Return fake tensors for inputs. Inputs that share memory get separate fakes: the graph is then right in both
+    cases, unless it changes an input. A repeated input that requires a gradient is faked once."""
     fake_of: dict[int, torch.Tensor] = {}
     storages = set[int]()
     fakes: list[torch.Tensor] = []
@@ -256,7 +255,7 @@ _REWRITTEN = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 @functools.cache
 def _rewritten() -> tuple[Any, ...]:
-    """Ops that torch would take apart in Python while it traces, otherwise than eager mode does (upsampling, GRU)."""
+    """Ops that tracing would decompose in Python, unlike eager mode (upsampling, GRU)."""
     aten, rewritten = torch.ops.aten, []
     for name in aten:
         if name in _KEPT:
@@ -272,7 +271,7 @@ def _rewritten() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _own_kernels() -> Iterator[None]:
-    """Ops are taken apart as eager mode does."""
+    """Decompose ops as eager mode does."""
     removed: list[tuple[Any, Any, Any]] = []
     try:
         for op in _rewritten():
@@ -327,8 +326,8 @@ def _checkpoints_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Put another tensor in the place of every parameter and buffer whose id() is a key: tied ones and shared modules',
-    too, which `torch.func.functional_call` would not put back in the right order.
+    """Replace every parameter and buffer whose id() is a key, including tied parameters and shared modules,
+    which `torch.func.functional_call` would not put back in the right order.
 
     Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters`` and ``._buffers``, which TorchScript's modules have as
     objects that set their own attributes.

@@ -97,21 +97,21 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 
 
 @contextlib.contextmanager
-def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
-    """Run compiled modules and functions eagerly, scripted and traced ones as the Python that they were made of.
+def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
+    """Run compiled, scripted and traced modules and functions as the original Python code.
 
-    ``said`` is called when something is compiled or runs compiled.
+    ``notify`` is called when something is compiled or runs compiled.
     """
     from torch._dynamo import eval_frame  # a fake mode has imported it already; measuring does not need it
 
     compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
 
     def compile_and_say(*args: Any, **kwargs: Any) -> Any:
-        said()
+        notify()
         return compile_(*args, **kwargs)
 
     def call_and_say(self: Any, *args: Any, **kwargs: Any) -> Any:
-        said()
+        notify()
         with warnings.catch_warnings():
             # it warns of global hooks on modules: ours
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
@@ -121,7 +121,7 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
         def as_it_is(function: Any, *args: Any, **kwargs: Any) -> Any:
             if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] == "torch":  # which needs its own
                 return compiles(function, *args, **kwargs)
-            said()
+            notify()
             return function
 
         return as_it_is
@@ -145,14 +145,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def compiled_modules_seen(said: Callable[[], None]) -> Iterator[None]:
-    """Call ``said`` before a module runs that `torch.compile` made of another one."""
+def compiled_modules_seen(notify: Callable[[], None]) -> Iterator[None]:
+    """Call ``notify`` before a module returned by `torch.compile` runs."""
     from torch._dynamo import eval_frame  # every optimizer has imported it
 
     call = eval_frame.OptimizedModule.__call__
 
     def say_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        said()
+        notify()
         return call(self, *args, **kwargs)
 
     with patched(eval_frame.OptimizedModule, __call__=say_and_call):
@@ -182,7 +182,7 @@ def linear_seen(called: Callable[[bool], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def lengths_as_tensors() -> Iterator[None]:
     """Give `torch.ctc_loss` lengths as tensors where they are lists: of those it makes a tensor in C++, and fills it,
-    which fails on a fake one."""
+    which fails on a fake tensor."""
     loss: Any = torch.ctc_loss
 
     def as_tensor(value: Any) -> Any:
@@ -203,7 +203,7 @@ def lengths_as_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sequences_padded_in_python() -> Iterator[None]:
-    """Pad packed sequences in Python: in C++ torch writes their lengths into a tensor, which fails on a fake one."""
+    """Pad packed sequences in Python: torch's C++ writes lengths into a tensor, which fails on fake tensors."""
     pad: Any = torch._VF._pad_packed_sequence  # pyright: ignore[reportAttributeAccessIssue]
 
     with patched(torch._VF, _pad_packed_sequence=here_alone(_pad_packed_sequence, pad)):
@@ -213,7 +213,7 @@ def sequences_padded_in_python() -> Iterator[None]:
 def _pad_packed_sequence(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total_length: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sequences of one length, and their lengths.
+    """Return sequences padded to equal length, and their lengths.
 
     Source: aten/src/ATen/native/PackedSequence.cpp, `_pad_packed_sequence`: one copy for each run of steps that
     equally many sequences have.
