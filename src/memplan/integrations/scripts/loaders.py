@@ -91,7 +91,12 @@ class Loaders:
         if loader.idle >= self._most:
             loader.cut = True
             raise StopIteration
-        batch = self._given() if loader.own is None else next(loader.own)
+        if loader.own is not None:
+            batch = next(loader.own)
+        elif self._rules.kwargs:
+            batch = realize(dict(self._rules.kwargs))
+        else:
+            batch = realize(self._rules.inputs[0] if len(self._rules.inputs) == 1 else list(self._rules.inputs))
         loader.fresh = True
         size = leading(batch)
         if self._first is None:
@@ -99,11 +104,6 @@ class Loaders:
         if self._rules.batch is not None and size is not None and size == self._first:
             batch = resized(batch, size, self._rules.batch)
         return batch
-
-    def _given(self) -> Any:
-        if self._rules.kwargs:
-            return realize(dict(self._rules.kwargs))
-        return realize(self._rules.inputs[0] if len(self._rules.inputs) == 1 else list(self._rules.inputs))
 
 
 def fetched(fetch: Callable[[Any], Any], indices: Any) -> Any:
