@@ -36,11 +36,11 @@ class GraphBreak:
 
 def graph_break(graph: Any) -> GraphBreak | None:
     """Return the break that ends this graph; None where it goes on to the function's end."""
-    found = getattr(graph, "compile_subgraph_reason", None)
-    if found is None or not found.graph_break or not found.user_stack:
+    end = getattr(graph, "compile_subgraph_reason", None)
+    if end is None or not end.graph_break or not end.user_stack:
         return None
-    frame = found.user_stack[-1]
-    return GraphBreak(str(found.reason).strip().split("\n")[0], frame.filename, frame.lineno or 0)
+    frame = end.user_stack[-1]
+    return GraphBreak(str(end.reason).strip().split("\n")[0], frame.filename, frame.lineno or 0)
 
 
 def before_compiling(said: Callable[[str, list[nn.Module]], None]) -> Callable[[], None]:
@@ -70,11 +70,11 @@ _OF_FUNCTION = "code", "globals", "locals", "closure"
 
 def _reached(code: Any, globals: Any, locals: Any, closure: Any) -> list[nn.Module]:
     """Return the modules that a function can call."""
-    found = [*locals.values(), *(globals.get(name) for name in code.co_names)]
+    reachable = [*locals.values(), *(globals.get(name) for name in code.co_names)]
     for cell in closure or ():
         with suppress(ValueError):  # it is empty yet
-            found.append(cell.cell_contents)
-    return [one for one in found if isinstance(one, nn.Module)]
+            reachable.append(cell.cell_contents)
+    return [value for value in reachable if isinstance(value, nn.Module)]
 
 
 def is_jit_tracing() -> bool:

@@ -30,19 +30,16 @@ def tensors_that_tell(
 
     def tells(own: Any) -> property:
         def get(tensor: torch.Tensor) -> torch.device:
-            said = None if inside() else device(tensor)
-            return own.__get__(tensor) if said is None else said
+            reported = None if inside() else device(tensor)
+            return own.__get__(tensor) if reported is None else reported
 
         return property(get)
 
     group = torch._C._group_tensors_by_device_and_dtype
 
     def group_and_tell(lists: Any, *args: Any, **kwargs: Any) -> Any:
-        groups = group(lists, *args, **kwargs)
-        return {(_told(value[0][0], key[0]), key[1]): value for key, value in groups.items()}
-
-    def _told(tensors: list[Any], found: torch.device) -> torch.device:
-        return tensors[0].device if tensors else found
+        groups: dict[Any, Any] = group(lists, *args, **kwargs)
+        return {(value[0][0][0].device if value[0][0] else key[0], key[1]): value for key, value in groups.items()}
 
     with (
         patched(torch.Tensor, device=tells(plain)),
@@ -65,10 +62,10 @@ def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]])
     builtins = torchscript._get_builtin_table()
     with contextlib.ExitStack() as stack:
         for home in _HOMES:
-            found = {name: value for name, value in vars(home).items() if id(value) in functions}
-            replaced = {name: made(value) for name, value in found.items()}
+            factories = {name: value for name, value in vars(home).items() if id(value) in functions}
+            replaced = {name: made(value) for name, value in factories.items()}
             stack.enter_context(patched(home, **replaced))
-            for name, value in found.items():  # TorchScript knows torch's functions by their id()
+            for name, value in factories.items():  # TorchScript knows torch's functions by their id()
                 if id(value) in builtins:
                     builtins[id(replaced[name])] = builtins[id(value)]
                     stack.callback(builtins.pop, id(replaced[name]), None)

@@ -41,9 +41,9 @@ def join(of: Traced, pairs: Mapping[int, int]) -> None:
 
 
 def _join(first: fx.Node, second: fx.Node) -> None:
-    made, more = first.meta["val"], second.meta["val"]
+    first_results, second_results = first.meta["val"], second.meta["val"]
     first.update_arg(_MASK, [a or b for a, b in zip(first.args[_MASK], second.args[_MASK], strict=True)])  # pyright: ignore[reportArgumentType]
-    first.meta["val"] = tuple(b if a is None else a for a, b in zip(made, more, strict=True))
+    first.meta["val"] = tuple(b if a is None else a for a, b in zip(first_results, second_results, strict=True))
     for user in list(second.users):
         assert user.target is operator.getitem, "results are taken apart"
         with first.graph.inserting_after(first):

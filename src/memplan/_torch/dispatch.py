@@ -141,15 +141,15 @@ class _Sees(TorchDispatchMode):
 
     def __init__(self, op: Any) -> None:
         super().__init__()
-        self.op, self.given, self.made = op, list[Dtypes](), list[Dtypes]()
+        self.op, self.arguments, self.results = op, list[Dtypes](), list[Dtypes]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not self.op:
             return func(*args, **(kwargs or {}))
-        given, named = _without_data((args, kwargs or {}), "cpu")
-        result = func(*given, **named)
-        self.given.append(_dtypes((given, named)))
-        self.made.append(_dtypes(result))
+        positional, named = _without_data((args, kwargs or {}), "cpu")
+        result = func(*positional, **named)
+        self.arguments.append(_dtypes((positional, named)))
+        self.results.append(_dtypes(result))
         return _without_data(result, "cuda:0")
 
 
@@ -181,11 +181,11 @@ def cast_on_cuda(op: Any, args: Any, kwargs: Any) -> tuple[Dtypes, Dtypes, Dtype
     sees = _Sees(op)
     lengths = ShapeEnv()  # of results whose length depends on values, as torchvision::nms has
     with no_modes(), torch.no_grad(), FakeTensorMode(shape_env=lengths), sees:
-        given, named = _without_data((args, kwargs), "cuda:0")
-        result = with_cuda_autocast(op, *given, **named)
-    if len(sees.given) != 1:
-        raise RuntimeError(f"{op} was called {len(sees.given)} times")
-    return sees.given[0], sees.made[0], _dtypes(result)
+        positional, named = _without_data((args, kwargs), "cuda:0")
+        result = with_cuda_autocast(op, *positional, **named)
+    if len(sees.arguments) != 1:
+        raise RuntimeError(f"{op} was called {len(sees.arguments)} times")
+    return sees.arguments[0], sees.results[0], _dtypes(result)
 
 
 def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:

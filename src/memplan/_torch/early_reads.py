@@ -23,12 +23,12 @@ from memplan._torch.tensors import storage_key
 
 _aten = torch.ops.aten
 KERNELS = frozenset([_aten.convolution, _aten.convolution_backward, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm])
-"""Ops that Inductor fuses nothing with here: what is to be there before one of them is written before it."""
+"""Ops that Inductor does not fuse with others: a value needed before such an op is written to memory before it."""
 GAIN = 1.25
 """An op has to free so many times its own bytes to be computed before it is read: to write it by itself costs
 time. Chosen, not measured."""
 SMALL = 1 << 20
-"""Bytes: a smaller result is left to whoever reads it. Chosen, too."""
+"""Bytes: smaller results stay fused into their readers. Chosen, not measured."""
 
 
 def to_compute_first(graph: fx.Graph, freed: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -40,20 +40,22 @@ def to_compute_first(graph: fx.Graph, freed: Collection[fx.Node]) -> dict[fx.Nod
         freed: of its arguments, those that can be freed after their last use.
 
     Returns:
-        By kernel, what it is to wait for.
+        The ops to compute before each kernel.
     """
-    places, found = _Places(list(graph.nodes), frozenset(freed)), dict[fx.Node, list[fx.Node]]()
+    places, waits = _Places(list(graph.nodes), frozenset(freed)), dict[fx.Node, list[fx.Node]]()
     for node in places.nodes:
         if _is_pointwise(node) and _bytes(node) >= SMALL:
-            gaining = (at for at in places.kernels_before_use(node) if places.let_go(node, at) >= GAIN * _bytes(node))
-            if (first := next(gaining, None)) is not None:
-                found.setdefault(places.nodes[first], []).append(node)
-    return found
+            worthwhile = (
+                at for at in places.kernels_before_use(node) if places.let_go(node, at) >= GAIN * _bytes(node)
+            )
+            if (first := next(worthwhile, None)) is not None:
+                waits.setdefault(places.nodes[first], []).append(node)
+    return waits
 
 
 @dataclass(frozen=True)
 class _Places:
-    """The ops of a graph by their places."""
+    """The nodes of a graph in schedule order, and the memory that each reads."""
 
     nodes: Sequence[fx.Node]
     arguments: frozenset[fx.Node]
@@ -69,78 +71,77 @@ class _Places:
 
     @cached_property
     def roots(self) -> Mapping[fx.Node, frozenset[int]]:
-        """Memory that is read for each op, where views and pointwise ops are fused into what reads them."""
-        found = dict[fx.Node, frozenset[int]]()
+        """Storages that each op reads, counting views and fused pointwise ops as part of their readers."""
+        roots_of = dict[fx.Node, frozenset[int]]()
         for node in self.nodes:
             through = _is_view(node) or (_is_pointwise(node) and not _is_written(node))
-            found[node] = self._read_by(node, found) if through else _memory(node)
-        return found
+            roots_of[node] = self._read_by(node, roots_of) if through else _memory(node)
+        return roots_of
 
     @staticmethod
     def _read_by(node: fx.Node, roots: Mapping[fx.Node, frozenset[int]]) -> frozenset[int]:
-        return frozenset().union(*(roots[one] for one in node.all_input_nodes))
+        return frozenset().union(*(roots[operand] for operand in node.all_input_nodes))
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[fx.Node]]:
-        """Ops that read each memory, themselves or through others."""
-        found = dict[int, list[fx.Node]]()
+        """Ops that read each storage, directly or through fused ops."""
+        readers_of = dict[int, list[fx.Node]]()
         for node in self.nodes:
             for memory in self._read_by(node, self.roots):
-                found.setdefault(memory, []).append(node)
-        return found
+                readers_of.setdefault(memory, []).append(node)
+        return readers_of
 
     @cached_property
     def sizes(self) -> Mapping[int, int]:
-        """Bytes by memory, of what can be freed."""
+        """Bytes of each storage; 0 for those that cannot be freed."""
         sizes = {
-            storage_key(one.untyped_storage()): one.untyped_storage().nbytes()
+            storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
             for node in self.nodes
-            for one in _tensors(node)
+            for tensor in _tensors(node)
         }
         stay = (node for node in self.nodes if node.op == "placeholder" and node not in self.arguments)
         return sizes | {memory: 0 for node in stay for memory in _memory(node)}
 
     @cached_property
     def needed(self) -> Mapping[fx.Node, int]:
-        """Places of everything that each op is computed from, as bits."""
-        found = dict[fx.Node, int]()
+        """Ancestors of each op, as a bit set of positions."""
+        ancestors = dict[fx.Node, int]()
         for node in self.nodes:
-            found[node] = 0
-            for one in node.all_input_nodes:
-                found[node] |= found[one] | 1 << self.place[one]
-        return found
+            ancestors[node] = 0
+            for operand in node.all_input_nodes:
+                ancestors[node] |= ancestors[operand] | 1 << self.place[operand]
+        return ancestors
 
     def kernels_before_use(self, node: fx.Node) -> list[int]:
-        """Return the places of the kernels after an op that everything that reads it needs: what these wait for is no
-        part of that."""
+        """Return the positions of the kernels after `node` that all its users depend on."""
         common = reduce(and_, (self.needed[user] for user in _users(node)), -1)
         return [at for at in self.kernels if at > self.place[node] and common >> at & 1]
 
     def let_go(self, node: fx.Node, at: int) -> int:
-        """Return the bytes of memory that, from a place on, is read only for this op's sake."""
+        """Return the bytes of storages that, from position `at` on, only `node` and its fused users read."""
         own = {node, *_through(node)}
 
         def is_free(memory: int) -> bool:
-            later = (one for one in self.readers[memory] if self.place[one] >= at)
-            return all(one in own and one.op != "output" for one in later)
+            later = (reader for reader in self.readers[memory] if self.place[reader] >= at)
+            return all(reader in own and reader.op != "output" for reader in later)
 
         return sum(self.sizes[memory] for memory in self.roots[node] if is_free(memory))
 
 
 def _through(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what reads an op, itself or through pointwise ops and views."""
-    found, stack = set[fx.Node](), [node]
+    """Yield the users of a node, following pointwise ops and views."""
+    seen, stack = set[fx.Node](), [node]
     while stack:
         for user in stack.pop().users:
-            if user not in found:
-                found.add(user)
+            if user not in seen:
+                seen.add(user)
                 yield user
                 if _is_pointwise(user) or _is_view(user):
                     stack.append(user)
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what reads an op, itself or by a view."""
+    """Yield the users of a node, with views replaced by their users."""
     for user in node.users:
         if _is_view(user):
             yield from _users(user)
@@ -166,13 +167,13 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _memory(node: fx.Node) -> frozenset[int]:
-    return frozenset(storage_key(one.untyped_storage()) for one in _tensors(node))
+    return frozenset(storage_key(tensor.untyped_storage()) for tensor in _tensors(node))
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(one.numel() * one.element_size() for one in _tensors(node))
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(node))
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    found = node.meta.get("val")
-    return [one for one in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(one, Tensor)]
+    value = node.meta.get("val")
+    return [part for part in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(part, Tensor)]

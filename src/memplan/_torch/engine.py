@@ -95,16 +95,16 @@ def is_transformed() -> bool:
 
 def submodule(module: nn.Module, name: str) -> nn.Module:
     """Return a module's own submodule."""
-    found = module._modules[name]
-    assert found is not None
-    return found
+    child = module._modules[name]
+    assert child is not None
+    return child
 
 
 def own_tensor(module: nn.Module, name: str, kind: str) -> torch.Tensor:
     """Return a module's own parameter or buffer."""
-    found = (module._parameters if kind == "parameter" else module._buffers)[name]
-    assert found is not None
-    return found
+    tensor = (module._parameters if kind == "parameter" else module._buffers)[name]
+    assert tensor is not None
+    return tensor
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -107,17 +107,16 @@ def pickled_fakes(reduce: Callable[[torch.Tensor], tuple[Any, ...]]) -> Iterator
 
 @contextlib.contextmanager
 def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
-    """`torch._subclasses.FakeTensor` is another class to all but torch itself, and what runs inside of an op.
+    """Show `torch._subclasses.FakeTensor` as `NoFakeTensor` to all code but torch's own and code inside an op.
 
-    Modules that are imported meanwhile take from there what they will have for good: torch's own the class that it is,
-    and those of others get it afterwards.
+    Modules of others that are imported in this context get the real class at its end.
     """
     package: Any = torch._subclasses
     if "FakeTensor" not in vars(package):  # hidden already
         yield
         return
 
-    def found(name: str) -> Any:
+    def module_getattr(name: str) -> Any:
         if name != "FakeTensor":
             raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
         asking = str(sys._getframe(1).f_globals.get("__name__"))
@@ -125,7 +124,7 @@ def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
 
     before = set(sys.modules)
     del package.FakeTensor
-    package.__getattr__ = found
+    package.__getattr__ = module_getattr
     try:
         yield
     finally:
@@ -157,10 +156,10 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 
 def _key_of(value: Any) -> Any:
-    """Return a hashable stand-in for an argument: all of it that the metadata of a result can depend on.
+    """Return a hashable key with everything about an argument that the metadata of a result can depend on.
 
     Raises:
-        TypeError: an argument that this is not sure of.
+        TypeError: the argument is of an unsupported kind.
     """
     if isinstance(value, torch.Tensor):
         if (
@@ -179,7 +178,7 @@ def _key_of(value: Any) -> Any:
 
 
 class _Memo:
-    """Results of ops that make new tensors from old ones, remembered by shapes, strides and dtypes.
+    """Cache of results of functional ops, keyed by shapes, strides and dtypes.
 
     A model repeats its layers, an optimizer its update for every parameter. FakeTensorMode has such a memory, too,
     with a key of some twenty fields a tensor; this one covers the plain case in a fifth of the time.
@@ -190,7 +189,7 @@ class _Memo:
         self._functional: dict[Any, bool] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Key of a call, None where it cannot be remembered."""
+        """Return the key of a call; None if it cannot be cached."""
         functional = self._functional.get(func)
         if functional is None:
             schema = func._schema
@@ -201,26 +200,23 @@ class _Memo:
             return None
         try:
             default = torch.get_default_dtype()
-            return (
-                func,
-                default,
-                _key_of(args),
-                tuple([(name, _key_of(value)) for name, value in kwargs.items()]),
-            )
+            return (func, default, _key_of(args), tuple([(name, _key_of(value)) for name, value in kwargs.items()]))
         except TypeError:
             return None
 
     def recall(self, key: Any, mode: FakeTensorMode) -> Any:
-        """Return new fake tensors like those of the call remembered, or NotImplemented."""
-        found = self._results.get(key)
-        if found is None:
+        """Return new fake tensors like those of the cached call, or NotImplemented."""
+        entry = self._results.get(key)
+        if entry is None:
             return NotImplemented
-        single, metadata = found
-        made = [None if m is None else _fake_empty(mode, *m) for m in metadata]
-        return made[0] if single else tuple(made)
+        single, metadata = entry
+        metas = [None if output is None else _meta_empty(*output) for output in metadata]
+        with no_dispatch():
+            results = [None if meta is None else FakeTensor(mode, meta, _CPU) for meta in metas]
+        return results[0] if single else tuple(results)
 
     def remember(self, key: Any, args: Any, result: Any) -> None:
-        """Remember a result, if all of it is new, dense and on the CPU."""
+        """Cache a result if all its tensors are new, dense and on the CPU."""
         single = isinstance(result, torch.Tensor)
         outputs = (result,) if single else result
         if not isinstance(outputs, tuple):
@@ -250,27 +246,21 @@ def _meta_empty(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
-def _fake_empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
-    meta = _meta_empty(shape, stride, dtype)
-    with no_dispatch():
-        return FakeTensor(mode, meta, torch.device("cpu"))
-
-
 Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _OUTSIDE = "_memplan_outside"
 
 
 def become(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Give a sparse tensor the parts of another, as an op in place does. Return it."""
+    """Replace indices and values of a sparse tensor, like an in-place op. Return it."""
     target.data = source
     setattr(target, KNOWN, known_indices(source))
     return target
 
 
 class _FakeSparse:
-    """Fakes of the sparse tensors from outside of a recording that it meets, made of fakes of their parts.
+    """Fakes of sparse tensors from before the recording, built from fakes of their indices and values.
 
-    torch's own have no elements, and neither has a copy of a sparse tensor, of which `sparse_coo` makes one that has.
+    torch's own fakes of sparse tensors, and of copies of them, have no elements.
     Seen in torch 2.13.
     """
 
@@ -285,26 +275,26 @@ class _FakeSparse:
         return tuple(self._of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args)
 
     def _of(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self._made.get(tensor)
-        if made is None:
+        fake = self._made.get(tensor)
+        if fake is None:
             if tensor.layout != torch.sparse_coo:
                 raise compressed_layout_error()
             real = sparse_parts(tensor)
             parts = [self._mode.from_tensor(part) for part in real]
             coalesced = tensor.is_coalesced()
-            made = sparse_coo(parts[0], parts[1], tensor.shape, coalesced=coalesced, known=real[0])
-            setattr(made, _OUTSIDE, True)
-            self._made[tensor] = made
-        return made
+            fake = sparse_coo(parts[0], parts[1], tensor.shape, coalesced=coalesced, known=real[0])
+            setattr(fake, _OUTSIDE, True)
+            self._made[tensor] = fake
+        return fake
 
 
 def is_from_outside(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor was there before a recording: it is real, or the fake of a sparse one that is."""
+    """Return whether a tensor is from before the recording: real, or the fake of a real sparse tensor."""
     return not isinstance(tensor, FakeTensor) or hasattr(tensor, _OUTSIDE)
 
 
 class Replacements(Protocol):
-    """Composite ops that have other parts where the tensors are taken to be; see `memplan.trace.semantics`."""
+    """Composite ops that decompose differently on the recorded device; see `memplan.trace.semantics`."""
 
     @property
     def instead(self) -> Mapping[Any, Callable[..., Any]]:
@@ -313,11 +303,11 @@ class Replacements(Protocol):
 
     @property
     def whole(self) -> frozenset[Any]:
-        """Ops that are not to be taken apart."""
+        """Ops that are not decomposed."""
         ...
 
     def taking_apart(self) -> contextlib.AbstractContextManager[None]:
-        """Enter this around an op that is taken apart, or around what is called instead."""
+        """Context around the decomposition or replacement of an op."""
         ...
 
 

@@ -83,8 +83,8 @@ def default_device() -> str | None:
     """Return the device on which tensors are made by default, where one was set."""
     if not torch._C._len_torch_function_stack():
         return None
-    found = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
-    return str(found[-1]) if found else None
+    contexts = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return str(contexts[-1]) if contexts else None
 
 
 def surroundings() -> str | None:
@@ -133,7 +133,7 @@ class TensorGuards:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._check: Callable[..., bool] | None = None
         if tensors:
-            sizes, strides = [list(one.size()) for one in tensors], [list(one.stride()) for one in tensors]
+            sizes, strides = [list(tensor.size()) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
             make: Any = _guards.TensorGuards  # its stub has the wrong type for the sizes
             self._check = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 

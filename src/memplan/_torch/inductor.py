@@ -52,11 +52,11 @@ from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
 from memplan._torch.tensors import is_random, storage_key
 
 Boxed = Callable[[list[Any]], Sequence[Tensor]]
-"""Empties the list that it is given, so that what is in it can be freed as it goes."""
+"""Empties the list of its arguments, so that each can be freed after its last use."""
 
 _COPY = torch.ops.aten.copy_.default
 _one_at_a_time = threading.RLock()
-"""Around what replaces functions of Inductor's for its time."""
+"""Held while functions of Inductor are replaced."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Lowerable:
     mode: Any
     """The fake mode of the examples."""
     backward: bool
-    """Whether it is of the backward pass, which Inductor fuses otherwise."""
+    """Whether it belongs to the backward pass, which Inductor fuses differently."""
 
     @cached_property
     def code(self) -> Code:
@@ -79,17 +79,16 @@ class Lowerable:
 
 @dataclass(frozen=True)
 class Traced:
-    """A function as core ops, none of which changes what it was given."""
+    """A function as core ops, none of which changes its arguments."""
 
     graph: fx.GraphModule
     mode: Any
     written: tuple[int, ...]
-    """Arguments that the function copies into: what is to be copied follows its results."""
+    """Indices of arguments that the function copies into; the copied values follow its results."""
 
 
 def fake_mode() -> Any:
-    """Return a mode in which tensors have no data. It can have symbols, and has none: without, Inductor caches
-    nothing."""
+    """Return a fake mode with an empty `ShapeEnv`, without which Inductor caches nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -141,7 +140,7 @@ def traced(
 
 
 def decomposition(op: Any) -> Callable[..., Any] | None:
-    """Return what Inductor traces in place of an op; None where it takes the op itself."""
+    """Return Inductor's decomposition of an op, or None."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table().get(op)
@@ -162,22 +161,21 @@ def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]
 
 
 def read_by(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes outside of some nodes that these read, in the order of their first use."""
+    """Return the inputs of `nodes` that are not among `nodes`, in the order of their first use."""
     own = set(nodes)
-    return list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in own))
+    return list(dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in own))
 
 
 def readers(nodes: Sequence[fx.Node], of: Collection[fx.Node]) -> list[fx.Node]:
-    """Return those of the ops that read memory of one of some arguments, themselves or by a view, with what takes their
-    results apart."""
-    memory = {_memory(one) for one in of}
-    found = [node for node in nodes if any(_memory(one) in memory for one in node.all_input_nodes)]
-    return [*found, *(user for node in found for user in node.users if user.target is operator.getitem)]
+    """Return the ops that read the storage of any node in `of`, and the `getitem` nodes of their results."""
+    memory = {_memory(argument) for argument in of}
+    reading = [node for node in nodes if any(_memory(argument) in memory for argument in node.all_input_nodes)]
+    return [*reading, *(user for node in reading for user in node.users if user.target is operator.getitem)]
 
 
 def _memory(node: fx.Node) -> int | None:
-    found = node.meta.get("val")
-    return storage_key(found.untyped_storage()) if isinstance(found, Tensor) else None
+    value = node.meta.get("val")
+    return storage_key(value.untyped_storage()) if isinstance(value, Tensor) else None
 
 
 def lowerable(
@@ -187,28 +185,25 @@ def lowerable(
 
     Args:
         of: the function.
-        nodes: what is computed, in its order.
-        makes: which of them are returned.
-        freed: what they read that can be freed after its last use; only the backward pass is ordered by it.
+        nodes: ops to compute, in this order.
+        makes: the results among them.
+        freed: inputs that can be freed after their last use; only the backward pass is ordered by it.
         backward: see `Lowerable`.
     """
-    graph, twins, taken = fx.Graph(), dict[fx.Node, fx.Node](), read_by(nodes)
-    for node in taken:
+    graph, twins, operands = fx.Graph(), dict[fx.Node, fx.Node](), read_by(nodes)
+    for node in operands:
         twins[node] = graph.placeholder(node.name)
         twins[node].meta = dict(node.meta)
     for node in nodes:
-        twins[node] = graph.node_copy(node, lambda one: twins[one])
-    _keep_layouts(graph.output(tuple(twins[node] for node in makes)))
+        twins[node] = graph.node_copy(node, lambda operand: twins[operand])
+    results = tuple(twins[node] for node in makes)
+    output = graph.output(results)
+    # results keep the layouts of the traced graph, which their readers expect
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    output.meta["original_output_strides"] = [tuple(result.meta["val"].stride()) for result in results]
     module = _LazyGraphModule(of.graph, graph)  # whose own Python code nobody calls
     _keep_order(module, to_compute_first(graph, [twins[node] for node in freed]) if backward else {})
-    return Lowerable(module, tuple(node.meta["val"] for node in taken), of.mode, backward)
-
-
-def _keep_layouts(output: fx.Node) -> None:
-    """Results are laid out as traced: what reads them was made for that."""
-    results: Any = output.args[0]
-    output.meta["user_visible_output_idxs"] = list(range(len(results)))
-    output.meta["original_output_strides"] = [tuple(one.meta["val"].stride()) for one in results]
+    return Lowerable(module, tuple(node.meta["val"] for node in operands), of.mode, backward)
 
 
 def _keep_order(module: fx.GraphModule, first: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
@@ -241,7 +236,7 @@ class Code:
 
 
 class _Later:
-    """Code that was written, and is compiled when that is asked for or it is first called."""
+    """Generated code that is compiled on demand or at its first call."""
 
     def __init__(self, text: str, constants: Mapping[str, Any]) -> None:
         self.text = text
@@ -249,52 +244,52 @@ class _Later:
         self._function: Boxed | None = None
 
     def compiled(self) -> Boxed:
-        """Return the code as a function. Kernels that were compiled before, in whatever process, are found in
-        Inductor's cache."""
+        """Return the compiled function. Inductor's cache has kernels that any process compiled before."""
         from torch._inductor.codecache import PyCodeCache
 
-        found = self._function
-        if found is None:
+        function = self._function
+        if function is None:
             module: Any = PyCodeCache.load_by_key_path(*PyCodeCache.write(self.text), attrs=dict(self._constants))
             tune_in_reserved_memory(module)
-            found = self._function = module.call
-        return found
+            function = self._function = module.call
+        return function
 
-    def call(self, given: list[Any]) -> Sequence[Tensor]:
-        """Inductor takes this for the function of a module that is compiled."""
-        return self.compiled()(given)
+    def call(self, arguments: list[Any]) -> Sequence[Tensor]:
+        """Compile if needed, and run. Inductor calls this like the function of a compiled module."""
+        return self.compiled()(arguments)
 
 
 def code_of(part: Lowerable) -> Code:
-    """Return the code of a function, which is written once; none of its kernels is compiled."""
+    """Return the generated code of a function. It is generated once; no kernel is compiled."""
     with _one_at_a_time:
         return part.code
 
 
 def kernels_of(part: Lowerable) -> Boxed:
-    """Compile the code of a function."""
+    """Return a function compiled, ready to run."""
     code = code_of(part)
-    for one in code.later:
-        one.compiled()
+    for module in code.later:
+        module.compiled()
     return code.function
 
 
 def _written(part: Lowerable) -> Code:
+    from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
-    found, compile_to_module = list[_Later](), GraphLowering.compile_to_module
+    modules, compile_to_module = list[_Later](), GraphLowering.compile_to_module
 
     def instead(self: Any) -> Any:
-        found.append(_Later(self.codegen()[0].value, {**self.constants, **self.torchbind_constants}))
-        return found[-1]
+        modules.append(_Later(self.codegen()[0].value, {**self.constants, **self.torchbind_constants}))
+        return modules[-1]
 
     with (
         patched(GraphLowering, compile_to_module=here_alone(instead, compile_to_module)),
-        _uncached(),
+        config.patch(fx_graph_cache=False),
         kernels_recorded() as record,
     ):
         function = _lowered(part)
-    return Code("".join(one.text for one in found), record.kernels, function, tuple(found))
+    return Code("".join(module.text for module in modules), record.kernels, function, tuple(modules))
 
 
 def _lowered(part: Lowerable) -> Any:
@@ -304,10 +299,10 @@ def _lowered(part: Lowerable) -> Any:
 
     graph = copy.deepcopy(part.graph)  # lowering rewrites it
     with _settings(), V.set_fake_mode(part.mode), tracing(TracingContext(part.mode)):
-        made = compile_fx_inner(graph, list(part.examples), is_backward=part.backward)
+        compiled = compile_fx_inner(graph, list(part.examples), is_backward=part.backward)
     del graph
     gc.collect()  # it leaves millions of objects in cycles, and while we plan Python's collector is held
-    return made
+    return compiled
 
 
 @contextmanager
@@ -341,35 +336,26 @@ def _settings() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _uncached() -> Iterator[None]:
-    from torch._inductor import config
-
-    with config.patch(fx_graph_cache=False):
-        yield
-
-
 def is_of_compiler(error: Exception) -> bool:
     """Return whether Triton, or what Inductor puts around its kernels, failed to make one that runs on this card."""
     return type(error).__module__.startswith(("triton.", "torch._inductor."))
 
 
 def is_of_other_layout(error: AssertionError) -> bool:
-    """Return whether the code found that an op returned something else than what it was written for."""
+    """Return whether generated code failed its size and stride assertion on the result of an op."""
     return "expected size" in str(error)  # as assert_size_stride says it
 
 
 def without_kernels(part: Lowerable, code: str) -> Boxed:
-    """Return the code that `code_of` wrote, for tensors without data: it allocates and frees, its own kernels do
-    nothing."""
+    """Return generated code as a function of tensors without data: it allocates and frees, its kernels do nothing."""
     if not code:
-        return lambda given: part.graph(*given)
-    found = _read_without_kernels(code)
+        return lambda arguments: part.graph(*arguments)
+    run_code = _read_without_kernels(code)
 
-    def call(given: list[Any]) -> Sequence[Tensor]:
+    def call(arguments: list[Any]) -> Sequence[Tensor]:
         guard = here_alone(_no_guard, torch.cuda._DeviceGuard)  # tensors without data have no device to be current
         with patched(torch.cuda, _DeviceGuard=guard):
-            return found(given)
+            return run_code(arguments)
 
     return call
 
@@ -380,18 +366,18 @@ def _no_guard(_: int) -> Iterator[None]:
 
 
 def _read_without_kernels(code: str) -> Boxed:
-    found: dict[str, Any] = {"__builtins__": vars(builtins) | {"__import__": _import_without_kernels}}
-    exec(compile(code, "<fused code>", "exec"), found)
-    found |= {name: _nothing for name in found if name.startswith("assert_")}
-    found |= {
+    namespace: dict[str, Any] = {"__builtins__": vars(builtins) | {"__import__": _import_without_kernels}}
+    exec(compile(code, "<fused code>", "exec"), namespace)
+    namespace |= {name: _nothing for name in namespace if name.startswith("assert_")}
+    namespace |= {
         "empty_strided_cpu": partial(_allocated, "cpu"),
         "empty_strided_cuda": partial(_allocated, "cuda"),
         "reinterpret_tensor": _reinterpreted,
-        "copy_if_misaligned": lambda one: one,
+        "copy_if_misaligned": lambda tensor: tensor,
         "get_raw_stream": _nothing,
         "device": lambda type, index=None: torch.device(type),  # of one card, whichever it is
     }
-    return found["call"]
+    return namespace["call"]
 
 
 def _allocated(place: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -399,7 +385,7 @@ def _allocated(place: str, size: Sequence[int], stride: Sequence[int], dtype: to
 
 
 class _Idle:
-    """Stand-in for a kernel, called itself or by its ``run``, and for what compiles kernels: it does nothing."""
+    """Replaces kernels and the functions that compile them: any call or attribute does nothing."""
 
     def __call__(self, *_: Any, **__: Any) -> _Idle:
         return self
@@ -420,13 +406,13 @@ _NOT_CALLED = {
 
 def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
     instead = _NOT_CALLED.get(name)
-    if instead is not None and all(hasattr(instead, one) for one in rest[2] or ()):
+    if instead is not None and all(hasattr(instead, imported) for imported in rest[2] or ()):
         return instead
     return builtins.__import__(name, *rest, **more)
 
 
-def _reinterpreted(one: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
-    return one.as_strided(size, stride, one.storage_offset() + offset)
+def _reinterpreted(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -444,11 +430,11 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
     # Dynamo counts by code how often something is compiled, and leaves it to eager mode from the ninth time on.
     code = run.__code__.replace(co_name=f"run_{next(_numbers)}")
-    made: Any = torch.compile(FunctionType(code, run.__globals__, closure=run.__closure__))
+    compiled: Any = torch.compile(FunctionType(code, run.__globals__, closure=run.__closure__))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _drawn_as_eager(), _untold():
-            return made(*args, **kwargs)
+            return compiled(*args, **kwargs)
 
     return call
 

@@ -69,8 +69,7 @@ Instead = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 def corrected_mode(
     results: Results, instead: Instead, values: Values | None = None, mode: FakeTensorMode | None = None
 ) -> FakeTensorMode:
-    """Return a mode whose fake tensors are as the device's kernels make them, with the values that are known: a given
-    mode, or a new one.
+    """Return ``mode``, or a new mode, changed so that results have the sizes of the device's kernels and known values.
 
     An instance changed, and no class of its own: ops that take functions know the class FakeTensorMode only.
     """
@@ -113,8 +112,8 @@ def _refuse_change(func: Any, args: Any) -> None:
 
 
 def has_kept_fake(error: Exception) -> bool:
-    """Return whether a trace failed because a tensor without data was kept from its first pass, as by a forward() that
-    makes a buffer when it is first called. Seen in torch 2.13."""
+    """Return whether a trace failed on a fake tensor stored during an earlier pass, such as a buffer created in the
+    first forward(). Seen in torch 2.13."""
     return isinstance(error, AssertionError) and "Unexpected fake" in str(error)
 
 
@@ -141,8 +140,8 @@ def joint_graph(
         instead: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result`` or NotImplemented.
         conditional: whether values of small integer inputs may be read, where they have any; else only such that
             follow from constants may.
-        fake: ``(mode, number, input) -> fake tensor``, where it is not to be one of the same sizes.
-        mode: of the fake tensors, where it is not to be a plain one.
+        fake: ``(mode, number, input) -> fake tensor``; by default of the same sizes.
+        mode: of the fake tensors; by default a plain one.
     """
     # imported here, because they bring all of Dynamo
     from torch._dynamo import config as dynamo
@@ -162,8 +161,8 @@ def joint_graph(
             fakes = _faked(inputs, mode)
         else:
             fakes = [fake(mode, number, tensor) for number, tensor in enumerate(inputs)]
-        for number, (one, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
-            values.take(one, number, real)
+        for number, (fake_input, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
+            values.take(fake_input, number, real)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_nothing_left())
         for device in ("cpu", "cuda"):
@@ -197,15 +196,15 @@ def _mode_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> FakeTensorMod
 
 
 def _faked(inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
-    """Fake tensors for inputs. Those that share memory become apart: the graph is right then whether they do or not,
-    unless it changes one. A tensor that needs a gradient stays one wherever it is given."""
-    made: dict[int, torch.Tensor] = {}
+    """Return fake tensors for inputs. Inputs that share memory get separate fakes: the graph is then right in both
+    cases, unless it changes an input. A repeated input that requires a gradient is faked once."""
+    fake_of: dict[int, torch.Tensor] = {}
     storages = set[int]()
     fakes: list[torch.Tensor] = []
     for tensor in inputs:
         storage = tensor.untyped_storage()._cdata
-        if id(tensor) in made and tensor.requires_grad:
-            fakes.append(made[id(tensor)])
+        if id(tensor) in fake_of and tensor.requires_grad:
+            fakes.append(fake_of[id(tensor)])
             continue
         if storage in storages and not tensor.requires_grad:
             with mode:
@@ -213,29 +212,29 @@ def _faked(inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.T
         else:
             fake = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
         storages.add(storage)
-        made[id(tensor)] = fake
+        fake_of[id(tensor)] = fake
         fakes.append(fake)
     return fakes
 
 
-def _role(found: Any) -> Role:
+def _role(descriptor: Any) -> Role:
     from torch._functorch._aot_autograd import descriptors
 
-    match found:
+    match descriptor:
         case descriptors.ParamAOTInput():
-            return Role("parameter", name=found.target)
+            return Role("parameter", name=descriptor.target)
         case descriptors.BufferAOTInput():
-            return Role("buffer", name=found.target)
+            return Role("buffer", name=descriptor.target)
         case descriptors.PlainAOTInput():
-            return Role("input", index=found.idx)
+            return Role("input", index=descriptor.idx)
         case descriptors.TangentAOTInput():
-            return Role("tangent", index=_role(found.output).index)
+            return Role("tangent", index=_role(descriptor.output).index)
         case descriptors.PlainAOTOutput():
-            return Role("output", index=found.idx)
+            return Role("output", index=descriptor.idx)
         case descriptors.InputMutationAOTOutput():
-            return Role("mutation", of=_role(found.mutated_input))
+            return Role("mutation", of=_role(descriptor.mutated_input))
         case descriptors.GradAOTOutput():
-            return Role("gradient", of=_role(found.grad_of))
+            return Role("gradient", of=_role(descriptor.grad_of))
         case (
             descriptors.ForwardTokenAOTInput()
             | descriptors.BackwardTokenAOTInput()
@@ -243,7 +242,7 @@ def _role(found: Any) -> Role:
             | descriptors.BackwardTokenAOTOutput()
         ):
             return Role("token")
-    return Role("unknown", name=str(found))
+    return Role("unknown", name=str(descriptor))
 
 
 # -- what is traced otherwise than torch.compile does
@@ -256,26 +255,23 @@ _REWRITTEN = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 @functools.cache
 def _rewritten() -> tuple[Any, ...]:
-    """Ops that torch would take apart in Python while it traces, otherwise than eager mode does (upsampling, GRU)."""
-    aten, found = torch.ops.aten, []
+    """Ops that tracing would decompose in Python, unlike eager mode (upsampling, GRU)."""
+    aten, rewritten = torch.ops.aten, []
     for name in aten:
         if name in _KEPT:
             continue
         packet = getattr(aten, name)
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            if any(_is_rewriting(op.py_kernels.get(key)) for key in _REWRITTEN):
-                found.append(op)
-    return tuple(found)
-
-
-def _is_rewriting(kernel: Any) -> bool:
-    return kernel is not None and getattr(kernel, "__module__", "").startswith(("torch._decomp", "torch._refs"))
+            modules = [getattr(op.py_kernels.get(key), "__module__", "") for key in _REWRITTEN]
+            if any(module.startswith(("torch._decomp", "torch._refs")) for module in modules):
+                rewritten.append(op)
+    return tuple(rewritten)
 
 
 @contextlib.contextmanager
 def _own_kernels() -> Iterator[None]:
-    """Ops are taken apart as eager mode does."""
+    """Decompose ops as eager mode does."""
     removed: list[tuple[Any, Any, Any]] = []
     try:
         for op in _rewritten():
@@ -330,8 +326,8 @@ def _checkpoints_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Put another tensor in the place of every parameter and buffer whose id() is a key: tied ones and shared modules',
-    too, which `torch.func.functional_call` would not put back in the right order.
+    """Replace every parameter and buffer whose id() is a key, including tied parameters and shared modules,
+    which `torch.func.functional_call` would not put back in the right order.
 
     Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters`` and ``._buffers``, which TorchScript's modules have as
     objects that set their own attributes.

@@ -105,27 +105,27 @@ def has_shape(tensor: Any) -> bool:
 
 
 class _Fake:
-    """What a lazy layer's fake parameters and buffers have in common; in the first call they become plain ones."""
+    """Base of fake parameters and buffers of lazy layers, which become plain fake tensors in the first call."""
 
-    asked: Any = None
-    """Device that the layer was made for or moved to, if any."""
+    requested_device: Any = None
+    """Device that the layer was constructed on or moved to, if any."""
     kind: Any = None
 
     def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
         """Take a shape, as `UninitializedTensorMixin.materialize` does."""
         is_parameter = isinstance(self, UninitializedParameter)
-        self.data = torch.empty(shape, device=device or self.asked, dtype=dtype or self.kind)
+        self.data = torch.empty(shape, device=device or self.requested_device, dtype=dtype or self.kind)
         self.__class__ = FakeTensor
         if is_parameter:
             self._is_param = True
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Note device and dtype for the first call."""
-        given = (*args, *kwargs.values())
-        self.kind = next((value for value in given if isinstance(value, torch.dtype)), self.kind)
+        arguments = (*args, *kwargs.values())
+        self.kind = next((value for value in arguments if isinstance(value, torch.dtype)), self.kind)
         kinds = (str, int, torch.device)
-        places = [value for value in given if isinstance(value, kinds) and not isinstance(value, bool)]
-        self.asked = places[0] if places else self.asked
+        places = [value for value in arguments if isinstance(value, kinds) and not isinstance(value, bool)]
+        self.requested_device = places[0] if places else self.requested_device
         return self
 
     def cuda(self: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -137,9 +137,9 @@ class _Fake:
         return self.to("cpu")
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """Return another one; it has no data to copy."""
-        made = memo[id(self)] = type(self)(self.requires_grad, self.asked, self.kind)
-        return made
+        """Return a new parameter of the same kind: there is no data to copy."""
+        copy = memo[id(self)] = type(self)(self.requires_grad, self.requested_device, self.kind)
+        return copy
 
 
 def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -182,19 +182,17 @@ def lazy_as_fake(
             dtype = dtype or torch.get_default_dtype()
             with no_modes(), inside():
                 empty = torch.empty(0, device="meta", dtype=dtype)
-                made: Any = FakeTensor.__new__(kind, mode, empty, torch.device("cpu"))
-            made.requires_grad, made.asked, made.kind = requires_grad, device, dtype
+                tensor: Any = FakeTensor.__new__(kind, mode, empty, torch.device("cpu"))
+            tensor.requires_grad, tensor.requested_device, tensor.kind = requires_grad, device, dtype
             if kind is _FakeBuffer:
-                made.persistent, made._is_buffer = kwargs.get("persistent", True), True
-            return made
+                tensor.persistent, tensor._is_buffer = kwargs.get("persistent", True), True
+            return tensor
 
         return new
 
     with (
         patched(
-            UninitializedParameter,
-            __new__=maker(_FakeParameter, UninitializedParameter.__new__),
-            __deepcopy__=_copied,
+            UninitializedParameter, __new__=maker(_FakeParameter, UninitializedParameter.__new__), __deepcopy__=_copied
         ),
         patched(UninitializedBuffer, __new__=maker(_FakeBuffer, UninitializedBuffer.__new__)),
     ):

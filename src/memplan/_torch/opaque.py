@@ -41,7 +41,7 @@ def define_opaque(call: Kernel, fake_call: Kernel, backward: Kernel, fake_backwa
 
 
 class _Entry(torch.autograd.Function):
-    """Node where a derivative ends, which holds nothing of what goes through."""
+    """Autograd node at which a derivative ends; it saves no tensors."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -59,31 +59,35 @@ class Recorded:
         """Run ``function(tensors) -> results``. ``needed``: which of the tensors need a gradient."""
         with torch.enable_grad():
             start = torch.zeros((), requires_grad=True)
-            smooth = [tensor for tensor, one in zip(tensors, needed, strict=True) if one]
+            smooth = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
             entered = iter(_Entry.apply(start, *smooth) if smooth else ())
-            given = [next(entered) if one else tensor.detach() for tensor, one in zip(tensors, needed, strict=True)]
-            self._into = [get_gradient_edge(tensor) for tensor, one in zip(given, needed, strict=True) if one]
-            results = function(given)
+            inputs = [
+                next(entered) if needs else tensor.detach() for tensor, needs in zip(tensors, needed, strict=True)
+            ]
+            self._into = [get_gradient_edge(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
+            results = function(inputs)
         self.smooth = tuple(result.requires_grad for result in results)
         self._out: list[GradientEdge | None] = [
-            get_gradient_edge(one) if one.requires_grad else None for one in results
+            get_gradient_edge(result) if result.requires_grad else None for result in results
         ]
         self.results = [result.detach() for result in results]
 
     def gradients(self, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> list[torch.Tensor | None]:
-        """Return the gradients of the tensors that need one. The graph is used up, unless it is to be kept."""
-        given = [
-            (edge, one) for edge, one in zip(self._out, gradients, strict=True) if edge is not None and one is not None
+        """Return the gradients of the tensors that need them. Frees the graph unless ``keep``."""
+        known = [
+            (edge, gradient)
+            for edge, gradient in zip(self._out, gradients, strict=True)
+            if edge is not None and gradient is not None
         ]
-        if not given or not self._into:
+        if not known or not self._into:
             return [None] * len(self._into)
-        edges, ones = zip(*given, strict=True)
-        return list(torch.autograd.grad(edges, self._into, ones, retain_graph=keep, allow_unused=True))
+        edges, known_gradients = zip(*known, strict=True)
+        return list(torch.autograd.grad(edges, self._into, known_gradients, retain_graph=keep, allow_unused=True))
 
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Run ops as they do where nothing traces: a dropout, say, is decomposed in C++."""
+    """Run ops as without tracing: dropout, for example, is decomposed in C++."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
@@ -94,12 +98,12 @@ def culprit(error: BaseException) -> Any:
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if found := _function_of(frame):
-            if isinstance(found, type) and not found.__module__.startswith("torch."):
-                return found
-            made = _op_of_formula(getattr(found, "__name__", ""))
-            if made is not None:
-                return made
+        if function := _function_of(frame):
+            if isinstance(function, type) and not function.__module__.startswith("torch."):
+                return function
+            op_of_formula = _op_of_formula(getattr(function, "__name__", ""))
+            if op_of_formula is not None:
+                return op_of_formula
         trace = trace.tb_next
     func = getattr(error, "func", None)
     if func is not None:
@@ -111,10 +115,10 @@ def culprit(error: BaseException) -> Any:
 def _function_of(frame: Any) -> Any:
     """Return the autograd Function of which a frame runs something: up to 2.13 torch calls it from Python, in 2.15 it
     does not, and its forward and backward have the context first."""
-    code, given = frame.f_code, frame.f_locals
+    code, variables = frame.f_code, frame.f_locals
     if code.co_filename == functions.__file__ and code.co_name == "apply":
-        return given.get("cls") or getattr(given.get("self"), "_forward_cls", None)
-    first = given.get(code.co_varnames[0]) if code.co_argcount else None
+        return variables.get("cls") or getattr(variables.get("self"), "_forward_cls", None)
+    first = variables.get(code.co_varnames[0]) if code.co_argcount else None
     return getattr(type(first), "_forward_cls", None) if isinstance(first, functions.BackwardCFunction) else None
 
 

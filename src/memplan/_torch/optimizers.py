@@ -28,19 +28,19 @@ _CLIPPING = {
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """Return the optimizer's update without the hooks around it."""
     step = type(optimizer).step
-    found = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    return lambda: found(optimizer)
+    update = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    return lambda: update(optimizer)
 
 
 @contextlib.contextmanager
 def clipping_seen(seen: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
-    """Call this with the function's name and the parameters whenever gradients are clipped, while open."""
+    """Call ``seen`` with the function's name and the parameters whenever gradients are clipped in this context."""
 
     def watched(name: str, original: Any) -> Callable[..., Any]:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            found = _listed(parameters)
-            seen(name, found)
-            return original(found, *args, **kwargs)
+            clipped = _listed(parameters)
+            seen(name, clipped)
+            return original(clipped, *args, **kwargs)
 
         return clip
 
@@ -52,11 +52,11 @@ def clipping_seen(seen: Callable[[str, list[torch.Tensor]], None]) -> Iterator[N
 
 @contextlib.contextmanager
 def _replaced(name: str, make: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
-    """One of ``clip_grad``'s functions replaced: inside of its wrapper, so that it does not matter who has imported it
-    already; where there is none, by its name."""
+    """Replace a function of ``clip_grad`` inside its wrapper, so that modules that imported it already see the
+    replacement too. Functions without a wrapper are replaced by name."""
     wrapper = getattr(clip_grad, name)
     inner = getattr(wrapper, "__wrapped__", None)
-    cell = next((one for one in wrapper.__closure__ or () if one.cell_contents is inner), None)
+    cell = next((variable for variable in wrapper.__closure__ or () if variable.cell_contents is inner), None)
     if cell is None:
         with patched(clip_grad, **{name: make(wrapper)}):
             yield
@@ -70,14 +70,14 @@ def _replaced(name: str, make: Callable[[Any], Callable[..., Any]]) -> Iterator[
 
 @contextlib.contextmanager
 def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-    """Call this with the losses whenever an enabled GradScaler scales some, while open."""
+    """Call ``seen`` with the losses whenever an enabled GradScaler scales some in this context."""
     original: Any = torch.amp.GradScaler.scale
 
     def scale(self: Any, outputs: Any) -> Any:
         if self.is_enabled():
-            found = _listed(outputs)
-            seen(found)
-            outputs = outputs if isinstance(outputs, torch.Tensor) else found
+            losses = _listed(outputs)
+            seen(losses)
+            outputs = outputs if isinstance(outputs, torch.Tensor) else losses
         return original(self, outputs)
 
     with patched(torch.amp.GradScaler, scale=scale):
@@ -86,7 +86,7 @@ def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_zeroing_seen(seen: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call this with the module whenever ``zero_grad()`` of one is called, while open."""
+    """Call ``seen`` with the module whenever its ``zero_grad()`` is called in this context."""
     original: Any = nn.Module.zero_grad
 
     def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -101,8 +101,8 @@ def module_zeroing_seen(seen: Callable[[nn.Module], None]) -> Iterator[None]:
 def backward_seen(
     seen: Callable[[list[torch.Tensor]], None], failed: Callable[[BaseException], None]
 ) -> Iterator[None]:
-    """Call ``seen`` before each backward pass with the leaves that it gives gradients to, and ``failed`` where it ends
-    with an exception, while open."""
+    """In this context, call ``seen`` before each backward pass with the leaves that get gradients, and ``failed`` if
+    the pass raises."""
     original: Any = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,11 +133,11 @@ def leaves_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _leaves(inputs: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the leaves among what a backward pass was asked for."""
-    for one in inputs:
-        found = one if isinstance(one, torch.Tensor) else getattr(one.node, "variable", None)
-        if isinstance(found, torch.Tensor) and found.is_leaf:
-            yield found
+    """Yield the leaves among the ``inputs`` of a backward pass: tensors or gradient edges."""
+    for target in inputs:
+        tensor = target if isinstance(target, torch.Tensor) else getattr(target.node, "variable", None)
+        if isinstance(tensor, torch.Tensor) and tensor.is_leaf:
+            yield tensor
 
 
 def _node_of(output: Any) -> Any:
@@ -147,5 +147,5 @@ def _node_of(output: Any) -> Any:
 
 def _listed(tensors: Any) -> list[Any]:
     """One tensor (or edge, which is a named tuple), or several, as a list."""
-    one = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
-    return [tensors] if one else list(tensors)
+    is_single = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
+    return [tensors] if is_single else list(tensors)

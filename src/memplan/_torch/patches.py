@@ -1,4 +1,4 @@
-"""Ways of torch that break a recording, replaced for its time.
+"""Replacements for functions of torch that would break a recording, applied while it runs.
 
 Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise.
 """
@@ -52,14 +52,14 @@ def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Cal
 def around_started_threads(
     around: Callable[[], AbstractContextManager[Any]], starts: Callable[[], None] = lambda: None
 ) -> Iterator[list[str]]:
-    """Run what each thread that this one starts in here does, and each that those start, in a context of its own.
+    """Run each thread started in this context, and threads that those start, inside ``around()``.
 
     Args:
         around: makes the context.
-        starts: called in the thread that starts another one, before it does.
+        starts: called in the starting thread before it starts another thread.
 
     Returns:
-        The names of those that have started.
+        The names of the threads started so far.
     """
     watched, started = {threading.get_ident()}, list[str]()
     start = threading.Thread.start
@@ -97,21 +97,21 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 
 
 @contextlib.contextmanager
-def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
-    """Run compiled modules and functions eagerly, scripted and traced ones as the Python that they were made of.
+def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
+    """Run compiled, scripted and traced modules and functions as the original Python code.
 
-    ``said`` is called when something is compiled or runs compiled.
+    ``notify`` is called when something is compiled or runs compiled.
     """
     from torch._dynamo import eval_frame  # a fake mode has imported it already; measuring does not need it
 
     compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
 
     def compile_and_say(*args: Any, **kwargs: Any) -> Any:
-        said()
+        notify()
         return compile_(*args, **kwargs)
 
     def call_and_say(self: Any, *args: Any, **kwargs: Any) -> Any:
-        said()
+        notify()
         with warnings.catch_warnings():
             # it warns of global hooks on modules: ours
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
@@ -121,7 +121,7 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
         def as_it_is(function: Any, *args: Any, **kwargs: Any) -> Any:
             if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] == "torch":  # which needs its own
                 return compiles(function, *args, **kwargs)
-            said()
+            notify()
             return function
 
         return as_it_is
@@ -139,19 +139,20 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module, or one below it, runs as compiled code."""
     return any(
-        vars(one).get("_compiled_call_impl") is not None or "_orig_mod" in one._modules for one in module.modules()
+        vars(submodule).get("_compiled_call_impl") is not None or "_orig_mod" in submodule._modules
+        for submodule in module.modules()
     )
 
 
 @contextlib.contextmanager
-def compiled_modules_seen(said: Callable[[], None]) -> Iterator[None]:
-    """Call ``said`` before a module runs that `torch.compile` made of another one."""
+def compiled_modules_seen(notify: Callable[[], None]) -> Iterator[None]:
+    """Call ``notify`` before a module returned by `torch.compile` runs."""
     from torch._dynamo import eval_frame  # every optimizer has imported it
 
     call = eval_frame.OptimizedModule.__call__
 
     def say_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        said()
+        notify()
         return call(self, *args, **kwargs)
 
     with patched(eval_frame.OptimizedModule, __call__=say_and_call):
@@ -181,7 +182,7 @@ def linear_seen(called: Callable[[bool], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def lengths_as_tensors() -> Iterator[None]:
     """Give `torch.ctc_loss` lengths as tensors where they are lists: of those it makes a tensor in C++, and fills it,
-    which fails on a fake one."""
+    which fails on a fake tensor."""
     loss: Any = torch.ctc_loss
 
     def as_tensor(value: Any) -> Any:
@@ -202,17 +203,17 @@ def lengths_as_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sequences_padded_in_python() -> Iterator[None]:
-    """Pad packed sequences in Python: in C++ torch writes their lengths into a tensor, which fails on a fake one."""
+    """Pad packed sequences in Python: torch's C++ writes lengths into a tensor, which fails on fake tensors."""
     pad: Any = torch._VF._pad_packed_sequence  # pyright: ignore[reportAttributeAccessIssue]
 
-    with patched(torch._VF, _pad_packed_sequence=here_alone(_padded, pad)):
+    with patched(torch._VF, _pad_packed_sequence=here_alone(_pad_packed_sequence, pad)):
         yield
 
 
-def _padded(
+def _pad_packed_sequence(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total_length: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sequences of one length, and their lengths.
+    """Return sequences padded to equal length, and their lengths.
 
     Source: aten/src/ATen/native/PackedSequence.cpp, `_pad_packed_sequence`: one copy for each run of steps that
     equally many sequences have.
@@ -334,16 +335,10 @@ def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManage
         yield
 
 
-def _all() -> list[Any]:
-    """Pop all modes; outermost first."""
-    popped = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    return popped[::-1]
-
-
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
     """Leave all modes of this thread that see calls of torch's functions, and enter them again at the end."""
-    entered = _all()
+    entered = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]  # outermost first
     try:
         yield
     finally:

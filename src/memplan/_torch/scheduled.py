@@ -1,4 +1,4 @@
-"""The kernels that Inductor's generated code calls: what each moves, and of which ops it is.
+"""The kernels that Inductor's generated code calls: the bytes that each moves, and the ops that it computes.
 
 Recorded as the code is written, since the code itself does not say. Seen in torch 2.11, 2.13 and 2.15:
 ``torch._inductor.scheduler.Scheduler.codegen_extern_call``, ``name_to_fused_node``, ``get_name``, ``get_nodes`` and
@@ -31,12 +31,12 @@ MARK = "memplan "
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A core op, all or a part of which a kernel computes."""
+    """A core op that a kernel computes, wholly or in part."""
 
     name: str
     """Unique among the ops that were lowered together."""
     mark: int | None
-    """None for what Inductor put there by itself."""
+    """None for ops that Inductor added by itself."""
     flops: int
     """FLOPs as `torch.utils.flop_counter` counts them."""
 
@@ -46,48 +46,54 @@ class Kernel:
     """One call of a kernel."""
 
     name: str
-    """Name in Inductor's code of a kernel that Inductor wrote; name of the op of one of torch's."""
+    """Name in Inductor's code if Inductor wrote the kernel, else the name of the op."""
     fused: bool
     """Whether Inductor wrote it."""
     bytes: int
-    """Read and written: in each of its loops each tensor once; not what is made and used up within a loop."""
+    """Bytes read and written: each tensor once per loop; values produced and consumed inside a loop do not count."""
     origins: tuple[Origin, ...]
 
 
 class Record:
-    """Kernels, as they are found."""
+    """Kernels recorded so far."""
 
     def __init__(self) -> None:
         self._found: list[Kernel] | None = []
 
     @property
     def kernels(self) -> tuple[Kernel, ...] | None:
-        """Kernels in the order of their calls; None where Inductor's names are others than those known here."""
+        """Kernels in call order; None if this version of Inductor has names unknown here."""
         if self._found is None:
             return None
-        called = {one.name for kernel in self._found if not kernel.fused for one in kernel.origins}
-        return tuple(_without(kernel, called) if kernel.fused else kernel for kernel in self._found)
+        called = {origin.name for kernel in self._found if not kernel.fused for origin in kernel.origins}
+        # a written kernel that only lays out the operand of one of torch's kernels bears that kernel's name, too
+        return tuple(
+            replace(kernel, origins=tuple(origin for origin in kernel.origins if origin.name not in called))
+            if kernel.fused
+            else kernel
+            for kernel in self._found
+        )
 
     def give_up(self) -> None:
-        """Give up: there is no telling."""
+        """Discard the record: this version of Inductor is unknown."""
         self._found = None
 
     def wrote(self, name: str, nodes: Iterable[Any]) -> None:
-        """Record a kernel that was written."""
+        """Record a kernel that Inductor wrote."""
         self._add(lambda: _fused(name, nodes))
 
     def calls(self, node: Any) -> None:
-        """Note a call of one of torch's kernels."""
-        self._add(lambda: _torchs(node))
+        """Record a call of a kernel of torch."""
+        self._add(lambda: _library_kernel(node))
 
     def sums_up(self, kernel: Any) -> None:
         """Note that torch's kernels follow one that was written, for what it reduces along the other dimension."""
         for partial in getattr(kernel, "saved_partial_accumulate", ()):
             self._add(lambda partial=partial: _second_pass(kernel, partial.reduction_type))
 
-    def _add(self, made: Any) -> None:
+    def _add(self, build: Any) -> None:
         try:
-            kernel = made()
+            kernel = build()
         except Exception:  # another version's names: no figures are worth a step that cannot be compiled
             return self.give_up()
         if kernel is not None and self._found is not None:
@@ -96,7 +102,7 @@ class Record:
 
 @contextmanager
 def kernels_recorded() -> Iterator[Record]:
-    """Record what is called by the code that Inductor writes meanwhile."""
+    """Record the kernels called by the code that Inductor writes in this context."""
     record = Record()
     with ExitStack() as patches:
         try:
@@ -137,7 +143,7 @@ def _record_called(record: Record, patches: ExitStack) -> None:
 
 
 def _record_second_passes(record: Record, patches: ExitStack) -> None:
-    """Record the kernels of torch's that sum partial results: a kernel of Triton's that reduces along both dimensions
+    """Record torch's kernels that sum partial results: a kernel of Triton's that reduces along both dimensions
     leaves one of the two in parts, in a workspace, and the lines that add these up have no node of the scheduler's."""
     from torch._inductor.codegen.simd import SIMDScheduling
 
@@ -148,15 +154,15 @@ def _record_second_passes(record: Record, patches: ExitStack) -> None:
     written = list[Any]()
 
     def generate_and_keep(*args: Any, **more: Any) -> Any:
-        found = generate(*args, **more)
-        written.append(found[0])
-        return found
+        kernels = generate(*args, **more)
+        written.append(kernels[0])
+        return kernels
 
     def whole_and_sums(*args: Any, **more: Any) -> Any:
         written.clear()
-        found = whole(*args, **more)
+        result = whole(*args, **more)
         record.sums_up(written[-1] if written else None)  # before that, others were tried out
-        return found
+        return result
 
     patches.enter_context(
         patched(
@@ -178,98 +184,82 @@ def _second_pass(kernel: Any, reduction: str) -> Kernel:
     return Kernel(f"aten.{name}", False, _PARTS * (2 * parts + columns), ())  # the parts are written, too
 
 
-def _without(kernel: Kernel, called: set[str]) -> Kernel:
-    """Return a kernel without the origins that one of torch's kernels computes: a kernel that only lays out its operand
-    bears its name, too."""
-    return replace(kernel, origins=tuple(one for one in kernel.origins if one.name not in called))
-
-
 def _fused(name: str, nodes: Iterable[Any]) -> Kernel:
-    """Build the record of a kernel that Inductor wrote: one or more loops, one after the other, each of what was
-    fused."""
+    """Return the record of a kernel that Inductor wrote: a sequence of loops, each over fused ops."""
     nodes = [node for node in nodes if hasattr(node, "scheduler")]  # between them are signs for the backend
     loops = dict.fromkeys(node.scheduler.name_to_fused_node[node.get_name()] for node in nodes)
     return Kernel(name, True, sum(map(_moved, loops)), _as_origins(_computed(nodes)))
 
 
 def _moved(node: Any) -> int:
-    """Return the bytes that are read and written, at best. What only has to come before it is read by nobody."""
+    """Return the bytes read and written, at best. Ordering dependencies (`WeakDep`) are no reads."""
     from torch._inductor.dependencies import WeakDep
 
     sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     named = (*node.read_writes.reads, *node.read_writes.writes)
-    real = {one.name for one in named if not isinstance(one, WeakDep)}
+    real = {access.name for access in named if not isinstance(access, WeakDep)}
     return sum(int(size) for name, size in sizes.items() if name in real)
 
 
-def _torchs(node: Any) -> Kernel | None:
+def _library_kernel(node: Any) -> Kernel | None:
     from torch._inductor.ir import MultiOutput
 
     if isinstance(node.node, MultiOutput):  # takes one of the results of a call
         return None
     called = getattr(node.node, "op_overload", None) or getattr(node.node, "python_kernel_name", None)
     results = _results(node.node)
-    moved = _moved(node) + max(0, sum(map(_made, results)) - _made_and_read(node))
+    writes = node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
+    moved = _moved(node) + max(0, sum(map(_result_bytes, results)) - sum(map(int, writes.values())))
     return Kernel(str(called or type(node.node).__name__), False, moved, _as_origins(results))
 
 
-def _made(node: fx.Node) -> int:
-    """Return the bytes of an op's several results, those among them that nobody reads; 0 for an op of one."""
-    made = node.meta.get("val")
-    if not isinstance(made, (tuple, list)):
+def _result_bytes(node: fx.Node) -> int:
+    """Return the bytes of all results of an op with several, unread results included; 0 for an op with a single one."""
+    results = node.meta.get("val")
+    if not isinstance(results, (tuple, list)):
         return 0
-    return sum(one.numel() * one.element_size() for one in made if isinstance(one, torch.Tensor))
-
-
-def _made_and_read(node: Any) -> int:
-    sizes = node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
-    return sum(map(int, sizes.values()))
+    return sum(tensor.numel() * tensor.element_size() for tensor in results if isinstance(tensor, torch.Tensor))
 
 
 def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
-    """Return the ops that a kernel computes. Inductor's origins also name what other kernels computed into memory that
-    this one reads: these are left out."""
+    """Return the ops that a kernel computes: its origins, without those that other kernels computed into its inputs."""
     from torch._inductor.virtualized import V
 
     buffers: Mapping[str, Any] = V.graph.name_to_buffer
-    made = {one.get_name() for node in nodes for one in node.get_outputs()}
-    read = {dependency.name for node in nodes for dependency in node.read_writes.reads} - made
+    produced = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
+    read = {dependency.name for node in nodes for dependency in node.read_writes.reads} - produced
     behind = {getattr(buffers.get(name), "origin_node", None) for name in read}
     named = {origin for node in nodes for origin in node.node.origins}
-    stack, found = [one for node in nodes for one in _results(node.node)], set[fx.Node]()
+    stack, computed = [buffer for node in nodes for buffer in _results(node.node)], set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node not in found and node not in behind and (node in named or _is_one_of_several(node)):
-            found.add(node)
+        if node not in computed and node not in behind and (node in named or _selects_result(node)):
+            computed.add(node)
             stack.extend(node.all_input_nodes)
-    return found & named
+    return computed & named
 
 
-def _results(of: Any) -> list[fx.Node]:
+def _results(buffer: Any) -> list[fx.Node]:
     """Return the nodes whose results a buffer holds."""
-    if of.origin_node is not None:
-        return [of.origin_node]
-    used = {one for node in of.origins for one in node.all_input_nodes}
-    used |= {one.args[0] for one in used if _is_one_of_several(one)}
-    return [one for one in of.origins if one not in used]
+    if buffer.origin_node is not None:
+        return [buffer.origin_node]
+    inputs = {operand for node in buffer.origins for operand in node.all_input_nodes}
+    inputs |= {node.args[0] for node in inputs if _selects_result(node)}
+    return [node for node in buffer.origins if node not in inputs]
 
 
-def _is_one_of_several(node: fx.Node) -> bool:
-    """Return whether it is one of the results of an op: Inductor does not name it as an origin."""
+def _selects_result(node: fx.Node) -> bool:
+    """Return whether a node selects a result of a multi-output op. Inductor does not list such nodes as origins."""
     return node.target is operator.getitem
 
 
 def _as_origins(nodes: Iterable[fx.Node]) -> tuple[Origin, ...]:
     computed = (node for node in sorted(nodes) if not getattr(node.target, "is_view", False))
-    return tuple(_origin(node) for node in computed if node.op == "call_function")
-
-
-def _origin(node: fx.Node) -> Origin:
-    return Origin(node.name, mark_of(node), _flops(node))
+    return tuple(Origin(node.name, mark_of(node), _flops(node)) for node in computed if node.op == "call_function")
 
 
 def mark_of(node: fx.Node) -> int | None:
-    """Return the mark of an op; None for what was not traced between marks."""
+    """Return the mark of an op; None if it was traced before the first mark."""
     kind, _, number = (node.stack_trace or "").partition(MARK)
     return int(number) if number and not kind else None
 
@@ -278,5 +268,5 @@ def _flops(node: fx.Node) -> int:
     formula = flop_formula(str(node.target))
     if formula is None or "val" not in node.meta:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))

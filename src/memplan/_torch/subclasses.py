@@ -26,7 +26,7 @@ _OWN = frozenset(("fake_mode", "fake_device", "constant", "real_tensor", "nonzer
 
 
 def kind_of(tensor: torch.Tensor) -> type | None:
-    """Return the class of a tensor that is one of a subclass and has no dispatch of its own; None of any other."""
+    """Return the class of a tensor of a subclass without a `__torch_dispatch__` of its own; None for other tensors."""
     kind = type(tensor)
     if kind in _PLAIN:
         return None
@@ -38,7 +38,7 @@ def kind_of(tensor: torch.Tensor) -> type | None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that one of a subclass is, on the same memory."""
+    """Return a tensor of a subclass as a plain tensor on the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(tensor, FakeTensor):
             return torch.ops.aten.alias.default(tensor)
@@ -46,14 +46,14 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dressed(tensor: torch.Tensor, kind: type) -> torch.Tensor:
-    """Return a plain tensor as one of a subclass, as `torch.Tensor.as_subclass` does; a fake one, too."""
+    """Return a tensor as an instance of a subclass, like `torch.Tensor.as_subclass`, but for fake tensors too."""
     if not isinstance(tensor, FakeTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.as_subclass(kind)
-    made = plain(tensor)
+    alias = plain(tensor)
     if kind is not torch.Tensor and kind is not FakeTensor:
-        made.__class__ = kind if issubclass(kind, FakeTensor) else _fake(kind)
-    return made
+        alias.__class__ = kind if issubclass(kind, FakeTensor) else _fake(kind)
+    return alias
 
 
 def with_attributes(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -80,24 +80,24 @@ class _FakeOfSubclass(FakeTensor):
 
 @contextlib.contextmanager
 def undressed(types: Any, *arguments: Any) -> Iterator[None]:
-    """Let fake tensors among an op's arguments be plain ones meanwhile: kernels of fake tensors are Python code, which
-    calls methods that subclasses override.
+    """Set the class of fake tensors of subclasses among an op's arguments to `FakeTensor` while the op runs: fake
+    kernels are Python code that would call methods overridden by the subclass.
 
     Args:
         types: the classes of the tensors, as a dispatch has them.
-        arguments: the op's.
+        arguments: of the op.
     """
     if not any(issubclass(kind, _FakeOfSubclass) for kind in types):
         yield
         return
-    found = [(one, type(one)) for one in tree_leaves(arguments) if isinstance(one, _FakeOfSubclass)]
+    subclassed = [(tensor, type(tensor)) for tensor in tree_leaves(arguments) if isinstance(tensor, _FakeOfSubclass)]
     try:
-        for one, _ in found:
-            one.__class__ = FakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # of the same layout
+        for tensor, _ in subclassed:
+            tensor.__class__ = FakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # of the same layout
         yield
     finally:
-        for one, kind in found:
-            one.__class__ = kind
+        for tensor, kind in subclassed:
+            tensor.__class__ = kind
 
 
 @functools.lru_cache(256)
@@ -109,18 +109,15 @@ def _fake(kind: type) -> type:
 
 @contextlib.contextmanager
 def fakes_dressed() -> Iterator[None]:
-    """Let fake tensors be of subclasses: `as_subclass`, and the constructor that subclasses call, know them."""
+    """Support fake tensors in `as_subclass` and in `_make_subclass`, the constructor that subclasses call."""
     make: Callable[..., Any] = torch.Tensor._make_subclass
 
-    def made(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
+    def make_subclass(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
         if isinstance(data, FakeTensor) and not issubclass(cls, nn.Parameter):
             return dressed(data.detach(), cls).requires_grad_(require_grad)
         return make(cls, data, require_grad, **kwargs)
 
-    with (
-        patched(FakeTensor, as_subclass=dressed),
-        patched(torch.Tensor, _make_subclass=staticmethod(made)),
-    ):
+    with patched(FakeTensor, as_subclass=dressed), patched(torch.Tensor, _make_subclass=staticmethod(make_subclass)):
         yield
 
 
@@ -143,7 +140,7 @@ _SILENT = frozenset({torch.ops.aten.alias.default, torch.ops.aten.detach.default
 
 
 def fake_like(tensors: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, list[torch.Tensor]]:
-    """Return fake tensors for plain ones, and their mode: that of those that are fake already, if any."""
-    found = next((one.fake_mode for one in tensors if isinstance(one, FakeTensor)), mode)
-    mode = found or FakeTensorMode(allow_non_fake_inputs=True)
-    return mode, [one if isinstance(one, FakeTensor) else mode.from_tensor(one) for one in tensors]
+    """Return a fake mode and the tensors in it: the mode of tensors that are fake already, else `mode` or a new one."""
+    own_mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), mode)
+    mode = own_mode or FakeTensorMode(allow_non_fake_inputs=True)
+    return mode, [tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""A joint graph that was traced with sizes as symbols, and what it is for given sizes.
+"""A joint graph traced with symbolic sizes, and its specialization to concrete sizes.
 
 Seen in torch 2.13: ``ShapeEnv`` with its ``guards`` (what was decided about symbols while tracing) and its
 ``var_to_range``, ``StatelessSymbolicContext`` for ``FakeTensorMode.from_tensor``, ``SymInt.node.expr`` (a sympy
@@ -8,7 +8,7 @@ expression), and `torch.utils._sympy.printers.PythonPrinter`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from memplan._torch.tensors import storage_key
 
 
 class NotSymbolicError(Exception):
-    """A graph has something that no expression of sizes is made for; the text says what."""
+    """The graph contains a value that cannot be written as an expression of sizes; the message names it."""
 
 
 def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int], name: str) -> torch.Tensor:
@@ -36,7 +36,7 @@ def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection
 
 
 def is_symbol(value: object) -> bool:
-    """Return whether a number is a symbol, or follows from one."""
+    """Return whether a number is a symbol or an expression of symbols."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
@@ -49,14 +49,14 @@ def symbolic_mode() -> FakeTensorMode:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """Place of a number in the table, among the arguments of a call."""
+    """Index into the table of numbers; stands for a number among the arguments of a call."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A tensor by places in the table: storage (its number), offset, shape, stride."""
+    """A tensor: its storage's number, and table indices of offset, shape and stride."""
 
     storage: int
     offset: int
@@ -69,34 +69,34 @@ class Symbolic:
     """A graph of symbolic sizes."""
 
     def __init__(self, joint: Joint) -> None:
-        """Take a graph apart; it is this object's own from now on.
+        """Replace the numbers of a graph by indices into a table. The graph belongs to this object from now on.
 
         Raises:
-            NotSymbolicError: there is something in it beside tensors on the CPU and integers.
+            NotSymbolicError: it has values other than CPU tensors and integers.
         """
         self._joint, self._environment = joint, _environment(joint)
         self._places: dict[Any, int] = {}
-        """Place of each number or expression in the table."""
+        """Index of each number or expression in the table."""
         self._storages: dict[int, int] = {}
         self._sizes: list[int] = []
-        """Place in the table of the number of each storage's bytes."""
+        """Table index of the bytes of each storage."""
         self._kept: list[Any] = []
         self._metas: list[tuple[Any, Any]] = []
-        """Nodes, and forms of their values."""
+        """Nodes, and the `_Form` of each value."""
         self._calls: list[tuple[Any, Any, Any]] = []
-        """Nodes with numbers among their arguments, and these with _Number in their place."""
+        """Nodes with numbers among their arguments, and the arguments with `_Number` for each number."""
+        placeholders = joint.module.graph.find_nodes(op="placeholder")
         self._inputs = {
-            role.index: node for node, role in zip(_placeholders(joint), joint.inputs, strict=True)
-            if role.kind == "input"
-        }  # fmt: skip
+            role.index: node for node, role in zip(placeholders, joint.inputs, strict=True) if role.kind == "input"
+        }
         self._take_apart()
         self._forms = dict(self._metas)
         self._symbols, self._table, self._holds = self._compiled()
 
     def at(self, inputs: Sequence[torch.Tensor]) -> Joint | None:
-        """Return the graph for inputs of these sizes, its tensors without data; None where it is another one.
+        """Return the graph specialized to inputs of these sizes; None if a guard fails for them.
 
-        It shares the nodes with this object: what is to stay is to be read out before the next call.
+        The graph is rewritten in place by the next call. Its tensors have no data.
         """
         bound = self._bound(inputs)
         if bound is None or not self._holds(*bound):
@@ -112,22 +112,23 @@ class Symbolic:
             node.args, node.kwargs = _filled(args, table, ()), _filled(kwargs, table, ())
         return self._joint
 
-    # -- once
+    # -- while tracing
 
     def _take_apart(self) -> None:
         graph, numbers = self._joint.module.graph, []
         for node in graph.nodes:
             if node.op == "get_attr":
                 continue
-            found = node.meta.get("val")
-            if isinstance(found, torch.SymInt) or (isinstance(found, int) and node.op == "call_function"):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) or (isinstance(value, int) and node.op == "call_function"):
                 numbers.append(node)
                 continue
             if node.op == "output":
-                if any(one is not None and not isinstance(one.meta.get("val"), torch.Tensor) for one in node.args[0]):
+                results = [result for result in node.args[0] if result is not None]
+                if not all(isinstance(result.meta.get("val"), torch.Tensor) for result in results):
                     raise NotSymbolicError("a number is returned")
                 continue
-            self._metas.append((node, self._form(found)))
+            self._metas.append((node, self._form(value)))
             args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
             if _has_numbers((args, kwargs)):
                 self._calls.append((node, args, kwargs))
@@ -137,14 +138,14 @@ class Symbolic:
                 raise NotSymbolicError(f"{node} is a number that is handed in or returned")
             graph.erase_node(node)
 
-    def _form(self, found: Any) -> Any:
-        if isinstance(found, (tuple, list)):
-            return tuple(self._form(one) for one in found)
-        if found is None:
+    def _form(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(self._form(part) for part in value)
+        if value is None:
             return None
-        if not isinstance(found, torch.Tensor) or found.device.type != "cpu" or found.layout != torch.strided:
-            raise NotSymbolicError(f"{type(found).__name__} is no plain tensor")
-        storage = found.untyped_storage()
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
+            raise NotSymbolicError(f"{type(value).__name__} is no plain tensor")
+        storage = value.untyped_storage()
         self._kept.append(storage)
         key = storage_key(storage)
         if key not in self._storages:
@@ -152,26 +153,26 @@ class Symbolic:
             self._sizes.append(self._place(storage.nbytes()))
         return _Form(
             self._storages[key],
-            self._place(found.storage_offset()),
-            tuple(map(self._place, found.shape)),
-            tuple(map(self._place, found.stride())),
-            found.dtype,
+            self._place(value.storage_offset()),
+            tuple(map(self._place, value.shape)),
+            tuple(map(self._place, value.stride())),
+            value.dtype,
         )
 
-    def _arguments(self, found: Any) -> Any:
-        if isinstance(found, torch.fx.Node):
-            value = found.meta.get("val")
-            return found if value is None or not isinstance(value, (torch.SymInt, int)) else self._arguments(value)
-        if isinstance(found, torch.SymInt):
-            return _Number(self._place(found))
-        if isinstance(found, (torch.SymFloat, torch.SymBool)):
-            raise NotSymbolicError(f"an op takes {type(found).__name__}")
-        if isinstance(found, (tuple, list)):
-            parts = [self._arguments(part) for part in found]
-            return parts if isinstance(found, list) else tuple(parts)
-        if isinstance(found, dict):
-            return {name: self._arguments(part) for name, part in found.items()}
-        return found
+    def _arguments(self, argument: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            value = argument.meta.get("val")
+            return argument if value is None or not isinstance(value, (torch.SymInt, int)) else self._arguments(value)
+        if isinstance(argument, torch.SymInt):
+            return _Number(self._place(argument))
+        if isinstance(argument, (torch.SymFloat, torch.SymBool)):
+            raise NotSymbolicError(f"an op takes {type(argument).__name__}")
+        if isinstance(argument, (tuple, list)):
+            parts = [self._arguments(part) for part in argument]
+            return parts if isinstance(argument, list) else tuple(parts)
+        if isinstance(argument, dict):
+            return {name: self._arguments(part) for name, part in argument.items()}
+        return argument
 
     def _place(self, number: Any) -> int:
         expression = number.node.expr if isinstance(number, torch.SymInt) else int(number)
@@ -181,28 +182,28 @@ class Symbolic:
         from torch.utils._sympy.printers import PythonPrinter
 
         conditions = [guard.expr for guard in self._environment.guards]
-        used: set[Any] = set().union(*(_symbols(one) for one in (*self._places, *conditions)))
-        symbols = tuple(sorted(used, key=str))
+        free: set[Any] = set().union(*(_symbols(expression) for expression in (*self._places, *conditions)))
+        symbols = tuple(sorted(free, key=str))
         write = PythonPrinter().doprint
-        numbers = [str(one) if isinstance(one, int) else write(one) for one in self._places]
-        decided = [f"({write(one)})" for one in conditions]
+        numbers = [str(expression) if isinstance(expression, int) else write(expression) for expression in self._places]
+        checks = [f"({write(expression)})" for expression in conditions]
         for symbol in symbols:
             within = self._environment.var_to_range.get(symbol)
             if within is None:
                 raise NotSymbolicError(f"{symbol} has no range")
-            decided += [f"{symbol} >= {int(within.lower)}"] if within.lower.is_Integer else []
-            decided += [f"{symbol} <= {int(within.upper)}"] if within.upper.is_Integer else []
+            checks += [f"{symbol} >= {int(within.lower)}"] if within.lower.is_Integer else []
+            checks += [f"{symbol} <= {int(within.upper)}"] if within.upper.is_Integer else []
         names = ", ".join(map(str, symbols))
         text = f"def table({names}):\n    return ({', '.join(numbers)},)\n"
-        text += f"def holds({names}):\n    return {' and '.join(decided) or 'True'}\n"
-        found: dict[str, Any] = {"math": math, "torch": torch}
-        exec(compile(text, "<memplan sizes>", "exec"), found)
-        return symbols, found["table"], found["holds"]
+        text += f"def holds({names}):\n    return {' and '.join(checks) or 'True'}\n"
+        functions: dict[str, Any] = {"math": math, "torch": torch}
+        exec(compile(text, "<memplan sizes>", "exec"), functions)
+        return symbols, functions["table"], functions["holds"]
 
-    # -- for given sizes
+    # -- for concrete sizes
 
     def _bound(self, inputs: Sequence[torch.Tensor]) -> list[int] | None:
-        """Return the symbols' values; None where the inputs do not tell."""
+        """Return the value of each symbol; None if the inputs do not determine all of them."""
         expressions = list(self._places)
         values: dict[Any, int] = {}
         for at, node in self._inputs.items():
@@ -225,7 +226,7 @@ class Symbolic:
 
 
 class _Zeros(Sequence[int]):
-    """A table for the time before there is one."""
+    """Placeholder table, used before the sizes are known."""
 
     def __getitem__(self, at: Any) -> Any:
         return 0
@@ -234,34 +235,30 @@ class _Zeros(Sequence[int]):
         return 0
 
 
-def _filled(found: Any, table: Sequence[int], storages: Sequence[Any]) -> Any:
-    if isinstance(found, _Form):
-        shape, stride = [table[at] for at in found.shape], [table[at] for at in found.stride]
-        made = torch.empty(0, dtype=found.dtype, device="meta")
-        return made.set_(storages[found.storage], table[found.offset], shape, stride)
-    if isinstance(found, _Number):
-        return table[found.at]
-    if isinstance(found, tuple):
-        return tuple([_filled(part, table, storages) for part in found])
-    if isinstance(found, list):
-        return [_filled(part, table, storages) for part in found]
-    if isinstance(found, dict):
-        return {name: _filled(part, table, storages) for name, part in found.items()}
-    return found
+def _filled(value: Any, table: Sequence[int], storages: Sequence[Any]) -> Any:
+    if isinstance(value, _Form):
+        shape, stride = [table[at] for at in value.shape], [table[at] for at in value.stride]
+        empty = torch.empty(0, dtype=value.dtype, device="meta")
+        return empty.set_(storages[value.storage], table[value.offset], shape, stride)
+    if isinstance(value, _Number):
+        return table[value.at]
+    if isinstance(value, tuple):
+        return tuple([_filled(part, table, storages) for part in value])
+    if isinstance(value, list):
+        return [_filled(part, table, storages) for part in value]
+    if isinstance(value, dict):
+        return {name: _filled(part, table, storages) for name, part in value.items()}
+    return value
 
 
-def _has_numbers(found: Any) -> bool:
-    if isinstance(found, (tuple, list)):
-        return any(map(_has_numbers, found))
-    return any(map(_has_numbers, found.values())) if isinstance(found, dict) else isinstance(found, _Number)
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_numbers, value))
+    return any(map(_has_numbers, value.values())) if isinstance(value, dict) else isinstance(value, _Number)
 
 
 def _symbols(expression: Any) -> Collection[Any]:
     return getattr(expression, "free_symbols", ())
-
-
-def _placeholders(joint: Joint) -> Iterator[Any]:
-    return (node for node in joint.module.graph.nodes if node.op == "placeholder")
 
 
 def _environment(joint: Joint) -> Any:

@@ -196,11 +196,11 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return {"": tensor}
     names: Any = tensor.__tensor_flatten__()[0]
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in names:
         for rest, inner in inner_tensors(getattr(tensor, name)).items():
-            found[f"{name}.{rest}" if rest else name] = inner
-    return found
+            tensors[f"{name}.{rest}" if rest else name] = inner
+    return tensors
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ which records sizes without addresses, works in each thread by itself. Everythin
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,18 +44,14 @@ def _watched(threads: Threads) -> Iterator[None]:
     try:
         yield
     finally:
-        events = torch.autograd._disable_profiler_legacy()  # pyright: ignore[reportPrivateImportUsage]
+        events: Any = torch.autograd._disable_profiler_legacy()  # pyright: ignore[reportPrivateImportUsage]
         threads.ended.append(
-            [_size(event) for events_of_thread in events for event in events_of_thread if _is_memory(event)]
+            [
+                (round(event.start_us() * 1000), event.cpu_memory_usage())
+                for event in itertools.chain.from_iterable(events)
+                if event.kind() == "memory_alloc" and event.cpu_memory_usage() != 0
+            ]
         )
-
-
-def _is_memory(event: Any) -> bool:
-    return event.kind() == "memory_alloc" and event.cpu_memory_usage() != 0
-
-
-def _size(event: Any) -> tuple[int, int]:
-    return round(event.start_us() * 1000), event.cpu_memory_usage()
 
 
 def with_threads(profile: Profile, threads: Threads) -> Profile:

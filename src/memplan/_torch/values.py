@@ -28,7 +28,7 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.defa
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """A tensor's values, and how they come about: from an input, or from an op (None for a constant)."""
+    """Values of a tensor, and their source: an input, an op (``call``), or a constant (neither)."""
 
     value: torch.Tensor
     input: int | None = None
@@ -37,7 +37,7 @@ class Known:
     position: int | None = None
 
     def anew(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
-        """Return the values with other inputs."""
+        """Recompute the values for other inputs."""
         if id(self) not in memo:
             memo[id(self)] = self._computed(inputs, memo)
         return memo[id(self)]
@@ -47,13 +47,13 @@ class Known:
             return inputs[self.input]
         if self.call is None:
             return self.value
-        found = self.call([part.anew(inputs, memo) for part in self.parts])
-        return found if self.position is None else found[self.position]
+        result = self.call([part.anew(inputs, memo) for part in self.parts])
+        return result if self.position is None else result[self.position]
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A number that was read, and the input it depends on (the first of them)."""
+    """A number that was read, and the first input that it depends on."""
 
     known: Known
     value: Any
@@ -74,13 +74,13 @@ class Values:
         """Conditions that were read and depend on an input."""
 
     def take(self, fake: Any, number: int, real: torch.Tensor) -> None:
-        """Return an input whose values are known, where it has any and is a small one of integers or flags."""
-        whole = not real.is_floating_point() and not real.is_complex()
-        if whole and real.numel() <= LARGEST and not isinstance(real, FakeTensor):
+        """Note the values of an input, if it is small and has integers or bools as values."""
+        is_integral = not real.is_floating_point() and not real.is_complex()
+        if is_integral and real.numel() <= LARGEST and not isinstance(real, FakeTensor):
             self._known[fake] = Known(real.detach(), input=number)
 
     def read(self, func: Any, args: Any) -> Any:
-        """Return the number that is read; None where it is not known."""
+        """Return the value of a scalar read; None if unknown."""
         known = self._known.get(args[0]) if func is READ_SCALAR and isinstance(args[0], FakeTensor) else None
         if known is None:
             return None
@@ -92,15 +92,16 @@ class Values:
         return value
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute for real what an op makes, where all that it takes is known."""
+        """Compute an op on real values if the values of all its tensor arguments are known."""
         if not isinstance(func, torch._ops.OpOverload):
             return
         if func._schema.is_mutable:
-            for one in _tensors((args, kwargs))[:1]:
-                self._known.pop(one, None)  # pyright: ignore[reportArgumentType]  # only fake ones are there
+            for tensor in _tensors((args, kwargs))[:1]:
+                self._known.pop(tensor, None)  # pyright: ignore[reportArgumentType]  # only fake ones are there
             return
-        made = [(at, one) for at, one in enumerate(tree_leaves(result)) if isinstance(one, FakeTensor)]
-        if not made or not all(_is_small(one) for _, one in made) or not _follows(func):
+        outputs = [(at, tensor) for at, tensor in enumerate(tree_leaves(result)) if isinstance(tensor, FakeTensor)]
+        small = all(not tensor._has_symbolic_sizes_strides and tensor.numel() <= LARGEST for _, tensor in outputs)
+        if not outputs or not small or not _follows(func):
             return
         parts = self._parts(func, _tensors((args, kwargs)))
         if parts is None or _has_symbols((args, kwargs)):
@@ -111,36 +112,32 @@ class Values:
                 real = call([part.value for part in parts])
         except Exception:  # a kernel that refuses what the fake one took: then its values are not known
             return
-        whole = isinstance(real, torch.Tensor)
-        for at, one in made:
-            value = real if whole else real[at]
-            self._known[one] = Known(value, call=call, parts=parts, position=None if whole else at)
+        is_tensor = isinstance(real, torch.Tensor)
+        for at, tensor in outputs:
+            value = real if is_tensor else real[at]
+            self._known[tensor] = Known(value, call=call, parts=parts, position=None if is_tensor else at)
 
     def _parts(self, func: Any, tensors: Sequence[torch.Tensor]) -> tuple[Known, ...] | None:
-        found: list[Known] = []
-        for one in tensors:
-            known = self._known.get(one) if isinstance(one, FakeTensor) else None
-            if known is None and func in _LIFTS and not isinstance(one, FakeTensor):
-                known = Known(one)
+        parts: list[Known] = []
+        for tensor in tensors:
+            known = self._known.get(tensor) if isinstance(tensor, FakeTensor) else None
+            if known is None and func in _LIFTS and not isinstance(tensor, FakeTensor):
+                known = Known(tensor)
             if known is None:
                 return None
-            found.append(known)
-        return tuple(found)
+            parts.append(known)
+        return tuple(parts)
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
-
-
-def _is_small(made: FakeTensor) -> bool:
-    return not made._has_symbolic_sizes_strides and made.numel() <= LARGEST
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_symbols(arguments: Any) -> bool:
     """Return whether a size is a symbol: a computation would turn it into a number."""
     return any(
-        isinstance(one, torch.SymInt) or (isinstance(one, FakeTensor) and one._has_symbolic_sizes_strides)
-        for one in tree_leaves(arguments)
+        isinstance(leaf, torch.SymInt) or (isinstance(leaf, FakeTensor) and leaf._has_symbolic_sizes_strides)
+        for leaf in tree_leaves(arguments)
     )
 
 
@@ -152,11 +149,11 @@ def _follows(func: Any) -> bool:
 def _recipe(func: Any, args: Any, kwargs: Any) -> Callable[[list[Any]], Any]:
     """Return the call as a function of its tensors; it keeps none of them."""
     places = iter(range(1 << 30))
-    args, kwargs = tree_map(lambda one: _Place(next(places)) if isinstance(one, torch.Tensor) else one, (args, kwargs))
+    args, kwargs = tree_map(lambda x: _Place(next(places)) if isinstance(x, torch.Tensor) else x, (args, kwargs))
 
     def call(tensors: list[Any]) -> Any:
-        given, named = tree_map(lambda one: tensors[one.at] if isinstance(one, _Place) else one, (args, kwargs))
-        return func(*given, **named)
+        positional, named = tree_map(lambda x: tensors[x.at] if isinstance(x, _Place) else x, (args, kwargs))
+        return func(*positional, **named)
 
     return call
 
@@ -167,13 +164,13 @@ class _Place:
 
 
 def _input_of(known: Known) -> int | None:
-    """Return an input that it depends on."""
+    """Return the first input that the values depend on, or None."""
     stack, seen = [known], set[int]()
     while stack:
-        one = stack.pop()
-        if one.input is not None:
-            return one.input
-        if id(one) not in seen:
-            seen.add(id(one))
-            stack.extend(one.parts)
+        current = stack.pop()
+        if current.input is not None:
+            return current.input
+        if id(current) not in seen:
+            seen.add(id(current))
+            stack.extend(current.parts)
     return None

@@ -9,14 +9,7 @@ from memplan._bytes import format_bytes
 from memplan._display import Displayed
 
 Action = Literal[
-    "alloc",
-    "free_requested",
-    "free_completed",
-    "segment_alloc",
-    "segment_free",
-    "segment_map",
-    "segment_unmap",
-    "oom",
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom"
 ]
 """Actions of an allocator, as in torch's memory snapshots."""
 

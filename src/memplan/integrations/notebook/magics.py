@@ -103,7 +103,11 @@ class MemoryMagics:
             try:
                 trace = namespace.record(lambda _: exec(code, self._namespace), device)
             except RecordingError as error:
-                raise _cell_error(error) from error
+                raise StepError(
+                    error.found.replace("step 1", "the cell"),
+                    expected="a cell that runs on tensors without values",
+                    do="Run it without memplan first; where it needs values, --measure runs it for real",
+                ) from error
         return explain_trace(trace, title="this cell")
 
     def _measure(self, source: str) -> Measured:
@@ -161,15 +165,6 @@ def _parse(line: str, options: tuple[str, ...], usage: str) -> _MagicLine:
             "--device and --measure", expected="one of them: what is measured is this machine", do="Leave one out"
         )
     return _MagicLine(device, measure, tuple(values.get("-f", ())), statement)
-
-
-def _cell_error(error: RecordingError) -> StepError:
-    """Return a recording's error, worded for a cell instead of a step."""
-    return StepError(
-        error.found.replace("step 1", "the cell"),
-        expected="a cell that runs on tensors without values",
-        do="Run it without memplan first; where it needs values, --measure runs it for real",
-    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Data sets that are not on this machine, where the batch is described: they are made without their data."""
+"""Construct data sets whose files are missing on this machine, for runs with a described batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SAMPLES = 100_000
 
 @contextmanager
 def absent_data(told: Callable[[str], None]) -> Iterator[None]:
-    """Let data sets whose classes are defined in here be made though their data are not there.
+    """Let data sets of classes defined in this context be constructed without their files.
 
     Args:
-        told: called with the name of the class of each.
+        told: called with the class name of each data set whose constructor failed.
     """
 
     def subclassed(cls: Any, **arguments: Any) -> None:
@@ -33,13 +33,13 @@ def absent_data(told: Callable[[str], None]) -> Iterator[None]:
 
 
 def _forgiving(make: Callable[..., None], told: Callable[[str], None]) -> Callable[..., None]:
-    def made(own: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(own: Any, *args: Any, **kwargs: Any) -> None:
         try:
             make(own, *args, **kwargs)
-        except Exception:  # whatever a data set raises that does not find its data
+        except Exception:  # missing files raise errors of any type
             kind = type(own)
             told(kind.__name__)
             length = {} if isinstance(own, IterableDataset) else {"__len__": lambda _: SAMPLES}
-            setattr(own, "__class__", type(kind.__name__, (kind,), length))  # noqa: B010  # one with a length
+            setattr(own, "__class__", type(kind.__name__, (kind,), length))  # noqa: B010  # with a length
 
-    return made
+    return initialize

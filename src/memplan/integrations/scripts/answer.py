@@ -1,4 +1,4 @@
-"""What a script's process answers, as text: the process is the script's, so nothing of it is taken but data."""
+"""Answer of a script's process as text: the process is not trusted, so it is read as data only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memplan.trace.trace import Trace
 from memplan.verification.fitting.outcome import Fitting
 
 MOST = LONGEST
-"""Bytes that are read of an answer."""
+"""Limit of an answer in bytes."""
 _KINDS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MemplanError)
 }
@@ -59,12 +59,12 @@ def read_answer(data: bytes, request: Request) -> tuple[Ran, str | None]:
     if "error" in plain:
         raise _raised(plain["error"])
     try:
-        found = Trace.from_json(trace)
+        recorded = Trace.from_json(trace)
     except MemplanError as error:
         raise Unreadable(str(error)) from None
     facts = from_plain(Facts, plain.get("facts"), "facts")
     contributed = from_plain(str, plain["contributed"], "contributed") if plain.get("contributed") is not None else None
-    ran = Ran(request.command, found, facts)
+    ran = Ran(request.command, recorded, facts)
     if plain.get("largest") is not None and request.room is not None:
         ran = replace(ran, largest=Largest(room=request.room, **_read_fields(Largest, plain["largest"])))
     if plain.get("fitting") is not None:
@@ -97,7 +97,7 @@ def _read_fields(kind: type, plain: Any) -> dict[str, Any]:
 
 
 def _error(error: MemplanError) -> dict[str, Any]:
-    """Return an error as plain data: its kind, its words, and what the kinds have besides that messages need."""
+    """Return an error as plain data: its kind, its texts, and the attributes of its kind that messages need."""
     plain: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
     plain |= {name: getattr(error, name) for name in _TEXTS}
     if isinstance(error, RecordingError):

@@ -1,4 +1,4 @@
-"""What a script holds beside its model's step: the loss outside of the model, other models, tensors of its own."""
+"""Memory of a script that a plan of its model does not count: a loss outside of the model, other models, tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-
-import torch
 
 from memplan._bytes import round_to_blocks
 from memplan.trace.records import HOST, Op, Storage
@@ -21,7 +19,7 @@ _ALWAYS = 1 << 62
 
 @dataclass(frozen=True)
 class Span:
-    """Ticks from the beginning to the end of something."""
+    """Ticks of a call or an update, first and last."""
 
     start: int
     end: int
@@ -34,11 +32,11 @@ class Calls:
     calls: list[Span] = field(default_factory=list[Span])
     updates: list[Span] = field(default_factory=list[Span])
     held: bool = False
-    """Whether gradients were there when a call began."""
+    """Whether gradients existed when a call began."""
 
     @property
     def accumulated(self) -> int:
-        """Return the most calls between two updates; at least 2 where gradients were there when a call began."""
+        """Return the most calls between two updates; at least 2 if gradients existed when a call began."""
         ends = [span.end for span in self.updates]
         between = Counter(bisect_right(ends, call.start) for call in self.calls)
         return max((between.most_common(1) or [(0, 1)])[0][1], 2) if self.held else 1
@@ -49,13 +47,13 @@ class Beside:
     """Bytes of a script that a plan of its model does not count."""
 
     inside: int
-    """The most that is held at any moment of the model's steps beside what the plan counts."""
+    """Peak of the uncounted bytes during the model's steps."""
     outside: int
-    """The most that the script takes at any other moment, all in all: in a validation, say."""
+    """Peak of all bytes at other times, such as during a validation."""
 
 
 def held_beside(trace: Trace, kind: str, parts: Iterable[str], inputs: Iterable[Spec], calls: Calls) -> Beside:
-    """Return what a script takes that a plan of its model does not count.
+    """Return the peak bytes of a script that a plan of its model does not count.
 
     A plan counts, from the beginning of a call to the end of its backward pass and during updates: the model's weights
     and gradients, the call's inputs, what the call and its backward pass make, and with an optimizer its state and
@@ -69,7 +67,7 @@ def held_beside(trace: Trace, kind: str, parts: Iterable[str], inputs: Iterable[
         calls: of the model; without updates where the plan has no optimizer.
     """
     own = _Own(trace, _layers(trace, kind, list(parts)), calls)
-    counted = Counter((one.shape, _name(one.dtype)) for one in inputs)
+    counted = Counter((spec.shape, str(spec.dtype).removeprefix("torch.")) for spec in inputs)
     all_changes, other_changes = defaultdict[int, int](int), defaultdict[int, list[tuple[Storage, int]]](list)
     for storage in trace.counted:
         size, died = _size(storage, trace), _ALWAYS if storage.died is None else storage.died
@@ -168,7 +166,3 @@ def _layers(trace: Trace, kind: str, parts: Collection[str]) -> frozenset[str]:
     roots = ["", *dict.fromkeys(f"{layer.name}." for layer in trace.layers if layer.kind == kind)]
     root = max(roots, key=lambda root: sum(f"{root}{part}" in names for part in parts))
     return frozenset({root.removesuffix(".") or kind, *(f"{root}{part}" for part in parts)})
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.integrations.scripts.effects import Effects
-from memplan.integrations.scripts.loaded import as_recorded, made_again, shapes_of
+from memplan.integrations.scripts.loaded import as_recorded, new_tensors, shapes_of
 from memplan.integrations.scripts.sandbox.messages import MARK
 
 _DIGITS = 16
@@ -60,12 +60,16 @@ class Checkpoints:
                 import safetensors.torch as tensors  # before the script's libraries take functions from it
 
                 save, load = self._saving(tensors.save_file), self._loading(tensors.load_file)
+                storage_ptr = tensors.storage_ptr
+                if not self._values:  # storages without data all have the address 0: tell them apart by their identity
+                    storage_ptr = lambda tensor: _torch.storage_key(tensor.untyped_storage())  # noqa: E731
                 stack.enter_context(
                     _torch.patched(
                         tensors, save_file=save, load_file=lambda filename, device="cpu": load(filename, str(device)),
                         save_model=lambda model, filename, *args, **kwargs: save(model.state_dict(), filename),
-                        save=self._saving_bytes(tensors.save), load=self._loading_bytes(tensors.load),
-                        storage_ptr=tensors.storage_ptr if self._values else _storage_address,
+                        save=tensors.save if self._values else lambda tensors, *args, **kwargs: self._kept(tensors),
+                        load=self._loading_bytes(tensors.load),
+                        storage_ptr=storage_ptr,
                     )
                 )  # fmt: skip
             yield
@@ -80,7 +84,7 @@ class Checkpoints:
         if text[: len(MARK)] != MARK or not text[len(MARK) : _LENGTH].isdigit():
             return None
         number = int(text[len(MARK) : _LENGTH])
-        return made_again(self._saved[number], device) if number < len(self._saved) else None
+        return new_tensors(self._saved[number], device) if number < len(self._saved) else None
 
     def _saving(self, plain: Callable[..., None]) -> Callable[..., None]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,11 +137,6 @@ class Checkpoints:
             return b""
         return text if isinstance(text, bytes) else b""
 
-    def _saving_bytes(self, plain: Callable[..., bytes]) -> Callable[..., bytes]:
-        if self._values:
-            return plain
-        return lambda tensors, *args, **kwargs: self._kept(tensors)
-
     def _loading_bytes(self, plain: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         def load(data: bytes) -> Any:
             found = None if self._values else self._found(data, "cpu")
@@ -149,11 +148,6 @@ class Checkpoints:
         """Return how pickle writes a tensor without values: with the mark, by which its file is known."""
         layout = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
         return _unpickled, (MARK, *layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
-
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    """Return a number that tells the storages of tensors apart, all of which have the address 0."""
-    return _torch.storage_key(tensor.untyped_storage())
 
 
 def _unpickled(

@@ -75,17 +75,11 @@ def _protected(request: Request, setting: Setting) -> View:
     if setting.control is not None:
         return OverlaidView(setting.control, own)
     if setting.protection == "landlock":
-        if request.device is None or is_cuda(request.device):
-            _start_cuda()
+        if (request.device is None or is_cuda(request.device)) and torch.cuda.is_available():
+            torch.cuda.init()  # under Landlock it would find no GPU
         refuse_effects(setting.temporary)
         return RedirectedView(setting.temporary)
     return View()
-
-
-def _start_cuda() -> None:
-    """Let CUDA start while nothing is refused: afterwards it says that there is no GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.init()
 
 
 # of the real file system: a script may be in the middle of its run, when others stand in their place

@@ -65,7 +65,8 @@ class Effects:
         saved = {row.what for row in rows if row.kind == "checkpoint"}
         for change in changes:
             path = _plain(change.path)
-            if path in saved or change.kind not in held or any(_is_below(path, folder) for folder in but):
+            ignored = any(path == folder or path.startswith(folder + os.sep) for folder in but)
+            if path in saved or change.kind not in held or ignored:
                 continue
             rows.append(Held(change.kind, change.path, self._lines.get(path)))
         return tuple(rows)
@@ -100,10 +101,6 @@ def _plain(path: str) -> str:
         return os.path.normpath(path if os.path.isabs(path) else os.path.join(working_folder(), path))
     except OSError:
         return os.path.normpath(path)
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder + os.sep)
 
 
 def _connected(effects: Effects, arguments: tuple[Any, ...]) -> None:

@@ -15,30 +15,30 @@ _KNOWN = 1024
 
 
 def shapes_of(saved: Any) -> Any:
-    """Return what a recording saves with tensors that hold nothing in the place of its own; modules stay."""
+    """Return a saved object with meta tensors instead of its tensors; modules stay."""
 
     def bare(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
             return leaf
         with _torch.no_modes():
-            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        return made.requires_grad_(leaf.requires_grad)
+            meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return meta.requires_grad_(leaf.requires_grad)
 
     return _torch.tree_map(bare, saved)
 
 
-def made_again(shapes: Any, place: Any = None) -> Any:
-    """Return what `shapes_of` gave with new tensors of the recording; ``place`` as for `as_recorded`."""
+def new_tensors(shapes: Any, place: Any = None) -> Any:
+    """Return an object of `shapes_of` with new tensors of the recording; ``place`` as for `as_recorded`."""
     device = place if isinstance(place, (str, torch.device)) else "cpu"
 
-    def made(leaf: Any) -> Any:
+    def new(leaf: Any) -> Any:
         return like(leaf, device) if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" else leaf
 
-    return _torch.tree_map(made, shapes)
+    return _torch.tree_map(new, shapes)
 
 
 def as_recorded(loaded: Any, place: Any = None) -> Any:
-    """Return what was loaded with tensors of the recording, which share memory as the real ones do.
+    """Return a loaded object with tensors of the recording, which share memory as the real tensors do.
 
     Args:
         loaded: anything, with real tensors somewhere in its lists and dicts, or a module.
@@ -56,7 +56,7 @@ def as_recorded(loaded: Any, place: Any = None) -> Any:
 
 
 def _recorded(leaf: Any, device: str | torch.device, storages: dict[int, torch.Tensor]) -> Any:
-    """Return a leaf's tensor of the recording; ``storages`` has those made so far, by the real ones' addresses."""
+    """Return the recording's tensor for a leaf; ``storages`` maps addresses of real storages to the recording's."""
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, _torch.FakeTensor) or leaf.layout != torch.strided:
         return leaf
     with _torch.no_modes():
@@ -72,5 +72,5 @@ def _recorded(leaf: Any, device: str | torch.device, storages: dict[int, torch.T
         return torch.empty(shape, dtype=dtype, device=device)
     if key not in storages:
         storages[key] = torch.empty(size, dtype=torch.uint8, device=device)
-    made = storages[key].view(dtype).as_strided(shape, strides, offset)
-    return nn.Parameter(made.detach(), needs) if isinstance(leaf, nn.Parameter) else made.requires_grad_(needs)
+    view = storages[key].view(dtype).as_strided(shape, strides, offset)
+    return nn.Parameter(view.detach(), needs) if isinstance(leaf, nn.Parameter) else view.requires_grad_(needs)

@@ -20,7 +20,7 @@ from memplan.trace.spec import realize
 
 @dataclass(frozen=True)
 class Rules:
-    """What loaders give instead of what they would."""
+    """How the batches of loaders are replaced."""
 
     inputs: tuple[Any, ...] = ()
     """Specs of the batch's tensors, in order; none for the loader's own."""
@@ -31,7 +31,7 @@ class Rules:
 
     @property
     def given(self) -> bool:
-        """Return whether the batch is described, so that no loader is asked."""
+        """Return whether the batch is described, so that no data is loaded."""
         return bool(self.inputs or self.kwargs)
 
 
@@ -43,26 +43,26 @@ class Loaders:
         self._really = really
         self._folder = folder
         self._most = most
-        """Batches to take of a loader that trains nothing."""
+        """Limit of batches from a loader that trains nothing."""
         self._before_batch = before_batch
         self._seen: list[_Batches] = []
         self.absent = dict[str, None]()
-        """Classes of the data sets that are not there."""
+        """Classes of missing data sets."""
         self._first: int | None = None
         """Leading dimension of the first batch that was loaded."""
 
     def batches(self) -> tuple[Batch, ...]:
-        """Return what each loader gave first, in the order in which they were asked."""
-        return tuple(dict.fromkeys(one.fact() for one in self._seen if one.text))
+        """Return the first batch of each loader, in the order in which the script iterated over them."""
+        return tuple(dict.fromkeys(loader.fact() for loader in self._seen if loader.text))
 
     def called(self, *, trains: bool) -> None:
-        """Note that a model is called, which trains on what loaders gave or does not."""
-        for one in self._seen:
+        """Note a call of a model, with ``trains`` if it trains on the batches."""
+        for loader in self._seen:
             if trains:
-                one.idle = 0
-            elif one.fresh:
-                one.idle += 1
-            one.fresh = False
+                loader.idle = 0
+            elif loader.fresh:
+                loader.idle += 1
+            loader.fresh = False
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -73,9 +73,9 @@ class Loaders:
             own = None if self._rules.given else iterate(loader)
             if not self._really:
                 _torch.fetching(own, fetched)
-            found = _Batches(self, loader, own, script_line(self._folder))
-            self._seen.append(found)
-            return found
+            batches = _Batches(self, loader, own, script_line(self._folder))
+            self._seen.append(batches)
+            return batches
 
         forgiving = absent_data(lambda name: self.absent.setdefault(name)) if self._rules.given else nullcontext()
         with forgiving, _torch.patched(DataLoader, __iter__=followed):
@@ -85,13 +85,18 @@ class Loaders:
         """Return a loader's next batch, as the rules say.
 
         Raises:
-            StopIteration: the loader is at its end, or trains nothing and has given enough.
+            StopIteration: the loader is exhausted, or trains nothing and has reached its limit.
         """
         self._before_batch()
         if loader.idle >= self._most:
             loader.cut = True
             raise StopIteration
-        batch = self._given() if loader.own is None else next(loader.own)
+        if loader.own is not None:
+            batch = next(loader.own)
+        elif self._rules.kwargs:
+            batch = realize(dict(self._rules.kwargs))
+        else:
+            batch = realize(self._rules.inputs[0] if len(self._rules.inputs) == 1 else list(self._rules.inputs))
         loader.fresh = True
         size = leading(batch)
         if self._first is None:
@@ -100,14 +105,9 @@ class Loaders:
             batch = resized(batch, size, self._rules.batch)
         return batch
 
-    def _given(self) -> Any:
-        if self._rules.kwargs:
-            return realize(dict(self._rules.kwargs))
-        return realize(self._rules.inputs[0] if len(self._rules.inputs) == 1 else list(self._rules.inputs))
-
 
 def fetched(fetch: Callable[[Any], Any], indices: Any) -> Any:
-    """Return what a data set gives for some indices; loaded for real, where it needs values that no recording has."""
+    """Fetch a batch; outside of the recording if the data set needs values."""
     try:
         return fetch(indices)
     except StopIteration:
@@ -116,13 +116,13 @@ def fetched(fetch: Callable[[Any], Any], indices: Any) -> Any:
         try:
             with _torch.no_modes():
                 batch = fetch(indices)
-        except Exception:  # then values are not what it lacks
+        except Exception:  # missing values are not the cause
             raise error from None
     return as_recorded(_plain(batch))
 
 
 class _Batches:
-    """Iterator over a loader's batches; everything else is asked of the loader's own iterator."""
+    """Iterator over a loader's batches; other attributes come from the loader's own iterator."""
 
     def __init__(self, loaders: Loaders, loader: Any, own: Any, where: str | None) -> None:
         self._loaders = loaders
@@ -131,7 +131,7 @@ class _Batches:
         self.where = where
         self.taken = 0
         self.idle = 0
-        """Batches since a model was last trained that one was called with."""
+        """Batches used by a model since the last training call."""
         self.fresh = False
         """Whether no model was called since the last batch."""
         self.text = ""
@@ -155,7 +155,7 @@ class _Batches:
         return batch
 
     def fact(self) -> Batch:
-        """Return what the loader gave first."""
+        """Return the record of the loader's first batch."""
         try:
             length = len(self._loader)
         except Exception:  # a data set can refuse its length in any way

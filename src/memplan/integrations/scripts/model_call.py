@@ -1,4 +1,4 @@
-"""The first training call of a script's model: what it was called with, what updates it, where the script made it."""
+"""The first training call of a script's model: its arguments, its optimizer, and the line that constructs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memplan.trace.recording.session import is_suspended, recording_suspended
 
 @dataclass
 class ModelCall:
-    """The first call of a model that is in training, from outside of all models."""
+    """The first outermost call of a model in training mode."""
 
     module: nn.Module
     inputs: tuple[Any, ...] = ()
@@ -37,7 +37,7 @@ class ModelCall:
     refused: MemplanError | None = None
     """Why no plan of such a call would equal eager, if none does."""
     unknown: str = ""
-    """What among its arguments cannot be described, if anything."""
+    """Argument that cannot be described, if any."""
     autocast: torch.dtype | None = None
     """Where its first layer was called."""
     optimizer: type[torch.optim.Optimizer] | None = None
@@ -47,9 +47,9 @@ class ModelCall:
     name: str = "model"
     """What the script calls the model."""
     line: str | None = None
-    """``file:line`` of the script beside which it can be made to fit."""
+    """``file:line`` of the script next to which `memplan.fit` can be inserted."""
     before: bool = False
-    """Whether before that line; else after it."""
+    """Whether to insert before that line; else after it."""
     calls: Calls = field(default_factory=Calls)
     """When it was called, and updated by that optimizer."""
     end: int = 0
@@ -58,13 +58,13 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class _Made:
-    """An optimizer's making, as the script's frame saw it."""
+    """The statement of the script that constructs an optimizer."""
 
     line: tuple[str, int]
     end: int
     """Last line of the statement."""
     names: dict[int, str]
-    """id() of each module that a variable of the script held -> its name."""
+    """Names of the script's variables by id() of their module."""
 
 
 class CallWatch:
@@ -85,11 +85,11 @@ class CallWatch:
         self._running = False
         """Whether the kept model runs."""
         self.call: ModelCall | None = None
-        """None until there is one."""
+        """None before the first training call."""
         self._inside = False
         """Whether the first layer of the kept call was called."""
         self._made: _Made | None = None
-        """The last optimizer's making."""
+        """Construction of the latest optimizer."""
 
     @contextmanager
     def followed(self, is_outermost: Callable[[], bool]) -> Iterator[None]:
@@ -115,7 +115,7 @@ class CallWatch:
             if call is None or module is not call.module or self._running or not torch.is_grad_enabled():
                 return plain(module, *args, **kwargs)
             begin, self._running = self._tick(), True
-            call.calls.held |= any(one.requires_grad and one.grad is not None for one in module.parameters())
+            call.calls.held |= any(p.requires_grad and p.grad is not None for p in module.parameters())
             try:
                 return plain(module, *args, **kwargs)
             finally:
@@ -126,8 +126,8 @@ class CallWatch:
             yield
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the script has made an optimizer."""
-        frame = next((one for one in self._frames() if not _statement(one)[2]), None)
+        """Note that the script has constructed an optimizer."""
+        frame = next((frame for frame in self._frames() if not _statement(frame)[2]), None)
         if frame is not None and self.call is None:
             self._made = _Made((frame.f_code.co_filename, frame.f_lineno), _statement(frame)[1], _modules(frame))
 
@@ -136,7 +136,7 @@ class CallWatch:
         self._update = self._tick()
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has made an update. The first one that updates nothing but the model is the plan's."""
+        """Note that an optimizer has updated. The first optimizer of the model's parameters only becomes the plan's."""
         call = self.call
         if call is None:
             return
@@ -152,8 +152,8 @@ class CallWatch:
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self.call = ModelCall(module, autocast=_autocast(module))
         try:
-            call.inputs = tuple(described(one) for one in args)
-            call.kwargs = {name: described(one) for name, one in kwargs.items()}
+            call.inputs = tuple(described(value) for value in args)
+            call.kwargs = {name: described(value) for name, value in kwargs.items()}
             with recording_suspended():
                 output_kinds(module, call_of(args, kwargs))
         except Unknown as error:
@@ -183,29 +183,25 @@ class CallWatch:
 
 
 def _trains(module: nn.Module) -> bool:
-    return module.training and torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
+    return module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
 
 def _autocast(module: nn.Module) -> torch.dtype | None:
-    place = next((one.device.type for one in module.parameters()), "cpu")
+    place = next((parameter.device.type for parameter in module.parameters()), "cpu")
     kind = place if place in ("cpu", "cuda") else "cpu"
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _modules(frame: FrameType) -> dict[int, str]:
     """Return the names of the variables of a frame that hold modules, those of the function before the module's."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     here = local_variables(frame)
-    own = here.get("self")
-    for variables in (here, {f"self.{name}": one for name, one in _attributes(own).items()}, frame.f_globals):
+    attributes = getattr(here.get("self"), "__dict__", {})
+    for variables in (here, {f"self.{name}": value for name, value in attributes.items()}, frame.f_globals):
         for name, value in list(variables.items()):
             if isinstance(value, nn.Module):
-                found.setdefault(id(value), name)
-    return found
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", {}) if value is not None else {}
+                names.setdefault(id(value), name)
+    return names
 
 
 def _statement(frame: FrameType) -> tuple[int, int, bool]:

@@ -1,4 +1,4 @@
-"""Processes that a script would share its work with: pools work in this process, where what they do is seen."""
+"""Run process pools and process groups of a script in this process, where they can be recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memplan.integrations.scripts.lines import script_line
 
 
 class _Pool(multiprocessing.pool.ThreadPool):
-    """Takes what `multiprocessing.Pool` takes."""
+    """Thread pool with the signature of `multiprocessing.Pool`."""
 
     def __init__(
         self, processes: int | None = None, initializer: Any = None, initargs: Any = (), *_: Any, **__: Any
@@ -29,7 +29,7 @@ class _Pool(multiprocessing.pool.ThreadPool):
 
 
 class _Executor(concurrent.futures.ThreadPoolExecutor):
-    """Takes what `concurrent.futures.ProcessPoolExecutor` takes; classes below that one are made below this one."""
+    """Thread pool with the signature of `concurrent.futures.ProcessPoolExecutor`, also as a base class."""
 
     def __init__(
         self, max_workers: int | None = None, mp_context: Any = None, initializer: Any = None, initargs: Any = (),
@@ -40,7 +40,7 @@ class _Executor(concurrent.futures.ThreadPoolExecutor):
 
 @contextmanager
 def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
-    """Let pools work in this process, process groups have this one alone, and refuse processes that a script starts.
+    """Run pools in threads, limit process groups to this process, and refuse processes that a script starts.
 
     Args:
         folder: of the script's own code.

@@ -37,16 +37,16 @@ _LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 _ROUNDS = 3
-"""Plans for a script, each for less, whose recording may take more than its bound."""
+"""Attempts, each with a smaller budget, to find a plan whose bound holds in a recording of the script."""
 
 
 def planned(trace: Trace, script: Script, request: Request) -> Fitting:
-    """Plan the model of a script that was recorded. With the plan the script is recorded again: the bound has to hold.
+    """Plan the model of a recorded script, and record the script with the plan to confirm the bound.
 
     Args:
         trace: of the script.
         script: that was recorded.
-        request: with the room that the script has to fit into.
+        request: has the budget of the script.
 
     Raises:
         InputError: no model was trained, or it was called with something that cannot be described.
@@ -62,10 +62,10 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
         return Fitting(title, room.limit, recorded)
     call = _checked(script.call(trace), title)
     parts = [path for path, _ in call.module.named_modules() if path]
-    tensors = [one for one in _torch.tree_leaves((call.inputs, call.kwargs)) if isinstance(one, Spec)]
-    found = held_beside(trace, type(call.module).__name__, parts, tensors, call.calls)
+    tensors = [leaf for leaf in _torch.tree_leaves((call.inputs, call.kwargs)) if isinstance(leaf, Spec)]
+    unplanned = held_beside(trace, type(call.module).__name__, parts, tensors, call.calls)
     fitting = Fitting(
-        title, room.limit, recorded, found.inside, recorded - timeline.peak_allocated, outside=found.outside
+        title, room.limit, recorded, unplanned.inside, recorded - timeline.peak_allocated, outside=unplanned.outside
     )
     options = dict(request.plan or ())
     if call.calls.held and not options.get("early"):
@@ -86,10 +86,10 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
 
 
 def _fitting(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[str, Any]) -> Fitting:
-    """Return the outcome with a plan for what the script leaves, or why there is none."""
+    """Plan the model within the budget that the script leaves; return the outcome with the plan or the shortfall."""
     budget = max(room.limit - fitting.beside - fitting.surplus, 1)
     try:
-        found = plan(
+        inner_plan = plan(
             lambda: copied(call.module), *_known(call.inputs), kwargs=_known(call.kwargs), budget=budget,
             optimizer=_optimizer(call), autocast=call.autocast,
             device=None if room.target.card is None else room.target.card.name, costs="roofline", **options,
@@ -97,22 +97,22 @@ def _fitting(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[str
     except BudgetError as error:
         return replace(fitting, plan=None, shortfall=error, lines=None)
     if fitting.outside + fitting.surplus > room.limit:
-        return replace(fitting, plan=None, shortfall=_of_outside(fitting, found), lines=None)
-    return replace(fitting, plan=found, lines=_lines(call, room, fitting.beside, options))
+        return replace(fitting, plan=None, shortfall=_of_outside(fitting, inner_plan), lines=None)
+    return replace(fitting, plan=inner_plan, lines=_lines(call, room, fitting.beside, options))
 
 
-def _of_outside(fitting: Fitting, found: Plan) -> BudgetError:
+def _of_outside(fitting: Fitting, inner_plan: Plan) -> BudgetError:
     return BudgetError(
         f"{fitting.title} takes {format_bytes(fitting.outside)} where its model is not trained, as in a validation",
         expected=f"no more than {format_bytes(fitting.budget - fitting.surplus)} there: a plan is of training steps",
         do="Let that part of the script take less, such as a smaller batch of the validation",
-        smallest_budget=found.floor,
+        smallest_budget=inner_plan.floor,
     )
 
 
 def _over(fitting: Fitting, script: Script, call: ModelCall, options: Mapping[str, Any], steps: int) -> int | None:
-    """Return by how much the script takes more than its bound, recorded with the lines that are to be added; None where
-    its calls do not run as planned in a recording."""
+    """Record the script with the planned model, and return the bytes above the bound. None if its calls fall back to
+    eager."""
     assert fitting.planned is not None, "there is a plan"
     fitted = list[Any]()
 
@@ -156,9 +156,9 @@ def _checked(call: ModelCall | None, title: str) -> ModelCall:
 def _known(arguments: Any) -> Any:
     """Return arguments with ones for small tensors of integers, as a recording reads them: masks decide branches."""
 
-    def with_values(one: Any) -> Any:
-        whole = isinstance(one, Spec) and not (one.dtype.is_floating_point or one.dtype.is_complex)
-        return torch.ones(one.shape, dtype=one.dtype) if whole and math.prod(one.shape) <= _SMALL else one
+    def with_values(leaf: Any) -> Any:
+        is_integral = isinstance(leaf, Spec) and not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+        return torch.ones(leaf.shape, dtype=leaf.dtype) if is_integral and math.prod(leaf.shape) <= _SMALL else leaf
 
     return _torch.tree_map(with_values, arguments)
 
@@ -169,43 +169,43 @@ def _optimizer(call: ModelCall) -> Any:
 
 def _lines(call: ModelCall, room: Room, beside: int, options: Mapping[str, Any]) -> Lines:
     """Return what makes the model fit, as lines of the script. There a budget on a card is counted as here."""
-    given = [call.name, *(_written(one) for one in call.inputs)]
+    arguments = [call.name, *(_python_text(argument) for argument in call.inputs)]
     kwargs = {name: value for name, value in call.kwargs.items() if value is not None}
-    given += [f"kwargs={_lined(kwargs)}"] if kwargs else []
-    given.append(f"budget={room.limit - beside:_}")
-    given += [f"optimizer={_kind(call)}"] if call.optimizer is not None else []
-    given += [f'autocast="{_LOWER[call.autocast]}"'] if call.autocast in _LOWER else []
-    given += [f"{name}={value!r}" for name, value in options.items()]
+    arguments += [f"kwargs={_kwargs_text(kwargs)}"] if kwargs else []
+    arguments.append(f"budget={room.limit - beside:_}")
+    arguments += [f"optimizer={_kind(call)}"] if call.optimizer is not None else []
+    arguments += [f'autocast="{_LOWER[call.autocast]}"'] if call.autocast in _LOWER else []
+    arguments += [f"{name}={value!r}" for name, value in options.items()]
     imports = ["import memplan"]
     module = "" if call.optimizer is None else call.optimizer.__module__
     if module and not module.startswith("torch.") and module != "__main__":
         imports.append(f"import {module}")
-    return Lines(call.line, call.before, (*imports, *_call(given)))
+    return Lines(call.line, call.before, (*imports, *_fit_call(arguments)))
 
 
-def _call(given: list[str]) -> list[str]:
-    """Return a call of `memplan.fit`: on one line where that is short, else with a line for each argument."""
-    short = f"memplan.fit({', '.join(given)})"
-    long = "\n".join(("memplan.fit(", *(f"    {one}," for one in given), ")"))
+def _fit_call(arguments: list[str]) -> list[str]:
+    """Return the lines of a call of `memplan.fit`: a single line if short, else a line per argument."""
+    short = f"memplan.fit({', '.join(arguments)})"
+    long = "\n".join(("memplan.fit(", *(f"    {argument}," for argument in arguments), ")"))
     return [short] if len(short) <= _WIDTH and "\n" not in short else long.split("\n")
 
 
-def _lined(kwargs: Mapping[str, Any]) -> str:
-    """Return arguments by name as a dict: on one line where that is short, else with a line for each."""
-    short = _written(kwargs)
+def _kwargs_text(kwargs: Mapping[str, Any]) -> str:
+    """Return keyword arguments as the text of a dict: a single line if short, else a line per argument."""
+    short = _python_text(kwargs)
     if len(short) <= _WIDTH - len("    kwargs=,"):
         return short
-    rows = (f'        "{name}": {_named(name, one)},' for name, one in kwargs.items())
+    rows = (f'        "{name}": {_named(name, value)},' for name, value in kwargs.items())
     return "\n".join(("{", *rows, "    }"))
 
 
-def _written(value: Any) -> str:
+def _python_text(value: Any) -> str:
     if isinstance(value, Spec):
         return f'"{text_of(value)}"'
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f'"{name}": {_named(name, one)}' for name, one in value.items()) + "}"
+        return "{" + ", ".join(f'"{name}": {_named(name, item)}' for name, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(map(_written, value))
+        inner = ", ".join(map(_python_text, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     return repr(value)
 
@@ -213,8 +213,8 @@ def _written(value: Any) -> str:
 def _named(name: str, value: Any) -> str:
     """Return an argument by name as Python; a mask is all ones, as most are."""
     if isinstance(value, Spec) and "mask" in name and not value.dtype.is_floating_point:
-        return f"memplan.spec({_written(value)}, low=1)"
-    return _written(value)
+        return f"memplan.spec({_python_text(value)}, low=1)"
+    return _python_text(value)
 
 
 def _kind(call: ModelCall) -> str:
@@ -224,12 +224,12 @@ def _kind(call: ModelCall) -> str:
     torchs = kind.__module__.startswith("torch.optim")
     name = f"torch.optim.{kind.__name__}" if torchs else f"{kind.__module__}.{kind.__qualname__}"
     name = kind.__qualname__ if kind.__module__ == "__main__" else name
-    defaults = {key: one.default for key, one in inspect.signature(kind).parameters.items()}
+    defaults = {key: parameter.default for key, parameter in inspect.signature(kind).parameters.items()}
     differing = {
         key: value for key, value in call.options.items()
         if key != "lr" and isinstance(value, (bool, int, float, str, tuple)) and value != defaults.get(key)
     }  # fmt: skip
     if not differing:
         return name
-    given = ", ".join(f"{key}={value!r}" for key, value in differing.items())
-    return f"lambda parameters: {name}(parameters, {given})"
+    options = ", ".join(f"{key}={value!r}" for key, value in differing.items())
+    return f"lambda parameters: {name}(parameters, {options})"

@@ -1,7 +1,4 @@
-"""A script's process, from the outside: started with a request, followed, and its answer read.
-
-In a process of its own a script may do what it likes with handlers, threads, modules and its exit.
-"""
+"""Run a script in a child process, which isolates its signal handlers, threads, modules and exit; read its answer."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ from memplan.integrations.scripts.sandbox.messages import SCRATCH, Job, Outcome,
 _START = "from memplan.integrations.scripts.child import answer; import sys; answer(sys.argv[1])"
 _SUPERVISOR = "from memplan.integrations.scripts.sandbox.supervisor import main; import sys; main(sys.argv[1])"
 _LATER = 30
-"""Seconds after its time at which a script is ended that has not met a hook."""
+"""Seconds after its time limit at which a script is killed that has not reached a hook."""
 _LAST = 64 << 10
-"""Bytes of what a script printed that are kept: the last ones."""
+"""Bytes of a script's output that are stored, counted from its end."""
 
 
 def run_script(request: Request, told: Callable[[str], None] = lambda _: None) -> Ran:
@@ -44,16 +41,16 @@ def run_script(request: Request, told: Callable[[str], None] = lambda _: None) -
 
     Args:
         request: what to run, and how.
-        told: called with a line for each file that it was allowed to write, and that could not be written.
+        told: called with a message for each file that was permitted but could not be written.
 
     Raises:
         InputError: there is no such script.
-        UsageError: nothing here can hold back what it does, and that was not allowed.
+        UsageError: no sandbox is available, and running without was not allowed.
         StepError: the script raised, or ended before its first step.
         MemplanError: whatever `memplan.record` and `memplan.measure` raise.
     """
     request.command.checked()
-    ended = _run(request)
+    ended = _supervised(request) if sys.platform == "linux" else _alone(request)
     outcome, said = ended.outcome, ended.err.text
     if outcome.protection is None:
         raise _unprotected(outcome, request)
@@ -85,7 +82,7 @@ def run_script(request: Request, told: Callable[[str], None] = lambda _: None) -
 
 @dataclasses.dataclass(frozen=True)
 class _Ended:
-    """A script's process that has ended."""
+    """Outcome and output of a script's process."""
 
     outcome: Outcome
     answer: bytes
@@ -93,13 +90,8 @@ class _Ended:
     err: _Tail
 
 
-def _run(request: Request) -> _Ended:
-    """Run a script's process to its end."""
-    return _supervised(request) if sys.platform == "linux" else _alone(request)
-
-
 def _supervised(request: Request) -> _Ended:
-    """Run it below a supervisor, which ends with this process, however this one ends."""
+    """Run the script below a supervisor process, which dies with this process in any case."""
     with _pipe() as (answered, answer), _pipe() as (told, report):
         job = Job(
             tuple(_command()), _protections(request), not request.writes, request.writes and not request.really,
@@ -113,29 +105,29 @@ def _supervised(request: Request) -> _Ended:
         answer.close()
         report.close()
         with process:
-            found, report_text = _Tail(answered, None, MOST), _Tail(told, None, MOST)
+            answer_bytes, report_text = _Tail(answered, None, MOST), _Tail(told, None, MOST)
             out, err = _streams(process, request)
             try:
                 _send(process, request)
                 process.wait()
             except BaseException:
-                process.terminate()  # it ends all that is below it
+                process.terminate()  # the supervisor ends its children
                 raise
             outcome = json.loads(report_text.text or '{"protection": "none", "status": 9}')
             pairs = {name: tuple(map(tuple, outcome.get(name, ()))) for name in ("reasons", "unwritten")}
-            return _Ended(Outcome(**{**outcome, **pairs}), found.data, out, err)
+            return _Ended(Outcome(**{**outcome, **pairs}), answer_bytes.data, out, err)
 
 
 @contextmanager
 def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a pipe and close what is open of it in the end."""
+    """Open a pipe; close both ends at exit."""
     ends = os.pipe()
     with open(ends[0], "rb") as reads, open(ends[1], "wb", buffering=0) as writes:
         yield reads, writes
 
 
 def _alone(request: Request) -> _Ended:
-    """Run it where there is no supervisor: on macOS and Windows, if that was allowed."""
+    """Run the script without a supervisor: on macOS and Windows, if that was allowed."""
     if "none" not in _protections(request):
         return _Ended(
             Outcome(None, reasons=((sys.platform, "has neither namespaces nor Landlock"),)), b"", _empty(), _empty()

@@ -23,7 +23,6 @@ from memplan.trace.recording.boundaries import Programs
 from memplan.trace.recording.followed.line_watch import following
 from memplan.trace.recording.session import RUNS
 from memplan.trace.step import StepOptions
-from memplan.trace.trace import Trace
 
 GiveUp = Callable[[MemplanError], NoReturn]
 _OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -48,7 +47,11 @@ def recorded(request: Request, view: View, give_up: GiveUp) -> Ran:
         os.environ.update({name: value for name, value in _OFFLINE.items() if name not in os.environ})
     try:
         with following(request.lines):
-            trace = _trace(script, request)
+            if request.really:
+                trace = measure(script, device=request.device, steps=request.steps, contribute=request.contribute)
+            else:
+                assume = dict(request.assume)
+                trace = record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
     except StepError as error:
         raise error if error.__cause__ is None else _of_script(error) from error.__cause__
     ran = Ran(request.command, trace, script.facts(trace))
@@ -70,13 +73,6 @@ def recorded(request: Request, view: View, give_up: GiveUp) -> Ran:
     return replace(ran, largest=found)
 
 
-def _trace(script: Script, request: Request) -> Trace:
-    if request.really:
-        return measure(script, device=request.device, steps=request.steps, contribute=request.contribute)
-    assume = dict(request.assume)
-    return record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
-
-
 def _of_script(error: StepError) -> StepError:
     """Return the error of a step with what to do about a script."""
     if error.expected != RUNS:
@@ -90,9 +86,9 @@ def _of_script(error: StepError) -> StepError:
         do = "If it is a library that writes this file, let it: --allow-writes; else run it under python"
     else:
         do = "Run it under python" + data * missing + "; --measure runs it here for real"
-    found = StepError(error.found, expected="a script that runs as far as its second update", do=do)
-    found.layer, found.where = error.layer, error.where
-    return found
+    script_error = StepError(error.found, expected="a script that runs as far as its second update", do=do)
+    script_error.layer, script_error.where = error.layer, error.where
+    return script_error
 
 
 class _Batches(Programs):

@@ -126,7 +126,7 @@ class RedirectedFiles:
 
     def _is_gone(self, real: str) -> bool:
         """Return whether the script has removed a file, or a folder above it; what it made there since is in ours."""
-        return any(real == one or real.startswith(one + os.sep) for one in self._removed)
+        return any(real == removed or real.startswith(removed + os.sep) for removed in self._removed)
 
     def _read_from(self, path: Any) -> Any:
         """Return what to open for reading; of a pipe, a new one: what is read of another is lost to its readers."""
@@ -187,17 +187,17 @@ class RedirectedFiles:
                 here = self._left(plain(self.path_of(path)), real)
                 return here if plain is _listdir else _Entries(here)
             here = list(plain(self._shadow(real)))
-            names = {str(getattr(one, "name", one)) for one in here}
+            names = {str(getattr(entry, "name", entry)) for entry in here}
             below = list(plain(real)) if _is_folder(real) and not self._is_gone(real) else []
-            here += [one for one in self._left(below, real) if str(getattr(one, "name", one)) not in names]
+            here += [entry for entry in self._left(below, real) if str(getattr(entry, "name", entry)) not in names]
             return here if plain is _listdir else _Entries(here)
 
         return listed
 
     def _left(self, entries: Iterable[Any], real: str) -> list[Any]:
         """Return the entries of a folder that the script has not removed."""
-        gone = {os.path.basename(one) for one in self._removed if os.path.dirname(one) == real}
-        return [one for one in entries if str(getattr(one, "name", one)) not in gone]
+        gone = {os.path.basename(path) for path in self._removed if os.path.dirname(path) == real}
+        return [path for path in entries if str(getattr(path, "name", path)) not in gone]
 
     def _going(self, path: Any) -> None:
         real = self._absolute(path)
@@ -215,7 +215,7 @@ class RedirectedFiles:
         return changed
 
     def _making(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def made(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        def make_folder(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
             real = None if dir_fd is not None else self._absolute(path)
             if real is None:
                 return plain(path, mode, dir_fd=dir_fd)
@@ -225,7 +225,7 @@ class RedirectedFiles:
             self._note(real + os.sep)
             return plain(self._shadow(real), mode)
 
-        return made
+        return make_folder
 
     def _removing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def removed(path: Any, *args: Any, dir_fd: int | None = None) -> None:

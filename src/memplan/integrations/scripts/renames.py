@@ -32,9 +32,9 @@ def _copying(rename: Callable[..., None]) -> Callable[..., None]:
             if error.errno != errno.EXDEV or any(folder is not None for folder in folders.values()):
                 raise
         source, target = os.fsdecode(src), os.fsdecode(dst)
-        # beside the target, so that what it may replace is decided by the system's own rename
-        with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(target))) as beside:
-            copy = os.path.join(beside, "copy")
+        # in the target's folder, so that the system's own rename decides what may be replaced
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(target))) as folder:
+            copy = os.path.join(folder, "copy")
             if os.path.isdir(source) and not os.path.islink(source):
                 shutil.copytree(source, copy, symlinks=True)
                 rename(copy, target)

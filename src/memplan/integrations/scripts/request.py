@@ -1,4 +1,4 @@
-"""What is asked of a script, and what comes of it."""
+"""Request and result of running a script."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from memplan.verification.fitting.outcome import Fitting
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a script."""
+    """How to run a script, and what to compute from its trace."""
 
     command: Command
     device: str | None = None
     steps: int = 2
     really: bool = False
-    """Whether it runs for real, here."""
+    """Whether to run real kernels and measure."""
     rules: Rules = field(default_factory=Rules)
     writes: bool = False
-    """Whether it may write, connect and start programs."""
+    """Whether the script may write files, connect and start programs."""
     unprotected: bool = False
-    """Whether it runs where nothing can hold back what it writes, sends or starts."""
+    """Whether to run the script even if no sandbox is available."""
     shows: bool = False
-    """Whether what it prints is shown."""
+    """Whether to show the script's output."""
     limit: float = 300.0
-    """Seconds after which it is ended."""
+    """Time limit in seconds."""
     room: Room | None = None
-    """What the largest batch, or the script with a plan, has to fit; None: the step alone is asked for."""
+    """Budget for the largest batch or the planned script; None: only record the step."""
     plan: tuple[tuple[str, Any], ...] | None = None
-    """Options of a plan of its model, where that is asked for instead of the largest batch."""
+    """Options for planning the model, instead of a search for the largest batch."""
     fits: Callable[[Any], None] | None = None
     """Called with the model before its first training call."""
     most: int | None = None
     """The largest batch to try."""
     settings: str | None = None
-    """Of a card's caching allocator."""
+    """Settings of the card's caching allocator."""
     assume: tuple[tuple[str, float], ...] = ()
     cudnn: str | bool | None = None
     contribute: str | None = None
-    """File for what this machine's GPU did, where it runs there."""
+    """File for a contribution of this machine's GPU measurements."""
     lines: tuple[Followed, ...] = ()
-    """Functions to follow line by line besides those that are decorated."""
+    """Functions to follow line by line, in addition to decorated functions."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A script's recorded steps, and what else it did."""
+    """Recorded steps and other facts of a script."""
 
     command: Command
     trace: Trace
     facts: Facts
     largest: Largest | None = None
-    """The largest batch, where that was asked for."""
+    """The largest batch, if requested."""
     fitting: Fitting | None = None
-    """Its model planned, where that was asked for."""
+    """The planned model, if requested."""
 
 
 class ScriptEnded(StepError):

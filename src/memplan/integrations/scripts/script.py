@@ -32,21 +32,21 @@ from memplan.trace.recording.session import is_suspended
 from memplan.trace.trace import Trace
 
 _RARE = 8
-"""Times as many updates of one optimizer as asked for, after which the others are no longer waited for."""
+"""Multiple of the requested updates by one optimizer after which steps no longer wait for the others."""
 _UNUSED = 256
-"""Batches, or calls of models, without an update, after which none is waited for."""
+"""Batches or model calls without an update after which the run ends."""
 _ROLLOUT = 16
-"""Times as many, where they need no gradients and there is an optimizer: a rollout, or a first validation."""
+"""Multiple of that limit for calls without gradients once an optimizer exists: a rollout, or a first validation."""
 _CAUGHT = 50
-"""Times that a script may catch what ends it."""
+"""Times that a script may catch the exception that ends it."""
 
 
 class _Over(BaseException):
-    """What was asked for has been seen. Not an Exception: a script's own handlers let it through."""
+    """All requested steps were recorded. Not an Exception, so that handlers of the script let it through."""
 
 
 class Script:
-    """A script that is run as it is, until it has made some updates.
+    """A script, run unchanged until its optimizers have made some updates.
 
     A step ends where the next begins: with the first batch loaded, or the first model called, after each optimizer has
     been updated once more. So what follows an update (a scheduler, an average of weights, logging) is part of it.
@@ -57,32 +57,32 @@ class Script:
         self._view = view
         """The files, as the script sees them."""
         self._give_up = give_up
-        """Called with the error of a script that does not let itself be ended."""
+        """Called with the error if a script does not end."""
         self._runs: list[tuple[int, Facts]] = []
-        """Of each run, its steps and what it did besides: runs differ in the branches that they take."""
+        """Steps and facts of each run: runs differ in the branches that they take."""
         self.calls: list[ModelCall | None] = []
-        """Of each run, the first training call of a model, where a plan of it is asked for."""
+        """First training call of a model in each run, if a plan is requested."""
 
     @property
     def title(self) -> str:
-        """Return what to call it in a message."""
+        """Return the script's name for messages."""
         return self._request.command.name
 
     def facts(self, trace: Trace) -> Facts:
-        """Return what it did in the run that a trace was made of."""
+        """Return the facts of the run that a trace records."""
         return next(facts for steps, facts in self._runs if steps == len(trace.steps))
 
     def call(self, trace: Trace) -> ModelCall | None:
-        """Return the first training call of a model in the run that a trace was made of; None where there was none."""
-        found = [call for call in self.calls if call is not None]
-        return next((call for call in found if call.end == trace.end), found[-1] if found else None)
+        """Return the first training call of a model in the run that a trace records, or None."""
+        calls = [call for call in self.calls if call is not None]
+        return next((call for call in calls if call.end == trace.end), calls[-1] if calls else None)
 
     def with_fit(self, fits: Callable[[nn.Module], None]) -> Script:
-        """Return the script with a model that is made to fit before its first training call."""
+        """Return the script with ``fits`` called on its model before the first training call."""
         return Script(replace(self._request, fits=fits), self._view, self._give_up)
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
-        """Run the script until it has made ``steps`` steps, or ends."""
+        """Run the script for ``steps`` steps, or to its end."""
         request, view = self._request, self._view
         run = _Run(request, steps, boundaries, self._give_up)
         folder = request.command.folder
@@ -117,11 +117,11 @@ class _Run:
         self._deadline = time.monotonic() + request.limit
         self._loaders = Loaders(request.rules, steps, self._at_boundary, request.command.folder, really=request.really)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Optimizers that are alive -> how often each was updated."""
+        """Number of updates of each live optimizer."""
         self._models: list[nn.Module] = []
-        """Models that were called, kept alive until the layers have their names."""
+        """Models that were called, referenced until the layers have their names."""
         self._running: list[nn.Module] = []
-        """Modules that run, the outermost first."""
+        """Stack of running modules, outermost first."""
         self.steps_made = self._updated_last = 0
         self._waited = 0.0
         self._built = self._pending = self._over = False
@@ -132,7 +132,7 @@ class _Run:
         self._plans = request.plan is not None or request.fits is not None
 
     def facts(self) -> Facts:
-        """Return what the script did besides its step."""
+        """Return the facts of this run."""
         loaders = self._loaders
         return Facts(
             self._ending or "script", self._updated_last, self._code, loaders.batches(), (), 0, tuple(loaders.absent)
@@ -142,7 +142,7 @@ class _Run:
         """Run the script.
 
         Raises:
-            StepError: it ended before anything could be seen of a step.
+            StepError: it ended before its first step.
         """
         try:
             with self._hooked():
@@ -165,7 +165,7 @@ class _Run:
             self._end_early()
 
     def _end_early(self) -> None:
-        """End a run that has made fewer steps than asked for."""
+        """End a run with fewer steps than requested."""
         if not self._models and not self._optimizers:
             raise ScriptEnded(self._command.name, self._code)
         if not self._built:
@@ -175,10 +175,10 @@ class _Run:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        made = torch.optim.Optimizer.__init__
+        initialize = torch.optim.Optimizer.__init__
 
         def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            made(optimizer, *args, **kwargs)
+            initialize(optimizer, *args, **kwargs)
             if is_suspended():  # memplan's own, which it plans or proves a step with
                 return
             self._optimizers.setdefault(optimizer, 0)
@@ -202,14 +202,14 @@ class _Run:
         module = _torch.hooked_module(module)
         if not self._running:
             self._at_boundary()
-            if not any(module is one for one in self._models):
+            if not any(module is model for model in self._models):
                 self._models.append(module)
             self._loaders.called(trains=module.training and torch.is_grad_enabled())
         self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         module = _torch.hooked_module(module)
-        if any(module is one for one in self._running):  # those that raised before their own hook leave with it
+        if any(module is running for running in self._running):  # those that raised before their own hook leave with it
             while self._running.pop() is not module:
                 pass
 
@@ -223,13 +223,13 @@ class _Run:
         self._loaders.called(trains=True)
 
     def _updates(self) -> int:
-        """Return how often each optimizer was updated that is not updated far less often than others."""
+        """Return the updates that all optimizers have made, ignoring those updated far less often than others."""
         counts = sorted(self._optimizers.values())
         most = counts[-1] if counts else 0
         return next((count for count in counts if most < _RARE * max(count, self._steps)), most)
 
     def _at_boundary(self) -> None:
-        """Look whether a step has ended here: a batch is loaded, or a model called from outside of all models."""
+        """End the step if it is complete. Called when a batch is loaded or a model is called at the outermost level."""
         if self._over:
             self._stop()
         if not self._built:

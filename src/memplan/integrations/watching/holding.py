@@ -87,7 +87,8 @@ class Owners:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._globals = {id(vars(module)): module for module in list(sys.modules.values()) if _is_module(module)}
+        modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+        self._globals = {id(vars(module)): module for module in modules}
         self._locals = dict(_locals())
         self._layers = dict[int, str]()
         self._hooks = list[tuple[types.CodeType, str]]()
@@ -198,10 +199,6 @@ class Owners:
         by = next((layer for code, layer in self._hooks if line is not None and _contains(code, line)), None)
         text += f", filled by a hook of {by}" if by is not None else ""
         return Owner(text, format_frame(line), stores)
-
-
-def _is_module(module: Any) -> bool:
-    return isinstance(module, types.ModuleType)
 
 
 def _is_of_user(module: Any) -> bool:

@@ -100,7 +100,10 @@ def post_mortem(
         "snapshot": None,
     }
     path = _new_file(Path(folder))
-    data["snapshot"] = _snapshot(path, device)
+    if device.type == "cuda" and _torch.history():
+        snapshot = path.with_suffix(".pickle")
+        _torch.dump_history(snapshot)
+        data["snapshot"] = str(snapshot)
     _write(path, data)
     if inputs is not None:
         predicted = None if is_failed_step else failed_step(subject, inputs)
@@ -193,15 +196,6 @@ def _new_file(folder: Path) -> Path:
             continue
         return path
     raise AssertionError
-
-
-def _snapshot(path: Path, device: torch.device) -> str | None:
-    """Write torch's memory snapshot and return its path; None if its history is not being recorded."""
-    if device.type != "cuda" or not _torch.history():
-        return None
-    file = path.with_suffix(".pickle")
-    _torch.dump_history(file)
-    return str(file)
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -233,15 +233,11 @@ class Watch(Written, Printed):
         if threading.get_ident() != self._thread or self._state != "running" or id(optimizer) in self._seen_optimizers:
             return
         self._seen_optimizers.add(id(optimizer))
-        if self._updates(optimizer):
+        trained = {id(parameter) for model in self._subject.models for parameter in model.parameters()}
+        if any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
             self._subject = replace(self._subject, optimizers=(*self._subject.optimizers, optimizer))
             self._follower.subject = self._subject
             self._end_steps_with(optimizer)
-
-    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer updates a parameter of the model."""
-        trained = {id(parameter) for model in self._subject.models for parameter in model.parameters()}
-        return any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
 
     def _restart_if_moved(self) -> bool:
         """If the model was moved to another type of device, as trainers do, watch anew there. Return whether it was."""

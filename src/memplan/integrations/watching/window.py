@@ -196,7 +196,9 @@ class Window:
         return None if tick is None else bisect.bisect_left(self.bounds, tick) - 1
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
-        if not self._is_recording or self.broken is not None or _is_capturing(self._subject):
+        # while a CUDA graph is captured, other calls of the driver are not allowed
+        is_capturing = self._subject.card is not None and torch.cuda.is_current_stream_capturing()
+        if not self._is_recording or self.broken is not None or is_capturing:
             return run(func)
         results = list[Any]()
         failed = False
@@ -234,11 +236,6 @@ class Window:
             self._collection_start = clock
         elif clock > self._collection_start:
             self.collected.append((self._collection_start, clock))
-
-
-def _is_capturing(subject: Subject) -> bool:
-    """Return whether a CUDA graph is being captured: other calls of the driver are not allowed then."""
-    return subject.card is not None and torch.cuda.is_current_stream_capturing()
 
 
 def _semantics(card: Device | None) -> Semantics:

@@ -11,11 +11,7 @@ from memplan.simulation.allocator.expandable_segments import ExpandableSegments
 from memplan.simulation.allocator.free_lists import FREE, LIVE, PENDING, Chunk, ChunkPool
 from memplan.simulation.timeline import Block, BlockState, Pool, Segment
 
-_STATES: Final[dict[int, BlockState]] = {
-    FREE: "inactive",
-    LIVE: "active_allocated",
-    PENDING: "active_pending_free",
-}
+_STATES: Final[dict[int, BlockState]] = {FREE: "inactive", LIVE: "active_allocated", PENDING: "active_pending_free"}
 _CODES: Final = {state: code for code, state in _STATES.items()}
 
 FindPool = Callable[[Pool, bool], ChunkPool]

@@ -43,11 +43,7 @@ class Start:
         return replace(self, segments=segments)
 
     def allocator(
-        self,
-        settings: AllocatorSettings,
-        *,
-        capacity: int | None = None,
-        place: Callable[[int], int] | None = None,
+        self, settings: AllocatorSettings, *, capacity: int | None = None, place: Callable[[int], int] | None = None
     ) -> CachingAllocator:
         """Return a caching allocator in this state, with an empty log."""
         segments = (*self.segments, *self.below)

@@ -260,7 +260,7 @@ def test_padding_gives_what_torch_gives() -> None:
     given = pack_padded_sequence(x, LENGTHS, batch_first=True)
     for first in (True, False):
         for total in (None, 60):
-            ours = patches._padded(given.data, given.batch_sizes, first, -1.0, total)
+            ours = patches._pad_packed_sequence(given.data, given.batch_sizes, first, -1.0, total)
             torchs = torch._VF._pad_packed_sequence(given.data, given.batch_sizes, first, -1.0, total or -1)  # pyright: ignore[reportAttributeAccessIssue]
             assert torch.equal(ours[0], torchs[0])
             assert torch.equal(ours[1], torchs[1])

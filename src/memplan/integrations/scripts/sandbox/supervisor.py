@@ -83,7 +83,7 @@ def _done(job: Job, scratch: str) -> Outcome:
 
 
 def _in_namespaces(job: Job, place: str, temporary: str) -> Outcome:
-    ours, theirs = _socket_pair()
+    ours, theirs = (end.detach() for end in socket.socketpair())
     failed, failures = os.pipe()
     ended, ends = os.pipe()
     setting = Setting("namespaces", temporary, job.answer, theirs)
@@ -135,10 +135,6 @@ def _with_landlock(job: Job, place: str, temporary: str) -> Outcome:
     return _alone(job, Setting("landlock", temporary, job.answer), Room(temporary))
 
 
-def _without(job: Job, place: str, temporary: str) -> Outcome:
-    return _alone(job, Setting("none", temporary, job.answer))
-
-
 def _alone(job: Job, setting: Setting, room: Room | None = None) -> Outcome:
     """Run the script's process below this one, without namespaces."""
     process = os.fork()
@@ -152,8 +148,10 @@ def _alone(job: Job, setting: Setting, room: Room | None = None) -> Outcome:
 
 
 _STARTS: dict[Protection, Callable[[Job, str, str], Outcome]] = {
-    "namespaces": _in_namespaces, "landlock": _with_landlock, "none": _without,
-}  # fmt: skip
+    "namespaces": _in_namespaces,
+    "landlock": _with_landlock,
+    "none": lambda job, place, temporary: _alone(job, Setting("none", temporary, job.answer)),
+}
 
 
 def _execute(job: Job, setting: Setting, keeps: tuple[int, ...] = ()) -> NoReturn:
@@ -281,11 +279,6 @@ def _children() -> list[int]:
             if int(file.read().rpartition(b")")[2].split()[1]) == own:
                 found.append(int(name))
     return found
-
-
-def _socket_pair() -> tuple[int, int]:
-    ours, theirs = socket.socketpair()
-    return ours.detach(), theirs.detach()
 
 
 def _read_all(descriptor: int) -> bytes:
