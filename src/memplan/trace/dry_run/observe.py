@@ -15,6 +15,7 @@ from memplan.errors import DeviceError
 from memplan.trace.card_run.observed import observed
 from memplan.trace.dry_run.reads import Reads
 from memplan.trace.recording.boundaries import Runs
+from memplan.trace.recording.causes import trace_of
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
@@ -41,23 +42,10 @@ def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trac
     reads = Reads()
     with _torch.HostValues():
         run = observed(build, steps, snapshot_file=snapshot, around=reads.noted)
-    joined = run.found.joined
-    return Trace(
-        origin="dry",
-        device=card.name,
-        torch=torch.__version__,
-        ops=joined.ops,
-        storages=joined.storages,
-        layers=joined.layers,
-        steps=joined.steps,
-        end=joined.end,
-        assumptions=(*reads.assumptions(), *not_known()),
-        notes=(DRY, *run.notes),
-        calls=run.found.calls,
-        forms=joined.forms,
-        returned=joined.returned,
-        counters=run.counters,
-    )
+    return trace_of(
+        run.found.parts, origin="dry", device=card.name, assumptions=(*reads.assumptions(), *not_known()),
+        notes=(DRY, *run.notes), calls=run.found.calls, counters=run.counters,
+    )  # fmt: skip
 
 
 def check_card(card: Device) -> None:

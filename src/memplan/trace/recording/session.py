@@ -423,6 +423,40 @@ def _loaded_in_order() -> Iterator[None]:
         yield
 
 
+class ObservedRun:
+    """Boundaries at which an observer registers what `build` and the steps leave, and garbage is collected."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.ticks: list[int] = []
+        """Ticks of the ledger at which building and each step ended, garbage collected."""
+        self.collected: list[int] = []
+        """Ticks at which these collections began."""
+
+    @property
+    def tick(self) -> int:
+        """Return the current tick of the ledger."""
+        return self.observer.ledger.clock
+
+    def built(self) -> None:
+        """Register the modules that `build` made."""
+        self.observer.place.building = False
+        self.observer.ownership.mark_modules()
+        self.end_part()
+
+    def stepped(self) -> None:
+        """Register what a step leaves."""
+        self.observer.end_step()
+        self.end_part()
+
+    def end_part(self) -> None:
+        """Collect garbage, and begin the next step."""
+        self.collected.append(self.tick)
+        collect_cycles()
+        self.ticks.append(self.tick)
+        self.observer.place.step += 1
+
+
 def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundaries) -> None:
     """Build a step and run it ``steps`` times, or run a program for at most as many steps.
 
