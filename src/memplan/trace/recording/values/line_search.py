@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import sys
 from pathlib import Path
 from types import FrameType
 
 import torch
 
+from memplan._frames import callers
 from memplan.trace.recording.place import is_users
 
 _FILE = inspect.getfile(torch.optim.LBFGS)
@@ -32,13 +32,11 @@ def is_optimizing() -> bool:
 
 
 def _frame_of_optimizer() -> FrameType | None:
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_filename == _FILE:
             return frame
         if is_users(frame.f_code.co_filename):
             return None
-        frame = frame.f_back
     return None
 
 
