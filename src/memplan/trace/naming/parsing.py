@@ -43,9 +43,7 @@ def named(pairs: Iterable[str], option: str) -> dict[str, str]:
             raise InputError(f"{option} {pair!r}", expected=f"{option} name=value", do="Write it so")
         if name in values:
             raise InputError(
-                f"{option} {name} was given twice ({values[name]} and {value})",
-                expected="it once",
-                do="Leave one out",
+                f"{option} {name} was given twice ({values[name]} and {value})", expected="it once", do="Leave one out"
             )
         values[name] = value
     return values
