@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 
 import torch
 
@@ -60,7 +59,8 @@ def check_card(card: Device) -> None:
             expected="a CUDA build of torch that loads it",
             do="Report it, with the versions of torch and of the C library",
         )
-    built = tuple((int(name[3:-1]), int(name[-1])) for name in _architectures(torch.cuda.get_arch_list()))
+    names = [name for name in torch.cuda.get_arch_list() if name.startswith("sm_") and name[3:].isdigit()]
+    built = tuple((int(name[3:-1]), int(name[-1])) for name in names)
     binary = newest_binary(card.architecture, built)
     if not binary:
         raise DeviceError(
@@ -70,10 +70,6 @@ def check_card(card: Device) -> None:
             do="Take an older torch, or another card",
         )
     ctypes.CDLL(None).memplan_dry_binary(binary)
-
-
-def _architectures(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.startswith("sm_") and name[3:].isdigit()]
 
 
 def not_known() -> tuple[Assumption, ...]:

@@ -92,7 +92,11 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
             if entry.id in sharers:
                 sharers.setdefault(companion.id, sharers[entry.id])
     storages = list[Storage]()
-    updated = {op.writes[0] for op in ops if op.phase == "optimizer" and op.writes and op.writes[0] in _operands(op)}
+    updated = {
+        op.writes[0]
+        for op in ops
+        if op.phase == "optimizer" and op.writes and op.writes[0] in {operand.storage for operand in op.reads}
+    }
     for entry in observer.ledger.entries:
         cause = _cause(entry, observer, ops, sharers, updated, ticks[0])
         weight = observer.ownership.gradients.get(entry.id, entry.id)
@@ -185,10 +189,6 @@ def _ops(observer: Observer, names: _Names) -> list[Op]:
             )
         )  # fmt: skip
     return ops
-
-
-def _operands(op: Op) -> set[int]:
-    return {operand.storage for operand in op.reads}
 
 
 def _owner(note: Note, observer: Observer, names: _Names) -> str:
