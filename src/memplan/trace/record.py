@@ -160,13 +160,12 @@ def _record(
     *,
     is_first: bool = True,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
-    """Record a step; where an unknown value led into an exception, take it otherwise and record it again.
+    """Record a step; where an unknown value led to an exception, override it and record again.
 
-    A branch goes the other way; scalar reads, of which the largest possible value may not fit, are taken as the
-    smallest.
+    A branch takes its other direction; scalar reads, whose largest possible value may not fit, take the smallest.
 
     ``counts``: executions of lines -> number of elements that values select there. ``is_first``: whether scalar reads
-    may be taken as the smallest; else ``overrides`` say how they are taken.
+    may take their smallest value; else ``overrides`` decide.
     """
     first, unfit, counts = None, None, dict(counts or {})
     while True:
@@ -250,7 +249,7 @@ class _Recording(ObservedRun):
         self.counts = counts
         """Executions of lines -> number of elements that values select there."""
         self.overrides = overrides
-        """What is taken otherwise."""
+        """Branches and scalar reads whose first choice is replaced."""
         self._target = target
         place = Place()
         self._printed = Printed()

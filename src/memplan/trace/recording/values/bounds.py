@@ -1,4 +1,4 @@
-"""Ops whose results are as large as values say, taken at their largest where a recording does not know the values."""
+"""Sizes of results that depend on values: the largest possible where a recording does not know the values."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ class _Form:
     """Size and result of an op that selects by value."""
 
     most: Callable[[Keywords, RangeOf], int | None]
-    """Returns how large it can be; None where its operands' values have no largest."""
+    """Returns the largest size; None where the values of its operands are not bounded."""
     result: Callable[[Keywords, int], Any]
     """Makes a result of this size."""
     known: Callable[[Keywords], int | None] | None = None
-    """Returns how large it is, where the values that decide are known."""
+    """Returns the size if the values that decide it are known."""
 
 
 def _elements(named: Keywords, range_of: RangeOf) -> int:
@@ -176,7 +176,7 @@ def _distinct_rows(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def _lengths(named: Keywords) -> list[int] | None:
-    """Return how long each sequence of a batch is, where that is known."""
+    """Return the length of each sequence of a batch, None if unknown."""
     lengths = named["lengths"].constant if isinstance(named["lengths"], _torch.FakeTensor) else named["lengths"]
     return None if lengths is None else lengths.tolist()
 
@@ -199,13 +199,13 @@ def _packed(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _with_one_whole(steps: int, batch: int, longest: int) -> list[int]:
-    """Return lengths of so many steps in all: padded again, they are as long as the longest, which is whole."""
+    """Return sequence lengths that sum to about ``steps``: the first is ``longest``, the others are equal."""
     others = max(batch - 1, 1)
     return [longest, *[min(longest, max(1, math.ceil((steps - longest) / others)))] * (batch - 1)]
 
 
 def _bins(named: Keywords, range_of: RangeOf) -> int | None:
-    """SummaryOps.cpp, bincount: one for each number up to the largest."""
+    """SummaryOps.cpp, bincount: a bin for each number up to the largest."""
     values = range_of(named["self"])
     return None if values is None else max(int(named["minlength"]), int(values[1]) + 1)
 
@@ -223,14 +223,14 @@ def _repeats(named: Keywords, range_of: RangeOf) -> int | None:
 
 
 def _longest(named: Keywords, range_of: RangeOf) -> int:
-    """No target is longer than its row, or than all of them one behind the other."""
+    """No target is longer than its padded row, or than all targets concatenated."""
     lengths, most = named["target_lengths"], named["targets"].shape[-1]
     values = range_of(lengths) if isinstance(lengths, torch.Tensor) else None
     return most if values is None else min(most, int(values[1]))
 
 
 def _aligned(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """LossCTC.cpp, ctc_loss_cpu_template: the losses, and of each step each place in the target, blanks between."""
+    """LossCTC.cpp, ctc_loss_cpu_template: losses, and (batch, steps, 2 * target length + 1) alphas."""
     x = named["log_probs"]
     return x.new_empty(x.shape[1]), x.new_empty((x.shape[1], x.shape[0], 2 * count + 1))
 
