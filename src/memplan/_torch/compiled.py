@@ -11,7 +11,6 @@ the arguments ``code``, ``globals``, ``locals`` and ``closure``.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan._frames import callers
 from memplan._torch.patches import here_alone, patched
 
 
@@ -49,12 +49,11 @@ def before_compiling(said: Callable[[str, list[nn.Module]], None]) -> Callable[[
     from torch._dynamo.callback import callback_handler  # a capture has imported it
 
     def begins(_: Any) -> None:
-        frame = sys._getframe(1)
-        while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != _COMPILE:
-            frame = frame.f_back
-        if frame is not None:
-            code = frame.f_locals["code"]
-            said(code.co_qualname, _reached(**{name: frame.f_locals[name] for name in _OF_FUNCTION}))
+        for frame in callers():
+            if (frame.f_code.co_name, frame.f_globals.get("__name__")) == _COMPILE:
+                code = frame.f_locals["code"]
+                said(code.co_qualname, _reached(**{name: frame.f_locals[name] for name in _OF_FUNCTION}))
+                return
 
     def end() -> None:
         with suppress(ValueError):  # torch.compiler.reset() has ended it

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch._C._functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memplan._frames import callers
 from memplan._torch.eager import no_modes
 from memplan._torch.installed import torch_version
 from memplan.errors import RecordingError
@@ -231,10 +231,10 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 def _caller() -> str:
     """Name of the innermost function that is not memplan's own."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return frame.f_code.co_name if frame is not None else ""
+    for frame in callers():
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return frame.f_code.co_name
+    return ""
 
 
 def tensor_arguments(func: Any) -> list[tuple[int, str]]:

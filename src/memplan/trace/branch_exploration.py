@@ -15,7 +15,7 @@ from memplan._bytes import format_bytes
 from memplan.errors import RecordingError
 from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.recording.place import Line, format_frame
-from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarRead
+from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
@@ -96,7 +96,10 @@ class _Exploration:
         (branches, reads), steps = recorded.decisions, len(recorded.outcome.steps)
         choices = [Choice(line, "branch") for line in branches]
         choices += [Choice(line, "other value") for line in reads]
-        choices += [Choice(line, "in turn") for line, read in reads.items() if _has_turns(read, steps)]
+        choices += [
+            Choice(line, "in turn") for line, read in reads.items()
+            if read.bounded and read.alike and isinstance(read.value, int) and read.times > steps
+        ]  # fmt: skip
         guards = {choice for choice in recorded.overrides if choice.kind == "branch"}
         new = [choice for choice in choices if choice not in self._met and choice not in guards]
         self._met |= dict.fromkeys(new, recorded)
@@ -193,10 +196,6 @@ _MIXED = "; it is read {times} times in a step, and what other orders of its val
 _RAISED = "a value that is read is taken {end}, and what others take IS NOT BOUNDED: {other}, {how}"
 _UNTRIED = "a value that is read is taken as the largest it can be: what smaller ones take IS NOT BOUNDED"
 _UNBOUNDED = "a value of unknown range that is read decides sizes: it is taken as {value}, and others ARE NOT BOUNDED"
-
-
-def _has_turns(read: ScalarRead, steps: int) -> bool:
-    return read.bounded and read.alike and isinstance(read.value, int) and read.times > steps
 
 
 def _value_text(line: Line, overrides: Overrides) -> str:

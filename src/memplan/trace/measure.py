@@ -16,6 +16,7 @@ from memplan.trace.card_run.observed import observed
 from memplan.trace.dry_run.process import run_dry
 from memplan.trace.measure_run import StepMarks, measurement, named_run
 from memplan.trace.recording.boundaries import Runs
+from memplan.trace.recording.causes import trace_of
 from memplan.trace.recording.followed.line_marks import LineClock
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.join_events import join
@@ -117,20 +118,7 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
         )
     elif joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
-    return Trace(
-        origin="measured",
-        device=target,
-        torch=torch.__version__,
-        ops=joined.ops,
-        storages=joined.storages,
-        layers=joined.layers,
-        steps=joined.steps,
-        end=joined.end,
-        notes=notes,
-        forms=joined.forms,
-        returned=joined.returned,
-        lines=joined.lines,
-    )
+    return trace_of(joined.parts, origin="measured", device=target, notes=notes)
 
 
 _UNENDED = "a thread that the step started is still running: what it allocates is not measured"
@@ -190,22 +178,10 @@ def _on_card(
     run = observed(build, steps, snapshot_file=file, snapshot=contribute is not None)
     if contribute is not None:
         contribution.write(os.fspath(contribute), contribution.contribution(run))
-    parts = run.found.joined
-    return Trace(
-        origin="measured",
-        device=card.name,
-        torch=torch.__version__,
-        ops=parts.ops,
-        storages=parts.storages,
-        layers=parts.layers,
-        steps=parts.steps,
-        end=parts.end,
-        notes=run.notes,
-        calls=run.found.calls,
-        forms=parts.forms,
-        returned=parts.returned,
+    return trace_of(
+        run.found.parts, origin="measured", device=card.name, notes=run.notes, calls=run.found.calls,
         counters=run.counters,
-    )
+    )  # fmt: skip
 
 
 def _few(names: tuple[str, ...]) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 from memplan import _torch
 from memplan.trace.recording.boundaries import Runs
-from memplan.trace.recording.causes import Finished, finish
+from memplan.trace.recording.causes import StepParts, finish
 from memplan.trace.recording.join_events import STEP
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.session import Running, Target, collect_cycles, recording_runs, run_steps
+from memplan.trace.recording.session import ObservedRun, Running, Target, recording_runs, run_steps
 from memplan.trace.recording.state_restore import OutsideState
 from memplan.trace.records import HOST
 
@@ -29,7 +29,7 @@ class Named:
     """Results of a run under a dispatch mode."""
 
     observer: Observer
-    parts: Finished
+    parts: StepParts
     entries: list[Entry]
     """Storages of the ledger when the last step ended; a program may run on."""
     record: _torch.Profile
@@ -44,7 +44,7 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
     profile = _torch.memory_profile()
     mode = _torch.EagerMode(_marked(observer, outside))
     compiled: list[str] = []
-    finished: list[Finished] = []
+    finished: list[StepParts] = []
     entries: list[Entry] = []
     with ExitStack() as stack:
         with mode:
@@ -55,7 +55,7 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
 
         def ended() -> None:
             observer.ledger.close()
-            finished.append(finish(observer, marks.first))
+            finished.append(finish(observer, marks.ticks))
             entries.extend(observer.ledger.entries)
 
         marks.last = ended
@@ -83,43 +83,24 @@ def _nothing() -> None:
     return None
 
 
-class StepMarks:
+class StepMarks(ObservedRun):
     """Boundaries that mark the profiler's record where steps begin and end.
 
     Marks are empty ranges, since a program's steps may begin and end within ranges of its own.
     """
 
     def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self.first = 0
-        """The ledger's tick at which the first step began."""
+        super().__init__(observer)
         self.after: Callable[[], None] = _nothing
         """Called after building and after each step."""
         self.last: Callable[[], None] = _nothing
         """Called after the last step."""
 
-    @property
-    def tick(self) -> int:
-        """Return the current tick of the ledger, which differs from the trace's."""
-        return self._observer.ledger.clock
-
-    def built(self) -> None:
-        """Register the modules that `build` made."""
-        self._observer.place.building = False
-        self._observer.ownership.mark_modules()
-        self._end_part()
-        self.first = self._observer.ledger.clock
-
-    def stepped(self) -> None:
-        """Register what a step leaves."""
-        self._observer.end_step()
-        self._end_part()
-
-    def _end_part(self) -> None:
-        collect_cycles()
+    def end_part(self) -> None:
+        """Collect garbage, call `after` and mark the record."""
+        super().end_part()
         self.after()
-        self._observer.place.step += 1
-        with _torch.marker(f"{STEP}{self._observer.place.step}"):
+        with _torch.marker(f"{STEP}{self.observer.place.step}"):
             pass
 
     def ended(self) -> None:

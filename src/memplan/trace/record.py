@@ -17,17 +17,17 @@ from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.held_output import Printed, output_shown
 from memplan.trace.own_streams import in_thread
 from memplan.trace.recording.boundaries import Program, Runs
-from memplan.trace.recording.causes import Finished, finish
+from memplan.trace.recording.causes import StepParts, finish, trace_of
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
     Environment,
+    ObservedRun,
     Running,
     Target,
     check_steps,
     choose_target,
-    collect_cycles,
     of_outside,
     public,
     recording_runs,
@@ -160,13 +160,12 @@ def _record(
     *,
     is_first: bool = True,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
-    """Record a step; where an unknown value led into an exception, take it otherwise and record it again.
+    """Record a step; where an unknown value led to an exception, override it and record again.
 
-    A branch goes the other way; scalar reads, of which the largest possible value may not fit, are taken as the
-    smallest.
+    A branch takes its other direction; scalar reads, whose largest possible value may not fit, take the smallest.
 
     ``counts``: executions of lines -> number of elements that values select there. ``is_first``: whether scalar reads
-    may be taken as the smallest; else ``overrides`` say how they are taken.
+    may take their smallest value; else ``overrides`` decide.
     """
     first, unfit, counts = None, None, dict(counts or {})
     while True:
@@ -240,7 +239,7 @@ def _both_directions(first: StepError, later: RecordingError, overrides: Overrid
 _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call with a shape tries all algorithms"
 
 
-class _Recording:
+class _Recording(ObservedRun):
     """A single recording of a step on fake tensors."""
 
     def __init__(
@@ -250,33 +249,30 @@ class _Recording:
         self.counts = counts
         """Executions of lines -> number of elements that values select there."""
         self.overrides = overrides
-        """What is taken otherwise."""
+        """Branches and scalar reads whose first choice is replaced."""
         self._target = target
-        self._place = Place()
+        place = Place()
         self._printed = Printed()
         self._shares = Shares(target.assumed)
         self._scalars = ScalarPolicy(self._shares, overrides)
-        self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS), events=self._scalars)
-        self._bounds = Bounds(self._shares, self._scalars.bounded, self._observer.ranges.of, counts)
+        super().__init__(Observer(place, real=False, semantics=known(cpu.SEMANTICS), events=self._scalars))
+        self._bounds = Bounds(self._shares, self._scalars.bounded, self.observer.ranges.of, counts)
         self._mode = _torch.FakeMode(
-            self._observer.dispatch, lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
+            self.observer.dispatch, lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         )
-        self._observer.fake_of = self._mode.fake_of
+        self.observer.fake_of = self._mode.fake_of
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
-        self._step_ticks: list[int] = []
-        """Ticks at which the first step began and each step ended."""
-        self._collected: list[int] = []
-        self._parts: Finished | None = None
+        self._parts: StepParts | None = None
         self._lines: LineWatch | None = None
         self._running = Running(target, self._suspended)
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
-            self._card = Card(self._observer.ledger, inside, on_card)
-            self._observer.card = self._card
+            self._card = Card(self.observer.ledger, inside, on_card)
+            self.observer.card = self._card
             self._mode.going = self._card.going_where_named
-            stream = lambda: self._observer.ledger.stream  # noqa: E731
-            self._observer.semantics = known(
+            stream = lambda: self.observer.ledger.stream  # noqa: E731
+            self.observer.semantics = known(
                 cuda.semantics(target.card, stream, self._card.holds, asks=target.cudnn is not None)
             )
 
@@ -325,7 +321,7 @@ class _Recording:
     @contextmanager
     def _suspended(self) -> Iterator[None]:
         with (
-            self._place.suspending(), _torch.without_global_hooks(), _torch.without_function_modes(),
+            self.observer.place.suspending(), _torch.without_global_hooks(), _torch.without_function_modes(),
             self._mode.suspending(),
         ):  # fmt: skip
             yield
@@ -336,11 +332,11 @@ class _Recording:
         Returns:
             The trace; None if `build` did not name CUDA and ran CPU kernels, which have to be recorded as CUDA's.
         """
-        place, observer = self._place, self._observer
+        place, observer = self.observer.place, self.observer
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
             if not isinstance(build, Program):  # a script's process captures its own output
                 stack.enter_context(self._printed.held())
-            stack.enter_context(self._scalars.installed(self._observer, self._mode))
+            stack.enter_context(self._scalars.installed(observer, self._mode))
             if self._card is not None and self._target.card is not None:
                 composites = stack.enter_context(
                     fake_cuda.installed(self._card, self._target.card, self._scalars.assumed.kernel_chosen)
@@ -359,42 +355,20 @@ class _Recording:
             except _Unsettled:
                 return None
             benchmark = (_BENCHMARK,) if torch.backends.cudnn.benchmark else ()
-        parts, bounds = self._parts, self._step_ticks
-        assert parts is not None, "the run has ended"
-        calls = tuple(self._card.calls) if self._card is not None else ()
+        assert self._parts is not None, "the run has ended"
         notes = self._target.notes + of_outside(observer.ledger.before) + self._shares.unused + self._printed.note()
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         notes += tuple(self._running.notes)
-        trace = Trace(
-            origin="recorded",
-            device=self._target.name,
-            torch=torch.__version__,
-            ops=tuple(parts.ops),
-            storages=tuple(parts.storages),
-            layers=tuple(parts.layers),
-            steps=tuple(bounds[:-1]),
-            end=bounds[-1],
-            assumptions=self._scalars.assumed.rows(),
-            notes=notes,
-            calls=calls,
+        trace = trace_of(
+            self._parts, origin="recorded", device=self._target.name, notes=notes,
+            assumptions=self._scalars.assumed.rows(), calls=tuple(self._card.calls) if self._card is not None else (),
             other_kernels=tuple(other.name for other in catalogue() if other.architecture in self._differing),
-            forms=parts.forms,
-            returned=parts.returned,
-            lines=self._lines.rows() if self._lines else (),
-            passes=parts.passes,
-            collected=tuple(self._collected),
-            optimized=parts.optimized,
-            ungraded=parts.ungraded,
-        )
+            collected=tuple(self.collected),
+        )  # fmt: skip
         queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
         if not queries or self._target.cudnn is None or self._target.card is None:
             return trace
         return with_workspaces(trace, queries, self._target.cudnn, self._target.card)
-
-    @property
-    def tick(self) -> int:
-        """Return the current tick."""
-        return self._observer.ledger.clock
 
     def built(self) -> None:
         """Register the modules that `build` made, and settle the devices of its storages.
@@ -402,32 +376,18 @@ class _Recording:
         Raises:
             _Unsettled: `build` has to be recorded again, on the card.
         """
-        place, observer = self._place, self._observer
-        place.building = False
         if self._card is not None:
-            if not self._card.settled and any(cuda.is_own(note.name) for note in observer.notes):
+            if not self._card.settled and any(cuda.is_own(note.name) for note in self.observer.notes):
                 raise _Unsettled
             self._card.end_build()
-        observer.ownership.mark_modules()
-        self._end_part()
-
-    def stepped(self) -> None:
-        """Register what a step leaves, and collect garbage."""
-        self._observer.end_step()
-        self._end_part()
-
-    def _end_part(self) -> None:
-        self._collected.append(self._observer.ledger.clock)
-        collect_cycles()
-        self._step_ticks.append(self._observer.ledger.clock)
-        self._place.step += 1
+        super().built()
 
     def ended(self) -> None:
         """Build the trace's parts while the modules that name its layers are alive."""
         if self._lines is not None:
             self._lines.stop()
-        self._observer.ledger.close()
-        self._parts = finish(self._observer, self._step_ticks[0])
+        self.observer.ledger.close()
+        self._parts = finish(self.observer, self.ticks, self._lines.rows() if self._lines else ())
 
 
 class _Unsettled(BaseException):

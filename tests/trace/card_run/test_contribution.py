@@ -20,7 +20,7 @@ from memplan.trace.card_run import machine
 from memplan.trace.card_run.contribution import NAME, OTHER, contribution, op_name, write
 from memplan.trace.card_run.history import OnCard
 from memplan.trace.card_run.observed import CardRun
-from memplan.trace.recording.join_events import Joined
+from memplan.trace.recording.causes import StepParts
 from memplan.trace.records import Counters
 
 golden_file = importlib.import_module("golden_file")  # of benchmarks/: shares no code with what writes
@@ -70,8 +70,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> CardRun:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     trace = memplan.record(zebra_build, device="h100")
     assert SECRET in trace.to_json()
-    joined = Joined(trace.ops, trace.storages, trace.layers, trace.steps, trace.end, 0, 0, (), 0, trace.forms,
-                    trace.returned, ())  # fmt: skip
+    parts = StepParts(ops=trace.ops, storages=trace.storages, layers=trace.layers, steps=trace.steps, end=trace.end,
+                      forms=trace.forms, returned=trace.returned)  # fmt: skip
     rows = [event("segment_alloc", 0, 2048 * KIB), event("alloc", 0, 700), event("alloc", KIB, 512),
             event("free_requested", 0, 700), event("free_completed", 0, 700)]  # fmt: skip
     blocks = [{"size": KIB, "state": "inactive"}, {"size": 512, "requested_size": 512, "state": "active_allocated",
@@ -80,7 +80,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> CardRun:
     snapshot = {"device_traces": [rows], "segments": [segment],
                 "allocator_settings": {"max_split_size": 64, "last_allocator_settings": f"a b {SECRET}"}}  # fmt: skip
     counters = (Counters(0, 0), Counters(1536, 2048 * KIB), Counters(1536, 2048 * KIB))
-    return CardRun(OnCard(joined, ()), counters, Counters(512, 2048 * KIB), snapshot, (f"note on {SECRET}",))
+    return CardRun(OnCard(parts, ()), counters, Counters(512, 2048 * KIB), snapshot, (f"note on {SECRET}",))
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -112,7 +112,7 @@ def test_ops_of_libraries_and_of_the_users_have_no_name(run: CardRun) -> None:
 def test_shapes_and_sizes_are_the_steps(run: CardRun) -> None:
     rows = contribution(run)["allocations"]
     assert [16 * 16 * 4, "weight", "build", "aten._to_copy.default", "float32", [16, 16]] in rows
-    assert len(rows) == len(run.found.joined.storages)
+    assert len(rows) == len(run.found.parts.storages)
 
 
 def test_the_benchmarks_read_it(run: CardRun, tmp_path: Path) -> None:

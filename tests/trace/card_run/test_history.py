@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan import _torch
 from memplan.trace.card_run.history import events_of, on_card
-from memplan.trace.recording.join_events import Joined
+from memplan.trace.recording.causes import StepParts
 from memplan.trace.records import Call, Storage
 
 POOL = (0, 0)
@@ -40,10 +40,10 @@ def test_segments_that_are_given_back_are_a_call_of_its_own_tick() -> None:
     rows = [event("alloc", 512, 8), *freed(512, 8), event("segment_free", 512, 2048), event("alloc", 4096, 16)]
     found = events_of(rows, _torch.Profile([], [], {}))
     assert found.calls == ((2, "empty_cache"),)
-    moved = on_card(joined((1, 2), (3, None)), found)
+    moved = on_card(parts((1, 2), (3, None)), found)
     assert moved.calls == (Call(3, "empty_cache"),)
-    assert [(one.born, one.died) for one in moved.joined.storages] == [(1, 2), (4, None)]
-    assert (moved.joined.end, moved.joined.steps) == (4, (0,))
+    assert [(one.born, one.died) for one in moved.parts.storages] == [(1, 2), (4, None)]
+    assert (moved.parts.end, moved.parts.steps) == (4, (0,))
 
 
 def test_a_release_that_waits_for_a_stream_ends_when_it_is_completed() -> None:
@@ -51,14 +51,14 @@ def test_a_release_that_waits_for_a_stream_ends_when_it_is_completed() -> None:
     rows = [*first, event("alloc", 4096, 16), event("free_completed", 512, 8)]
     found = events_of(rows, _torch.Profile([], [], {}))
     assert (found.calls, found.waited) == (((3, "synchronize"),), frozenset({0}))
-    moved = on_card(joined((1, 2), (3, None)), found)
-    assert [bool(one.used_on) for one in moved.joined.storages] == [True, False]
+    moved = on_card(parts((1, 2), (3, None)), found)
+    assert [bool(one.used_on) for one in moved.parts.storages] == [True, False]
     assert moved.calls == (Call(4, "synchronize"),)
 
 
-def joined(*lives: tuple[int, int | None]) -> Joined:
+def parts(*lives: tuple[int, int | None]) -> StepParts:
     storages = tuple(Storage(number, 8, "input", *life) for number, life in enumerate(lives))
-    return Joined((), storages, (), (0,), 3, 0, 0, (), 0, (), (), ())
+    return StepParts(ops=(), storages=storages, layers=(), steps=(0,), end=3)
 
 
 def test_a_release_that_the_profiler_did_not_see_takes_nobody_elses_time() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 
+from memplan._frames import callers
 from memplan.trace.recording.place import format_frame, user_frame
 
 
 def script_line(folder: str) -> str | None:
     """Return ``file:line`` of the innermost frame whose file lies in the script's folder, else of the user's code."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         file = frame.f_code.co_filename
         if not file.startswith("<") and "-packages" not in file and os.path.abspath(file).startswith(folder + os.sep):
             return format_frame((file, frame.f_lineno))
-        frame = frame.f_back
     return format_frame(user_frame())

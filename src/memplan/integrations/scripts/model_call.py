@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import linecache
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan._frames import callers
 from memplan.errors import MemplanError
 from memplan.integrations.described_calls import Unknown, described, options_of
 from memplan.integrations.scripts.beside import Calls, Span
@@ -173,13 +173,11 @@ class CallWatch:
 
     def _frames(self) -> Iterator[FrameType]:
         """Yield the frames of the script's own code outside of its models, the innermost first."""
-        frame = sys._getframe(1)
-        while frame is not None:
+        for frame in callers():
             file = frame.f_code.co_filename
             own = os.path.abspath(file).startswith(self._folder + os.sep) and "-packages" not in file
             if own and not file.startswith("<") and not isinstance(local_variables(frame).get("self"), nn.Module):
                 yield frame
-            frame = frame.f_back
 
 
 def _trains(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan._frames import callers
 from memplan.trace.recording.place import format_frame, is_users
 
 _DEEPEST = 6
@@ -208,15 +209,13 @@ def _is_of_user(module: Any) -> bool:
 
 def _locals() -> Iterator[tuple[int, tuple[str, types.CodeType]]]:
     """Yield (id, (variable, function)) of each container in a local variable of the user's running functions."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         code = frame.f_code
         if code.co_flags & inspect.CO_OPTIMIZED and is_users(code.co_filename):
             values = frame.f_locals
             yield from [(id(value), (name, code)) for name, value in values.items() if isinstance(value, _CONTAINERS)]
             if type(values) is dict:  # before Python 3.13 a copy: the frame would keep its values alive
                 values.clear()
-        frame = frame.f_back
 
 
 def _code_of(hook: Any) -> types.CodeType | None:

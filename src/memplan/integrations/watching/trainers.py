@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
+from memplan._frames import callers
 from memplan.integrations.watching.watch import Watch, watch
 
 
@@ -80,8 +79,7 @@ def for_lightning(**options: Any) -> Any:
 
 def _running_trainer(kind: type) -> Any:
     """Return the innermost ``self`` of this type on the call stack, or None: a trainer's events do not pass it."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_varnames[:1] == ("self",) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             values = frame.f_locals
             instance = values.get("self")
@@ -89,7 +87,6 @@ def _running_trainer(kind: type) -> Any:
                 values.clear()
             if isinstance(instance, kind):
                 return instance
-        frame = frame.f_back
     return None
 
 

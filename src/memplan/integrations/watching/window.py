@@ -17,7 +17,7 @@ from torch import nn
 from memplan import _torch
 from memplan._interrupts import deferred
 from memplan.devices import Device
-from memplan.trace.recording.causes import Finished, finish
+from memplan.trace.recording.causes import StepParts, finish, trace_of
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
@@ -97,7 +97,7 @@ class Window:
         """(begin, end) in ticks of each run of Python's garbage collector that freed storages."""
         self.broken: str | None = None
         """Why recording was given up; None: it was not."""
-        self.recorded: Finished | None = None
+        self.recorded: StepParts | None = None
         """Ops and storages, once recording has stopped without an error."""
         self._subject = subject
         self._place = Place()
@@ -156,7 +156,7 @@ class Window:
             self._hooks.close()
             if self.broken is None:
                 try:
-                    self.recorded = finish(self.observer, self.bounds[0])
+                    self.recorded = finish(self.observer, self.bounds)
                 except Exception as error:  # of the recording, not of the step
                     self._give_up(error)
         self._leave()
@@ -173,19 +173,11 @@ class Window:
         """Return the recorded steps, once recording has stopped; None if it failed."""
         if self.recorded is None:
             return None
-        recorded, card = self.recorded, self._subject.card
-        return Trace(
-            origin="measured",
-            device=HOST if card is None else card.name,
-            torch=torch.__version__,
-            ops=tuple(recorded.ops),
-            storages=tuple(recorded.storages),
-            layers=tuple(recorded.layers),
-            steps=tuple(self.bounds[:-1]),
-            end=self.bounds[-1],
-            forms=recorded.forms,
-            returned=recorded.returned,
+        card = self._subject.card
+        parts = dataclasses.replace(
+            self.recorded, steps=tuple(self.bounds[:-1]), end=self.bounds[-1], passes=(), optimized=(), ungraded=()
         )
+        return trace_of(parts, origin="measured", device=HOST if card is None else card.name)
 
     def step_of(self, entry: Entry) -> int:
         """Return the step (from 0) in which a storage was allocated; -1: before the window."""

@@ -42,10 +42,10 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
 
 def allocations(run: CardRun) -> list[list[Any]]:
     """[bytes, cause, phase, op, dtype, shape] of each allocation, in order. Ops as in `op_name`."""
-    ops = {op.index: op for op in run.found.joined.ops}
+    ops = {op.index: op for op in run.found.parts.ops}
     return [
         _allocation(storage, None if storage.op is None else ops.get(storage.op))
-        for storage in run.found.joined.storages
+        for storage in run.found.parts.storages
     ]
 
 

@@ -82,7 +82,14 @@ def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], 
         places.append(place)
         stream_numbers.append(streams.of(row.get("stream", 0)))
         pool_numbers.append(pools.of(tuple(row.get("pool_id", (0, 0)))))
-    segment_rows = [_segment(segment, base, unit, streams, pools) for segment in segments]
+    segment_rows = [
+        [
+            (segment["address"] - base) // unit, segment["total_size"], streams.of(segment.get("stream", 0)),
+            segment.get("segment_type") == "small", pools.of(tuple(segment.get("segment_pool_id", (0, 0)))),
+            bool(segment.get("is_expandable")), [_block(block) for block in segment["blocks"]],
+        ]
+        for segment in segments
+    ]  # fmt: skip
     events = {
         "unit": unit, "actions": "".join(actions), "places": places, "sizes": sizes,
         "streams": stream_numbers if any(stream_numbers) else None,
@@ -90,14 +97,6 @@ def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], 
         "pool_ids": [list(pool) for pool in pools.known],
     }  # fmt: skip
     return events, sorted(segment_rows, key=lambda row: row[0])
-
-
-def _segment(segment: Mapping[str, Any], base: int, unit: int, streams: Numbers, pools: Numbers) -> list[Any]:
-    return [
-        (segment["address"] - base) // unit, segment["total_size"], streams.of(segment.get("stream", 0)),
-        segment.get("segment_type") == "small", pools.of(tuple(segment.get("segment_pool_id", (0, 0)))),
-        bool(segment.get("is_expandable")), [_block(block) for block in segment["blocks"]],
-    ]  # fmt: skip
 
 
 def _block(block: Mapping[str, Any]) -> list[int]:

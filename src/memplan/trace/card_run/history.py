@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memplan import _torch
 from memplan._bytes import round_to_blocks
-from memplan.trace.recording.join_events import Joined
+from memplan.trace.recording.causes import StepParts
 from memplan.trace.records import ON_CARD, Call, CallKind
 
 _FREE_REQUESTED, _FREE_COMPLETED = "free_requested", "free_completed"
@@ -99,13 +99,13 @@ def _completed_at_once(history: list[_torch.HistoryEvent], index: int) -> bool:
 
 @dataclass(frozen=True)
 class OnCard:
-    """A joined step with its storages on the card, and its calls of the allocator."""
+    """The parts of a step with its storages on the card, and its calls of the allocator."""
 
-    joined: Joined
+    parts: StepParts
     calls: tuple[Call, ...]
 
 
-def on_card(joined: Joined, events: Events) -> OnCard:
+def on_card(parts: StepParts, events: Events) -> OnCard:
     """A step that was joined to a history, with a tick for each call of the allocator."""
     before = [number for number, _ in events.calls]
     calls = tuple(Call(number + 1 + position, kind) for position, (number, kind) in enumerate(events.calls))
@@ -119,9 +119,8 @@ def on_card(joined: Joined, events: Events) -> OnCard:
             used_on=(-1,) if storage.id in events.waited else (),
             born=later(storage.born), died=None if storage.died is None else later(storage.died),
         )
-        for storage in joined.storages
+        for storage in parts.storages
     )  # fmt: skip
-    ops = tuple(replace(op, start=later(op.start), end=later(op.end)) for op in joined.ops)
-    steps = tuple(later(tick) for tick in joined.steps)
-    moved = replace(joined, storages=storages, ops=ops, steps=steps, end=joined.end + len(calls))
-    return OnCard(moved, calls)
+    ops = tuple(replace(op, start=later(op.start), end=later(op.end)) for op in parts.ops)
+    steps = tuple(later(tick) for tick in parts.steps)
+    return OnCard(replace(parts, storages=storages, ops=ops, steps=steps, end=parts.end + len(calls)), calls)

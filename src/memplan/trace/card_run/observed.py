@@ -95,7 +95,7 @@ def observed(
         size = format_bytes(joined.lost)
         notes.append(f"{size} of allocations could not be joined to an op: they have no layer and no cause")
     return CardRun(
-        on_card(joined, events),
+        on_card(joined.parts, events),
         tuple(unmodified.counters),
         unmodified.end,
         unmodified.snapshot,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +14,7 @@ from memplan.errors import DeviceError
 from memplan.trace.card_run.observed import observed
 from memplan.trace.dry_run.reads import Reads
 from memplan.trace.recording.boundaries import Runs
+from memplan.trace.recording.causes import trace_of
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
@@ -41,23 +41,10 @@ def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trac
     reads = Reads()
     with _torch.HostValues():
         run = observed(build, steps, snapshot_file=snapshot, around=reads.noted)
-    joined = run.found.joined
-    return Trace(
-        origin="dry",
-        device=card.name,
-        torch=torch.__version__,
-        ops=joined.ops,
-        storages=joined.storages,
-        layers=joined.layers,
-        steps=joined.steps,
-        end=joined.end,
-        assumptions=(*reads.assumptions(), *not_known()),
-        notes=(DRY, *run.notes),
-        calls=run.found.calls,
-        forms=joined.forms,
-        returned=joined.returned,
-        counters=run.counters,
-    )
+    return trace_of(
+        run.found.parts, origin="dry", device=card.name, assumptions=(*reads.assumptions(), *not_known()),
+        notes=(DRY, *run.notes), calls=run.found.calls, counters=run.counters,
+    )  # fmt: skip
 
 
 def check_card(card: Device) -> None:
@@ -72,7 +59,8 @@ def check_card(card: Device) -> None:
             expected="a CUDA build of torch that loads it",
             do="Report it, with the versions of torch and of the C library",
         )
-    built = tuple((int(name[3:-1]), int(name[-1])) for name in _architectures(torch.cuda.get_arch_list()))
+    names = [name for name in torch.cuda.get_arch_list() if name.startswith("sm_") and name[3:].isdigit()]
+    built = tuple((int(name[3:-1]), int(name[-1])) for name in names)
     binary = newest_binary(card.architecture, built)
     if not binary:
         raise DeviceError(
@@ -82,10 +70,6 @@ def check_card(card: Device) -> None:
             do="Take an older torch, or another card",
         )
     ctypes.CDLL(None).memplan_dry_binary(binary)
-
-
-def _architectures(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.startswith("sm_") and name[3:].isdigit()]
 
 
 def not_known() -> tuple[Assumption, ...]:

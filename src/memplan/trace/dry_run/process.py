@@ -210,18 +210,14 @@ def allocator_settings() -> str | None:
 
 def _folders() -> tuple[str, ...]:
     """The import path of this process, without the folders of its Python."""
-    roots = (sys.prefix, sys.base_prefix)
+    libraries = tuple(os.path.join(root, "lib") + os.sep for root in (sys.prefix, sys.base_prefix))
     folders = [os.path.abspath(entry) for entry in sys.path]
     own = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
     return tuple(
         entry for entry in folders
         if entry != own and os.path.isdir(entry)
-        and not entry.endswith("-packages") and not _is_library(entry, roots)
+        and not entry.endswith("-packages") and not entry.startswith(libraries)
     )  # fmt: skip
-
-
-def _is_library(entry: str, roots: tuple[str, ...]) -> bool:
-    return any(entry.startswith(os.path.join(root, "lib") + os.sep) for root in roots)
 
 
 def _on_dry_card(error: StepError) -> StepError:

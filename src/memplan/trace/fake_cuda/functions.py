@@ -178,19 +178,16 @@ def _replaced(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str
     for name, value in vars(module).items():
         if name in emulated:
             replacements[name] = emulated[name]
-        elif name.startswith("_") or name in _UNCHANGED or not _is_own(value, module):
+        elif name.startswith("_") or name in _UNCHANGED:
             continue
+        elif not getattr(value, "__module__", "").startswith(module.__name__):
+            continue  # imported into it
         elif inspect.isclass(value):
             if not issubclass(value, (BaseException, tuple)) and not name.endswith(("Storage", "Tensor")):
                 replacements[name] = type(name, (), {"__init__": _refusal(module, name)})
         elif callable(value):
             replacements[name] = _refusal(module, name)
     return replacements
-
-
-def _is_own(value: Any, module: types.ModuleType) -> bool:
-    """Whether ``value`` is defined in the module rather than imported into it."""
-    return getattr(value, "__module__", "").startswith(module.__name__)
 
 
 def _refusal(module: types.ModuleType, name: str) -> Callable[..., Any]:

@@ -43,9 +43,7 @@ def named(pairs: Iterable[str], option: str) -> dict[str, str]:
             raise InputError(f"{option} {pair!r}", expected=f"{option} name=value", do="Write it so")
         if name in values:
             raise InputError(
-                f"{option} {name} was given twice ({values[name]} and {value})",
-                expected="it once",
-                do="Leave one out",
+                f"{option} {name} was given twice ({values[name]} and {value})", expected="it once", do="Leave one out"
             )
         values[name] = value
     return values
@@ -117,10 +115,11 @@ def check_arguments(
     settable = [name for name in free if known[name].kind is not kinds.POSITIONAL_ONLY]
     for name in arguments:
         if name not in settable and not takes_any:
+            near = difflib.get_close_matches(name, settable, n=1)
             raise InputError(
                 f"{title} has no argument {name!r}",
                 expected=f"one of {_listed(settable)}" if settable else "none: it takes no arguments",
-                do=offer(name, settable) if _is_near(name, settable) else f"Change {option}, or leave it out",
+                do=offer(name, settable) if near else f"Change {option}, or leave it out",
             )
     missing = [name for name in free if known[name].default is kinds.empty and name not in arguments]
     if missing:
@@ -133,7 +132,3 @@ def check_arguments(
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-
-
-def _is_near(name: str, among: Sequence[str]) -> bool:
-    return bool(difflib.get_close_matches(name, among, n=1))

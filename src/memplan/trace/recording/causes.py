@@ -2,31 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
+import torch
 from torch import nn
 
 from memplan import _torch
 from memplan.trace.recording.ledger import Entry, Note
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place, format_frame
-from memplan.trace.records import HOST, BackwardPass, Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
+from memplan.trace.records import (
+    HOST,
+    Assumption,
+    BackwardPass,
+    Call,
+    Cause,
+    Counters,
+    Form,
+    FunctionLines,
+    Layer,
+    Op,
+    Operand,
+    Returned,
+    Sharer,
+    Storage,
+)
+from memplan.trace.trace import Trace
 
 _COPY = "aten._to_copy.default"
 
 
-@dataclass(slots=True)
-class Finished:
-    """The parts of a Trace that recording and measuring share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The fields of a Trace that an observer records, each as in `memplan.Trace`."""
 
-    ops: list[Op]
-    storages: list[Storage]
-    layers: list[Layer]
-    forms: tuple[Form, ...]
-    returned: tuple[Returned, ...]
-    passes: tuple[BackwardPass, ...]
-    optimized: tuple[int, ...]
-    ungraded: tuple[int, ...]
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    layers: tuple[Layer, ...]
+    steps: tuple[int, ...]
+    end: int
+    forms: tuple[Form, ...] = ()
+    returned: tuple[Returned, ...] = ()
+    lines: tuple[FunctionLines, ...] = ()
+    passes: tuple[BackwardPass, ...] = ()
+    optimized: tuple[int, ...] = ()
+    ungraded: tuple[int, ...] = ()
+
+
+def trace_of(
+    parts: StepParts,
+    *,
+    origin: Literal["recorded", "measured", "dry"],
+    device: str,
+    notes: tuple[str, ...] = (),
+    assumptions: tuple[Assumption, ...] = (),
+    calls: tuple[Call, ...] = (),
+    other_kernels: tuple[str, ...] = (),
+    counters: tuple[Counters, ...] = (),
+    collected: tuple[int, ...] = (),
+) -> Trace:
+    """Return the Trace of the parts, for this version of torch."""
+    return Trace(
+        **{part.name: getattr(parts, part.name) for part in fields(parts)}, origin=origin, device=device,
+        torch=torch.__version__, notes=notes, assumptions=assumptions, calls=calls, other_kernels=other_kernels,
+        counters=counters, collected=collected,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -37,10 +79,10 @@ class _Names:
     owners: dict[int, str] = field(default_factory=dict)
 
 
-def finish(observer: Observer, first_step: int) -> Finished:
+def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines, ...] = ()) -> StepParts:
     """Resolve names and causes. Call it while the step's models are alive.
 
-    ``first_step``: tick at which building ended.
+    ``ticks``: of the ledger, at which building and each step ended.
     """
     names = _name(observer)
     ops = _ops(observer, names)
@@ -49,22 +91,26 @@ def finish(observer: Observer, first_step: int) -> Finished:
         for companion in entry.companions:  # a hidden storage is saved with its owner
             if entry.id in sharers:
                 sharers.setdefault(companion.id, sharers[entry.id])
-    frames: dict[int, Storage] = {}
-    updated = {op.writes[0] for op in ops if op.phase == "optimizer" and op.writes and op.writes[0] in _operands(op)}
+    storages = list[Storage]()
+    updated = {
+        op.writes[0]
+        for op in ops
+        if op.phase == "optimizer" and op.writes and op.writes[0] in {operand.storage for operand in op.reads}
+    }
     for entry in observer.ledger.entries:
-        cause = _cause(entry, observer, ops, sharers, updated, first_step)
+        cause = _cause(entry, observer, ops, sharers, updated, ticks[0])
         weight = observer.ownership.gradients.get(entry.id, entry.id)
-        frames[entry.id] = Storage(
+        storages.append(Storage(
             entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, entry.device,
             names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())), entry.low, entry.stream, entry.used_on,
-        )  # fmt: skip
+        ))  # fmt: skip
     forms = observer.forms
     returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in forms.returned)
     ownership = observer.ownership
-    ungraded = tuple(sorted(ownership.optimized - ownership.graded))
-    return Finished(
-        ops, list(frames.values()), names.layers, tuple(forms.forms), returned,
-        tuple(ownership.passes), tuple(sorted(ownership.optimized)), ungraded,
+    return StepParts(
+        ops=tuple(ops), storages=tuple(storages), layers=tuple(names.layers), steps=tuple(ticks[:-1]), end=ticks[-1],
+        forms=tuple(forms.forms), returned=returned, lines=lines, passes=tuple(ownership.passes),
+        optimized=tuple(sorted(ownership.optimized)), ungraded=tuple(sorted(ownership.optimized - ownership.graded)),
     )  # fmt: skip
 
 
@@ -143,10 +189,6 @@ def _ops(observer: Observer, names: _Names) -> list[Op]:
             )
         )  # fmt: skip
     return ops
-
-
-def _operands(op: Op) -> set[int]:
-    return {operand.storage for operand in op.reads}
 
 
 def _owner(note: Note, observer: Observer, names: _Names) -> str:

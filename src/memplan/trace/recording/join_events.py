@@ -10,37 +10,30 @@ from itertools import count, takewhile
 
 from memplan import _torch
 from memplan.trace.recording.align_runs import aligned, matched_calls, without_mode
-from memplan.trace.recording.causes import Finished
+from memplan.trace.recording.causes import StepParts
 from memplan.trace.recording.followed.line_marks import on_events, time_of
 from memplan.trace.recording.ledger import Entry
-from memplan.trace.records import Form, FunctionLines, Layer, Op, Operand, Returned, Storage, View
+from memplan.trace.records import Form, FunctionLines, Op, Operand, Storage, View
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The parts of a measured Trace.
+    """The parts of a measured Trace, and what could not be joined.
 
     ``lost``: bytes of allocations that belong to no op and no tensor. ``outside``: bytes of tensors that existed
     before and that the step read. ``differing_calls``: names of calls that allocate differently under a dispatch mode.
     ``unpaired``: bytes that they allocate only without one.
     """
 
-    ops: tuple[Op, ...]
-    storages: tuple[Storage, ...]
-    layers: tuple[Layer, ...]
-    steps: tuple[int, ...]
-    end: int
+    parts: StepParts
     lost: int
     outside: int
     differing_calls: tuple[str, ...]
     unpaired: int
-    forms: tuple[Form, ...]
-    returned: tuple[Returned, ...]
-    lines: tuple[FunctionLines, ...]
 
 
 def join(
-    parts: Finished,
+    parts: StepParts,
     entries: list[Entry],
     named: _torch.Profile,
     plain: _torch.Profile,
@@ -79,7 +72,7 @@ def join(
         storages.append(_with_allocation(storage, number, allocation, steps[0]))
     unpaired = [allocation for number, allocation in enumerate(events.allocations) if number not in paired]
     outside = [entry for entry in entries if entry.id in read and entry.op is None and entry.id not in in_named]
-    return Joined(
+    joined = StepParts(
         ops=tuple(_renumbered(op, number_of) for op in ops),
         storages=tuple(storages),
         layers=tuple(
@@ -88,14 +81,14 @@ def join(
         ),
         steps=tuple(steps),
         end=len(events.times),
-        lost=lost,
-        outside=sum(entry.bytes for entry in outside),
-        differing_calls=_names_of(unpaired, plain.calls),
-        unpaired=sum(allocation.bytes for allocation in unpaired),
         forms=tuple(_form(form, number_of) for form in parts.forms),
         returned=tuple(replace(module, tensors=_views(module.tensors, number_of)) for module in parts.returned),
         lines=on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
     )
+    return Joined(
+        joined, lost, sum(entry.bytes for entry in outside), _names_of(unpaired, plain.calls),
+        sum(allocation.bytes for allocation in unpaired),
+    )  # fmt: skip
 
 
 STEP = "step"
@@ -232,7 +225,7 @@ def _names_of(allocations: Iterable[_Allocation], calls: list[_torch.Call]) -> t
     return tuple(name for name, _ in names.most_common())
 
 
-def _on_clock(ops: list[Op], events: _Events, ranges: dict[str, tuple[int, int]]) -> list[Op]:
+def _on_clock(ops: Iterable[Op], events: _Events, ranges: dict[str, tuple[int, int]]) -> list[Op]:
     """Return the ops with ticks of ``events``; an op without a range takes none."""
     result: list[Op] = []
     tick = 0

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from memplan import _torch, errors
+from memplan._frames import callers
 from memplan.trace.records import Phase
 
 Line = tuple[str, int]
@@ -59,14 +60,12 @@ def user_frame() -> tuple[str, int] | None:
     Whoever called `record_for`, `measure` or `capture` (a test, the command line) runs no op of the step and does not
     count.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         code = frame.f_code
         if is_users(code.co_filename):
             return code.co_filename, frame.f_lineno
         if code.co_name in _OUTERMOST and code.co_filename == _OUTERMOST[code.co_name]:
             return None
-        frame = frame.f_back
     return None
 
 

@@ -377,22 +377,10 @@ class _InOrder(int):
         return list(range(self))
 
 
-def _in_sequence(self: Any) -> Iterator[int]:
-    return (number % len(self.data_source) for number in range(self.num_samples))
-
-
 def _weighted_in_sequence(self: Any) -> Iterator[int]:
     drawn = torch.multinomial(self.weights, self.num_samples, self.replacement, generator=self.generator)
     yield from (number % len(self.weights) for number in range(self.num_samples))
     del drawn  # as torch's sampler, which holds it until the end
-
-
-def _subset_in_sequence(self: Any) -> Iterator[int]:
-    return iter(self.indices)
-
-
-def _no_permutation(number: int, **_: Any) -> _InOrder:
-    return _InOrder(number)
 
 
 @contextmanager
@@ -411,16 +399,51 @@ def _loaded_in_order() -> Iterator[None]:
         init(**arguments)
 
     samplers = (
-        (RandomSampler, _in_sequence),
+        (RandomSampler, lambda self: (number % len(self.data_source) for number in range(self.num_samples))),
         (WeightedRandomSampler, _weighted_in_sequence),
-        (SubsetRandomSampler, _subset_in_sequence),
+        (SubsetRandomSampler, lambda self: iter(self.indices)),
     )
     with ExitStack() as patches:
         patches.enter_context(_torch.patched(DataLoader, __init__=init_here))
-        patches.enter_context(_torch.patched(dataset, randperm=_no_permutation))  # by which random_split shuffles
+        in_order = lambda number, **_: _InOrder(number)  # noqa: E731
+        patches.enter_context(_torch.patched(dataset, randperm=in_order))  # by which random_split shuffles
         for sampler, order in samplers:
             patches.enter_context(_torch.patched(sampler, __iter__=order))
         yield
+
+
+class ObservedRun:
+    """Boundaries at which an observer registers what `build` and the steps leave, and garbage is collected."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.ticks: list[int] = []
+        """Ticks of the ledger at which building and each step ended, garbage collected."""
+        self.collected: list[int] = []
+        """Ticks at which these collections began."""
+
+    @property
+    def tick(self) -> int:
+        """Return the current tick of the ledger."""
+        return self.observer.ledger.clock
+
+    def built(self) -> None:
+        """Register the modules that `build` made."""
+        self.observer.place.building = False
+        self.observer.ownership.mark_modules()
+        self.end_part()
+
+    def stepped(self) -> None:
+        """Register what a step leaves."""
+        self.observer.end_step()
+        self.end_part()
+
+    def end_part(self) -> None:
+        """Collect garbage, and begin the next step."""
+        self.collected.append(self.tick)
+        collect_cycles()
+        self.ticks.append(self.tick)
+        self.observer.place.step += 1
 
 
 def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundaries) -> None:

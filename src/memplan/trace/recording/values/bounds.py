@@ -1,4 +1,4 @@
-"""Ops whose results are as large as values say, taken at their largest where a recording does not know the values."""
+"""Sizes of results that depend on values: the largest possible where a recording does not know the values."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Bounds:
 
     Args:
         shares: assumed by the user.
-        tell: told the name of an op, how many elements are taken and can be, and whether ``counts`` say so.
+        tell: told the name of an op, the assumed and the largest number of elements, and whether ``counts`` say so.
         range_of: range of a tensor's elements, None where that is not known.
         counts: executions of lines at which it is known how many elements are selected.
     """
@@ -82,24 +82,24 @@ class Bounds:
         """How often the line that selected last had selected something before."""
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
-        """Return what stands for the result of an op; NotImplemented where there is no largest."""
+        """Return an op's result at its largest or assumed size; NotImplemented if its size has no bound."""
         form = _FORMS.get(str(func))
         if form is None:
             return NotImplemented
-        given = _torch.named_arguments(func, args, kwargs)
-        most = form.most(given, self._range_of)
+        named = _torch.named_arguments(func, args, kwargs)
+        most = form.most(named, self._range_of)
         if most is None:
             return NotImplemented
         share = self._shares.of(frame)
-        known = None if form.known is None else form.known(given)
+        known = None if form.known is None else form.known(named)
         self.last_execution = self._executions.get(frame, 0)
         self._executions[frame] = self.last_execution + 1
         count = None if frame is None or share != 1.0 else self._counts.get((frame, self.last_execution))
-        taken = math.ceil(share * most) if known is None else known
-        taken = taken if count is None else min(count, taken)
+        size = math.ceil(share * most) if known is None else known
+        size = size if count is None else min(count, size)
         if known is None:
-            self._tell(str(func).split(".")[1], taken, most, count is not None)
-        return form.made(given, taken)
+            self._tell(str(func).split(".")[1], size, most, count is not None)
+        return form.result(named, size)
 
 
 def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
@@ -122,125 +122,117 @@ def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How large a result can be, and how it is made."""
+    """Size and result of an op that selects by value."""
 
     most: Callable[[Keywords, RangeOf], int | None]
-    """Returns how large it can be; None where its operands' values have no largest."""
-    made: Callable[[Keywords, int], Any]
+    """Returns the largest size; None where the values of its operands are not bounded."""
+    result: Callable[[Keywords, int], Any]
+    """Makes a result of this size."""
     known: Callable[[Keywords], int | None] | None = None
-    """Returns how large it is, where the values that decide are known."""
+    """Returns the size if the values that decide it are known."""
 
 
-def _elements(given: Keywords, range_of: RangeOf) -> int:
-    x = given["self"]
-    return min(x.numel(), 2) if x.dtype is torch.bool and "return_inverse" in given else x.numel()
+def _elements(named: Keywords, range_of: RangeOf) -> int:
+    x = named["self"]
+    return min(x.numel(), 2) if x.dtype is torch.bool and "return_inverse" in named else x.numel()
 
 
-def _places(given: Keywords, taken: int) -> torch.Tensor:
+def _places(named: Keywords, count: int) -> torch.Tensor:
     """TensorAdvancedIndexing.cpp, nonzero_out_cpu: a row for each dimension, seen as a column."""
-    x = given["self"]
-    return x.new_empty((x.dim(), taken), dtype=_INDEX).t()
+    x = named["self"]
+    return x.new_empty((x.dim(), count), dtype=_INDEX).t()
 
 
-def _selected(given: Keywords, range_of: RangeOf) -> int:
-    return math.prod(torch.broadcast_shapes(given["self"].shape, given["mask"].shape))
-
-
-def _known_to_be_selected(given: Keywords) -> int | None:
-    mask = given["mask"].constant if isinstance(given["mask"], _torch.FakeTensor) else given["mask"]
+def _known_to_be_selected(named: Keywords) -> int | None:
+    mask = named["mask"].constant if isinstance(named["mask"], _torch.FakeTensor) else named["mask"]
     if mask is None:
         return None
     with _torch.no_modes():
-        return int(mask.expand(torch.broadcast_shapes(given["self"].shape, mask.shape)).sum())
+        return int(mask.expand(torch.broadcast_shapes(named["self"].shape, mask.shape)).sum())
 
 
-def _distinct(given: Keywords, taken: int) -> tuple[torch.Tensor, ...]:
+def _distinct(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
     """Unique.cpp: the elements, where each came from, and how often each is there."""
-    x = given["self"]
-    found = x.new_empty(taken), x.new_empty(x.shape if given["return_inverse"] else 0, dtype=_INDEX)
-    if "return_counts" not in given:  # `_unique`
-        return found
-    return *found, x.new_empty(taken if given["return_counts"] else 0, dtype=_INDEX)
+    x = named["self"]
+    elements = x.new_empty(count), x.new_empty(x.shape if named["return_inverse"] else 0, dtype=_INDEX)
+    if "return_counts" not in named:  # `_unique`
+        return elements
+    return *elements, x.new_empty(count if named["return_counts"] else 0, dtype=_INDEX)
 
 
-def _rows(given: Keywords, range_of: RangeOf) -> int:
-    x, dim = given["self"], given.get("dim")
+def _rows(named: Keywords, range_of: RangeOf) -> int:
+    x, dim = named["self"], named.get("dim")
     return x.numel() if dim is None else x.shape[dim]
 
 
-def _distinct_rows(given: Keywords, taken: int) -> tuple[torch.Tensor, ...]:
-    x, dim = given["self"], given.get("dim")
+def _distinct_rows(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
+    x, dim = named["self"], named.get("dim")
     if dim is None:
-        return _distinct(given, taken)
+        return _distinct(named, count)
     shape = list(x.shape)
-    shape[dim] = taken
+    shape[dim] = count
     inverse = x.new_empty(x.shape[dim], dtype=_INDEX)
-    return x.new_empty(shape), inverse, x.new_empty(taken, dtype=_INDEX)
+    return x.new_empty(shape), inverse, x.new_empty(count, dtype=_INDEX)
 
 
-def _lengths(given: Keywords) -> list[int] | None:
-    """Return how long each sequence of a batch is, where that is known."""
-    lengths = given["lengths"].constant if isinstance(given["lengths"], _torch.FakeTensor) else given["lengths"]
+def _lengths(named: Keywords) -> list[int] | None:
+    """Return the length of each sequence of a batch, None if unknown."""
+    lengths = named["lengths"].constant if isinstance(named["lengths"], _torch.FakeTensor) else named["lengths"]
     return None if lengths is None else lengths.tolist()
 
 
-def _steps(given: Keywords, range_of: RangeOf) -> int:
-    """Of all sequences, padding included."""
-    return given["input"].shape[0] * given["input"].shape[1]
-
-
-def _known_steps(given: Keywords) -> int | None:
-    lengths = _lengths(given)
+def _known_steps(named: Keywords) -> int | None:
+    lengths = _lengths(named)
     return None if lengths is None else sum(lengths)
 
 
-def _packed(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """PackedSequence.cpp, _pack_padded_sequence: the steps of all sequences, and how many sequences have each.
 
     How many is read in C++, so that it is a real tensor.
     """
-    x, batch = given["input"], given["lengths"].shape[0]
-    lengths = _lengths(given) or _with_one_whole(taken, batch, x.shape[1 if given["batch_first"] else 0])
+    x, batch = named["input"], named["lengths"].shape[0]
+    lengths = _lengths(named) or _with_one_whole(count, batch, x.shape[1 if named["batch_first"] else 0])
     with _torch.no_modes():
         sizes = torch.tensor([sum(length > step for length in lengths) for step in range(max(lengths))])
     return x.new_empty((sum(lengths), *x.shape[2:])), sizes
 
 
 def _with_one_whole(steps: int, batch: int, longest: int) -> list[int]:
-    """Return lengths of so many steps in all: padded again, they are as long as the longest, which is whole."""
+    """Return sequence lengths that sum to about ``steps``: the first is ``longest``, the others are equal."""
     others = max(batch - 1, 1)
     return [longest, *[min(longest, max(1, math.ceil((steps - longest) / others)))] * (batch - 1)]
 
 
-def _bins(given: Keywords, range_of: RangeOf) -> int | None:
-    """SummaryOps.cpp, bincount: one for each number up to the largest."""
-    values = range_of(given["self"])
-    return None if values is None else max(int(given["minlength"]), int(values[1]) + 1)
+def _bins(named: Keywords, range_of: RangeOf) -> int | None:
+    """SummaryOps.cpp, bincount: a bin for each number up to the largest."""
+    values = range_of(named["self"])
+    return None if values is None else max(int(named["minlength"]), int(values[1]) + 1)
 
 
-def _counted(given: Keywords, taken: int) -> torch.Tensor:
-    weights = given["weights"]
+def _counted(named: Keywords, count: int) -> torch.Tensor:
+    weights = named["weights"]
     dtype = _INDEX if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
-    return given["self"].new_empty(taken, dtype=dtype)
+    return named["self"].new_empty(count, dtype=dtype)
 
 
-def _repeats(given: Keywords, range_of: RangeOf) -> int | None:
+def _repeats(named: Keywords, range_of: RangeOf) -> int | None:
     """Repeat.cpp: each index as often as its number says."""
-    values = range_of(given["repeats"])
-    return None if values is None else int(values[1]) * given["repeats"].numel()
+    values = range_of(named["repeats"])
+    return None if values is None else int(values[1]) * named["repeats"].numel()
 
 
-def _longest(given: Keywords, range_of: RangeOf) -> int:
-    """No target is longer than its row, or than all of them one behind the other."""
-    lengths, most = given["target_lengths"], given["targets"].shape[-1]
+def _longest(named: Keywords, range_of: RangeOf) -> int:
+    """No target is longer than its padded row, or than all targets concatenated."""
+    lengths, most = named["target_lengths"], named["targets"].shape[-1]
     values = range_of(lengths) if isinstance(lengths, torch.Tensor) else None
     return most if values is None else min(most, int(values[1]))
 
 
-def _aligned(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """LossCTC.cpp, ctc_loss_cpu_template: the losses, and of each step each place in the target, blanks between."""
-    x = given["log_probs"]
-    return x.new_empty(x.shape[1]), x.new_empty((x.shape[1], x.shape[0], 2 * taken + 1))
+def _aligned(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """LossCTC.cpp, ctc_loss_cpu_template: losses, and (batch, steps, 2 * target length + 1) alphas."""
+    x = named["log_probs"]
+    return x.new_empty(x.shape[1]), x.new_empty((x.shape[1], x.shape[0], 2 * count + 1))
 
 
 SIZED_BY_NUMBERS = frozenset({"bincount", "repeat_interleave", "_ctc_loss"})
@@ -249,16 +241,22 @@ _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_conse
 _FORMS: Mapping[str, _Form] = {
     "aten.nonzero.default": _Form(_elements, _places),
     "aten.masked_select.default": _Form(
-        _selected, lambda given, taken: given["self"].new_empty(taken), _known_to_be_selected
+        lambda named, range_of: math.prod(torch.broadcast_shapes(named["self"].shape, named["mask"].shape)),
+        lambda named, count: named["self"].new_empty(count),
+        _known_to_be_selected,
     ),
-    "aten._pack_padded_sequence.default": _Form(_steps, _packed, _known_steps),
+    "aten._pack_padded_sequence.default": _Form(
+        lambda named, range_of: math.prod(named["input"].shape[:2]),  # padding included
+        _packed,
+        _known_steps,
+    ),
     **{f"aten._ctc_loss.{form}": _Form(_longest, _aligned) for form in ("default", "Tensor")},
     **{f"aten.{name}.default": _Form(_elements, _distinct) for name in ("_unique", "_unique2")},
     "aten.bincount.default": _Form(_bins, _counted),
-    "aten.repeat_interleave.Tensor": _Form(_repeats, lambda given, taken: given["repeats"].new_empty(taken)),
+    "aten.repeat_interleave.Tensor": _Form(_repeats, lambda named, count: named["repeats"].new_empty(count)),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
     "torchvision.nms.default": _Form(  # indices of the boxes that are left
-        lambda given, range_of: given["dets"].shape[0],
-        lambda given, taken: given["dets"].new_empty(taken, dtype=_INDEX),
+        lambda named, range_of: named["dets"].shape[0],
+        lambda named, count: named["dets"].new_empty(count, dtype=_INDEX),
     ),
 }

@@ -1,16 +1,16 @@
-"""Optimizers that go on until values say that they are done: they are taken to make all of their iterations."""
+"""Optimizers that iterate until they converge (`torch.optim.LBFGS`): recorded with all of their iterations."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import inspect
-import sys
 from pathlib import Path
 from types import FrameType
 
 import torch
 
+from memplan._frames import callers
 from memplan.trace.recording.place import is_users
 
 _FILE = inspect.getfile(torch.optim.LBFGS)
@@ -18,35 +18,33 @@ ITERATES = "an optimizer asked whether it is done, and is taken to make all of i
 
 
 def goes_on() -> bool | None:
-    """Return the answer with which such an optimizer goes on; None where something else asks for a value.
+    """Return the truth value for which the optimizer continues iterating; None if user code reads the value.
 
-    A search along a line takes the first step that it tries, which leaves the most iterations.
+    A line search accepts its first step, which leaves the most iterations.
     """
     frame = _frame_of_optimizer()
     return None if frame is None else frame.f_code.co_name != "step" or frame.f_lineno not in _ends()
 
 
 def is_optimizing() -> bool:
-    """Return whether such an optimizer asks for a value itself, and not the closure that it calls."""
+    """Return whether the optimizer itself reads a value, rather than the closure that it calls."""
     return _frame_of_optimizer() is not None
 
 
 def _frame_of_optimizer() -> FrameType | None:
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_filename == _FILE:
             return frame
         if is_users(frame.f_code.co_filename):
             return None
-        frame = frame.f_back
     return None
 
 
 @functools.cache
 def _ends() -> frozenset[int]:
-    """Return the lines of conditions under which nothing but an end follows."""
-    found: set[int] = set()
+    """Return the lines of conditions whose body is a single ``break`` or ``return``."""
+    lines: set[int] = set()
     for node in ast.walk(ast.parse(Path(_FILE).read_text(encoding="utf-8"))):
         if isinstance(node, ast.If) and len(node.body) == 1 and isinstance(node.body[0], (ast.Break, ast.Return)):
-            found.update(range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1))
-    return frozenset(found)
+            lines.update(range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1))
+    return frozenset(lines)

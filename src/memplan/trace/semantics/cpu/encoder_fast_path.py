@@ -22,11 +22,6 @@ def _linear(x: torch.Tensor, rows: int, into: int, out: int) -> int:
     return matmul.scratch(x.new_empty(rows, into), x.new_empty(out, into).t())
 
 
-def _boolean_mask(mask: torch.Tensor, scores: int) -> int:
-    """Return the bytes of a non-boolean mask converted to bool, expanded to the number of scores."""
-    return 0 if mask.dtype is torch.bool else scores
-
-
 def attention_peak(
     x: torch.Tensor, heads: int, mask: torch.Tensor | None, weights: bool = False, average: bool = False
 ) -> int:
@@ -36,7 +31,9 @@ def attention_peak(
     rows, head = batch * length, width // heads
     q, p = x.new_empty(batch * heads, length, head), x.new_empty(batch * heads, length, length)
     products = max(matmul.scratch(q, q.transpose(1, 2)), matmul.scratch(p, q))
-    softmax = 0 if mask is None else scores + _boolean_mask(mask, batch * heads * length * length)
+    softmax = 0 if mask is None else scores
+    if mask is not None and mask.dtype is not torch.bool:  # converted to bool, of the number of scores
+        softmax += batch * heads * length * length
     return max(
         3 * unit + max(3 * unit, _linear(x, rows, width, 3 * width)),
         3 * unit + scores + max(softmax, products),

@@ -316,20 +316,7 @@ _WITH_SCALAR = (
     *(f"{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod", "rsub", "copysign")),
     *("xlogy.Scalar_Self", "xlogy.Scalar_Other", "pow.Scalar", "pow.Tensor_Scalar"),
 )
-_UNARY = (
-    "sqrt",
-    "rsqrt",
-    "exp",
-    "log",
-    "log2",
-    "log1p",
-    "sin",
-    "cos",
-    "tanh",
-    "sigmoid",
-    "reciprocal",
-    "erf",
-)
+_UNARY = ("sqrt", "rsqrt", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "reciprocal", "erf")
 _BY_FORMAT = (
     "max_pool2d_with_indices",
     "avg_pool2d",

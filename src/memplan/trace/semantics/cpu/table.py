@@ -18,11 +18,7 @@ from memplan.trace.semantics.cpu import (
 )
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
-from memplan.trace.semantics.cpu.temporaries import (
-    indexing,
-    losses,
-    resampling,
-)
+from memplan.trace.semantics.cpu.temporaries import indexing, losses, resampling
 from memplan.trace.semantics.kinds import Arguments, Extra, Formula, Keywords, Semantics
 
 _FORMULAS: dict[str, Formula] = {

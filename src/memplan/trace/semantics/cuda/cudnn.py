@@ -215,19 +215,7 @@ class RecurrentCall(NamedTuple):
             rows, batch = x.shape[0] * x.shape[1], x.shape[0 if args[10] else 1]
         kind = MODES[args[6]]
         return cls(
-            *(
-                kind,
-                rows,
-                batch,
-                x.shape[-1],
-                args[7],
-                args[9],
-                args[13],
-                args[11],
-                x.element_size(),
-                args[8],
-                args[12],
-            )
+            *(kind, rows, batch, x.shape[-1], args[7], args[9], args[13], args[11], x.element_size(), args[8], args[12])
         )
 
     def reserve(self, arch: Arch) -> Interval:

@@ -66,15 +66,11 @@ def staging(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) 
     target = arch.multiprocessors * (arch.threads // (across * down))
     if values < _MOST_VALUES or grid > target:
         return ()
-    blocks = _clamped(-(-target // grid), -(-values // _MOST_VALUES), -(-values // _LEAST_VALUES))
+    blocks = max(-(-values // _MOST_VALUES), min(-(-target // grid), -(-values // _LEAST_VALUES)))
     if blocks <= 1:
         return ()
     slots = 1 if innermost else across * vector
     return accumulator * results * blocks * slots, _SEMAPHORE * grid
-
-
-def _clamped(value: int, least: int, most: int) -> int:
-    return max(least, min(value, most))
 
 
 def floor_power_of_two(n: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,8 +75,8 @@ class _Kernels:
         self._has_dropout_states = False
         self._cached_workspaces: set[tuple[cublas.Library, bool, int]] = set()
         self._library_extras: dict[str, Callable[[Arguments, Any, bool], list[Extra]]] = {
-            "aten.convolution.default": self._convolution,
-            "aten.convolution_backward.default": self._convolution_backward,
+            "aten.convolution.default": partial(self._convolution_extras, backward=False),
+            "aten.convolution_backward.default": partial(self._convolution_extras, backward=True),
             "aten.native_batch_norm.default": self._batch_norm,
             "aten.native_batch_norm_backward.default": self._batch_norm_backward,
             "aten._cudnn_rnn.default": self._recurrent,
@@ -135,12 +136,6 @@ class _Kernels:
             if not cached or key not in self._cached_workspaces:
                 self._cached_workspaces.add(key)
                 yield Extra(size, held=cached, workspace=True)
-
-    def _convolution(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        return self._convolution_extras(args, result, in_backward, backward=False)
-
-    def _convolution_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        return self._convolution_extras(args, result, in_backward, backward=True)
 
     def _convolution_extras(self, args: Arguments, result: Any, in_backward: bool, *, backward: bool) -> list[Extra]:
         benchmark = torch.backends.cudnn.benchmark
