@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import memplan
 from memplan._bytes import format_bytes, parse_bytes
 from memplan.explanation.model import Explanation
-from memplan.reports.explain import print_explanation, render
-from memplan.reports.output import Page
+from memplan.reports.explain import report
+from memplan.reports.terminal import show, text_of
 from memplan.trace.records import Assumption
 
 LONG = "a_block_with_quite_a_long_name_that_goes_on"
@@ -61,16 +60,11 @@ def explanation(model: nn.Module, **options: Any) -> Explanation:
 
 
 def piped(what: Explanation, top: int = 12) -> str:
-    file = io.StringIO()
-    print_explanation(what, file, top)
-    return file.getvalue()
+    return wide(what, 80, top)
 
 
 def wide(what: Explanation, width: int, top: int = 12) -> str:
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    with console.capture() as capture:
-        console.print(*render(what, Page(width), top), sep="\n")
-    return capture.get()
+    return text_of(report(what, top), width)
 
 
 def table(text: str, header: str) -> list[str]:
@@ -194,6 +188,6 @@ class Ascii(io.StringIO):
 
 def test_an_old_encoding_gets_plain_characters() -> None:
     file = Ascii()
-    print_explanation(explanation(Steering()), file)
+    show(report(explanation(Steering())), file)
     assert file.getvalue().isascii()
     assert "###" in file.getvalue()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 from simulation.histories import MIB, A, block, event, frame, freed, out_of_memory, segment
 
-from memplan.reports.replay import print_replay
+from memplan.reports.replay import report as report_of
+from memplan.reports.terminal import text_of
 from memplan.simulation.allocator.settings import parse_settings
 from memplan.simulation.replays.out_of_memory import REMEDIES
 from memplan.simulation.replays.replay import replay
@@ -16,10 +16,9 @@ from memplan.simulation.replays.side_by_side import cases
 
 
 def report(data: dict[str, Any], *settings: str, capacity: int | None = None, top: int = 10) -> str:
-    file = io.StringIO()
-    print_replay(cases(replay(data), [parse_settings(text) for text in settings], capacity), file, top)
-    assert all(len(line) <= 80 for line in file.getvalue().splitlines())
-    return file.getvalue()
+    text = text_of(report_of(cases(replay(data), [parse_settings(text) for text in settings], capacity), top))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    return text
 
 
 def row(text: str, begin: str) -> list[str]:

@@ -60,7 +60,8 @@ def command(a: str, b: str | None, really: bool, top: int, results: ResultFiles,
             expected="two targets, or an option for one of them",
             do="Name another B, or say what differs: --b-precision bf16, --b-arg NAME=VALUE",
         )
-    from memplan.reports.compare import dumps, print_comparison
+    from memplan.reports.compare import dumps, report
+    from memplan.reports.terminal import show
     from memplan.studies.comparisons.compare import compare_given
 
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
@@ -69,7 +70,7 @@ def command(a: str, b: str | None, really: bool, top: int, results: ResultFiles,
         )
     results.write(lambda: dumps(comparison))
     if not results.takes_stdout:
-        print_comparison(comparison, top=top)
+        show(report(comparison, top))
     return 0
 
 

@@ -108,17 +108,17 @@ def command(
     measurement = _Measurement(place, dry, environment, steps, snapshot, contribute)
     trace, explanation = _measure(arguments, measurement)
     comparison = None if trace.device == HOST or dry is not None else _compare_with_prediction(arguments, trace, steps)
-    from memplan.reports.compare import dumps_beside, print_beside
-    from memplan.reports.explain import dumps, print_explanation
+    from memplan.reports.compare import beside_report, dumps_beside
+    from memplan.reports.explain import dumps, report
+    from memplan.reports.terminal import show
 
     if trace_file is not None:
         write(trace_file, trace.to_json())
     results.write(lambda: dumps(explanation) if comparison is None else dumps_beside(dumps(explanation), comparison))
     viewers.write(trace, explanation, _settings(trace))
     if "-" not in (results.json, trace_file):
-        print_explanation(explanation, top=top)
-        if comparison is not None:
-            print_beside(comparison, top=top)
+        step = report(explanation, top)
+        show(step if comparison is None else step + beside_report(comparison, top))
     return 0
 
 

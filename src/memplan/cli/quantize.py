@@ -30,7 +30,8 @@ def quantize(
         InputError: an option does not go with these.
     """
     _check(arguments, weights, activations, others)
-    from memplan.reports.quantize import dumps, print_quantized
+    from memplan.reports.quantize import dumps, report
+    from memplan.reports.terminal import show
     from memplan.studies.quantization.quantize import quantize_step
 
     with progress(f"quantizing and running {arguments.target}"), contained(arguments.target):
@@ -41,7 +42,7 @@ def quantize(
             raise advised(error, arguments) from error.__cause__
     results.write(lambda: dumps(arguments.target, quantized))
     if not results.takes_stdout:
-        print_quantized(arguments.target, quantized, top=top)
+        show(report(arguments.target, quantized, top))
     return 0
 
 

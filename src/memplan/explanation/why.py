@@ -53,10 +53,6 @@ class Why(Displayed):
         """Return plain data for JSON."""
         return to_plain(self)
 
-    def __str__(self) -> str:
-        rows = [f"  {part.name}: {shown(part.bytes)}" for part in self.parts]
-        return "\n".join([headline(self.message), *rows, self.reason, *(f"- {advice}" for advice in self.advice)])
-
 
 def why(text: str) -> Why:
     """Explain why memory ran out, from torch's out-of-memory message.

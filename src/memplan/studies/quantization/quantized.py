@@ -73,9 +73,6 @@ class Quantized(Displayed):
         rows = None if comparison is None else comparison.to_dict()["by_cause"]
         return data | {"weights_saved": self.weights_saved, "by_cause": rows}
 
-    def __str__(self) -> str:
-        return "\n".join(sentences(self))
-
 
 def sentences(result: Quantized) -> Iterator[str]:
     """Yield the sentences of the summary, in order."""
