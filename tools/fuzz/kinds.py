@@ -47,14 +47,12 @@ from memplan.reports import explain as explain_report
 from memplan.reports import guard as guard_report
 from memplan.reports.ci import github, junit, sarif
 from memplan.reports.ci.annotations import GROWTH, of_findings, of_outcome
-from memplan.reports.guard import print_outcome
 from memplan.reports.html.page import page_of
-from memplan.reports.html.results import html_of
 from memplan.reports.html.saved_results import read_result, result_of
-from memplan.reports.output import print_parts
-from memplan.reports.plan import render as plan_parts
-from memplan.reports.replay import dumps, print_replay
-from memplan.reports.sweep import print_sweep
+from memplan.reports.replay import dumps
+from memplan.reports.replay import report as replay_report
+from memplan.reports.results import html_of
+from memplan.reports.terminal import text_of
 from memplan.reports.viewers import over_time_csv, perfetto
 from memplan.simulation.allocator.settings import parse_settings
 from memplan.simulation.replays.replay import replay
@@ -134,9 +132,7 @@ def _use_snapshot(data: bytes, file: Path) -> Iterator[str]:
     text = dumps(both)
     if _is_drawn(data):
         yield _page(text.encode(), file)
-        out = io.StringIO()
-        print_replay(both, out)
-        yield out.getvalue()
+        yield text_of(replay_report(both))
 
 
 def _read(data: bytes) -> str:
@@ -165,7 +161,7 @@ def _use_trace(data: bytes, file: Path) -> Iterator[str]:
         assert Trace.from_json(trace.to_json()) == trace
         findings = check(trace)
         yield "\n".join(map(str, findings))
-        yield _drawn(lambda out: check_report.print_findings("a", findings, out, top=5))
+        yield text_of(check_report.report("a", findings, 5))
         yield github.dumps(of_findings("a", findings, ("warning",)))
         sarif.dumps(of_findings("a", findings, ()))
         yield junit.dumps("a", [one.id for one in findings], of_findings("a", findings, ("warning",)))
@@ -193,7 +189,6 @@ def _shown(explanation: memplan.Explanation, *, drawn: bool) -> Iterator[str]:
     yield str(explanation) + repr(explanation)
     explain_report.dumps(explanation)
     if drawn:
-        yield _drawn(lambda out: explain_report.print_explanation(explanation, out))
         yield html_of(explanation)
 
 
@@ -201,7 +196,7 @@ def _compared(what: Any) -> Iterator[str]:
     """Yield what a comparison with a good explanation says."""
     found = memplan.compare(what, _good())
     compare_report.dumps(found)
-    yield str(found) + _drawn(lambda out: compare_report.print_comparison(found, out))
+    yield str(found)
 
 
 def _use_plan(data: bytes, file: Path) -> Iterator[str]:
@@ -210,7 +205,6 @@ def _use_plan(data: bytes, file: Path) -> Iterator[str]:
     if _is_drawn(data):
         yield from _compared(plan)
         assert Plan.from_json(plan.to_json()) == plan
-        yield _drawn(lambda out: print_parts(lambda page: plan_parts(plan, page), out))
         yield html_of(plan)
         yield _page(data, file)
 
@@ -220,7 +214,6 @@ def _use_sweep(data: bytes, file: Path) -> Iterator[str]:
     yield str(sweep) + repr(sweep) + "\n".join(map(str, (*sweep.fits, *sweep.crossings, *sweep.engine_changes)))
     sweep.to_json()
     if _is_drawn(data):
-        yield _drawn(lambda out: print_sweep(sweep, out))
         yield html_of(sweep)
         yield _page(data, file)
     for number in range(1, min(4, len(sweep.rows)) + 1):
@@ -247,7 +240,7 @@ def _use_baseline(data: bytes, file: Path) -> Iterator[str]:
 def _guarded(baseline: Baseline, now: Taken) -> Iterator[str]:
     for before in baseline.steps:
         outcome = compare_with(before, now, "1%")
-        yield _drawn(lambda out, outcome=outcome: print_outcome(outcome, out, top=5))
+        yield text_of(guard_report.report(outcome, 5))
         yield github.dumps(of_outcome(outcome))
         yield junit.dumps("a", [GROWTH], of_outcome(outcome))
         sarif.dumps(of_outcome(outcome))
@@ -305,7 +298,7 @@ def _answers_kind() -> Kind:
             cache.file.parent.mkdir(parents=True)
             cache.file.write_bytes(data)
             found = kept()
-            yield _drawn(lambda out: cache_report.print_cache(found, out))
+            yield text_of(cache_report.report(found))
             cache.read()
             yield "\n".join(cache.notes)
 
