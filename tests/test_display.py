@@ -63,4 +63,4 @@ def test_a_repr_is_the_first_line_and_short() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_result_lists_its_fields(name: str) -> None:
     shown = getattr(memplan, name).__repr__
-    assert shown is Displayed.__repr__ or name in ("Explanation", "LineProfile")
+    assert shown is Displayed.__repr__ or name in ("Explanation", "LineProfile", "Plan")

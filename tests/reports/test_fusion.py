@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from reports.test_plan import PLAN, piped
 
 from memplan.planning.plan.fusion import Fusion, Group
@@ -57,16 +56,6 @@ def test_it_is_a_part_of_the_plans_report_and_text() -> None:
     text = piped(plan)
     assert text.index("all 1") < text.index("Fused kernels") < text.index("note: no optimizer")
     assert "more" not in drawn(FUSION, top=0)
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
-@pytest.mark.parametrize("ascii_only", [False, True])
-def test_it_fits_the_page(width: int, ascii_only: bool) -> None:
-    long = replace(NORM, kernel="cpp_fused_" + "a_long_op_" * 12, layers=("encoder.blocks.a_long_name",) * 5)
-    text = drawn(replace(FUSION, groups=(*GROUPS, long), device="h100"), width, ascii_only=ascii_only)
-    assert max(map(len, text.split("\n"))) <= width
-    assert text.replace("─", "-").replace("…", "..").isascii()
-    assert "on h100." in " ".join(text.split())
 
 
 def test_a_step_that_calls_nothing() -> None:

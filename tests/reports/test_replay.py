@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from simulation.histories import MIB, A, block, event, frame, freed, out_of_memory, segment
 
 from memplan.reports.replay import report as report_of
@@ -114,17 +113,3 @@ def test_top_and_the_rest_together() -> None:
     assert " ".join(row(text, "f29.py")) == "f29.py:29 f 1 15.00 KiB 6 %"
     assert row(text, "... 27 more")[2:4] == ["more", "27"]
     assert "f0.py:0 f" in report(data, top=0)
-
-
-@pytest.mark.parametrize("word", ["\x1b[2J\x1b]0;x\x07", "[bold red]x[/]", "a\nb", "\u202eevil", "x" * 5000])
-def test_strange_names_cannot_steer_the_terminal(word: str) -> None:
-    data = out_of_memory()
-    for row in (data["device_traces"][0][-1], *data["segments"][0]["blocks"]):
-        row["frames"] = [frame(word + ".py", 1, word)]
-    data["device_traces"][0].append(event(word, A, 5))
-    text = report(data)
-    assert "\x1b" not in text
-    assert "\u202e" not in text
-    assert "\x07" not in text
-    if "bold" in word:
-        assert "[bold red]x[/]" in text

@@ -73,17 +73,17 @@ def _finding(finding: Finding, top: int) -> Iterator[Part]:
     yield Line(f"{finding.severity} {finding.id}{cost}", _STYLES[finding.severity])
     if location:
         yield Line(f"at {location}", "dim", 2)
-    yield Line(sentence(finding), indent=2)
+    yield Line(f"{message_of(finding)}.", indent=2)
     rows: list[dict[str, Any]] = finding.details.get("layers", [])
     if len(rows) > 1:
         yield _layers(rows, top)
     yield from (Line(f"- {advice}", indent=2) for advice in finding.advice)
 
 
-def sentence(finding: Finding) -> str:
-    """Return the message as a sentence; a name at its beginning stays as it is."""
+def message_of(finding: Finding) -> str:
+    """Return the message, beginning with a capital letter unless that is a name."""
     message = finding.message
-    return f"{message if message.startswith('cuDNN') else message[:1].upper() + message[1:]}."
+    return message if message.startswith("cuDNN") else message[:1].upper() + message[1:]
 
 
 def _layers(rows: list[dict[str, Any]], top: int) -> Table:

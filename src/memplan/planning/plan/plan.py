@@ -207,6 +207,9 @@ class Plan(Displayed):
             text += f", the optimizer's state {format_bytes(state)}. " if state else ". "
         return text
 
+    def __repr__(self) -> str:
+        return f"<Plan: {self.summary}>"
+
 
 def names_of(graph: JointGraph) -> dict[str, int]:
     """Return the ids of all values that a plan's choices may name, by name: those that the forward pass makes."""
