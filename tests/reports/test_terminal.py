@@ -33,6 +33,17 @@ def test_a_pipe_is_80_columns_of_plain_text(capsys: pytest.CaptureFixture[str]) 
     assert text == text_of(WIDE) + "\n"
 
 
+def test_a_notebook_gets_text_and_nothing_is_displayed_besides(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *parts: shown.append(parts))
+    show(WIDE)
+    assert capsys.readouterr().out == text_of(WIDE) + "\n"
+    assert shown == []
+
+
 def test_an_old_encoding_gets_what_it_has() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")

@@ -52,7 +52,8 @@ def text_of(document: Document, width: int = PIPE_WIDTH, *, ascii_only: bool = F
 
 
 def _console(**options: object) -> Console:
-    return Console(highlight=False, markup=False, emoji=False, **options)  # pyright: ignore[reportArgumentType]
+    # in a notebook rich would display what it prints, besides
+    return Console(highlight=False, markup=False, emoji=False, force_jupyter=False, **options)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)

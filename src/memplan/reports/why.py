@@ -16,7 +16,7 @@ def report(why: Why) -> Document:
         name_field("Where the memory was", lambda part: part.name, from_left=False),
         number_field("bytes", lambda part: part.bytes, format_signed),
     ]
-    if total is not None:
+    if total:
         fields.append(number_field("share", lambda part: part.bytes, lambda size: f"{100 * size / total:.1f} %"))
     return document(
         title[:1].upper() + title[1:],
