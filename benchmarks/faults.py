@@ -18,7 +18,7 @@ raises SystemExit, or a timer of 2 ms whose handler counts, in which the call ha
 
 After each, these are compared with before: parameters, buffers, gradients, hooks and attributes of the model, state of
 the optimizer, the batch, files of the working and the temporary folder, random states, and all that
-tests/torch_state.py has of torch and Python. The next call and a thread that trains give what they give alone.
+tests/truth/torch_state.py has of torch and Python. The next call and a thread that trains give what they give alone.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
-import torch_state  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from truth import torch_state  # noqa: E402
 
 import memplan  # noqa: E402
 

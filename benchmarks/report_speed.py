@@ -38,7 +38,6 @@ from torch import nn
 
 import memplan
 from memplan.explanation.explain import explain_trace
-from memplan.reports import explain
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -125,7 +124,7 @@ def measured(name: str, repeats: int, folder: Path) -> Row:
     """Record a step, and measure its page."""
     trace = memplan.record(STEPS[name], device="h100")
     source, path = folder / f"{name}.json", folder / f"{name}.html"
-    source.write_text(explain.dumps(explain_trace(trace, title=name)), encoding="utf-8")
+    source.write_text(explain_trace(trace, title=name).to_json(), encoding="utf-8")
     writes = [written(source, path) for _ in range(repeats)]
     opens = [opened(path) for _ in range(repeats)]
     row = {

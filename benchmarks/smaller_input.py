@@ -21,11 +21,11 @@ LAYER = "memplan sweep torch.nn:Conv3d --arg in_channels={} --arg out_channels={
 COMMANDS = {
     "size": LAYER.format(64, 64, 3, 1) + " --input 1x64x127x127x127 --size 127,128 --device h100",
     "batch": LAYER.format(16, 32, 3, 1)
-    + " --input 6x16x32x32x32 --batch 6,7 --precision fp16-true --device h100",
+    + " --input 6x16x32x32x32 --batch 6,7 --dtype fp16 --device h100",
     "kernel": LAYER.format(128, 128, 3, 0)
-    + " --input 1x128x64x64x64 --set .kernel_size=3,4 --precision fp16-true --device h100",
+    + " --input 1x128x64x64x64 --set .kernel_size=3,4 --dtype fp16 --device h100",
     "361": LAYER.format(64, 32, 3, 1)
-    + " --input 1x64x361x370x251 --size 361x370x251,362x370x251 --precision fp16-true --device a100-80gb",
+    + " --input 1x64x361x370x251 --size 361x370x251,362x370x251 --dtype fp16 --device a100-80gb",
     "depth": LAYER.format(256, 64, 3, 0)
     + " --input 1x256x4x1090x1922 --size 4x1090x1922,5x1090x1922 --device a100-80gb",
 }  # fmt: skip
@@ -33,9 +33,9 @@ COMMANDS = {
 
 def shown(command: str, environment: str) -> str:
     """A command and its output, with the environment under the name that the page has for it."""
-    asked = f"{command} --infer --cudnn {environment}"
+    asked = f"{command} --no-train --cudnn {environment}"
     output = page_tool().output(asked).replace(environment, SHOWN)
-    return f"```console\n$ {command} --infer --cudnn {SHOWN}\n{output}\n```\n"
+    return f"```console\n$ {command} --no-train --cudnn {SHOWN}\n{output}\n```\n"
 
 
 def main() -> int:

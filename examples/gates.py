@@ -1,7 +1,7 @@
 """Linear layers with sigmoids between them, all trained or all but the last one frozen.
 
 memplan explain examples/gates.py:make --input 256x1024
-memplan compare examples/gates.py:make --b-arg frozen=True --input 256x1024
+memplan compare examples/gates.py:make --b arg=frozen=True --input 256x1024
 """
 
 from __future__ import annotations

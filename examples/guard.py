@@ -47,7 +47,7 @@ CHANGES = {
     "heads\n": "heads\n        self.bias = nn.Parameter(torch.zeros(heads, length, length))\n",
     "(q, k, v)": "(q, k, v, self.bias.expand(batch, -1, -1, -1))",
 }
-STEP = ["network.py:make", "--input", "4x1024x512", "--precision", "bf16", "--optimizer", "adamw", "--device", "h100"]
+STEP = ["network.py:make", "--input", "4x1024x512", "--autocast", "bf16", "--optimizer", "adamw", "--device", "h100"]
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processor import needs_avx512
+from environment import needs_avx512
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_state import kept
+from truth.torch_state import kept
 
 import memplan
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_state import kept
+from truth.torch_state import kept
 
 import memplan
 from memplan import _interrupts

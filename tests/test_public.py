@@ -47,8 +47,6 @@ PUBLIC = [
     "export",
     "fit",
     "largest",
-    "load_plan",
-    "load_trace",
     "load_weights",
     "measure",
     "plan",
@@ -56,8 +54,6 @@ PUBLIC = [
     "quantize",
     "record",
     "replay",
-    "save_plan",
-    "save_trace",
     "simulate",
     "spec",
     "sweep",
@@ -155,7 +151,7 @@ def test_every_public_function_is_called_below() -> None:
     functions = {
         name for name in PUBLIC if callable(getattr(memplan, name)) and not isinstance(getattr(memplan, name), type)
     }
-    assert functions - set(CALLS) == {"load_plan", "save_plan", "load_trace", "save_trace"}
+    assert functions == set(CALLS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,8 +170,8 @@ def test_a_public_function_is_callable(name: str, tmp_path: Path) -> None:
 
 def test_traces_and_plans_are_saved_and_loaded(tmp_path: Path) -> None:
     trace = memplan.record(build)
-    memplan.save_trace(trace, tmp_path / "trace.json")
-    assert memplan.load_trace(tmp_path / "trace.json") == trace
+    trace.save(tmp_path / "trace.json")
+    assert memplan.Trace.load(tmp_path / "trace.json") == trace
     plan = memplan.plan(make, "256x64", budget=BUDGET, **STEP)
-    memplan.save_plan(plan, tmp_path / "plan.json")
-    assert memplan.load_plan(tmp_path / "plan.json") == plan
+    plan.save(tmp_path / "plan.json")
+    assert memplan.Plan.load(tmp_path / "plan.json") == plan

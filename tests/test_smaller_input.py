@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from asked_convolutions import needs_compiler
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from cudnn.scripted_worker import needs_compiler
+from environment import ENVIRONMENT, needs_cuda_torch
 from goldens.handmade import ROOT
-from smaller_inputs import STEPS
+from models.smaller_inputs import STEPS
 
 import memplan
 from memplan._bytes import format_bytes

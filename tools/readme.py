@@ -10,6 +10,7 @@ A block begins with one of these lines and ends with ``<!-- end -->``; what stan
     <!-- run[-1]: COMMAND -->         the last part
     <!-- include: FILE -->            a table that a benchmark wrote; also include[1,3]
     <!-- accuracy: short -->          how near predictions are, from the results of three benchmarks
+    <!-- options: all -->             options of the commands beside parameters of the functions
 
 Commands run in the repository's root, with two threads and without AVX-512, whatever the machine has: both change what
 convolutions take.
@@ -18,6 +19,7 @@ convolutions take.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import re
@@ -26,14 +28,26 @@ import statistics
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"<!-- (run|include|accuracy)(?:\[([-\d,]+)\])?: (.+?) -->\n.*?<!-- end -->", re.S)
+BLOCK = re.compile(r"<!-- (run|include|accuracy|options)(?:\[([-\d,]+)\])?: (.+?) -->\n.*?<!-- end -->", re.S)
 MACHINE = {"OMP_NUM_THREADS": "2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 COLUMNS = 80
+_FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    "explain": ("explain", "quantize"), "check": ("check",), "sweep": ("sweep",), "largest": ("largest",),
+    "compare": ("compare",), "guard": ("assert_peak",), "fit": ("plan", "fit"), "export": ("export",),
+    "measure": ("measure",), "replay": ("replay",),
+}  # fmt: skip
+"""Command -> the public functions that do the same."""
+_OTHER_NAMES = {
+    "--input": "inputs", "--kwarg": "kwargs", "--target": "targets", "--a": "a_options", "--b": "b_options",
+    "--use-plan": "plan", "--plan": "",
+}  # fmt: skip
+"""Options whose parameter has another name: of one value, where Python takes all; ``--plan`` is a file to write."""
 
 
 def pages() -> list[Path]:
@@ -53,7 +67,7 @@ def _block(match: re.Match[str]) -> str:
     elif kind == "include":
         body = _parts((ROOT / what).read_text(encoding="utf-8").strip(), parts, "")
     else:
-        body = accuracy()
+        body = accuracy() if kind == "accuracy" else options()
     head = kind if parts is None else f"{kind}[{parts}]"
     return f"<!-- {head}: {what} -->\n{body}\n<!-- end -->"
 
@@ -134,6 +148,35 @@ def accuracy() -> str:
         "|---|--:|---|--:|--:|---|",
     ]
     return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
+
+
+def options() -> str:
+    """Draw the options of commands beside the parameters of functions; then name the options without a parameter."""
+    import click
+
+    import memplan
+    from memplan.cli import COMMANDS, main
+
+    commands = {name: main.get_command(click.Context(main), name) for name in COMMANDS}
+    users: dict[str, list[str]] = {}
+    for name, command in commands.items():
+        for parameter in command.params if command is not None else ():
+            if isinstance(parameter, click.Option):
+                spelled = "/".join((*parameter.opts, *parameter.secondary_opts))
+                users.setdefault(spelled, []).append(name)
+    rows, alone = [], []
+    for option, names in sorted(users.items(), key=lambda item: (-len(item[1]), item[0])):
+        parameter = _OTHER_NAMES.get(option, option.partition("/")[0].removeprefix("--").replace("-", "_"))
+        functions = [
+            function for command in names for function in _FUNCTIONS.get(command, ())
+            if parameter in inspect.signature(getattr(memplan, function)).parameters
+        ]  # fmt: skip
+        if functions:
+            rows.append(f"| `{option}` | {', '.join(names)} | `{parameter}` | {', '.join(functions)} |")
+        else:
+            alone.append(f"`{option}` ({', '.join(names) if len(names) < 5 else f'{len(names)} commands'})")
+    head = "| option | commands | parameter | functions |\n|---|---|---|---|"
+    return "\n".join((head, *rows, "", f"On the command line alone: {', '.join(alone)}."))
 
 
 def _off(step: dict[str, Any]) -> float | None:

@@ -6,47 +6,52 @@ Names are looked up when they are first used, so that importing memplan (and the
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from memplan._display import draw_with
 from memplan._interrupts import deferred
-from memplan._version import __version__
-from memplan.errors import BudgetError, MemplanError
+from memplan._version import __version__ as __version__
+from memplan.errors import BudgetError as BudgetError
+from memplan.errors import MemplanError as MemplanError
 
 if TYPE_CHECKING:
-    from memplan.checks.check import check
-    from memplan.checks.finding import Finding
-    from memplan.explanation.explain import explain
-    from memplan.explanation.line_profile import LineProfile
-    from memplan.explanation.model import Explanation
-    from memplan.explanation.why import Why, why
-    from memplan.exporting.export import export
-    from memplan.exporting.exported import Exported
-    from memplan.exporting.weights_file import load_weights
-    from memplan.integrations.line_profiles.decorator import profile
-    from memplan.integrations.watching.watch import watch
-    from memplan.planning.api import plan
-    from memplan.planning.capture.loss_module import with_loss
-    from memplan.planning.plan.plan import Plan, load_plan, save_plan
-    from memplan.planning.search.search import Heuristics
-    from memplan.simulation.replays.replay import replay
-    from memplan.simulation.replays.replayed import Replay
-    from memplan.simulation.simulate import simulate
-    from memplan.simulation.timeline import Timeline
-    from memplan.studies.capacity.largest import largest
-    from memplan.studies.comparisons.compare import compare
-    from memplan.studies.comparisons.comparison import Comparison
-    from memplan.studies.guarding.assert_peak import assert_peak
-    from memplan.studies.quantization.quantize import quantize
-    from memplan.studies.quantization.quantized import Quantized
-    from memplan.studies.sweeps.sweep import Sweep, sweep
-    from memplan.trace.measure import measure
-    from memplan.trace.record import record
-    from memplan.trace.spec import spec
-    from memplan.trace.trace import Trace, load_trace, save_trace
-    from memplan.verification.fitting.fit import Fitted, fit
-    from memplan.verification.proof.proof import Proof
-    from memplan.verification.proof.verify import verify
+    from memplan.checks.check import check as check
+    from memplan.checks.finding import Finding as Finding
+    from memplan.explanation.explain import explain as explain
+    from memplan.explanation.line_profile import LineProfile as LineProfile
+    from memplan.explanation.model import Explanation as Explanation
+    from memplan.explanation.why import Why as Why
+    from memplan.explanation.why import why as why
+    from memplan.exporting.export import export as export
+    from memplan.exporting.exported import Exported as Exported
+    from memplan.exporting.weights_file import load_weights as load_weights
+    from memplan.integrations.line_profiles.decorator import profile as profile
+    from memplan.integrations.watching.watch import watch as watch
+    from memplan.planning.api import plan as plan
+    from memplan.planning.capture.loss_module import with_loss as with_loss
+    from memplan.planning.plan.plan import Plan as Plan
+    from memplan.planning.search.search import Heuristics as Heuristics
+    from memplan.simulation.replays.replay import replay as replay
+    from memplan.simulation.replays.replayed import Replay as Replay
+    from memplan.simulation.simulate import simulate as simulate
+    from memplan.simulation.timeline import Timeline as Timeline
+    from memplan.studies.capacity.largest import largest as largest
+    from memplan.studies.comparisons.compare import compare as compare
+    from memplan.studies.comparisons.comparison import Comparison as Comparison
+    from memplan.studies.guarding.assert_peak import assert_peak as assert_peak
+    from memplan.studies.quantization.quantize import quantize as quantize
+    from memplan.studies.quantization.quantized import Quantized as Quantized
+    from memplan.studies.sweeps.sweep import Sweep as Sweep
+    from memplan.studies.sweeps.sweep import sweep as sweep
+    from memplan.trace.measure import measure as measure
+    from memplan.trace.record import record as record
+    from memplan.trace.spec import spec as spec
+    from memplan.trace.trace import Trace as Trace
+    from memplan.verification.fitting.fit import Fitted as Fitted
+    from memplan.verification.fitting.fit import fit as fit
+    from memplan.verification.proof.proof import Proof as Proof
+    from memplan.verification.proof.verify import verify as verify
 
 _HOMES = {
     "Comparison": "memplan.studies.comparisons.comparison",
@@ -59,7 +64,7 @@ _HOMES = {
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
-    "Replay": "memplan.simulation.replays.replay",
+    "Replay": "memplan.simulation.replays.replayed",
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.trace",
@@ -72,17 +77,13 @@ _HOMES = {
     "fit": "memplan.verification.fitting.fit",
     "largest": "memplan.studies.capacity.largest",
     "load_ipython_extension": "memplan.integrations.notebook.extension",
-    "load_plan": "memplan.planning.plan.plan",
     "load_weights": "memplan.exporting.weights_file",
-    "load_trace": "memplan.trace.trace",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.api",
     "profile": "memplan.integrations.line_profiles.decorator",
     "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replays.replay",
-    "save_plan": "memplan.planning.plan.plan",
-    "save_trace": "memplan.trace.trace",
     "simulate": "memplan.simulation.simulate",
     "spec": "memplan.trace.spec",
     "sweep": "memplan.studies.sweeps.sweep",
@@ -91,64 +92,31 @@ _HOMES = {
     "why": "memplan.explanation.why",
     "with_loss": "memplan.planning.capture.loss_module",
 }
+"""Modules by the public names in them; the imports above are the same, for type checkers."""
+_RENAMED = {
+    "load_plan": ("Plan", "load"),
+    "load_trace": ("Trace", "load"),
+    "save_plan": ("Plan", "save"),
+    "save_trace": ("Trace", "save"),
+}
+"""Earlier names, and the class and method that they are now."""
 
-__all__ = [
-    "BudgetError",
-    "Comparison",
-    "Explanation",
-    "Exported",
-    "Finding",
-    "Fitted",
-    "Heuristics",
-    "LineProfile",
-    "MemplanError",
-    "Plan",
-    "Proof",
-    "Quantized",
-    "Replay",
-    "Sweep",
-    "Timeline",
-    "Trace",
-    "Why",
-    "__version__",
-    "assert_peak",
-    "check",
-    "compare",
-    "explain",
-    "export",
-    "fit",
-    "largest",
-    "load_plan",
-    "load_trace",
-    "load_weights",
-    "measure",
-    "plan",
-    "profile",
-    "quantize",
-    "record",
-    "replay",
-    "save_plan",
-    "save_trace",
-    "simulate",
-    "spec",
-    "sweep",
-    "verify",
-    "watch",
-    "why",
-    "with_loss",
-]
+if not TYPE_CHECKING:  # which reads the imports above
+    __all__ = sorted({"BudgetError", "MemplanError", "__version__", *_HOMES} - {"load_ipython_extension"})
+
+    def __dir__() -> list[str]:
+        return __all__
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name in _RENAMED:
+        kind, method = _RENAMED[name]
+        warnings.warn(f"memplan.{name} is memplan.{kind}.{method} now", DeprecationWarning, stacklevel=2)
+        return getattr(__getattr__(kind), method)
+    if name not in _HOMES:
         raise AttributeError(f"module 'memplan' has no attribute {name!r}")
     with deferred():  # a library that it imports is not left half imported
-        return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def _reports() -> Any:

@@ -1,7 +1,15 @@
-"""Dataclasses as JSON text, and back by their own type hints. Reading trusts nothing: a file can come from a stranger.
+"""Dataclasses as JSON text, and back by their own type hints; `Saved`, the base class of all results in files.
 
-A field with a default may be missing, so that files written before it was added still load; an unknown field is refused
-by name. Values are texts, finite numbers, booleans, tuples, sets, mappings by text, dataclasses and named tuples.
+Reading trusts nothing: a file can come from a stranger. A field with a default may be missing, so that files written
+before it was added still load; an unknown field is refused by name. Values are texts, numbers, booleans, lists, tuples,
+sets, mappings by text, dataclasses and named tuples.
+
+A dataclass can say more than its fields do:
+
+- ``DERIVED``: names of properties that are written, too, and ignored when read.
+- ``AS_ROWS``: whether the dataclasses in its fields are lists of values, without the names of their fields.
+- ``to_dict()``: what is written instead of its fields.
+- ``_check()``: raises Unreadable if fields contradict each other. It is called after reading.
 """
 
 from __future__ import annotations
@@ -16,9 +24,12 @@ import stat
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from memplan._bytes import format_bytes
+from memplan._text import write_whole
+from memplan.errors import FormatError
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -43,7 +54,7 @@ SignedInt = Annotated[int, "may be negative"]
 """Type hints of the numbers that may be negative; all others may not."""
 
 Measured = Annotated[float, "may be infinite or no number"]
-"""Type hint of an error that was measured: `finite` writes it as text where JSON has no number for it."""
+"""Type hint of an error that was measured: it is a text where JSON has no number for it."""
 
 
 class Unreadable(ValueError):
@@ -58,36 +69,123 @@ class Unreadable(ValueError):
         return self
 
 
-def check_format(plain: Any, name: str, schema: int) -> None:
+def check_format(plain: Mapping[str, Any], name: str, schema: int = 1) -> None:
     """Check that parsed JSON says that it is of a format and a schema version. Raises Unreadable."""
-    if not isinstance(plain, dict):
-        raise Unreadable(f"it is {shown(plain)}, not a mapping")
     if plain.get("format") != name:
-        raise Unreadable(f"its format is {shown(plain.get('format'))}, not {name}")
+        raise Unreadable(f"has the format {shown(plain.get('format'))}, not {name}")
     if plain.get("schema") != schema:
-        raise Unreadable(f"its schema version is {shown(plain.get('schema'))}; this memplan reads {schema}")
+        raise Unreadable(f"has schema version {shown(plain.get('schema'))}; this memplan reads {schema}")
 
 
-def to_plain(value: Any) -> Any:
-    """Convert a value for `json.dumps`: dataclasses to mappings by field, tuples to lists, sets to sorted lists."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: to_plain(part) for key, part in value.items()}
-    if isinstance(value, frozenset):
-        return sorted(value)
+class Written:
+    """A result that can be written as JSON: a mapping whose first two keys are its format and schema version.
+
+    All sizes in it are bytes, all times seconds.
+    """
+
+    __slots__ = ()
+    FORMAT: ClassVar[str]
+    SCHEMA: ClassVar[int] = 1
+    """Version of the format, raised whenever an older or a newer reader would misread it. A new field with a default
+    does not raise it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {"format": self.FORMAT, "schema": self.SCHEMA, **self._plain()}
+
+    def _plain(self) -> dict[str, Any]:
+        return by_field(self)
+
+    def to_json(self) -> str:
+        """Return JSON text; equal results give equal texts."""
+        return text_of(self.to_dict())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON to a file. An existing file is replaced only once the new text is complete. Raises OSError."""
+        write_whole(path, self.to_json())
+
+
+class Saved(Written):
+    """A dataclass that can be written as JSON and read again."""
+
+    __slots__ = ()
+    AGAIN: ClassVar[str] = "Write it again"
+    """What to do about a file that cannot be read."""
+
+    @classmethod
+    def from_dict(cls, plain: Any, source: str = "The data") -> Self:
+        """Read what `to_dict` returned; ``source`` is its name in errors. Raises FormatError."""
+        return cls._read(lambda: plain, source)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "The text") -> Self:
+        """Read what `to_json` returned; ``source`` is its name in errors. Raises FormatError."""
+        return cls._read(lambda: parse(text), source)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that `save` wrote. Raises FormatError, OSError."""
+        return cls._read(lambda: parse(read_text(path)), str(path))
+
+    @classmethod
+    def _read(cls, plain: Callable[[], Any], source: str) -> Self:
+        try:
+            content = plain()
+            return from_plain(cls, {"format": None, **content} if isinstance(content, dict) else content, "it")
+        except Unreadable as error:
+            name = cls.FORMAT.removeprefix("memplan.")
+            raise FormatError(
+                f"{source} is no {name} that can be used: {error}",
+                expected=f"JSON of the format {cls.FORMAT}, schema version {cls.SCHEMA}, as memplan writes it",
+                do=f"{cls.AGAIN}, or read it with the memplan that wrote it",
+            ) from None
+
+    @classmethod
+    def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return what was read as a mapping of fields. Raises Unreadable."""
+        return plain
+
+
+def to_plain(value: Any, *, rows: bool = False) -> Any:
+    """Convert a value for `json.dumps`: dataclasses to mappings by field, tuples to lists, sets to sorted lists.
+
+    Fractions become numbers; numbers that JSON does not have, and values that are no data, become texts.
+
+    Args:
+        value: anything.
+        rows: dataclasses become lists of their fields' values.
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, (tuple, list)):
-        return [to_plain(part) for part in value]
-    return value
-
-
-def finite(value: Any) -> Any:
-    """Return plain data with the texts "nan", "inf" and "-inf" for numbers that JSON does not have."""
+        return [to_plain(part, rows=rows) for part in value]
     if isinstance(value, Mapping):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return {str(key): to_plain(part, rows=rows) for key, part in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if rows and is_dataclass(value):
+        return [to_plain(part, rows=True) for part in row_of(value)]
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        return by_field(value)
+    if isinstance(value, Fraction):
+        return int(value) if value.denominator == 1 else float(value)
+    return str(value)
+
+
+def by_field(record: Any) -> dict[str, Any]:
+    """Return plain data for JSON of a dataclass: its fields, and the properties that it derives from them."""
+    kind: Any = type(record)
+    rows = getattr(kind, "AS_ROWS", False)
+    return {name: to_plain(getattr(record, name), rows=rows) for name in (*_names(kind), *getattr(kind, "DERIVED", ()))}
+
+
+def named(value: Any, *names: str) -> dict[str, Any]:
+    """Return plain data for JSON of some fields and properties, by name."""
+    return {name: to_plain(getattr(value, name)) for name in names}
 
 
 def text_of(plain: Mapping[str, Any]) -> str:
@@ -203,6 +301,14 @@ def from_plain(kind: Any, plain: Any, place: str, *, rows: bool = False) -> Any:
         raise Unreadable(f"{place}{error.place} {error}") from None
 
 
+def read_part(kind: Any, plain: Any, place: str) -> Any:
+    """Read a value of a type that stands at a place of what is read: ``.names``, ``[3]``. Raises Unreadable."""
+    try:
+        return _converter(False).structure(plain, kind)
+    except Unreadable as error:
+        raise error.within(place) from None
+
+
 def frozen(plain: Any, place: str) -> Json:
     """Check a value of any JSON type and copy it, with tuples for lists. Raises Unreadable."""
     try:
@@ -231,6 +337,11 @@ def _converter(rows: bool) -> Converter:
         hooks = [converter.get_structure_hook(hint) for hint in hints]
         return _only(list, "a list", _of_parts(hints, hooks), len(hints))
 
+    def list_reader(kind: Any) -> Reader:
+        items = tuple[get_args(kind)[0], ...]
+        read = converter.get_structure_hook(items)
+        return lambda plain, _: list(read(plain, items))
+
     def set_reader(kind: Any) -> Reader:
         items = tuple[get_args(kind)[0], ...]
         read = converter.get_structure_hook(items)
@@ -238,16 +349,19 @@ def _converter(rows: bool) -> Converter:
 
     def record_reader(kind: Any) -> Reader:
         hints = get_type_hints(kind, include_extras=True)  # cattrs itself drops what Annotated adds
+        if not issubclass(kind, tuple):  # a dataclass: class attributes have hints, too
+            hints = {name: hints[name] for name in _names(kind)}
         if rows or issubclass(kind, tuple):
             row = tuple[tuple(hints.values())]
             read_row = converter.get_structure_hook(row)
             return lambda plain, _: kind(*read_row(plain, row))
+        parts = _converter(True) if getattr(kind, "AS_ROWS", False) else converter
         hooks: dict[str, Any] = {
-            name: override(struct_hook=_at(f".{name}", hint, converter.get_structure_hook(hint)))
+            name: override(struct_hook=_at(f".{name}", hint, parts.get_structure_hook(hint)))
             for name, hint in hints.items()
         }
         read = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **hooks)
-        return _only(dict, "a mapping", _with_all_keys(read))
+        return _only(dict, "a mapping", _of_fields(kind, read))
 
     def mapping_reader(kind: Any) -> Reader:
         hint = get_args(kind)[1]
@@ -256,6 +370,7 @@ def _converter(rows: bool) -> Converter:
     factory, hook = converter.register_structure_hook_factory, converter.register_structure_hook_func
     factory(lambda kind: is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, tuple)), record_reader)
     factory(lambda kind: get_origin(kind) is tuple, tuple_reader)
+    factory(lambda kind: get_origin(kind) is list, list_reader)
     factory(lambda kind: get_origin(kind) is frozenset, set_reader)
     factory(lambda kind: get_origin(kind) in (Mapping, dict), mapping_reader)
     hook(lambda kind: get_origin(kind) is Literal, _one_of)
@@ -329,18 +444,32 @@ def _at(place: str, hint: Any, hook: Reader) -> Reader:
     return read
 
 
-def _with_all_keys(read: Reader) -> Reader:
+def _of_fields(kind: Any, read: Reader) -> Reader:
     from cattrs import ForbiddenExtraKeysError
 
-    def checked(plain: Any, kind: Any) -> Any:
+    ignored = frozenset(getattr(kind, "DERIVED", ())) | (_HEAD if issubclass(kind, Saved) else frozenset())
+
+    def checked(plain: dict[str, Any], _: Any) -> Any:
+        if issubclass(kind, Saved):
+            if "format" in plain:
+                check_format(plain, kind.FORMAT, kind.SCHEMA)
+            plain = kind._prepared({key: part for key, part in plain.items() if key not in ignored})
+        elif ignored:
+            plain = {key: part for key, part in plain.items() if key not in ignored}
         try:
-            return read(plain, kind)
+            record = read(plain, kind)
         except KeyError as error:
             raise Unreadable(f"lacks {error.args[0]!r}") from None
         except ForbiddenExtraKeysError as error:
             raise Unreadable(f"has an unknown {shown(min(error.extra_fields))}") from None
+        if hasattr(kind, "_check"):
+            record._check()
+        return record
 
     return checked
+
+
+_HEAD = frozenset({"format", "schema"})
 
 
 def _frozen(plain: Any, kind: Any, depth: int = DEEPEST) -> Json:

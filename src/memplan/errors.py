@@ -4,12 +4,14 @@
   * UsageError (also a ValueError): what was asked for cannot be done as written
     - TargetError: the thing to look at (a path, a module, a callable) was not found or is of the wrong kind
     - InputError: an input, keyword or target does not describe a tensor, or does not suit the model
+
+      + FormatError (earlier TraceFormatError and PlanFormatError): a saved result that is damaged, or of another format
+        or schema version
+
     - DeviceError: no such device in the catalogue or on this machine
     - UnitError: not a number of bytes
-    - TraceFormatError: a file that is no trace, or one of another schema version
     - SnapshotFormatError: a file that is no memory snapshot, or one that cannot be trusted
-    - PlanFormatError: a file that is no plan, or one of another schema version
-    - BaselineError: a baseline that is missing, damaged, or not of this step, device or torch
+    - BaselineError: a baseline that is missing, or not of this step, device or torch
     - BudgetError: the step cannot be made to fit
   * RecordingError (also a RuntimeError): a step could not be recorded
     - DataDependentError: a shape depends on values, which a recording does not have
@@ -43,8 +45,8 @@ class MemplanError(Exception):
     Each is given without its final full stop.
 
     Example:
-        >>> str(MemplanError("The file is empty", expected="a trace", do="Write one with memplan.save_trace"))
-        'The file is empty. Expected a trace. Write one with memplan.save_trace.'
+        >>> str(MemplanError("The file is empty", expected="a trace", do="Write one with trace.save"))
+        'The file is empty. Expected a trace. Write one with trace.save.'
     """
 
     def __init__(self, found: str, *, expected: str | None = None, do: str | None = None) -> None:
@@ -94,20 +96,20 @@ class UnitError(UsageError):
     """Not a number of bytes."""
 
 
-class TraceFormatError(UsageError):
-    """A file that is no trace, or one of another schema version."""
+class FormatError(InputError):
+    """A saved result that is damaged, or of another format or schema version than what was to be read."""
+
+
+TraceFormatError = PlanFormatError = FormatError
+"""Earlier names."""
 
 
 class SnapshotFormatError(UsageError):
     """A file that is no snapshot of torch's CUDA memory, or one that is damaged or would run something."""
 
 
-class PlanFormatError(UsageError):
-    """A file that is no plan, one of another schema version, or one with what this memplan does not know."""
-
-
 class BaselineError(UsageError):
-    """A baseline that is missing or damaged, or that has no figures of this step on this device with this torch."""
+    """A baseline that is missing, or that has no figures of this step on this device with this torch."""
 
 
 class BudgetError(UsageError):

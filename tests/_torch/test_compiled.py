@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 from torch._inductor.runtime.benchmarking import InductorBenchmarker
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks.random_stacks import Layer, interior_size, module_of, probed, reach, stacks
+from environment import needs_avx512
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processor import needs_avx512
-from stacks import Layer, interior_size, module_of, probed, reach, stacks
 from torch import Tensor, nn
 
 import memplan
@@ -122,6 +122,7 @@ def test_padded_it_loses_nothing() -> None:
     assert erosions(padded_unet, "1x1x64x64") == []
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_the_padded_model() -> None:
     (finding,) = erosions(ValidUNet, "2x1x188x188")
     build = lambda make: memplan.record(build_of(make, StepOptions(("2x1x188x188",)).checked()), device="cpu")  # noqa: E731
@@ -146,8 +147,9 @@ def test_a_plan_takes_the_bytes_back() -> None:
     assert "with a plan that adds" in finding.advice[0]
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("size", [572, 576])  # padded, only the second gives sizes that all strides divide
+@pytest.mark.parametrize(
+    ("size", "device"), [(572, "cpu"), (576, "h100")]
+)  # padded, only the second gives sizes that all strides divide
 def test_of_a_trace_the_bytes_are_those_of_the_padded_model(size: int, device: str) -> None:
     """Nothing can be made anew of it: the ops of the step are run again, with padding."""
     options = StepOptions((f"2x1x{size}x{size}",), optimizer=torch.optim.AdamW).checked()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from environment import slow
 from torch import Tensor, nn
 
 import memplan
@@ -136,7 +137,13 @@ CASES: dict[str, tuple[str, Callable[[bool], nn.Module], str, tuple[str, ...]]] 
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("name", "device"), [(name, device) for name, case in CASES.items() for device in case[3]])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *[("leaky relu", "cpu"), ("instance norm", "h100"), ("cat", "cpu"), ("functions", "cpu")],
+        *slow(*((name, device) for name, case in CASES.items() for device in case[3])),
+    ],
+)
 def test_the_bytes_are_those_of_the_mended_model(name: str, device: str) -> None:
     kind, make, shape, _ = CASES[name]
     (finding,) = [f for f in findings(lambda: make(False), shape, device) if f.details["kind"] == kind]
@@ -150,8 +157,8 @@ def test_the_bytes_are_those_of_the_mended_model(name: str, device: str) -> None
 @pytest.mark.parametrize(
     "name",
     [
-        *["leaky relu", "instance norm", "cat"],
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("elu", "sequence", "sequence, no bias", "sum")),
+        "leaky relu",
+        *slow("instance norm", "cat", "elu", "sequence", "sequence, no bias", "sum"),
     ],
 )
 def test_a_real_run_spares_them_too(name: str) -> None:
@@ -205,6 +212,7 @@ def test_an_input_that_is_read_later_stays() -> None:
     assert findings(Later, IMAGES) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device"), [("conv_vae", "cpu"), ("instancenorm_net", "cpu"), ("instancenorm_net", "h100")]
 )

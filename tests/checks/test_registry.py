@@ -75,8 +75,17 @@ CASES = [
     *((name, "h100", found) for name, found in ON_A_CARD.items()),
     *((name, "h100", set[str]()) for name in QUIET),
 ]
-LONG = ("t5", "unetr", "densenet", "llama", "gradient_accumulation", "bert", "segresnet", "basic_unet3d")
-"""Take seconds each, and have kin among the others."""
+LONG = (
+    *("t5", "unetr", "llama", "llama_gradient_checkpointing", "llama_lora", "bert", "segresnet", "basic_unet3d"),
+    *("gradient_accumulation", "resnet18_inference", "gpt2_inference", "frozen_backbone", "loss_logging"),
+    *(name for name in QUIET if name not in ("sdpa_transformer", "checkpoint_reentrant", "autocast_conv")),
+)
+"""Take long, and have kin among the others."""
+
+
+def repeats(name: str, device: str) -> bool:
+    """Whether a case is left to `make test-all`: long ones, and on the CPU what a card has findings of."""
+    return name in LONG or (device == "cpu" and name in ON_A_CARD and name != "gpt2")
 
 
 def test_ids_and_titles_are_unique() -> None:
@@ -85,7 +94,7 @@ def test_ids_and_titles_are_unique() -> None:
 
 @pytest.mark.parametrize(
     ("name", "device", "reviewed"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in LONG), id=f"{case[0]}-{case[1]}") for case in CASES],
+    [pytest.param(*case, marks=[pytest.mark.slow] * repeats(*case[:2]), id=f"{case[0]}-{case[1]}") for case in CASES],
 )
 @pytest.mark.filterwarnings("ignore")  # transformers and MONAI warn of what is none of ours
 def test_no_false_alarm_on_the_zoo(name: str, device: str, reviewed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from asked_convolutions import FORWARD
 from click.testing import CliRunner
+from cudnn.scripted_worker import FORWARD
 
 from memplan.cli import main
 from memplan.cudnn.answer_cache import AnswerCache

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from memplan.cli import main
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 from torch import nn
 
@@ -21,13 +22,6 @@ def stack(padding: int = 0):
 def shifted():
     return nn.Conv2d(1, 1, 3, 2, 1)
 """
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_whatever_is_raised_ends_as_one_line(
     assert result.exit_code == code
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_import_that_an_interrupt_broke_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy, imported again after KeyboardInterrupt broke its import, raises ImportError."""
+
+    @click.command()
+    def command() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("cannot load module more than once per process")
+
+    monkeypatch.setattr(main, "get_command", lambda ctx, name: command)
+    result = CliRunner().invoke(main, ["explain"])
+    assert (result.exit_code, result.stderr) == (130, "memplan: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from memplan.cli import main
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 from torch import nn
 
@@ -22,13 +23,6 @@ def other():
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
 """
 INPUT = ("--input", "2x3x8x8")
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str) -> Result:
@@ -47,12 +41,12 @@ def test_two_targets(models: Path) -> None:
 
 
 def test_options_of_one_side(models: Path) -> None:
-    done = run("models.py:net", *INPUT, "--device", "cpu", "--b-arg", "width=8", "--a-infer", "--json", "-")
+    done = run("models.py:net", *INPUT, "--device", "cpu", "--b", "arg=width=8", "--a", "no-train", "--json", "-")
     data = json.loads(done.output)
-    assert [data[side]["title"] for side in "ab"] == ["models.py:net --infer", "models.py:net --arg width=8"]
+    assert [data[side]["title"] for side in "ab"] == ["models.py:net --no-train", "models.py:net --arg width=8"]
     assert [data[side]["train"] for side in "ab"] == [False, True]
     assert data["b"]["parameters"] == 8 * 27 + 8 + 288 * 5 + 5
-    both = run("models.py:net", *INPUT, "--device", "cpu", "--arg", "width=8", "--a-arg", "width=6", "--json", "-")
+    both = run("models.py:net", *INPUT, "--device", "cpu", "--arg", "width=8", "--a", "arg=width=6", "--json", "-")
     assert [json.loads(both.output)[side]["parameters"] for side in "ab"] == [
         6 * 28 + 216 * 5 + 5,
         8 * 28 + 288 * 5 + 5,
@@ -66,7 +60,7 @@ def test_files_are_targets(models: Path) -> None:
     done = run("a.json", "t")
     assert done.exit_code == 0, done.output
     assert "peak: the same" in done.output
-    mixed = run("t", "models.py:net", "--b-input", "2x3x8x8", "--b-device", "cpu")
+    mixed = run("t", "models.py:net", "--b", "input=2x3x8x8", "--b", "device=cpu")
     assert "peak: the same" in mixed.output
 
 
@@ -82,12 +76,12 @@ def test_points_of_a_saved_sweep_are_targets(models: Path) -> None:
     assert "A and B are points of a sweep" in " ".join(done.output.split())
     rows = json.loads((models / "swept.json").read_text())["rows"]
     assert json.loads((models / "found.json").read_text())["difference"] == rows[1]["peak"] - rows[0]["peak"]
-    mixed = run("swept.json#2", "models.py:net", "--b-input", "2x3x8x8", "--b-device", "cpu", "--b-arg", "width=8")
+    mixed = run("swept.json#2", "models.py:net", "--b", "input=2x3x8x8", "--b", "device=cpu", "--b", "arg=width=8")
     assert "peak: the same" in mixed.output
 
 
 def test_measured(models: Path) -> None:
-    done = run("models.py:net", *INPUT, "--b-precision", "bf16", "--measure")
+    done = run("models.py:net", *INPUT, "--b", "autocast=bf16", "--measure")
     assert done.exit_code == 0, done.output
     assert "On equal weights, B's outputs are" in done.output
     assert "measured on this CPU" in done.output
@@ -99,11 +93,12 @@ def test_measured(models: Path) -> None:
         (("models.py:net", *INPUT), "models.py:net twice, with the same options"),
         (("models.py:net", "gone.json", *INPUT), "there is no file gone.json"),
         (("models.py:net", "models.py", *INPUT), "names no callable"),
-        (("gone.json#1", "models.py:net", "--b-input", "2x3x8x8"), "there is no file gone.json."),
-        (("models.json#1", "models.py:net", "--b-input", "2x3x8x8"), "models.json holds something else"),
+        (("gone.json#1", "models.py:net", "--b", "input=2x3x8x8"), "there is no file gone.json."),
+        (("models.json#1", "models.py:net", "--b", "input=2x3x8x8"), "models.json holds something else"),
         (("models.py:net", "models.json", *INPUT), "--input was given for it, too"),
-        (("models.py:net", "models.json", "--a-input", "2x3x8x8"), "models.json holds something else"),
-        (("models.py:net", "--b-batch", "0", *INPUT), "--b-batch"),
+        (("models.py:net", "models.json", "--a", "input=2x3x8x8"), "models.json holds something else"),
+        (("models.py:net", "--b", "batch=0", *INPUT), "--batch"),
+        (("models.py:net", "--b", "optimiser=sgd", *INPUT), "--optimiser"),
         (("models.py:net", "models.py:other", "--measure", "--device", "h100", *INPUT), "device h100 and measuring"),
     ],
 )

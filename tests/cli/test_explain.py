@@ -196,7 +196,7 @@ def test_a_build_with_a_batch_is_scaled_to_twice_of_it() -> None:
 
 
 def test_inference_saves_nothing() -> None:
-    result = explain("nets.py:make", "--input", "2x4", "--infer", "--optimizer", "adamw", "--json", "out.json")
+    result = explain("nets.py:make", "--input", "2x4", "--no-train", "--optimizer", "adamw", "--json", "out.json")
     assert "left out" in result.stderr
     told = json.loads(Path("out.json").read_text())
     assert told["saved_bytes"] == told["by_cause"]["optimizer_state"] == 0
@@ -204,13 +204,13 @@ def test_inference_saves_nothing() -> None:
 
 
 def test_true_precision_halves_the_weights() -> None:
-    told = explained("nets.py:make", "--input", "512x4", "--precision", "bf16-true")
+    told = explained("nets.py:make", "--input", "512x4", "--dtype", "bf16")
     assert told["by_cause"]["weight"] == 268 // 2
     assert told["by_cause"]["input"] == 512 * 4 * 2
 
 
 def test_autocast_keeps_the_weights() -> None:
-    told = explained("nets.py:make", "--input", "2x4", "--precision", "bf16")
+    told = explained("nets.py:make", "--input", "2x4", "--autocast", "bf16")
     assert told["by_cause"]["weight"] == 268
 
 
@@ -273,7 +273,7 @@ def test_a_trace_is_explained_again_to_the_same_numbers() -> None:
 
 def test_measure_really_runs_what_cannot_be_recorded() -> None:
     assert explain("nets.py:Positive", "--input", "4x4").exit_code == 2
-    told = explained("nets.py:Positive", "--input", "4x4", "--infer", "--measure")
+    told = explained("nets.py:Positive", "--input", "4x4", "--no-train", "--measure")
     assert told["by_cause"]["input"] == 4 * 4 * 4
 
 
@@ -350,14 +350,14 @@ MISTAKES = {
         ["nets.py:make", "--arg", "width=4", "--arg", "width=5"],
         ["width was given twice"],
     ),
-    "no such precision": (["nets.py:make", "--precision", "bf17"], ["'bf17'", "'bf16'"]),
+    "no such dtype for autocast": ([*FITTING, "--autocast", "bf17"], ["'bf17'", "bf16"]),
     "no batch to change": (["nets.py:make", "--batch", "4"], ["--batch 4", "--input", "batch or batch_size"]),
     "two batches": (["nets.py:build", "--batch", "4", "--arg", "batch=3"], ["--batch 4 and --arg batch=3"]),
     "an input for a step": (["nets.py:build", "--input", "2x4"], ["returned a step", "Leave them out"]),
-    "inference of a step": (["nets.py:build", "--infer"], ["returned a step", "--infer"]),
+    "inference of a step": (["nets.py:build", "--no-train"], ["returned a step", "--no-train"]),
     "a trace and an input": (["old.json", "--input", "2x4"], ["old.json is a trace", "--input"]),
-    "a trace of another version": (["old.json"], ["schema version 99", "Expected version 2"]),
-    "a trace that is none": (["empty.json"], ["not a trace"]),
+    "a trace of another version": (["old.json"], ["schema version 99", "this memplan reads 2"]),
+    "a trace that is none": (["empty.json"], ["is no trace"]),
     "a trace that is not there": (["none.json"], ["none.json cannot be read"]),
     "no such option": (["nets.py:make", "--inptu", "2x4"], ["--inptu", "--input"]),
     "no folder to write to": ([*FITTING, "--json", "no/o.json"], ["there is no folder"]),

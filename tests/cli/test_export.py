@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from memplan.cli import main
 from memplan.exporting.trials.proving import compiler
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 import torch
 from torch import nn
@@ -48,15 +49,8 @@ def batches():
 nothing = None
 """
 STEP = ("--input", "1x3x8", "--target", "1:int64<4", "--loss", "cross_entropy", "--optimizer", "sgd:lr=0.05")
-NET = ("models.py:net", *STEP, "--budget", "16KiB", "--out", "device")
+NET = ("models.py:net", *STEP, "--budget", "16KiB", "--folder", "device")
 UNPROVEN = (*NET, "--no-verify")
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str) -> Result:
@@ -101,7 +95,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_two_exports_are_the_same_byte_for_byte(models: Path) -> None:
     for folder in ("device", "again"):
-        assert run(*UNPROVEN, "--frozen-weights", "int8", "--out", folder).exit_code == 0
+        assert run(*UNPROVEN, "--frozen-weights", "int8", "--folder", folder).exit_code == 0
     assert files(models / "again") == files(models / "device")
     assert set(files(models / "device")) == {
         "sequential.c", "sequential.h", "sequential.json", "sequential_weights.h", "test_sequential.c", "Makefile",
@@ -112,7 +106,7 @@ def test_two_exports_are_the_same_byte_for_byte(models: Path) -> None:
 @pytest.mark.slow
 def test_other_processes_write_the_same(models: Path) -> None:
     for seed in ("1", "2"):
-        command = [sys.executable, "-m", "memplan.cli", "export", *UNPROVEN, "--out", seed]
+        command = [sys.executable, "-m", "memplan.cli", "export", *UNPROVEN, "--folder", seed]
         subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": seed})
     assert files(models / "1") == files(models / "2")
 
@@ -146,7 +140,7 @@ def test_code_that_computes_something_else_ends_with_1(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (NET[:-2], "Missing option '--out'"),
+        (NET[:-2], "Missing option '--folder'"),
         (("models.py:nothing", *NET[1:]), "models.py:nothing"),
         (("models.py:broken", *NET[1:]), "5.bias has elements that are not finite"),
         (("models.py:Sorted", *NET[1:]), "sort (at models.py:24)"),

@@ -108,7 +108,7 @@ def one_line(result: Result) -> str:
 def test_the_options_become_a_call_of_fit(net: str, engine: Engine) -> None:
     result = run(
         net, "--arg", "width=16", "--input", "2x4", "--target", "2:int64<3", "--loss", "cross_entropy",
-        "--optimizer", "sgd:lr=0.5", "--precision", "bf16", "--budget", "400MiB", "--early", "--accumulate", "2",
+        "--optimizer", "sgd:lr=0.5", "--autocast", "bf16", "--budget", "400MiB", "--early", "--accumulate", "2",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     (model, inputs, options), *_ = engine.asked
@@ -123,7 +123,7 @@ def test_the_options_become_a_call_of_fit(net: str, engine: Engine) -> None:
 
 
 def test_a_model_in_evaluation_is_fitted_in_training(net: str, engine: Engine) -> None:
-    run(net.replace(":make", ":asleep"), "--input", "2x4", "--budget", "400MiB", "--precision", "bf16-true")
+    run(net.replace(":make", ":asleep"), "--input", "2x4", "--budget", "400MiB", "--dtype", "bf16")
     ((model, inputs, _),) = engine.asked
     assert all(module.training for module in model.modules())
     assert model[0].weight.dtype is inputs[0].dtype is torch.bfloat16
@@ -292,7 +292,7 @@ def test_a_step_is_fitted_and_its_plan_used_again(deep: tuple[str, nn.Module], t
     again = run(target, *OPTIONS, "--use-plan", file, "--json", tmp_path / "two.json")
     assert (again.exit_code, again.stderr) == (0, "")
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
-    fitted = memplan.fit(model, "512x16", **STEP, budget=budget, plan=memplan.load_plan(file), pairs=0)
+    fitted = memplan.fit(model, "512x16", **STEP, budget=budget, plan=memplan.Plan.load(file), pairs=0)
     for written in (one, two):
         assert written["fits"]
         assert written["changed"]
@@ -314,7 +314,7 @@ def test_a_step_is_fitted_with_the_optimizer_early(deep: tuple[str, nn.Module], 
     options = ("--optimizer", "adamw", "--early", "--budget", budget, "--plan", file, "--json", tmp_path / "out.json")
     result = run(target, *OPTIONS, *options)
     assert (result.exit_code, result.stderr) == (0, "")
-    fitted = memplan.fit(model, "512x16", **STEP, **early, budget=budget, plan=memplan.load_plan(file), pairs=0)
+    fitted = memplan.fit(model, "512x16", **STEP, **early, budget=budget, plan=memplan.Plan.load(file), pairs=0)
     fitted.undo()
     proof = json.loads((tmp_path / "out.json").read_text())["proof"]
     assert (proof["ok"], proof["early"], proof["optimizer"]) == (True, True, "AdamW")
@@ -331,6 +331,7 @@ def test_the_smallest_budget_is_told_and_is_enough(deep: tuple[str, nn.Module], 
     assert run(target, *OPTIONS, "--budget", least).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
 def test_what_fusion_brings_is_told(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
     target, model = deep
@@ -369,7 +370,7 @@ def test_a_card_is_a_budget(net: str, engine: Engine) -> None:
     ("options", "words"),
     [
         ([], "no budget. Expected one: --budget 400MiB, or a plan's own with --use-plan."),
-        (["--budget", "1GiB", "--infer"], "--infer. Expected a training step"),
+        (["--budget", "1GiB", "--no-train"], "--no-train. Expected a training step"),
         (["--budget", "1GiB", "--settings", "expandable_segments:True"], "--settings. Expected"),
         (["--budget", "1GiB", "--peers"], "--peers without --frontier. Expected a frontier to draw them beside"),
         (["--budget", "1GiB", "--peers", "--frontier", "x.png", "--predict"], "--peers with --predict. Expected"),

@@ -13,6 +13,7 @@ from memplan.cli.guard import _portable, options_text
 from memplan.cli.options import StepArguments
 from memplan.errors import DeviceError
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 import torch
 from torch import nn
@@ -27,13 +28,6 @@ def build(batch=32):
     data = torch.randn(batch, 64)
     return lambda: model(data).sum().backward()
 """
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str, target: str = "models.py:net", baseline: str = "memory.json") -> Result:
@@ -132,6 +126,7 @@ for _ in range(10):
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_a_target_with_its_arguments(models: Path) -> None:
     (models / "train.py").write_text(SCRIPT.replace("WIDTH", "64"))
     of_script = ["--script", "train.py", "--baseline", "memory.json", "--device", "cpu"]
@@ -224,8 +219,21 @@ def test_only_a_cudnn_that_is_named_is_asked(
 
 def test_options_are_typed_in_one_order() -> None:
     given = StepArguments(
-        "a.py:b", inputs=("8x3", "8"), optimizer="adamw", precision="bf16", infer=True, batch=4, device="h100",
+        "a.py:b", inputs=("8x3", "8"), optimizer="adamw", autocast="bf16", train=False, batch=4, device="h100",
         cudnn="off",
     )  # fmt: skip
-    assert options_text(given) == "--input 8x3 --input 8 --optimizer adamw --precision bf16 --infer --batch 4"
+    assert options_text(given) == "--input 8x3 --input 8 --optimizer adamw --autocast bf16 --no-train --batch 4"
     assert options_text(StepArguments("a.py:b")) == ""
+
+
+def test_a_baseline_with_former_spellings_of_options_is_found(tmp_path: Path) -> None:
+    typed = ("--no-train", "--autocast", "bf16")
+    assert run("--update", *typed).exit_code == 0
+    file = Path("memory.json")
+    now = file.read_text()
+    former = now.replace("--autocast bf16 --no-train", "--precision bf16 --infer")
+    assert former != now
+    file.write_text(former)
+    assert run(*typed).exit_code == 0
+    assert run("--update", *typed).exit_code == 0
+    assert file.read_text() == now  # one row, in the present spelling

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from memplan.cli import main
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 import torch
 from torch import nn
@@ -43,13 +44,6 @@ def build(rows, size: int = 8):
 """
 IMAGE = ("models.py:stack", "--input", "2x3x16x16")
 VOLUME = ("models.py:volumes", "--input", "1x1x8x8x8", "--axis", "patch", "--divisible", "4", "--window", "48x48x48")
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str) -> Result:

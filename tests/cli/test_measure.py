@@ -41,7 +41,7 @@ def test_the_command_answers_in_one_line(arguments: list[str], said: str, tmp_pa
 
 
 def test_without_a_gpu_the_way_out_is_the_emulated_card() -> None:
-    with pytest.raises(DeviceError, match="--dry h100"):
+    with pytest.raises(DeviceError, match="--dry --device h100"):
         memplan.measure(lambda: lambda: None, device="cuda")
 
 

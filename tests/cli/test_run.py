@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from environment import slow
 
 import memplan
 from memplan.cli import main
@@ -157,9 +158,9 @@ def test_check_takes_a_script(script: str) -> None:
 @pytest.mark.parametrize(
     ("budget", "code", "said"),
     [
-        ("1GiB", 0, "fits 1.0 GiB already"),
+        *slow(("1GiB", 0, "fits 1.0 GiB already")),
         ("32MiB", 0, "can be made to fit 32.0 MiB; nothing was run."),
-        ("1MiB", 1, "does not fit 1.0 MiB. The smallest budget with a plan is"),
+        *slow(("1MiB", 1, "does not fit 1.0 MiB. The smallest budget with a plan is")),
     ],
 )
 def test_fit_takes_a_script(script: str, budget: str, code: int, said: str) -> None:

@@ -108,6 +108,7 @@ def test_lines_of_a_file_are_as_measured(folder: Path) -> None:
         assert predicted[name] == measured[name]
 
 
+@pytest.mark.slow
 def test_one_function_of_a_file_on_a_card(folder: Path) -> None:
     found = lines(folder, "--device", "h100", "--lines", "train.py:Net.forward")
     assert list(found) == ["train_step", "Net.forward"]

@@ -14,6 +14,7 @@ from memplan.cli import main
 from memplan.studies.sweeps import parallel
 from memplan.studies.sweeps.points import Outcome, record_point
 
+pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
 import torch
 from torch import nn
@@ -28,13 +29,6 @@ def build(size: int = 8):
     data = torch.randn(2, size)
     return lambda: model(data).sum().backward()
 """
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
-    return tmp_path
 
 
 def run(*arguments: str) -> Result:

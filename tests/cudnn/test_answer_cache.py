@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from asked_convolutions import FORWARD
+from cudnn.scripted_worker import FORWARD
 
 from memplan.cudnn.answer_cache import AnswerCache, answers_folder, clear, kept
 from memplan.cudnn.questions import ExecutionPlan

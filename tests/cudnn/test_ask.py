@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked_convolutions import ANSWERS, CRASHES, FORWARD, NOWHERE, needs_compiler, write_script
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from cudnn.scripted_worker import ANSWERS, CRASHES, FORWARD, NOWHERE, needs_compiler, write_script
+from environment import ENVIRONMENT, needs_cuda_torch
 
 from memplan.cudnn import ask as asking
 from memplan.cudnn import worker_process

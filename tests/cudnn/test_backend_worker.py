@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from asked_convolutions import FORWARD
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from cudnn.scripted_worker import FORWARD
+from environment import ENVIRONMENT, needs_cuda_torch
 
 from memplan.cudnn import backend_worker
 from memplan.cudnn.backend_worker import in_errata, refused, serve, strides

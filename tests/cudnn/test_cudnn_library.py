@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 
 from memplan.cudnn import cudnn_library
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from asked_convolutions import FORWARD, needs_compiler
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from cudnn.scripted_worker import FORWARD, needs_compiler
+from environment import ENVIRONMENT, needs_cuda_torch
 
 from memplan.cudnn.cudnn_library import find_cudnn
 from memplan.cudnn.described_card import properties

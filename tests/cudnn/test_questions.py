@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asked_convolutions import FORWARD
+from cudnn.scripted_worker import FORWARD
 from hypothesis import given
 from hypothesis import strategies as st
 

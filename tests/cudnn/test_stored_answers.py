@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from asked_convolutions import needs_compiler
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from cudnn.scripted_worker import needs_compiler
+from environment import ENVIRONMENT, needs_cuda_torch
 from goldens.handmade import ROOT
 
 from memplan.cudnn import stored_answers

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from asked_convolutions import ANSWERS, CRASHES, FORWARD, NOWHERE, START, needs_compiler, write_script
+from cudnn.scripted_worker import ANSWERS, CRASHES, FORWARD, NOWHERE, START, needs_compiler, write_script
 
 from memplan.cudnn import worker_process
 from memplan.cudnn.questions import ExecutionPlan, Plans, Question

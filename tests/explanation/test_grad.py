@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from networks import SmallResNet
+from models.networks import SmallResNet
 from torch import nn
 
 import memplan

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from allocator import measured_peak
-from steps import STEPS
+from models.steps import STEPS
 from torch import nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

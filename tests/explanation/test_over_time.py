@@ -10,16 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import mlp
+from models.steps import mlp
 
 import memplan
 from memplan import Trace
 from memplan.errors import InputError
 from memplan.explanation.course import Course, Span
 from memplan.explanation.explain import explain_trace
-from memplan.explanation.explanation_json import loads
+from memplan.explanation.model import Explanation
 from memplan.explanation.over_time import course_of, thinned
-from memplan.reports.explain import dumps
 from memplan.simulation.simulate import simulate
 
 
@@ -136,9 +135,9 @@ def highest(found: Course, cause: str, span: Span) -> int:
 
 def test_an_explanation_is_read_back_equal(trace: Trace) -> None:
     explanation = explain_trace(trace)
-    text = dumps(explanation)
-    again = loads(text)
-    assert dumps(again) == text
+    text = explanation.to_json()
+    again = Explanation.from_json(text)
+    assert again.to_json() == text
     assert again.course == explanation.course
     assert again.layers == explanation.layers
 
@@ -155,11 +154,11 @@ def _changed(text: str, *path: str | int, to: object) -> str:
 @pytest.mark.parametrize(
     ("path", "to", "found"),
     [
-        (("schema",), 2, "its schema version is 2; this memplan reads 1"),
-        (("by_cause", "saved"), 1, "by_cause does not add up"),
+        (("schema",), 2, "has schema version 2; this memplan reads 1"),
+        (("by_cause", "saved"), 1, "causes that do not add up"),
         (("course", "ticks"), [1], "columns of different lengths"),
         (("course", "causes", "weight", 3), 7, "causes that do not add up"),
-        (("course", "ops", 3), 10**6, "names an op that is not in op_rows"),
+        (("course", "ops", 3), 10**6, "has ops that are not in op_rows"),
         (("title",), 3, "it.title is 3"),
         (("layers", 1, "needed_for"), [3], "it.layers[1].needed_for[0] is 3"),
         (("unknown",), 3, "unknown"),
@@ -167,7 +166,7 @@ def _changed(text: str, *path: str | int, to: object) -> str:
 )
 def test_a_damaged_explanation_is_refused(trace: Trace, path: tuple[str, ...], to: object, found: str) -> None:
     with pytest.raises(InputError, match=r"x\.json is no explanation") as error:
-        loads(_changed(dumps(explain_trace(trace)), *path, to=to), "x.json")
+        Explanation.from_json(_changed(explain_trace(trace).to_json(), *path, to=to), "x.json")
     assert found in str(error.value)
 
 
@@ -190,18 +189,18 @@ def test_the_data_beside_these_tests_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["lines", "batches", "peaks"])
 def test_a_scaling_without_what_it_is_made_of_is_refused(name: str) -> None:
     explanation = memplan.explain(mlp(width=64, layers=2), "8x64", device="cpu")
-    data = json.loads(dumps(explanation))
+    data = json.loads(explanation.to_json())
     assert data["scaling"][name]
     data["scaling"][name] = []
     with pytest.raises(InputError, match="scaling"):
-        loads(json.dumps(data))
+        Explanation.from_json(json.dumps(data))
 
 
 def test_storages_at_the_peak_of_no_moments_are_refused(trace: Trace) -> None:
-    data = json.loads(dumps(explain_trace(trace)))
+    data = json.loads(explain_trace(trace).to_json())
     empty = {name: [] for name in ("ticks", "allocated", "reserved", "ops")}
     data["course"] |= empty | {"causes": {}}
     data["timeline"]["peak_allocated"] = 0
     data["by_cause"] = {}
     with pytest.raises(InputError, match="no moments"):
-        loads(json.dumps(data))
+        Explanation.from_json(json.dumps(data))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_networks import NETWORKS
+from models.microcontroller_networks import NETWORKS
 from torch import nn
 from torch.nn import functional as F
 

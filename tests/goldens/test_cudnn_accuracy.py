@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked_convolutions import needs_compiler
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from cudnn.scripted_worker import needs_compiler
+from environment import ENVIRONMENT, needs_cuda_torch
 from goldens.handmade import ROOT
 
 from memplan.cudnn.cudnn_library import find_cudnn

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 from goldens.handmade import ROOT
 
 operators: Any = importlib.import_module("dry_operators")  # of benchmarks/; handmade.py says where

@@ -8,8 +8,8 @@ from typing import Any
 
 import goldens.histories as histories
 import pytest
-from asked_convolutions import needs_compiler
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from cudnn.scripted_worker import needs_compiler
+from environment import ENVIRONMENT, needs_cuda_torch
 from goldens.handmade import ROOT  # noqa: F401  # says where the scripts lie
 
 dry_published: Any = importlib.import_module("dry_published")  # of benchmarks/

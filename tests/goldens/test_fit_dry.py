@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 from goldens.handmade import ROOT  # noqa: F401  # says where the script lies
 
 fit_dry: Any = importlib.import_module("fit_dry")  # of benchmarks/

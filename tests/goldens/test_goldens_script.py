@@ -253,6 +253,7 @@ def test_what_is_measured_is_a_golden_file(paper: dict[str, Any], tmp_path: Path
     assert paper["reset_peak_memory_stats"].call_count >= 4
 
 
+@pytest.mark.slow
 def test_a_child_writes_its_file_and_the_run_its_index(
     paper: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +286,7 @@ def test_a_step_that_raises_is_an_error_of_its_own(
     assert golden.line_of("gelu", row).endswith("GiB.")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_a_note_and_the_peaks_stand(paper: dict[str, Any], tmp_path: Path) -> None:
     paper["_snapshot"].side_effect = RuntimeError("no room\nfor it")
     failing = iter([None, None, None])

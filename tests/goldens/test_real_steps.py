@@ -113,6 +113,7 @@ def around(real: Real, index: int) -> str:
 # A forward pass
 
 
+@pytest.mark.slow
 def test_every_event_of_a_forward_pass_is_as_recorded(forward: Real) -> None:
     assert len(forward.recorded) == 3213
     same = same_until(forward.predicted, forward.recorded)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from processor import needs_avx512
+from environment import needs_avx512, slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -105,6 +105,7 @@ def least(model: nn.Module, x: torch.Tensor, engine: Engine) -> int:
     return caught.value.smallest_budget
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
 def test_what_fused_kernels_cannot_do_and_single_ops_can_is_offered_and_done() -> None:
     """The fused gradient of a softmax has a buffer for the sum of each row."""
@@ -119,6 +120,7 @@ def test_what_fused_kernels_cannot_do_and_single_ops_can_is_offered_and_done() -
     assert plan.peak in [way.bytes for way in caught.value.lower_by]
 
 
+@pytest.mark.slow
 @needs_avx512
 def test_it_is_the_same_every_time() -> None:
     budget = int(0.8 * planned("1GB").floor)
@@ -126,6 +128,7 @@ def test_it_is_the_same_every_time() -> None:
     assert one == other
 
 
+@pytest.mark.slow
 def test_a_card_without_bfloat16_computes_in_float16_and_says_what_that_needs() -> None:
     assert precision_search.lower_precision(find("t4"), "cpu") == "float16"
     assert precision_search.lower_precision(find("h100"), "cpu") == "bfloat16"
@@ -209,6 +212,7 @@ def test_a_stem_runs_in_one_go_where_the_budget_allows_and_in_pieces_where_it_do
     assert {smallest(planner, call, settings, one) for one in budgets} == {tight.floor}
 
 
+@pytest.mark.slow
 def test_what_was_refused_is_not_planned_again_as_what_would_have_allowed_more() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(2))), torch.randn(64, 32)
@@ -223,6 +227,7 @@ def test_what_was_refused_is_not_planned_again_as_what_would_have_allowed_more()
         planner.planned(call, others, 1 << 30, key=0)
 
 
+@pytest.mark.slow
 def test_what_saves_in_fewer_bits_is_told_from_what_only_might() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(2048, 32)
@@ -234,7 +239,7 @@ def test_what_saves_in_fewer_bits_is_told_from_what_only_might() -> None:
     assert not precision_search._saves(search, search.floor_peak)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["graph", *slow("inductor")])
 def test_what_does_not_run_in_fewer_bits_is_told(engine: Engine) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), Choosy(), nn.Linear(64, 32)), torch.randn(256, 32)
@@ -328,7 +333,9 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
         assert {one.save for one in looked} == {"bfloat16"}
 
 
-@pytest.mark.parametrize(("bfloat16", "int8", "taken"), [(0.95, 0.93, ""), (0.8, 0.79, "bfloat16"), (0.8, 0.7, "int8")])
+@pytest.mark.parametrize(
+    ("bfloat16", "int8", "taken"), [(0.95, 0.93, ""), *slow((0.8, 0.79, "bfloat16"), (0.8, 0.7, "int8"))]
+)
 def test_nothing_is_lost_for_next_to_nothing(
     monkeypatch: pytest.MonkeyPatch, bfloat16: float, int8: float, taken: str
 ) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from memplan.planning.plan.decision import Decision, Scope
 from memplan.planning.plan.plan import Plan
 from memplan.planning.schedule.actions import Choices
-from memplan.reports.frontier import Frontier, Point
 from memplan.simulation.timeline import StepPeak, Timeline
+from memplan.verification.fitting.frontier import Frontier, Point
 from memplan.verification.measurement.peak_and_time import Times
 from memplan.verification.proof.differences import Compared, Difference
 from memplan.verification.proof.proof import Proof

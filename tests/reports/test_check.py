@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from memplan.checks.finding import Finding
-from memplan.reports.check import dumps, report
+from memplan.checks.finding import Finding, Findings
+from memplan.reports.check import report
 from memplan.reports.terminal import text_of
 
 
@@ -47,7 +47,7 @@ def test_nothing_found() -> None:
 
 
 def test_json_is_the_finding() -> None:
-    data = json.loads(dumps("net.py:make", [finding(1)]))
+    data = json.loads(Findings("net.py:make", (finding(1),)).to_json())
     assert data["findings"] == [finding(1).to_dict()]
     assert data["findings"][0]["details"]["layers"][0]["lost"] == [[0, 0], [0, 0.5]]
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from memplan.reports.compare import dumps, report
+from memplan.reports.compare import report
 from memplan.reports.terminal import text_of
 from memplan.studies.comparisons.comparison import Comparison, Decided, LayerPart, ResultDifference, Side, Zeros
 
@@ -98,7 +98,7 @@ def test_what_two_plans_decide_otherwise() -> None:
 
 def test_json_is_the_comparison() -> None:
     both = Comparison(side("a", 2), side("b", 1))
-    data = json.loads(dumps(both))
+    data = json.loads(both.to_json())
     assert (data["format"], data["difference"]) == ("memplan.compare", -6 * KIB)
     assert data["by_cause"][1] == {"cause": "saved", "a": 12 * KIB, "b": 6 * KIB, "difference": -6 * KIB}
     assert [row["saved_bytes"] for row in data["layers"]] == [0, -KIB, -2 * KIB, -3 * KIB]

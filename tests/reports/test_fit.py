@@ -10,10 +10,10 @@ from reports.outcomes import FRONTIER, MIB, PROOF, WRONG, kept, plan
 
 from memplan.errors import BudgetError
 from memplan.planning.plan.plan import Plan
-from memplan.reports.fit import Fitting, Lines, Outcome, dumps, dumps_script, report, script_report
+from memplan.reports.fit import report, script_report
 from memplan.reports.terminal import text_of
+from memplan.verification.fitting.outcome import Fitting, Lines, Outcome
 from memplan.verification.proof.proof import Proof
-from memplan.verification.proof.proof import loads as proof_from
 
 SHORT = BudgetError(
     "The budget is 100.0 MiB", expected="at least 200.0 MiB", do="Halve the batch", smallest_budget=200 * MIB
@@ -86,16 +86,16 @@ def test_a_shortfall_says_why_and_what_would_help() -> None:
 
 
 def test_json_holds_the_plan_and_the_proof_as_they_are_written_alone() -> None:
-    data = json.loads(dumps(Outcome("t", plan(), PROOF, frontier=FRONTIER)))
-    assert Plan.from_json(json.dumps(data["plan"])) == plan()
-    assert proof_from(json.dumps(data["proof"])) == PROOF
+    data = json.loads(Outcome("t", plan(), PROOF, frontier=FRONTIER).to_json())
+    assert Plan.from_dict(data["plan"]) == plan()
+    assert Proof.from_dict(data["proof"]) == PROOF
     assert isinstance(PROOF, Proof)
     assert (data["format"], data["fits"], data["changed"]) == ("memplan.fit", True, True)
-    assert data["frontier"]["points"][2] == {"peak": 200 * MIB, "seconds": 0.15}
+    assert data["frontier"]["points"][2] == {"peak": 200 * MIB, "seconds": 0.15, "lost": ""}
 
 
 def test_json_of_a_shortfall() -> None:
-    data = json.loads(dumps(CASES["too small"][0]))
+    data = json.loads(CASES["too small"][0].to_json())
     assert (data["fits"], data["plan"], data["smallest_budget"]) == (False, None, 200 * MIB)
     assert data["reason"] == "The budget is 100.0 MiB. Expected at least 200.0 MiB. Halve the batch."
 
@@ -149,8 +149,8 @@ def test_the_lines_to_add_and_their_place(where: str | None, before: bool, said:
 
 
 def test_a_script_as_json() -> None:
-    data = json.loads(dumps_script(SCRIPT))
+    data = json.loads(SCRIPT.to_json())
     assert (data["format"], data["fits"], data["changed"]) == ("memplan.fit_script", True, True)
     assert (data["recorded"], data["planned"], data["smallest_budget"]) == (700 * MIB, (400 + 80 + 20) * MIB, None)
     assert data["lines"]["where"] == "train.py:13"
-    assert Plan.from_json(json.dumps(data["plan"])) == plan()
+    assert Plan.from_dict(data["plan"]) == plan()

@@ -14,8 +14,8 @@ from memplan.errors import InputError, UsageError
 from memplan.reports import frontier
 from memplan.reports.chart import check_drawable, picture
 from memplan.reports.document import document
-from memplan.reports.frontier import Frontier, Point
 from memplan.reports.terminal import text_of
+from memplan.verification.fitting.frontier import Frontier, Point
 
 
 def printed(shown: Frontier) -> list[str]:

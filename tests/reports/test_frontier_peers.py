@@ -9,6 +9,7 @@ import pytest
 import torch
 from reports.outcomes import FRONTIER, MIB
 
+from memplan._json import to_plain
 from memplan.reports import frontier
 from memplan.reports.document import document
 from memplan.reports.terminal import text_of
@@ -61,8 +62,8 @@ def test_the_picture_has_them_beside_the_plans() -> None:
 
 
 def test_they_are_in_the_json() -> None:
-    assert "peers" not in FRONTIER.to_dict()
-    eager, compiled, budget, autocast, other = BESIDE.to_dict()["peers"]
+    assert to_plain(FRONTIER)["peers"] == []
+    eager, compiled, budget, autocast, other = to_plain(BESIDE)["peers"]
     assert eager == {
         "name": "eager", "peak": 610 * MIB, "seconds": 0.2, "ratio": 1.0, "quartiles": [1.0, 1.0],
         "gradients": "right", "error": 1e-7, "wrong": {},

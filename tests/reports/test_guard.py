@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from guarded import MIB, figures, taken
+from models.guard_figures import MIB, figures, taken
 
-from memplan.reports.guard import dumps, report
+from memplan.reports.guard import report
 from memplan.reports.terminal import text_of
 from memplan.studies.guarding.outcome import Outcome, compare_with
 
@@ -59,9 +59,9 @@ def test_changes_beyond_the_top_are_summed_up() -> None:
 
 
 def test_the_json_has_every_figure() -> None:
-    data = json.loads(dumps(grown()))
+    data = json.loads(grown().to_json())
     assert (data["format"], data["grew"], data["now"]["peak"]) == ("memplan.guard", True, 17 * MIB)
     assert [(one["name"], one["difference"]) for one in data["changes"]] == [
         ("attn of h 0 to 3", 8 * MIB), ("head", -MIB),
     ]  # fmt: skip
-    assert dumps(grown()) == dumps(grown())
+    assert grown().to_json() == grown().to_json()

@@ -7,7 +7,7 @@ import json
 import torch
 from torch import nn
 
-from memplan.reports.largest import dumps, report
+from memplan.reports.largest import report
 from memplan.reports.terminal import text_of
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import Largest, find_largest
@@ -36,7 +36,7 @@ def test_the_answer_and_every_recording() -> None:
     held = text.partition(f"At batch {one.value + 1}, what holds it up is ")[2]
     assert f"{(one.value + 1) * 64 * 4 / 1024:.1f} KiB inputs" in held
     assert text.count("KiB fits") + text.count("KiB does not fit") == len(one.tried)
-    data = json.loads(dumps(one))
+    data = json.loads(one.to_json())
     assert [row["value"] for row in data["tried"]] == [row.value for row in one.tried]
 
 
@@ -70,11 +70,11 @@ def test_values_that_failed_are_listed_with_their_reasons() -> None:
     assert f"Failed at sequence {first.value}, and so at {values}: step 1 raised RuntimeError: " in text
     assert text.count("raised RuntimeError") == 1
     assert f"{first.value} failed" in text
-    rows = {row["value"]: row for row in json.loads(dumps(one))["tried"]}
+    rows = {row["value"]: row for row in json.loads(one.to_json())["tried"]}
     assert rows[first.value]["reason"] == first.reason
     assert "need" not in rows[first.value]
     assert rows[one.value] | {"fits": True, "reason": ""} == rows[one.value]
-    assert json.loads(dumps(one))["following"] == one.end
+    assert json.loads(one.to_json())["following"] == one.end
 
 
 def test_a_value_that_fails_can_be_the_end() -> None:

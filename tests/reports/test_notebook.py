@@ -138,6 +138,7 @@ def test_the_tables_are_those_of_the_terminal() -> None:
     assert ["peak", f"{peak / 1024:.1f} KiB"] in [row[:2] for row in expected]
 
 
+@pytest.mark.slow
 def test_a_large_model_stays_small() -> None:
     explained = memplan.explain(gpt, "2x32:int64<1000", device="h100")
     assert len(explained.layers) > 300

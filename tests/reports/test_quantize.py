@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from memplan.reports.quantize import dumps, report
+from memplan.reports.quantize import report
 from memplan.reports.terminal import text_of
 from memplan.studies.comparisons.comparison import ResultDifference, Side
 from memplan.studies.quantization.quantized import Layer, Quantized
@@ -34,7 +34,7 @@ FOUND = Quantized(
 
 
 def printed(found: Quantized, top: int = 12) -> str:
-    return text_of(report("net.py:make", found, top))
+    return text_of(report(replace(found, title="net.py:make"), top))
 
 
 def test_what_is_printed() -> None:
@@ -68,6 +68,6 @@ def test_what_was_not_run_says_so() -> None:
 
 
 def test_json_has_the_numbers() -> None:
-    data = json.loads(dumps("net.py:make", FOUND))
+    data = json.loads(replace(FOUND, title="net.py:make").to_json())
     assert (data["format"], data["weights_saved"], data["error"]["relative"]) == ("memplan.quantized", 30 * KIB, 0.0123)
     assert data["by_cause"][0] == {"cause": "weight", "a": 50 * KIB, "b": 20 * KIB, "difference": -30 * KIB}

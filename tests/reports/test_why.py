@@ -6,7 +6,7 @@ import json
 
 from memplan.explanation.why import why
 from memplan.reports.terminal import text_of
-from memplan.reports.why import dumps, report
+from memplan.reports.why import report
 
 TEXT = (
     "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 1 has a total capacity of 8.00 GiB of which 256.00 MiB is "
@@ -50,7 +50,7 @@ What helps
 
 def test_json_has_the_same() -> None:
     found = why(TEXT)
-    data = json.loads(dumps(found))
+    data = json.loads(found.to_json())
     assert data["format"] == "memplan.why"
     assert (data["verdict"], data["lack"]) == ("fragmentation", 512 * 2**20 - 256 * 2**20 - 2**30)
     assert sum(part["bytes"] for part in data["parts"]) == 8 << 30

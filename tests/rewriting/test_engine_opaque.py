@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from allocator import allocations, peak_of
+from environment import slow
 from rewriting.cells import CHOICES, same_state, total
 from torch import Tensor, nn
 from torch.autograd import Function
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
@@ -154,7 +155,7 @@ def planned(model: nn.Module, x: Tensor, choice: str) -> tuple[Callable[[], Tens
     return lambda: engine.run(model, call), predicted - sum(v.bytes for v in graph.values if v.kind in RESIDENT)
 
 
-@pytest.mark.parametrize("choice", ["all dropped", "encoded"])
+@pytest.mark.parametrize("choice", ["encoded", *slow("all dropped")])
 @pytest.mark.parametrize("name", [*FUNCTIONS, *LAYERS])
 def test_bits_are_those_of_eager_mode(name: str, choice: str) -> None:
     model, x = case(name)
@@ -168,7 +169,7 @@ def test_bits_are_those_of_eager_mode(name: str, choice: str) -> None:
         same_state(reference, model)
 
 
-@pytest.mark.parametrize("choice", ["all kept", "all dropped"])
+@pytest.mark.parametrize("choice", ["all dropped", *slow("all kept")])
 @pytest.mark.parametrize("name", [*FUNCTIONS, *LAYERS])
 def test_measured_is_predicted(name: str, choice: str) -> None:
     model, x = case(name)

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, measured_peak, peak_of
-from steps import STEPS, mlp, plain
+from environment import slow
+from models.steps import STEPS, mlp, plain
 from torch._subclasses.fake_tensor import FakeTensorMode
+from truth.cpu_allocator import allocations, measured_peak, peak_of
 
 import memplan
 from memplan.trace.recording.boundaries import Boundaries
 
 NAMES = ["in_place", "checkpoint_of_a_function", "frozen_and_tied", "convolutions_3d", "optimizer_adamw_foreach",
          "custom_function", "double_backward", "autocast"]  # fmt: skip
+FEW = ["checkpoint_of_a_function", "optimizer_adamw_foreach", "autocast"]
+REPEATED = [*FEW, *slow(*(name for name in NAMES if name not in FEW))]
 
 
 def events(trace: memplan.Trace) -> list[int]:
@@ -48,7 +51,7 @@ def seen(build: Callable[[], Callable[[], Any]], steps: int = 2) -> list[int]:
     return result
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REPEATED)
 def test_every_event_is_that_of_a_plain_run_under_the_profiler(name: str) -> None:
     torch.manual_seed(0)
     measured = memplan.measure(STEPS[name])
@@ -64,12 +67,8 @@ def test_the_same_for_every_other_step(name: str) -> None:
     assert memplan.simulate(memplan.measure(STEPS[name])).peak_allocated == measured_peak(STEPS[name])
 
 
-MANY = ["checkpoint_of_a_function", "optimizer_adamw_foreach", "autocast"]
-"""Steps of which the first makes what the others find: gradients, states, weights in fewer bits."""
-
-
 @pytest.mark.parametrize("steps", [5, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", FEW)
 def test_many_steps_are_those_of_a_plain_run(name: str, steps: int) -> None:
     torch.manual_seed(0)
     measured = memplan.measure(STEPS[name], steps=steps)
@@ -125,7 +124,7 @@ def test_what_is_made_without_a_mode_alone_is_said() -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REPEATED)
 def test_causes_agree_with_the_recording(name: str) -> None:
     build = STEPS[name]
     totals = []

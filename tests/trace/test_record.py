@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
-from steps import STEPS, mlp, plain
+from models.steps import STEPS, mlp, plain
 from torch import nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.errors import DataDependentError, DeviceError, MemplanError, StepError, UsageError
@@ -189,7 +189,7 @@ def test_bad_input_is_named(call: Any, error: type[Exception], text: str) -> Non
 
 def test_data_loaders_load_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here = memplan.record(STEPS["data_loader_with_workers"]).to_json()
-    monkeypatch.setattr("steps.WORKERS", 2)
+    monkeypatch.setattr("models.steps.WORKERS", 2)
     assert memplan.record(STEPS["data_loader_with_workers"]).to_json() == here
 
 

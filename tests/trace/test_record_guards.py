@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
 from torch import Tensor, nn
 from torch.nn import functional as F
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.errors import DataDependentError, StepError
@@ -22,8 +22,8 @@ def guarded(x: Tensor, labels: Tensor) -> Tensor:
 
 
 def read_as_a_number(x: Tensor, labels: Tensor) -> Tensor:
-    if not labels.float().mean().item() > 1.5:
-        raise ValueError("labels are to be large")
+    if x.square().sum().item() < 1.5:
+        raise ValueError("outputs are to be large")
     return F.cross_entropy(x, labels)
 
 

@@ -44,13 +44,14 @@ def objects_more(call: Callable[[], Any], times: int) -> int:
         pytest.param(lambda: memplan.record(build, device="cpu"), 40, id="record"),
         pytest.param(lambda: memplan.record(build, device="h100"), 20, id="on a card", marks=pytest.mark.slow),
         pytest.param(lambda: memplan.explain(build, device="cpu"), 20, id="explain", marks=pytest.mark.slow),
-        pytest.param(lambda: memplan.measure(build), 20, id="measure"),
+        pytest.param(lambda: memplan.measure(build), 20, id="measure", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_of_a_recording_stays(call: Callable[[], Any], times: int) -> None:
     assert objects_more(call, times) < times / 2  # the collector's own ups and downs
 
 
+@pytest.mark.slow
 def test_a_recording_that_is_held_is_seen() -> None:
     held: list[Any] = []
     assert objects_more(lambda: held.append(memplan.record(build, device="cpu")), 20) > 20 * 10

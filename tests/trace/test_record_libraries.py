@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

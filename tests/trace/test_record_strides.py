@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocator import measured_peak
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from allocator import measured_peak
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.nn import functional as F
@@ -20,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     random_split,
 )
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

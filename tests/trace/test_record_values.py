@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from allocator import measured_peak
-from steps_by_value import STEPS
+from models.steps_by_value import STEPS
 from torch import nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.trace.records import loud
@@ -101,3 +101,31 @@ def test_new_data_has_values_of_its_own() -> None:
     trace = memplan.record(build, steps=1)
     assert seen[-1] == [3, 4, 5]
     assert any(storage.bytes == 4 * 3 * 4 * 5 for storage in trace.storages)
+
+
+def test_shared_tensors_are_allocated_anew_once() -> None:
+    def build() -> Callable[[], None]:
+        layer = nn.Linear(256, 256)
+        layer.share_memory()
+        layer.share_memory()
+        batch = torch.randn(1024, 256)[:512].share_memory_()
+        assert layer.weight.is_shared()
+        assert batch.is_shared()
+        assert not torch.randn(3).is_shared()
+        return lambda: None
+
+    peaks = [
+        memplan.simulate(trace).peak_allocated
+        for trace in (memplan.record(build, device="cpu"), memplan.measure(build))
+    ]
+    assert peaks[0] == peaks[1] == 4 * (256 * 256 + 256 + 2 * 1024 * 256)
+
+
+def test_a_card_s_tensors_are_shared_as_they_are() -> None:
+    def build() -> Callable[[], None]:
+        layer = nn.Linear(256, 256).cuda()
+        layer.share_memory()
+        assert layer.weight.is_shared()
+        return lambda: None
+
+    assert memplan.simulate(memplan.record(build, device="h100")).peak_allocated == 4 * (256 * 256 + 256)

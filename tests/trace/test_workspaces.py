@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from asked_convolutions import NOWHERE, needs_compiler, write_script
+from cudnn.scripted_worker import NOWHERE, needs_compiler, write_script
 from torch import nn
 
 import memplan
@@ -17,7 +17,7 @@ from memplan._bytes import format_bytes
 from memplan.cudnn import ask as asking
 from memplan.cudnn import worker_process
 from memplan.cudnn.questions import ExecutionPlan
-from memplan.errors import DeviceError, TraceFormatError
+from memplan.errors import DeviceError, FormatError
 from memplan.trace.recording import session
 from memplan.trace.trace import Trace
 
@@ -80,7 +80,7 @@ def test_a_saved_trace_keeps_the_engines(recorded: Recorded) -> None:
     assert '"engines"' not in without.to_json()
     assert Trace.from_json(without.to_json()) == without
     for broken in (replace(trace.engines[0], storage=10**6), replace(trace.engines[0], plans=())):
-        with pytest.raises(TraceFormatError):
+        with pytest.raises(FormatError):
             Trace.from_json(replace(trace, engines=(broken,)).to_json())
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from asked_convolutions import needs_compiler
-from convolution_steps import STEPS
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from cudnn.scripted_worker import needs_compiler
+from environment import ENVIRONMENT, needs_cuda_torch
+from models.convolution_steps import STEPS
 from torch import nn
 
 import memplan

@@ -36,15 +36,14 @@ from memplan.cudnn.answer_cache import AnswerCache, kept
 from memplan.cudnn.questions import ExecutionPlan
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import explain_trace
-from memplan.explanation.explanation_json import explanation_of
+from memplan.explanation.model import Explanation
 from memplan.explanation.why import why
 from memplan.planning.relative_budget import read_any_budget
 from memplan.reports import cache as cache_report
 from memplan.reports import check as check_report
-from memplan.reports import compare as compare_report
 from memplan.reports import devices as devices_report
-from memplan.reports import explain as explain_report
 from memplan.reports import guard as guard_report
+from memplan.reports import perfetto
 from memplan.reports.ci import github, junit, sarif
 from memplan.reports.ci.annotations import GROWTH, of_findings, of_outcome
 from memplan.reports.html.page import page_of
@@ -53,28 +52,25 @@ from memplan.reports.replay import dumps
 from memplan.reports.replay import report as replay_report
 from memplan.reports.results import html_of
 from memplan.reports.terminal import text_of
-from memplan.reports.viewers import over_time_csv, perfetto
 from memplan.simulation.allocator.settings import parse_settings
 from memplan.simulation.replays.replay import replay
 from memplan.simulation.replays.side_by_side import cases
 from memplan.simulation.snapshots.write import frames_of, snapshot_of
 from memplan.studies.axes.ranges import values_of
 from memplan.studies.comparisons.sides import side_of
-from memplan.studies.guarding import baseline_file
-from memplan.studies.guarding.baseline import Baseline, Figures
+from memplan.studies.guarding.baseline import Baseline, Figures, read_baseline
 from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
 from memplan.studies.guarding.taken import Taken, taken
 from memplan.studies.sweeps.points import KNOWN
 from memplan.trace.naming.step_parts import loss_of, optimizer_of
 from memplan.trace.naming.targets import resolve
 from memplan.trace.records import Assumption, Call, Counters, Engines, FunctionLines, LineSpan
-from memplan.verification.proof import proof as proof_json
-from memplan.verification.proof.proof import Cut
+from memplan.verification.proof.proof import Cut, Proof
 from memplan.verification.proof.rounding import Rounded
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path.insert(0, str(_TESTS))
-import saved_pages  # noqa: E402  # pyright: ignore[reportMissingImports]  # of the tests
+from reports import saved_results  # noqa: E402  # pyright: ignore[reportMissingImports]  # of the tests
 from reports.outcomes import PROOF, WRONG  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 _DATA = _TESTS / "data"
@@ -167,7 +163,6 @@ def _use_trace(data: bytes, file: Path) -> Iterator[str]:
         yield junit.dumps("a", [one.id for one in findings], of_findings("a", findings, ("warning",)))
         yield from _compared(trace)
         json.loads(perfetto.dumps(trace, explanation))
-        yield over_time_csv.dumps(trace, explanation).replace("\r", "")
         yield _page(data, file)
         if trace.device != "cpu":
             memplan.simulate(trace, settings=_SETTINGS)
@@ -178,7 +173,7 @@ def _use_explanation(data: bytes, file: Path) -> Iterator[str]:
     plain = memplan._json.parse(_read(data))
     if not isinstance(plain, dict):
         raise Unreadable("it is no mapping")
-    explanation = explanation_of(plain)
+    explanation = Explanation.from_dict(plain)
     yield from _shown(explanation, drawn=_is_drawn(data))
     if _is_drawn(data):
         yield from _compared(explanation)
@@ -187,7 +182,7 @@ def _use_explanation(data: bytes, file: Path) -> Iterator[str]:
 
 def _shown(explanation: memplan.Explanation, *, drawn: bool) -> Iterator[str]:
     yield str(explanation) + repr(explanation)
-    explain_report.dumps(explanation)
+    explanation.to_json()
     if drawn:
         yield html_of(explanation)
 
@@ -195,7 +190,7 @@ def _shown(explanation: memplan.Explanation, *, drawn: bool) -> Iterator[str]:
 def _compared(what: Any) -> Iterator[str]:
     """Yield what a comparison with a good explanation says."""
     found = memplan.compare(what, _good())
-    compare_report.dumps(found)
+    found.to_json()
     yield str(found)
 
 
@@ -227,10 +222,10 @@ def _use_sweep(data: bytes, file: Path) -> Iterator[str]:
 
 def _use_baseline(data: bytes, file: Path) -> Iterator[str]:
     file.write_bytes(data)
-    baseline = baseline_file.read(file)
+    baseline = read_baseline(file)
     now = _taken()
     yield from _guarded(baseline, now)
-    baseline_file.dumps(baseline.updated(now.figures))
+    baseline.updated(now.figures).to_json()
     try:
         baseline_of(baseline, now.figures, "a.json")
     except MemplanError as error:
@@ -244,7 +239,7 @@ def _guarded(baseline: Baseline, now: Taken) -> Iterator[str]:
         yield github.dumps(of_outcome(outcome))
         yield junit.dumps("a", [GROWTH], of_outcome(outcome))
         sarif.dumps(of_outcome(outcome))
-        page_of([result_of(guard_report.dumps(outcome), "a.json")])
+        page_of([result_of(outcome.to_json(), "a.json")])
 
 
 def _use_result(data: bytes, file: Path) -> Iterator[str]:
@@ -252,9 +247,9 @@ def _use_result(data: bytes, file: Path) -> Iterator[str]:
 
 
 def _use_proof(data: bytes, file: Path) -> Iterator[str]:
-    proof = proof_json.loads(_read(data))
+    proof = Proof.from_json(_read(data))
     yield str(proof) + repr(proof)
-    assert str(proof_json.loads(proof_json.dumps(proof))) == str(proof)
+    assert str(Proof.from_json(proof.to_json())) == str(proof)
     yield _page(data, file)
 
 
@@ -440,9 +435,10 @@ def _sweep() -> Any:
 def _results() -> list[Any]:
     """Return a result of each kind that has no reader of its own but the page."""
     held = [{"format": "memplan.cache", "schema": 1, "kept": [{"path": "a", "what": "b", "number": 1, "bytes": 9}]}]
-    texts = [saved_pages.findings(), saved_pages.replayed(), saved_pages.compared(), saved_pages.found_largest(),
-             saved_pages.watched(), saved_pages.fitted(), devices_report.dumps([devices.find("t4")]),
-             guard_report.dumps(compare_with(_figures(), _taken(), "1%"))]  # fmt: skip
+    texts = [saved_results.findings(), saved_results.replayed(), saved_results.compared(),
+             saved_results.found_largest(), saved_results.watched(), saved_results.fitted(),
+             devices_report.Catalogue([devices.find("t4")]).to_json(),
+             compare_with(_figures(), _taken(), "1%").to_json()]  # fmt: skip
     side = {"bytes": 9, "seconds": 0.1, "activation_bytes": 3}
     quantized = {"format": "memplan.quantized", "schema": 1, "title": "net", "scheme": "int8", "weights_saved": 9,
                  "before": side, "after": side, "with_grad": side, "notes": ["a"],
@@ -451,7 +447,7 @@ def _results() -> list[Any]:
               "by_cause": {"weight": 9}, "held_now": {"weight": 4}, "command": "memplan why"}  # fmt: skip
     script = {"format": "memplan.fit_script", "schema": 1, "title": "train.py", "fits": True, "changed": True,
               "budget": 9, "recorded": 12, "beside": 1, "surplus": 0, "planned": 8, "smallest_budget": None,
-              "plan": json.loads(saved_pages.planned().to_json()), "lines": {"text": ["a", "b"]}}  # fmt: skip
+              "plan": json.loads(saved_results.planned().to_json()), "lines": {"text": ["a", "b"]}}  # fmt: skip
     return [*map(json.loads, texts), *held, quantized, mortem, script]
 
 
@@ -488,7 +484,7 @@ def _traces() -> tuple[Trace, ...]:
 
 def _with_everything() -> Trace:
     """Return a trace with all sections that most traces have not."""
-    trace = saved_pages.trace()
+    trace = saved_results.trace()
     workspaces = [storage.id for storage in trace.storages if storage.cause == "workspace"][:3]
     events = {tick for storage in trace.storages for tick in (storage.born, storage.died)}
     free = [tick for tick in range(1, trace.end) if tick not in events][:2]
@@ -511,7 +507,7 @@ def _good() -> memplan.Explanation:
 
 @cache
 def _taken() -> Taken:
-    return taken(saved_pages.trace(), target="net.py:make", options="--input 8x3x32x32", train=True, settings=None)
+    return taken(saved_results.trace(), target="net.py:make", options="--input 8x3x32x32", train=True, settings=None)
 
 
 def _figures() -> Figures:
@@ -537,9 +533,11 @@ def make():
 def kinds() -> dict[str, Kind]:
     """Return every kind by its name."""
     traces = _traces()
-    explanations = [explain_trace(trace, title="net", train=True).to_dict() for trace in (*traces, saved_pages.trace())]
+    explanations = [
+        explain_trace(trace, title="net", train=True).to_dict() for trace in (*traces, saved_results.trace())
+    ]
     explanations += [
-        memplan.explain(saved_pages.Net, "8x3x32x32", device=device).to_dict() for device in ("cpu", "rtx4090")
+        memplan.explain(saved_results.Net, "8x3x32x32", device=device).to_dict() for device in ("cpu", "rtx4090")
     ]
     with tempfile.TemporaryDirectory() as folder, mock.patch("sys.path", [folder, *sys.path]):
         Path(folder, "followed.py").write_text(_FOLLOWED)
@@ -547,15 +545,15 @@ def kinds() -> dict[str, Kind]:
     assert all(any(one[name] for one in explanations) for name in ("scaling", "card", "lines", "course"))
     on_card = memplan.simulate(traces[1])
     written = snapshot_of(on_card, frames_of(traces[1]), trace=traces[1])
-    plans = [_plan(), json.loads(saved_pages.planned().to_json())]
-    sweeps = [_sweep(), json.loads(saved_pages.sweep())]
-    baseline = json.loads(baseline_file.dumps(Baseline((_figures(), replace(_taken().figures, device="t4")))))
+    plans = [_plan(), json.loads(saved_results.planned().to_json())]
+    sweeps = [_sweep(), json.loads(saved_results.sweep())]
+    baseline = Baseline((_figures(), replace(_taken().figures, device="t4"))).to_dict()
     lossy = replace(PROOF, grade="lossy", truth="float64", cut=Cut(2, 8, 99, 9, True), rounded=(
         Rounded("gradients", "a.weight", 0, 0.1, 0.2, 1.0, 0.5),
         Rounded("outputs", "the output", 0, 0.1, 0.2, 1.0, 0.5),
     ))  # fmt: skip
-    proofs = [json.loads(proof_json.dumps(one)) for one in (PROOF, WRONG, lossy)]
-    saved = [json.loads(trace.to_json()) for trace in (*traces, saved_pages.trace(), _with_everything())]
+    proofs = [one.to_dict() for one in (PROOF, WRONG, lossy)]
+    saved = [json.loads(trace.to_json()) for trace in (*traces, saved_results.trace(), _with_everything())]
     return {
         "snapshots": _snapshot_kind([_history(), json.loads(json.dumps(written))]),
         "traces": _json_kind(saved, _use_trace),
@@ -566,7 +564,7 @@ def kinds() -> dict[str, Kind]:
         "proofs": _json_kind(proofs, _use_proof),
         "results": _json_kind(_results(), _use_result),
         "compared": _json_kind(
-            [explanations[0], plans[0], sweeps[0], saved[0], json.loads(saved_pages.fitted())], _use_any_file
+            [explanations[0], plans[0], sweeps[0], saved[0], json.loads(saved_results.fitted())], _use_any_file
         ),
         "layouts": _layout_kind(),
         "answers": _answers_kind(),

@@ -45,6 +45,19 @@ def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
 
 
 @contextlib.contextmanager
+def around_cache_clearing(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter ``context()`` whenever autocast drops its casts. Their order there is that of a hash table of addresses."""
+    clear = torch.clear_autocast_cache
+
+    def cleared() -> None:
+        with context():
+            clear()
+
+    with patched(torch, clear_autocast_cache=cleared):
+        yield
+
+
+@contextlib.contextmanager
 def outside_autocast() -> Iterator[None]:
     """Run as if the caller had entered no autocast: an autocast in here is an outermost one, whose casts of parameters
     go when it ends. Else they would outlive an update of what was cast."""

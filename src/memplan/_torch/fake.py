@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
@@ -31,7 +30,15 @@ from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
 from memplan._torch.subclasses import undressed
-from memplan._torch.tensors import KNOWN, is_sparse, known_indices, sparse_coo, sparse_parts, storage_key
+from memplan._torch.tensors import (
+    KNOWN,
+    compressed_layout_error,
+    is_sparse,
+    known_indices,
+    sparse_coo,
+    sparse_parts,
+    storage_key,
+)
 
 DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
 """Exceptions that a fake tensor raises where an output's shape, or a branch, depends on values."""
@@ -253,20 +260,6 @@ Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _OUTSIDE = "_memplan_outside"
 
 
-def sparse_compressed(layout: torch.layout, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor in a compressed sparse layout over fake parts: compressed and plain indices, and values.
-
-    torch refuses to make one of fake tensors: "Values and compressed tensor instance need to be on the same device".
-    """
-    values: Any = parts[-1]
-    mode = values.fake_mode
-    with in_kernel_invocation_manager(mode):
-        made = torch.ops.aten._sparse_compressed_tensor_unsafe.default(
-            *parts, list(shape), dtype=values.dtype, layout=layout, device=torch.device("meta")
-        )
-    return mode.fake_tensor_converter.from_meta_and_device(mode, made, values.fake_device)
-
-
 def become(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Give a sparse tensor the parts of another, as an op in place does. Return it."""
     target.data = source
@@ -294,13 +287,12 @@ class _FakeSparse:
     def _of(self, tensor: torch.Tensor) -> torch.Tensor:
         made = self._made.get(tensor)
         if made is None:
+            if tensor.layout != torch.sparse_coo:
+                raise compressed_layout_error()
             real = sparse_parts(tensor)
             parts = [self._mode.from_tensor(part) for part in real]
-            if tensor.layout == torch.sparse_coo:
-                coalesced = tensor.is_coalesced()
-                made = sparse_coo(parts[0], parts[1], tensor.shape, coalesced=coalesced, known=real[0])
-            else:
-                made = sparse_compressed(tensor.layout, parts, tensor.shape)
+            coalesced = tensor.is_coalesced()
+            made = sparse_coo(parts[0], parts[1], tensor.shape, coalesced=coalesced, known=real[0])
             setattr(made, _OUTSIDE, True)
             self._made[tensor] = made
         return made
@@ -329,10 +321,14 @@ class Replacements(Protocol):
         ...
 
 
+def _not_bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented
+
+
 class FakeMode(FakeTensorMode):
     """Fake tensors, with a callback around every aten op. One mode, not two: each costs a dispatch an op."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, bound: Dispatched | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._observe = dispatch
         self._inside = False
@@ -348,7 +344,7 @@ class FakeMode(FakeTensorMode):
         self.replacements: Replacements | None = None
         self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
         """Around an op that makes a tensor on a card: what says that it lies there."""
-        self.bound: Dispatched = lambda func, args, kwargs: NotImplemented
+        self._bound: Dispatched = bound or _not_bounded
         """What stands for the result of an op whose shape depends on values; NotImplemented where nothing does."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
@@ -412,7 +408,7 @@ class FakeMode(FakeTensorMode):
                 result.constant = None  # else what lies in that memory would be its values
             return result
         except DynamicOutputShapeException:
-            bounded = self.bound(func, args, kwargs)
+            bounded = self._bound(func, args, kwargs)
             if bounded is NotImplemented:
                 raise
             self._selected = True
@@ -451,13 +447,13 @@ class FakeMode(FakeTensorMode):
     @contextlib.contextmanager
     def suspending(self) -> Iterator[None]:
         """What runs in here is no part of the recording: no op is observed, and fake tensors have no values."""
-        before, self.suspended, bound = self.suspended, True, self.bound
-        self.bound = lambda func, args, kwargs: NotImplemented
+        before, bound = self.suspended, self._bound
+        self.suspended, self._bound = True, _not_bounded
         try:
             with self.within(), no_modes():
                 yield
         finally:
-            self.suspended, self.bound = before, bound
+            self.suspended, self._bound = before, bound
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

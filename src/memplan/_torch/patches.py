@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.modules.module as _modules
 import torch.optim.optimizer as _optimizers
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils import checkpoint as torch_checkpoint
 
 
@@ -332,70 +332,6 @@ def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManage
 
     with patched(torch.nn.init, _no_grad_trunc_normal_=draw_counted):
         yield
-
-
-Called = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a function of torch with arguments that it may change."""
-
-
-class FunctionCalls(TorchFunctionMode):
-    """Shows each call of a function of torch as Python makes it, before C++ unpacks the numbers among its arguments.
-
-    `torch.set_default_device` puts a mode below all others in the same way. Seen in torch 2.13.
-    """
-
-    def __init__(self, called: Called) -> None:
-        super().__init__()
-        self._called = called
-        self._here = threading.local()  # a mode is of one thread
-
-    def begin(self) -> None:
-        """Put the mode below all that this thread has entered: whoever entered those leaves them in order."""
-        if not self._begun:
-            self._here.begun = True
-            entered = _all()
-            for mode in (self, *entered):
-                _push_mode(mode)
-
-    def end(self) -> None:
-        """Take the mode away in this thread, wherever it is."""
-        if self._begun:
-            self._here.begun = False
-            for mode in _all():
-                if mode is not self:
-                    _push_mode(mode)
-
-    @property
-    def _begun(self) -> bool:
-        return getattr(self._here, "begun", False)
-
-    @contextlib.contextmanager
-    def in_thread(self) -> Iterator[None]:
-        """Show the calls of a whole thread."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
-
-    @contextlib.contextmanager
-    def unasked(self) -> Iterator[None]:
-        """Answer `torch.overrides.has_torch_function` as without this mode: modules choose their fast paths by it."""
-        asked = torch.overrides.has_torch_function
-
-        def without(arguments: Any) -> bool:
-            entered = _all()
-            try:
-                return any(mode is not self for mode in entered) or asked(arguments)
-            finally:
-                for mode in entered:
-                    _push_mode(mode)
-
-        with patched(torch.overrides, has_torch_function=without):
-            yield
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._called(func, args, kwargs or {})
 
 
 def _all() -> list[Any]:

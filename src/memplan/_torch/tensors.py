@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan._torch.eager import no_modes
 from memplan._torch.installed import torch_version
+from memplan.errors import RecordingError
 
 _ATEN = torch.ops.aten
 IN_PLACE_ON_ZEROS = {
@@ -136,6 +137,15 @@ def _names(layout: torch.layout) -> tuple[str, ...]:
     if layout in (torch.sparse_csc, torch.sparse_bsc):
         return "ccol_indices", "row_indices", "values"
     return ()
+
+
+def compressed_layout_error() -> RecordingError:
+    """Return the error to raise for a tensor in a compressed sparse layout."""
+    return RecordingError(
+        "a sparse tensor in a compressed layout (CSR, CSC, BSR or BSC)",
+        expected="dense tensors, or sparse ones in coordinates (torch.sparse_coo)",
+        do="Make the tensor by torch.sparse_coo_tensor, or use memplan.measure, which runs the step",
+    )
 
 
 @functools.cache

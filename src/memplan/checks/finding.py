@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from memplan._display import Displayed
+from memplan._json import Saved, by_field
 from memplan.checks.mended.changed_step import Remaker
 from memplan.devices import Device
 from memplan.trace.trace import Trace
@@ -45,11 +45,21 @@ class Finding(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return {name: plain(getattr(self, name)) for name in (f.name for f in dataclasses.fields(self))}
+        return by_field(self)
 
     def __str__(self) -> str:
         place = ", ".join(part for part in (self.layer, self.where) if part)
         return f"{self.severity} {self.id}{f' ({place})' if place else ''}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Findings(Saved):
+    """The findings about a step, as JSON has them."""
+
+    FORMAT: ClassVar[str] = "memplan.findings"
+
+    target: str
+    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +94,3 @@ class Check:
 def number(value: Fraction | float | int) -> int | float:
     """Return a number for JSON: an int if it is whole, else a float."""
     return int(value) if value == int(value) else float(value)
-
-
-def plain(value: Any) -> Any:
-    """Return a value for JSON: tuples become lists, fractions numbers, keys strings."""
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items()}
-    return number(value) if isinstance(value, Fraction) else value

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
@@ -17,6 +20,7 @@ import click
 from memplan._text import printable
 from memplan._version import __version__
 from memplan.cli.files import TYPED
+from memplan.cli.renamed_options import current_spelling
 from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {
@@ -71,6 +75,11 @@ class Commands(click.Group):
             from memplan.trace.naming.parsing import offer
 
             raise click.UsageError(f"There is no command {args[0]!r}. {offer(args[0], COMMANDS)}", ctx)
+        if args:
+            rest, notes = current_spelling(args[0], args[1:])
+            args = [args[0], *rest]
+            for note in notes:
+                _print(f"{note}.")
         ctx.meta[TYPED] = list(args)
         return super().resolve_command(ctx, args)
 
@@ -95,15 +104,37 @@ class Commands(click.Group):
         argv = sys.argv
         sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by `>&-`
         sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        try:
-            code = super().main(arguments, *positional, **keywords)
-        except BaseException as error:  # any error ends as a line and an exit code
-            code = _report_error(error, debug="--debug" in arguments)
-        finally:
-            sys.argv = argv  # a target may have set it
+        with _interrupts_noted() as interrupted:
+            try:
+                code = super().main(arguments, *positional, **keywords)
+            except BaseException as error:  # any error ends as a line and an exit code
+                # an import that was interrupted may raise another error than KeyboardInterrupt
+                caught = KeyboardInterrupt() if interrupted() and isinstance(error, Exception) else error
+                code = _report_error(caught, debug="--debug" in arguments)
+            finally:
+                sys.argv = argv  # a target may have set it
         if isinstance(code, int):
             sys.exit(_flushed(code))
         sys.exit(_flushed(0))
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed in this context; False if the caller handles it."""
+    received: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.default_int_handler(number, frame)
+
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _report_error(error: BaseException, *, debug: bool) -> int:

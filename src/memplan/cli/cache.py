@@ -30,13 +30,13 @@ Exit code: 0 done.
 def command(cleared: bool, results: ResultFiles) -> int:
     """Run the command and return its exit code."""
     from memplan.cudnn.answer_cache import clear, kept
-    from memplan.reports.cache import dumps, report
+    from memplan.reports.cache import Caches, report
     from memplan.reports.terminal import show
 
     if cleared:
         clear()
     files = kept()
-    results.write(lambda: dumps(files))
+    results.write(Caches(files).to_json)
     if not results.takes_stdout:
         show(report(files))
     return 0

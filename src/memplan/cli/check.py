@@ -17,6 +17,7 @@ from memplan.cli.options import (
     result_options,
     step_options,
     top_option,
+    without,
 )
 from memplan.cli.progress import progress
 from memplan.cli.run import run
@@ -81,10 +82,10 @@ def command(
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
-    from memplan.checks.finding import SEVERITIES
+    from memplan.checks.finding import SEVERITIES, Findings
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
-    from memplan.reports.check import dumps, fixes, report
+    from memplan.reports.check import fixes, report
     from memplan.reports.ci.annotations import of_findings
     from memplan.reports.terminal import show
 
@@ -99,7 +100,7 @@ def command(
             do="Leave one out",
         )
     trace, findings = _findings(arguments, request, context, ignores)
-    results.write(lambda: dumps(arguments.target, findings))
+    results.write(Findings(arguments.target, tuple(findings)).to_json)
     if not results.takes_stdout and not outputs.to_stdout:
         show(report(arguments.target, findings, top))
     failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
@@ -116,10 +117,6 @@ def _findings(
     from memplan.checks.mended.changed_step import Remaker
     from memplan.trace.recording.session import choose_target
 
-    if arguments.settings:
-        raise InputError(
-            "--settings for check", expected="no such option: check does not use allocator settings", do="Leave it out"
-        )
     if request is not None or is_trace(arguments.target):
         trace = recorded(arguments) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
@@ -135,4 +132,5 @@ def _findings(
             raise advised(error, arguments) from error.__cause__
 
 
+without(command, "settings")  # findings do not depend on the allocator
 script_option(command)

@@ -22,15 +22,14 @@ HELP = """Hold two steps against each other: bytes by cause and by layer, time, 
 A and B are targets, as of memplan explain, or files: what explain --json or
 --trace, fit --json or --plan, or sweep --json wrote (a point of a sweep is
 sweep.json#3, its third, or sweep.json#batch=8). Without B, it is A again. The
-options are for both; with --a- or --b- in front they are for one:
---b-precision bf16.
+options are for both; --a and --b take those of one: --b autocast=bf16.
 
 \b
   memplan compare examples/resnet18.py:make --input 32x3x224x224 \\
-      --target "32:int64<1000" --loss cross_entropy --b-precision bf16
+      --target "32:int64<1000" --loss cross_entropy --b autocast=bf16
   memplan compare nets.py:wide nets.py:deep --input 8x3x64x64 --device h100
-  memplan compare nets.py:unet --input 1x1x64x64x64 --b-arg channels=16
-  memplan compare nets.py:unet --input 1x1x64x64x64 --b-infer
+  memplan compare nets.py:unet --input 1x1x64x64x64 --b arg=channels=16
+  memplan compare nets.py:unet --input 1x1x64x64x64 --b no-train
   memplan compare nets.py:dense nets.py:pruned --input 8x3x64x64 --measure
   memplan compare before.json after.json
   memplan compare sweep.json#batch=8 sweep.json#batch=16
@@ -51,16 +50,19 @@ Exit code: 0 done; 2 bad usage, or a step that cannot be recorded.
 @click.option("--measure", "really", is_flag=True, help="Really run both here, instead of predicting them.")
 @top_option(12, "Layers")
 @result_options("the comparison")
-def command(a: str, b: str | None, really: bool, top: int, results: ResultFiles, **values: Any) -> int:
+def command(
+    a: str, b: str | None, a_options: tuple[str, ...], b_options: tuple[str, ...], really: bool, top: int,
+    results: ResultFiles, **values: Any,
+) -> int:  # fmt: skip
     """Run the command and return its exit code."""
-    sides = [side_arguments(a, values, "a"), side_arguments(b or a, values, "b")]
+    sides = [side_arguments(a, values, a_options), side_arguments(b or a, values, b_options)]
     if sides[0] == sides[1]:
         raise InputError(
             f"{a} twice, with the same options",
             expected="two targets, or an option for one of them",
-            do="Name another B, or say what differs: --b-precision bf16, --b-arg NAME=VALUE",
+            do="Name another B, or say what differs: --b autocast=bf16, --b arg=NAME=VALUE",
         )
-    from memplan.reports.compare import dumps, report
+    from memplan.reports.compare import report
     from memplan.reports.terminal import show
     from memplan.studies.comparisons.compare import compare_given
 
@@ -68,7 +70,7 @@ def command(a: str, b: str | None, really: bool, top: int, results: ResultFiles,
         comparison = compare_given(
             _input(sides[0], _title(*sides)), _input(sides[1], _title(*reversed(sides))), measure=really
         )
-    results.write(lambda: dumps(comparison))
+    results.write(comparison.to_json)
     if not results.takes_stdout:
         show(report(comparison, top))
     return 0
@@ -83,9 +85,9 @@ def _title(side: StepArguments, other: StepArguments) -> str:
         option = f"--{name.rstrip('s') if isinstance(value, tuple) else name}"
         if isinstance(value, tuple):
             words += [f"{option} {text}" for text in value if text not in getattr(other, name)]
-        elif value is True:
-            words.append(option)
-        elif value not in (None, False):
+        elif name == "train":
+            words += [] if value else ["--no-train"]
+        elif value is not None:
             words.append(f"{option} {value}")
     return " ".join(words)
 
@@ -96,14 +98,16 @@ def _input(side: StepArguments, title: str) -> Given:
     if not _is_file(side.target):
         with contained(side.target):
             described = describe(side)
-        return Given(title, described.what, described.options, side.device, side.settings, side.environment)
+        return Given(
+            title, described.what, described.options, side.device, side.settings, side.assumed, side.environment
+        )
     _check_file(side.target)
     surplus = [option for option in side.changed_options() if option != "--settings"]
     if surplus:
         raise InputError(
             f"{side.target} is a file, and {', '.join(surplus)} was given for it, too",
             expected="a file alone: its step is already recorded",
-            do="Leave the options out, or give them for the other side alone, with --a- or --b- in front",
+            do="Leave the options out, or give them for the other side alone, with --a or --b",
         )
     return Given(title, side.target, settings=side.settings)
 

@@ -32,10 +32,10 @@ def command(name: str | None, results: ResultFiles) -> int:
     from memplan.devices import catalogue, find
 
     cards = catalogue() if name is None else (find(name),)
-    from memplan.reports.devices import device_report, dumps, report
+    from memplan.reports.devices import Catalogue, device_report, report
     from memplan.reports.terminal import show
 
-    results.write(lambda: dumps(cards))
+    results.write(Catalogue(cards).to_json)
     if not results.takes_stdout:
         if name is None:
             show(report(cards))

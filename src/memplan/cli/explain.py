@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from memplan._json import Unreadable, parse, read_text
-from memplan.cli.files import ResultFiles, begins_as_trace, is_trace
+from memplan.cli.files import begins_as_trace, is_trace
 from memplan.cli.options import (
     Described,
     StepArguments,
     advised,
     describe,
     recorded,
-    result_options,
     step_options,
     top_option,
 )
-from memplan.cli.outputs import Outputs, ViewerFiles, snapshot_option, trace_option, viewer_options
+from memplan.cli.outputs import Outputs, output_options
 from memplan.cli.progress import progress
 from memplan.errors import DataDependentError, InputError, MemplanError, StepError
 from memplan.trace.naming.targets import contained
@@ -40,7 +38,7 @@ is a file: a trace that --trace wrote, or an explanation that --json wrote.
   memplan explain examples/gpt2.py:build --arg batch=4 --arg sequence=512
   memplan explain examples/unet3d.py:build --device rtx4090 --snapshot unet3d.pickle
 
-  memplan explain mymodels.py:net --input 8x512 --infer --weights int8
+  memplan explain mymodels.py:net --input 8x512 --no-train --weights int8
 
 The first answers "44.6 MiB of weights -> 841.7 MiB peak: 75 % saved activations, ...", and says which
 layer saves what, and why. The last one makes the model, has torchao quantize
@@ -59,24 +57,18 @@ a recording does not have.
 @top_option(12, "Layers")
 @click.option(
     "--weights", type=click.Choice(("int8", "int4")),
-    help="With --infer: quantize the weights by torchao, too, and run both here.",
+    help="With --no-train: quantize the weights by torchao, too, and run both here.",
 )  # fmt: skip
 @click.option(
     "--activations", type=click.Choice(("int8",)), help="With --weights: the inputs of quantized layers, too."
 )
-@result_options("the explanation")
-@trace_option
-@snapshot_option
-@viewer_options
+@output_options
 def command(
     really: bool,
     top: int,
     weights: str | None,
     activations: str | None,
-    results: ResultFiles,
-    trace_file: str | None,
-    snapshot_file: str | None,
-    viewers: ViewerFiles,
+    outputs: Outputs,
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
@@ -84,17 +76,14 @@ def command(
     if weights is not None or activations is not None:
         from memplan.cli.quantize import quantize
 
-        return quantize(
-            arguments, weights, activations, results, top, others=(trace_file, snapshot_file, *astuple(viewers))
-        )
-    outputs = Outputs(results, trace_file, snapshot_file, viewers).checked()
+        return quantize(arguments, weights, activations, outputs, top)
     if (saved := _read_saved(arguments, really, outputs)) is not None:
         return _show(saved, outputs, top)
     trace, explanation = _explain(arguments, really)
-    from memplan.reports.explain import dumps, report
+    from memplan.reports.explain import report
     from memplan.reports.terminal import show
 
-    outputs.write(trace, explanation, dumps, arguments.settings)
+    outputs.write(trace, explanation, explanation.to_json, arguments.settings)
     if not outputs.takes_stdout:
         show(report(explanation, top))
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
@@ -111,21 +100,22 @@ def _read_saved(arguments: StepArguments, really: bool, outputs: Outputs) -> Exp
     Raises:
         InputError: options that describe a step were used, or the explanation is damaged.
     """
-    from memplan.explanation.explanation_json import explanation_of, is_explanation
+    from memplan.explanation.model import Explanation
 
     if not is_trace(arguments.target) or begins_as_trace(arguments.target):
         return None
     try:
         data = parse(read_text(arguments.target))
-        if not is_explanation(data):
-            return None
-        explanation = explanation_of(data)
     except OSError:
         return None
     except Unreadable as error:
         raise InputError(f"{arguments.target}: {error}", expected=_FILES, do="Explain the step again") from None
-    other_options = {"--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot}
-    other_options |= {f"--{name}": path for name, path in asdict(outputs.viewers).items()}
+    if not isinstance(data, dict) or data.get("format") != Explanation.FORMAT:
+        return None
+    explanation = Explanation.from_dict(data, arguments.target)
+    other_options = {
+        "--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot, "--perfetto": outputs.perfetto,
+    }  # fmt: skip
     surplus = [*arguments.changed_options(), *(option for option, value in other_options.items() if value)]
     if surplus:
         raise InputError(
@@ -141,10 +131,10 @@ _FILES = "what memplan explain --trace or --json wrote"
 
 def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
     """Write and print an explanation from a file. Return the exit code."""
-    from memplan.reports.explain import dumps, report
+    from memplan.reports.explain import report
     from memplan.reports.terminal import show
 
-    outputs.results.write(lambda: dumps(explanation))
+    outputs.results.write(explanation.to_json)
     if not outputs.takes_stdout:
         show(report(explanation, top))
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
@@ -173,7 +163,7 @@ def _explain_target(described: Described, arguments: StepArguments, really: bool
     from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
-    trains = False if arguments.infer else None  # None: unknown, a step may run no backward pass
+    trains = None if arguments.train else False  # None: unknown, a step may run no backward pass
     if really:
         trace = measure(described.build(), device=arguments.device)
         return trace, explain_trace(trace, title=arguments.target, train=trains)
@@ -183,7 +173,7 @@ def _explain_target(described: Described, arguments: StepArguments, really: bool
     explanation = explain_trace(
         trace, title=arguments.target, train=trains, card=target.card, settings=arguments.settings
     )
-    if arguments.infer:
+    if not arguments.train:
         explanation = with_training_note(explanation, described.training().build(on_card=on_card), target)
     return trace, scaled(
         explanation, described.batch, lambda batch: described.with_batch(batch).build(on_card=on_card), target

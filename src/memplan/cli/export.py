@@ -23,7 +23,7 @@ need no gradient stay in flash.
 \b
   memplan export examples/keyword_spotting.py:make --input 1x1x49x10 \\
       --target "1:int64<12" --loss cross_entropy --optimizer sgd:lr=0.01 \\
-      --budget 300KiB --out device/
+      --budget 300KiB --folder device/
 
 Where a C compiler is found, the files are compiled, run under sanitizers, and compared with PyTorch step by step.
 
@@ -36,7 +36,7 @@ operation without a C kernel.
 @click.command("export", help=HELP)
 @step_options
 @click.option("--budget", metavar="SIZE", required=True, help="256KiB, 1MiB: RAM of the device.")
-@click.option("--out", metavar="FOLDER", required=True, help="Where the files go.")
+@click.option("--folder", metavar="FOLDER", required=True, help="Where the files go.")
 @click.option("--name", metavar="NAME", help="Of files and functions. Default: the model's class.")
 @click.option(
     "--search-update",
@@ -55,14 +55,14 @@ operation without a C kernel.
 @click.option("--flash", metavar="SIZE", help="256KiB, 1MiB: refuse what takes more flash than that.")
 @click.option("--verify/--no-verify", default=None, help="Compile and prove. Default: where a C compiler is found.")
 @click.option(
-    "--on", "core", type=click.Choice(["cortex-m4", "cortex-m7"]),
+    "--device", "core", type=click.Choice(["cortex-m4", "cortex-m7"]),
     help="Compile for this core, too, and run the steps on an emulated one.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Write into a folder that holds other files.")
 @json_option("the figures")
 def command(
     budget: str,
-    out: str,
+    folder: str,
     name: str | None,
     batches: str | None,
     frozen_weights: Literal["float32", "int8"],
@@ -76,12 +76,12 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.exporting.export import export
-    from memplan.reports.exports.export import dumps, report, shortfall_report
+    from memplan.reports.exports.export import report, shortfall_report
     from memplan.reports.terminal import show
 
-    out = os.path.abspath(out)  # the target may change the directory
+    folder = os.path.abspath(folder)  # the target may change the directory
     arguments = StepArguments(**values)
-    for option in ("--kwarg", "--precision"):
+    for option in ("--kwarg", "--autocast", "--dtype"):
         if option in arguments.changed_options():
             raise InputError(option, expected="positional inputs in float32", do="Leave it out")
     with progress(f"exporting {arguments.target}"), contained(arguments.target):
@@ -93,7 +93,7 @@ def command(
             data = None if batches is None else _batches(batches)
             exported = export(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
-                folder=out, name=name, search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
+                folder=folder, name=name, search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except StepError as error:
@@ -105,7 +105,7 @@ def command(
             click.echo(f"memplan: {error}", err=True)
             return 1
     if json_file is not None:
-        write(json_file, dumps(exported))
+        write(json_file, exported.to_json())
     if json_file != "-":
         show(report(exported))
     return 0
@@ -116,4 +116,4 @@ def _batches(target: str) -> Any:
         return resolve(target).what()
 
 
-without(command, "infer", "device", "settings", "assume", "cudnn")
+without(command, "train", "device", "settings", "assume", "cudnn")

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from memplan.integrations.scripts.request import Request
     from memplan.planning.plan.plan import Plan
-    from memplan.reports.fit import Outcome
-    from memplan.reports.frontier import Frontier
+    from memplan.verification.fitting.frontier import Frontier
+    from memplan.verification.fitting.outcome import Outcome
 
 HELP = """Make a training step run within a budget of bytes.
 
@@ -200,7 +200,7 @@ def _check_script(*files: str | None) -> None:
 
 def _script(request: Request, budget: str | None, options: dict[str, Any], files: _Files, top: int) -> int:
     """Plan the model of a script and return the exit code."""
-    from memplan.reports.fit import dumps_script, script_report
+    from memplan.reports.fit import script_report
     from memplan.reports.terminal import show
     from memplan.studies.capacity.limit import room_of
 
@@ -208,7 +208,7 @@ def _script(request: Request, budget: str | None, options: dict[str, Any], files
     request = replace(request, device=request.device or room.device, room=room, plan=tuple(options.items()))
     fitting = run(replace(request, steps=_UPDATES)).fitting
     assert fitting is not None, "the request has a plan"
-    files.results.write(lambda: dumps_script(fitting))
+    files.results.write(fitting.to_json)
     if fitting.plan is not None and files.plan is not None:
         write(files.plan, fitting.plan.to_json())
     if not files.takes_stdout:
@@ -218,7 +218,7 @@ def _script(request: Request, budget: str | None, options: dict[str, Any], files
 
 def _check_options(arguments: StepArguments, budget: str | None, use_plan: str | None) -> None:
     """Raise InputError for options that contradict each other, before anything is imported."""
-    for option in ("--infer", "--settings"):
+    for option in ("--no-train", "--settings"):
         if option in arguments.changed_options():
             raise InputError(f"{option}", expected="a training step on this machine", do="Leave it out")
     if budget is None and use_plan is None:
@@ -247,11 +247,11 @@ def _check_peers(peers: bool, frontier: str | None, predict: bool) -> None:
 
 def _read_plan(path: str, budget: str | None) -> Plan:
     from memplan._bytes import format_bytes
-    from memplan.planning.plan.plan import load_plan
+    from memplan.planning.plan.plan import Plan
     from memplan.planning.relative_budget import read_any_budget
 
     try:
-        plan = load_plan(path)
+        plan = Plan.load(path)
     except OSError as error:
         raise InputError(
             f"--use-plan {path} cannot be read ({error.strerror})",
@@ -275,7 +275,7 @@ def _outcome(
     from torch import nn
 
     import memplan
-    from memplan.reports.fit import Outcome
+    from memplan.verification.fitting.outcome import Outcome
 
     call_options = _call_options(described, arguments) | options
     try:
@@ -361,7 +361,7 @@ def _frontier(
     from memplan.planning.planner import Planner
     from memplan.planning.request import request
     from memplan.planning.settings import PlanOptions
-    from memplan.reports.frontier import Frontier, Point
+    from memplan.verification.fitting.frontier import Frontier, Point
     from memplan.verification.peers.trials import measure_peers
 
     plan_keywords = {name: option for name, option in options.items() if name != "early"}
@@ -385,9 +385,7 @@ def _frontier(
 
 
 def _write(outcome: Outcome, files: _Files) -> None:
-    from memplan.reports.fit import dumps
-
-    files.results.write(lambda: dumps(outcome))
+    files.results.write(outcome.to_json)
     if outcome.plan is not None and files.plan is not None:
         write(files.plan, outcome.plan.to_json())
     if outcome.plan is not None and files.python is not None:

@@ -21,6 +21,7 @@ from memplan.cli.options import (
     without,
 )
 from memplan.cli.progress import progress
+from memplan.cli.renamed_options import current_spelling
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
 from memplan.errors import InputError, StepError
@@ -28,6 +29,7 @@ from memplan.trace.naming.targets import contained, short
 
 if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Request
+    from memplan.studies.guarding.baseline import Baseline
     from memplan.studies.guarding.taken import Taken
     from memplan.trace.trace import Trace
 
@@ -84,20 +86,19 @@ def command(
     arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
     outputs.check(results)
     from memplan.reports.ci.annotations import GROWTH, of_outcome
-    from memplan.reports.guard import dumps, report
+    from memplan.reports.guard import report
     from memplan.reports.terminal import show
-    from memplan.studies.guarding.baseline_file import read
     from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
 
     allowance(tolerance, 0)
     if update:
         _check_update(baseline_file, results, outputs)
         return _update(arguments, request, baseline_file)
-    baseline = read(baseline_file)
+    baseline = _read(baseline_file)
     now = _snapshot(arguments, request)
     before = baseline_of(baseline, now.figures, baseline_file)
     outcome = compare_with(before, now, tolerance)
-    results.write(lambda: dumps(outcome))
+    results.write(outcome.to_json)
     if not results.takes_stdout and not outputs.to_stdout:
         show(report(outcome, top))
     outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], of_outcome(outcome))
@@ -124,17 +125,26 @@ def _update(arguments: StepArguments, request: Request | None, path: str) -> int
     from memplan._text import printable
     from memplan.studies.comparisons.comparison import changed
     from memplan.studies.guarding.baseline import Baseline
-    from memplan.studies.guarding.baseline_file import dumps, read
 
     file = writable(path, "--baseline")
-    old = read(path) if os.path.exists(path) else Baseline()
+    old = _read(path) if os.path.exists(path) else Baseline()
     now = _snapshot(arguments, request).figures
     before = old.find(now.target, now.options, now.device)
-    write(file, dumps(old.updated(now)))
+    write(file, old.updated(now).to_json())
     text = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
     text += f", was {format_bytes(before.peak)} ({changed(before.peak, now.peak)})" if before is not None else ", new"
     click.echo(printable(f"{path}: {text}"))
     return 0
+
+
+def _read(path: str) -> Baseline:
+    """Read a baseline; options in a former spelling are replaced by the present one."""
+    from memplan.studies.guarding.baseline import Baseline, read_baseline
+
+    def current(options: str) -> str:
+        return " ".join(current_spelling("explain", options.split(" "))[0])
+
+    return Baseline(tuple(replace(step, options=current(step.options)) for step in read_baseline(path).steps))
 
 
 def _snapshot(arguments: StepArguments, request: Request | None) -> Taken:
@@ -142,7 +152,7 @@ def _snapshot(arguments: StepArguments, request: Request | None) -> Taken:
     from memplan.studies.guarding.taken import taken
 
     target, options = _portable(arguments.target), options_text(arguments)
-    trains = False if arguments.infer else None  # None: unknown, a step may run no backward pass
+    trains = None if arguments.train else False  # None: unknown, a step may run no backward pass
     if request is not None:
         if request.command.arguments:
             options = " ".join(filter(None, (options, "--", *request.command.arguments)))
@@ -188,12 +198,13 @@ def options_text(arguments: StepArguments) -> str:
     words = []
     for field, option in _NAMES.items():
         value = getattr(arguments, field)
-        texts = value if isinstance(value, tuple) else () if value in (None, False) else (value,)
-        words += [f"--{option}" if text is True else f"--{option} {text}" for text in texts]
-    return " ".join(text for text in words if text != "--precision fp32")
+        texts = value if isinstance(value, tuple) else () if value in (None, True) else (value,)
+        words += ["--no-train" if text is False else f"--{option} {text}" for text in texts]
+    return " ".join(words)
 
 
 _NAMES = {
     "args": "arg", "inputs": "input", "kwargs": "kwarg", "targets": "target", "loss": "loss", "optimizer": "optimizer",
-    "precision": "precision", "infer": "infer", "batch": "batch", "settings": "settings", "assume": "assume",
+    "autocast": "autocast", "dtype": "dtype", "train": "train", "batch": "batch", "settings": "settings",
+    "assume": "assume",
 }  # fmt: skip

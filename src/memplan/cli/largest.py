@@ -102,10 +102,10 @@ def command(
 
 def _report(largest: Largest, results: ResultFiles) -> int:
     """Write and print the result; return the exit code."""
-    from memplan.reports.largest import dumps, report
+    from memplan.reports.largest import report
     from memplan.reports.terminal import show
 
-    results.write(lambda: dumps(largest))
+    results.write(largest.to_json)
     if not results.takes_stdout:
         show(report(largest))
     best = largest.planned or largest

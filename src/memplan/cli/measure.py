@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import OUTPUT, ResultFiles, write
+from memplan.cli.files import OUTPUT
 from memplan.cli.options import (
     StepArguments,
     Whole,
     advised,
     describe,
-    result_options,
     step_options,
     top_option,
     without,
 )
-from memplan.cli.outputs import ViewerFiles, check_contribute, contribute_option, viewer_options
+from memplan.cli.outputs import Outputs, check_contribute, contribute_option, output_options
 from memplan.cli.progress import progress
 from memplan.errors import InputError, StepError
 from memplan.trace.naming.targets import contained
@@ -40,8 +40,8 @@ what differs is listed by cause and layer.
   memplan measure examples/gpt2.py:build
   memplan measure --device cuda examples/gpt2.py:build
   memplan measure --device cuda --contribute step.json.gz examples/gpt2.py:build
-  memplan measure --dry h100 examples/unet3d.py:build
-  memplan measure --dry a100 --torch ~/cuda-env --snapshot step.pickle examples/resnet18.py:build
+  memplan measure --dry --device h100 examples/unet3d.py:build
+  memplan measure --dry --device a100 --environment ~/cuda-env --snapshot step.pickle examples/resnet18.py:build
 
 With --dry it runs on the CUDA build of torch in a process that sees an emulated card: torch's own code chooses
 kernels and workspaces and allocates as on a real one, and kernels do nothing. So losses are zeros, and a value
@@ -57,72 +57,63 @@ Exit code: 0 done; 2 bad usage, a step that does not run, no GPU, no CUDA build 
 
 @click.command("measure", help=HELP)
 @step_options
-@click.option("--device", "place", metavar="NAME", help="cpu, or cuda for this machine's GPU. Default: cpu.")
-@click.option("--dry", metavar="CARD", help="Run it on this card, emulated: h100, a100, rtx4090, t4.")
 @click.option(
-    "--torch",
-    "environment",
+    "--device",
+    "place",
+    metavar="NAME",
+    help="cpu, or cuda for this machine's GPU; with --dry the card: h100, a100, rtx4090, t4. Default: cpu.",
+)
+@click.option("--dry", is_flag=True, help="Run it on the card of --device, emulated.")
+@click.option(
+    "--environment",
     metavar="PATH",
     help="With --dry: environment with the CUDA build of torch. Default: this.",
 )
 @click.option("--steps", type=Whole(min=1), default=2, show_default=True, metavar="N", help="How often it runs.")
 @click.option(
-    "--snapshot",
-    type=OUTPUT,
-    metavar="FILE",
+    "--snapshot", type=OUTPUT, metavar="FILE",
     help="On a card: write torch's own snapshot of its memory history, a pickle.",
-)
+)  # fmt: skip
 @contribute_option
 @top_option(12, "Layers")
-@result_options("the explanation")
-@click.option(
-    "--trace", "trace_file", type=OUTPUT, metavar="FILE", help="Write the measured step, to explain it again later."
-)
-@viewer_options
+@output_options
 def command(
     place: str | None,
-    dry: str | None,
+    dry: bool,
     environment: str | None,
     steps: int,
     snapshot: str | None,
     contribute: str | None,
     top: int,
-    results: ResultFiles,
-    trace_file: str | None,
-    viewers: ViewerFiles,
+    outputs: Outputs,
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
-    if dry is None and environment is not None:
-        raise InputError("--torch without --dry", expected="the card to emulate", do="Add --dry h100, or leave it out")
-    if dry is not None and place is not None:
-        raise InputError(
-            "--device and --dry", expected="one of them: --dry names the card that is emulated", do="Leave one out"
-        )
+    if environment is not None and not dry:
+        raise InputError("--environment without --dry", expected="a dry run", do="Add --dry, or leave it out")
+    if dry and place is None:
+        raise InputError("--dry without --device", expected="the card to emulate", do="Add --device h100, say")
     check_contribute(contribute, place)
-    if snapshot is not None and dry is None and place is None:
-        raise InputError("--snapshot without a card", expected="--device cuda, or --dry h100", do="Add one of them")
-    if results.json == trace_file == "-":
-        raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
+    if snapshot is not None and place is None:
+        raise InputError(
+            "--snapshot without a card", expected="--device cuda, or --dry --device h100", do="Add one of them"
+        )
     arguments = StepArguments(**values)
     measurement = _Measurement(place, dry, environment, steps, snapshot, contribute)
     trace, explanation = _measure(arguments, measurement)
-    comparison = None if trace.device == HOST or dry is not None else _compare_with_prediction(arguments, trace, steps)
-    from memplan.reports.compare import beside_report, dumps_beside
+    comparison = None if trace.device == HOST or dry else _compare_with_prediction(arguments, trace, steps)
+    from memplan.reports.compare import beside_report
     from memplan.reports.explain import dumps, report
     from memplan.reports.terminal import show
 
-    if trace_file is not None:
-        write(trace_file, trace.to_json())
-    results.write(lambda: dumps(explanation) if comparison is None else dumps_beside(dumps(explanation), comparison))
-    viewers.write(trace, explanation, _settings(trace))
-    if "-" not in (results.json, trace_file):
+    outputs.write(trace, explanation, partial(dumps, explanation, beside=comparison), _settings(trace))
+    if not outputs.takes_stdout:
         step = report(explanation, top)
         show(step if comparison is None else step + beside_report(comparison, top))
     return 0
 
 
-without(command, "device", "assume", "settings", "cudnn")
+without(command, "device", "assume", "settings", "cudnn", "snapshot_file")
 
 
 @dataclass(frozen=True)
@@ -130,7 +121,7 @@ class _Measurement:
     """Options of where and how to run a step, as typed."""
 
     place: str | None
-    dry: str | None
+    dry: bool
     environment: str | None
     steps: int
     snapshot: str | None
@@ -140,9 +131,9 @@ class _Measurement:
         """Run the step and return its trace."""
         from memplan.trace.measure import is_cuda, measure, own_gpu
 
-        if self.dry is not None:
+        if self.dry:
             return measure(
-                StepOfOptions(arguments), device=self.dry, steps=self.steps, dry=True, environment=self.environment,
+                StepOfOptions(arguments), device=self.place, steps=self.steps, dry=True, environment=self.environment,
                 snapshot=self.snapshot,
             )  # fmt: skip
         on_card = is_cuda(self.place)
@@ -158,13 +149,13 @@ def _measure(arguments: StepArguments, measurement: _Measurement) -> tuple[Trace
     from memplan.devices import find
     from memplan.explanation.explain import explain_trace
 
-    card = None if measurement.dry is None else find(measurement.dry)
+    card = find(measurement.place) if measurement.dry and measurement.place is not None else None
     with progress(f"running {arguments.target}"), contained(arguments.target):
         try:
             trace = measurement.run(arguments)
         except StepError as error:
             raise advised(error, arguments) from error.__cause__
-    trains = False if arguments.infer else None
+    trains = None if arguments.train else False
     return trace, explain_trace(trace, title=arguments.target, train=trains, card=card, settings=_settings(trace))
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from memplan.trace.step import StepOptions
     from memplan.trace.trace import Trace
 
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp16-true")
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _BATCH_NAMES = ("batch", "batch_size")
 
 Decorated = Callable[..., Any]
@@ -109,11 +107,15 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         "--optimizer", metavar="NAME",
         help="adamw, sgd:lr=0.1,momentum=0.9, any other of torch.optim, or module:callable. Default: none.",
     ),
+    click.option("--autocast", metavar="DTYPE", help="Run under torch.autocast: bf16 or fp16."),
     click.option(
-        "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True,
-        help="bf16, fp16: autocast. With -true: weights, and inputs without a dtype of their own, converted.",
+        "--dtype", metavar="DTYPE",
+        help="Convert the weights, and inputs without a dtype of their own: bf16, fp16, float64.",
     ),
-    click.option("--infer", is_flag=True, help="Forward only: evaluation mode under no_grad."),
+    click.option(
+        "--train/--no-train", default=True,
+        help="A training step, or forward only in evaluation mode under no_grad. Default: train.",
+    ),
     click.option(
         "--batch", type=Whole(min=1), metavar="N",
         help="Leading dimension of the inputs, or the target's argument batch or batch_size.",
@@ -161,8 +163,9 @@ class StepArguments:
     targets: tuple[str, ...] = ()
     loss: str | None = None
     optimizer: str | None = None
-    precision: str = "fp32"
-    infer: bool = False
+    autocast: str | None = None
+    dtype: str | None = None
+    train: bool = True
     batch: int | None = None
     device: str | None = None
     settings: str | None = None
@@ -190,10 +193,12 @@ class StepArguments:
         plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
         plain |= {
             name: getattr(self, name)
-            for name in ("loss", "optimizer", "infer", "batch", "device", "settings", "assume", "cudnn")
-        }
+            for name in (
+                "loss", "optimizer", "autocast", "dtype", "batch", "device", "settings", "assume", "cudnn",
+            )
+        }  # fmt: skip
         names = [f"--{name}" for name, value in plain.items() if value]
-        return [*names, "--precision"] if self.precision != "fp32" else names
+        return names if self.train else [*names, "--no-train"]
 
 
 @dataclass(frozen=True)
@@ -283,33 +288,27 @@ def describe(step: StepArguments) -> Described:
 
 def _read(arguments: StepArguments) -> StepOptions:
     from memplan.trace.naming.step_parts import loss_of, optimizer_of
+    from memplan.trace.spec import dtype_of
     from memplan.trace.step import StepOptions
 
-    kind, _, is_true = arguments.precision.partition("-")
-    dtype = _dtype(_DTYPES[kind]) if is_true else None
-    if arguments.targets and arguments.loss is None and not arguments.infer:
+    dtype = None if arguments.dtype is None else dtype_of(arguments.dtype)
+    train = arguments.train
+    if arguments.targets and arguments.loss is None and train:
         raise InputError(
             "--target without --loss", expected="a loss that takes it", do="Give --loss cross_entropy, say"
         )
-    train = not arguments.infer
-    if arguments.infer and (arguments.targets or arguments.loss or arguments.optimizer):
-        click.echo("memplan: --infer runs forward only: loss, targets and optimizer are left out", err=True)
+    if not train and (arguments.targets or arguments.loss or arguments.optimizer):
+        click.echo("memplan: --no-train runs forward only: loss, targets and optimizer are left out", err=True)
     return StepOptions(
         inputs=tuple(_spec(text, dtype) for text in arguments.inputs),
         kwargs={name: _value(text, dtype) for name, text in named(arguments.kwargs, "--kwarg").items()},
         targets=tuple(_spec(text, dtype) for text in arguments.targets) if train else (),
         loss=loss_of(arguments.loss, "--loss") if train and arguments.loss else None,
         optimizer=optimizer_of(arguments.optimizer, "--optimizer") if train and arguments.optimizer else None,
-        autocast=_DTYPES[kind] if kind in _DTYPES and not is_true else None,
+        autocast=arguments.autocast,
         train=train,
         dtype=dtype,
     ).checked()
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    return getattr(torch, name)
 
 
 def _spec(text: str, dtype: torch.dtype | None) -> Any:
@@ -344,7 +343,7 @@ def _call_target(target: Target, arguments: Mapping[str, Any], options: StepOpti
             )
         if not options.train or options.autocast is not None or options.dtype is not None:
             raise InputError(
-                f"{target.text} returned a step, and --infer or --precision was given",
+                f"{target.text} returned a step, and --no-train, --autocast or --dtype was given",
                 expected="these only for a module; a step brings its own",
                 do="Leave them out, or name a callable that returns the module",
             )
@@ -385,7 +384,7 @@ def recorded(arguments: StepArguments, *more: str) -> Trace:
         InputError: options that describe a step were used, or the file is no trace.
         TargetError: the file cannot be read.
     """
-    from memplan.trace.trace import load_trace
+    from memplan.trace.trace import Trace
 
     surplus = [*(option for option in arguments.changed_options() if option != "--settings"), *more]
     if surplus:
@@ -395,7 +394,7 @@ def recorded(arguments: StepArguments, *more: str) -> Trace:
             do="Leave the options out, or name a callable",
         )
     try:
-        return load_trace(arguments.target)
+        return Trace.load(arguments.target)
     except OSError as error:
         raise TargetError(
             f"{arguments.target} cannot be read ({error.strerror})",

@@ -1,56 +1,56 @@
-"""The step options of a command that compares two steps, with prefix ``--a-`` or ``--b-`` for either of them."""
+"""The step options of a command that compares two steps: those for both, and ``--a``, ``--b`` for either of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from memplan.cli.options import StepArguments, step_options
 
-SIDES = ("a", "b")
-_BY_NAME = ("args", "kwargs")
-"""Options of pairs NAME=VALUE, of which a side replaces single names."""
+_PAIRS = ("args", "kwargs")
+"""Options NAME=VALUE, of which a side replaces single names."""
+
+
+@click.command("compare")
+@step_options
+def _one_side(**values: Any) -> None:
+    """Parses the options of a side; it is never invoked."""
 
 
 def pair_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the step options for both sides to a command, and hidden ones for each; see `side_arguments`."""
-
-    @step_options
-    def template() -> None:
-        """Click stores the options in an attribute of this function."""
-
-    parameters: list[click.Parameter] = getattr(template, "__click_params__")  # noqa: B009  # click's own attribute
-    common = [parameter for parameter in parameters if isinstance(parameter, click.Option)]
-    names = {field.name for field in fields(StepArguments)}
-    by_side = [_side_option(side, option) for side in reversed(SIDES) for option in common if option.name in names]
+    """Add to a command the step options for both sides, and ``--a`` and ``--b``; see `side_arguments`."""
     existing: list[click.Parameter] = getattr(function, "__click_params__", [])
-    function.__dict__["__click_params__"] = [*existing, *by_side, *common]
+    common = [parameter for parameter in _one_side.params if isinstance(parameter, click.Option)]
+    sides = [
+        click.Option(
+            [f"--{side}", f"{side}_options"], multiple=True, metavar="OPTION=VALUE",
+            help=f"An option for {side.upper()} alone: batch=8, autocast=bf16, arg=width=64, no-train.",
+        )
+        for side in "ba"
+    ]  # fmt: skip
+    function.__dict__["__click_params__"] = [*existing, *sides, *reversed(common)]
     return function
 
 
-def _side_option(side: str, option: click.Option) -> click.Option:
-    return click.Option(
-        [f"--{side}-{option.opts[0].removeprefix('--')}", f"{side}_{option.name}"],
-        type=option.type,
-        multiple=option.multiple,
-        is_flag=option.is_flag,
-        hidden=True,
-    )
+def side_arguments(target: str, common: Mapping[str, Any], texts: Sequence[str]) -> StepArguments:
+    """Return the step options of one side: those of ``texts`` (``batch=8``, ``no-train``), else those for both.
 
-
-def side_arguments(target: str, values: Mapping[str, Any], side: str) -> StepArguments:
-    """Return the step options of side ``a`` or ``b``: its own values, and by default those for both."""
-    arguments: dict[str, Any] = {}
-    for field in fields(StepArguments):
-        if field.name in ("target", "argv"):
+    Raises:
+        click.UsageError: there is no such option, or it does not take the value.
+    """
+    words = [f"--{text.strip()}" for text in texts]
+    context = _one_side.make_context("compare", [*words, "--", target], obj=True)
+    arguments = {field.name: common[field.name] for field in fields(StepArguments) if field.name in common}
+    for name in arguments:
+        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             continue
-        common, own = values[field.name], values[f"{side}_{field.name}"]
-        if field.name in _BY_NAME:
-            names = {pair.partition("=")[0].strip() for pair in own}
-            arguments[field.name] = *(p for p in common if p.partition("=")[0].strip() not in names), *own
-        else:
-            arguments[field.name] = common if own in (None, (), False) else own
-    return StepArguments(target=target, **arguments)
+        own = context.params[name]
+        if name in _PAIRS:
+            replaced = {pair.partition("=")[0].strip() for pair in own}
+            own = (*(pair for pair in common[name] if pair.partition("=")[0].strip() not in replaced), *own)
+        arguments[name] = own
+    return StepArguments(**(arguments | {"target": target, "argv": ()}))

@@ -1,9 +1,12 @@
-"""`memplan explain --infer --weights int8`: compare inference of a model with that of its quantized copy."""
+"""`memplan explain --no-train --weights int8`: compare inference of a model with that of its quantized copy."""
 
 from __future__ import annotations
 
-from memplan.cli.files import ResultFiles, is_trace
+from dataclasses import replace
+
+from memplan.cli.files import is_trace
 from memplan.cli.options import StepArguments, advised, describe
+from memplan.cli.outputs import Outputs
 from memplan.cli.progress import progress
 from memplan.errors import InputError, StepError
 from memplan.trace.naming.targets import contained
@@ -13,24 +16,23 @@ def quantize(
     arguments: StepArguments,
     weights: str | None,
     activations: str | None,
-    results: ResultFiles,
+    outputs: Outputs,
     top: int,
-    others: tuple[str | None, ...] = (),
 ) -> int:
     """Run the what-if and return the exit code.
 
     Args:
         arguments: the step.
         weights, activations: their dtypes: int8, int4 or None.
-        results: files for the result.
+        outputs: files for the result, as JSON or a page.
         top: number of layers to list; 0 for all.
-        others: files of other output options.
 
     Raises:
         InputError: an option does not go with these.
     """
-    _check(arguments, weights, activations, others)
-    from memplan.reports.quantize import dumps, report
+    _check(arguments, weights, activations, outputs)
+    results = outputs.results
+    from memplan.reports.quantize import report
     from memplan.reports.terminal import show
     from memplan.studies.quantization.quantize import quantize_step
 
@@ -38,28 +40,27 @@ def quantize(
         described = describe(arguments)
         try:
             quantized = quantize_step(described.what, described.options, weights, activations)
+            quantized = replace(quantized, title=arguments.target)
         except StepError as error:
             raise advised(error, arguments) from error.__cause__
-    results.write(lambda: dumps(arguments.target, quantized))
+    results.write(quantized.to_json)
     if not results.takes_stdout:
-        show(report(arguments.target, quantized, top))
+        show(report(quantized, top))
     return 0
 
 
-def _check(
-    arguments: StepArguments, weights: str | None, activations: str | None, others: tuple[str | None, ...]
-) -> None:
+def _check(arguments: StepArguments, weights: str | None, activations: str | None, outputs: Outputs) -> None:
     option = f"--weights {weights}" if weights else f"--activations {activations}"
     if weights is None:
         raise InputError(
             option, expected="--weights beside it: torchao quantizes activations together with weights",
             do="Add --weights int8",
         )  # fmt: skip
-    if not arguments.infer:
+    if arguments.train:
         raise InputError(
             f"{option} for a training step",
-            expected="--infer: trained weights stay in their precision, and so do gradients and optimizer state",
-            do="Add --infer; for training, look at memplan fit --allow lossy",
+            expected="--no-train: trained weights stay in their precision, and so do gradients and optimizer state",
+            do="Add --no-train; for training, look at memplan fit --allow lossy",
         )
     if is_trace(arguments.target):
         raise InputError(
@@ -73,8 +74,7 @@ def _check(
             expected="the CPU: both forms of the model really run, here",
             do="Leave --device and --settings out; weights in int8 take the same on a card",
         )
-    if any(path is not None for path in others):
+    if (outputs.trace, outputs.snapshot, outputs.perfetto) != (None, None, None):
         raise InputError(
-            f"{option} with --trace or --snapshot, or a file for a viewer", expected="--json for its result",
-            do="Leave these out",
-        )  # fmt: skip
+            f"{option} with --trace, --snapshot or --perfetto", expected="--json for its result", do="Leave these out"
+        )

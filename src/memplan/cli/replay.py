@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from memplan.cli.files import ResultFiles
@@ -60,7 +62,7 @@ def command(
     from memplan.reports.replay import dumps, report
     from memplan.reports.terminal import show
 
-    results.write(lambda: dumps(replays))
+    results.write(partial(dumps, replays))
     if not results.takes_stdout:
         show(report(replays, top))
     return 0 if replays.all_fit and not replays.replay.mismatches else 1

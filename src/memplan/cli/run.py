@@ -11,17 +11,8 @@ import click
 
 from memplan._text import printable
 from memplan.cli.explain import does_not_fit, warn_of_branches
-from memplan.cli.files import ResultFiles
-from memplan.cli.options import StepArguments, Whole, debug_option, result_options, top_option
-from memplan.cli.outputs import (
-    Outputs,
-    ViewerFiles,
-    check_contribute,
-    contribute_option,
-    snapshot_option,
-    trace_option,
-    viewer_options,
-)
+from memplan.cli.options import StepArguments, Whole, debug_option, top_option
+from memplan.cli.outputs import Outputs, check_contribute, contribute_option, output_options
 from memplan.cli.progress import progress
 from memplan.errors import InputError
 
@@ -98,19 +89,13 @@ def unprotected_option(command: Any) -> Any:
 )  # fmt: skip
 @debug_option
 @top_option(12, "Layers")
-@result_options("the explanation")
-@trace_option
-@snapshot_option
-@viewer_options
+@output_options
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     top: int,
     settings: str | None,
-    results: ResultFiles,
-    trace_file: str | None,
-    snapshot_file: str | None,
-    viewers: ViewerFiles,
+    outputs: Outputs,
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
@@ -119,13 +104,13 @@ def command(
     from memplan.reports.run import dumps, report
     from memplan.reports.terminal import show
 
-    outputs = Outputs(results, trace_file, snapshot_file, viewers).checked()
     check_contribute(values["contribute"], values["device"] if values["really"] else None)
     request = request_of(values)
     ran = run(request)
     explanation = explain_trace(ran.trace, title=ran.command.name, settings=settings)
     comparison = _compare_with_prediction(request, ran, settings) if ran.trace.counters else None
-    outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts, beside=comparison), settings)
+    as_json = partial(dumps, str(ran.command), ran.facts, explanation, comparison)
+    outputs.write(ran.trace, explanation, as_json, settings)
     if not outputs.takes_stdout:
         show(report(str(ran.command), ran.facts, explanation, top, comparison))
     for message in not_run(values["places"], explanation.lines):

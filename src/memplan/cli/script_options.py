@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Request
 
 _TARGET_OPTIONS = {
-    "args": "--arg", "targets": "--target", "loss": "--loss", "optimizer": "--optimizer", "infer": "--infer",
+    "args": "--arg", "targets": "--target", "loss": "--loss", "optimizer": "--optimizer", "autocast": "--autocast",
+    "dtype": "--dtype",
 }  # fmt: skip
 """Options that describe a target's step, by the names of their values."""
 
@@ -56,9 +57,10 @@ def target_or_script(values: dict[str, Any]) -> Request | None:
     values["target"] = script
     step = StepArguments(**values)
     wrong = [option for name, option in _TARGET_OPTIONS.items() if getattr(step, name)]
-    if wrong or step.precision != "fp32":
+    wrong += [] if step.train else ["--no-train"]
+    if wrong:
         raise InputError(
-            f"{', '.join(wrong or ['--precision'])} with --script",
+            f"{', '.join(wrong)} with --script",
             expected="none of a target's options: a script says itself what it does",
             do="Leave it out; the script's own arguments come last, behind --",
         )

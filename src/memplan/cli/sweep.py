@@ -88,7 +88,7 @@ def command(
     vary = {name: values_of(text, f"--vary {name}") for name, text in named(varied, "--vary").items()}
     layers = [_layers(text) for text in changed]
     sweep = _sweep(StepArguments(**values), named_axes, vary, layers, jobs)
-    results.write(lambda: sweep.to_json())
+    results.write(sweep.to_json)
     if chart_file is not None:
         from memplan._text import write_whole
 
@@ -101,7 +101,7 @@ def command(
     return 0
 
 
-without(command, "batch", "precision")
+without(command, "batch", "autocast", "dtype")
 
 
 def _sweep(

@@ -36,11 +36,11 @@ def command(message: str | None, json_file: str | None) -> int:
     """Run the command and return its exit code."""
     from memplan.explanation.why import why
     from memplan.reports.terminal import show
-    from memplan.reports.why import dumps, report
+    from memplan.reports.why import report
 
     reason = why(_text(message))
     if json_file is not None:
-        write(json_file, dumps(reason))
+        write(json_file, reason.to_json())
     if json_file != "-":
         show(report(reason))
     return 0

@@ -5,14 +5,3 @@ from __future__ import annotations
 from memplan.devices.hardware import Hardware, described, hardware_of
 from memplan.devices.lookup import catalogue, find, of_properties, read_budget
 from memplan.devices.model import Device
-
-__all__ = [
-    "Device",
-    "Hardware",
-    "catalogue",
-    "described",
-    "find",
-    "hardware_of",
-    "of_properties",
-    "read_budget",
-]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from memplan._bytes import format_bytes
 from memplan._display import Printed
+from memplan._json import named
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "int8")
 """What `Device.flops` may have, in the order in which it is shown. ``tf32`` is a float32 product with TF32 allowed."""
@@ -64,19 +65,10 @@ class Device(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: sizes in bytes, rates per second."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "capacity": self.capacity,
+        names = ("name", "title", "capacity", "bandwidth", "flops", "architecture", "multiprocessors", "l2", "link")
+        return named(self, *names, "sources") | {
             "usable": {"low": self.usable("low"), "high": self.usable("high")},
             "context": {"low": self.context[0], "high": self.context[1]},
-            "bandwidth": self.bandwidth,
-            "flops": dict(self.rates),
-            "architecture": list(self.architecture),
-            "multiprocessors": self.multiprocessors,
-            "l2": self.l2,
-            "link": self.link,
-            "sources": list(self.sources),
         }
 
     def __str__(self) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from memplan._json import SignedInt, Unreadable, from_plain
+from memplan._json import SignedInt, Unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,22 @@ class Course:
     alive: tuple[Alive, ...] = ()
     segments: tuple[PeakSegment, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: columns and rows by their names; each row is a list."""
-        return {field.name: _rows(getattr(self, field.name)) for field in fields(self)}
+    AS_ROWS: ClassVar[bool] = True
+
+    def _check(self) -> None:
+        count = len(self.ticks)
+        columns = [*(getattr(self, name) for name in _COLUMNS), *self.causes.values()]
+        if any(len(column) != count for column in columns):
+            raise Unreadable("has columns of different lengths")
+        if (self.alive or self.segments) and not self.ticks:
+            raise Unreadable("has storages at the peak, and no moments")
+        if any(index >= len(self.op_rows) for index in self.ops):
+            raise Unreadable("has ops that are not in op_rows")
+        sums = [sum(parts) for parts in zip(*self.causes.values(), strict=True)] if self.causes else [0] * count
+        if sums != list(self.allocated):
+            raise Unreadable("has causes that do not add up to what is allocated")
+        if any(block.alive >= len(self.alive) for segment in self.segments for block in segment.blocks):
+            raise Unreadable("has segments with a storage that is not in alive")
 
     def step(self, number: int) -> Course:
         """Return the course of a single step, without the storages at the overall peak.
@@ -119,41 +132,3 @@ class Course:
 
 
 _COLUMNS = ("ticks", "allocated", "reserved", "ops")
-
-
-def course_from(plain: Any, place: str) -> Course:
-    """Return the course from the plain data of `Course.to_dict`.
-
-    Args:
-        plain: the data.
-        place: its name in error messages.
-
-    Raises:
-        Unreadable: the data is no course, or its columns contradict each other.
-    """
-    names = [field.name for field in fields(Course)]
-    if not isinstance(plain, Mapping) or set(plain) != set(names):
-        raise Unreadable(f"{place} is no mapping of {', '.join(names)}")
-    course = from_plain(Course, [plain[name] for name in names], place, rows=True)
-    count = len(course.ticks)
-    columns = [*(getattr(course, name) for name in _COLUMNS), *course.causes.values()]
-    if any(len(column) != count for column in columns):
-        raise Unreadable(f"{place} has columns of different lengths")
-    if (course.alive or course.segments) and not course.ticks:
-        raise Unreadable(f"{place} has storages at the peak, and no moments")
-    if any(index >= len(course.op_rows) for index in course.ops):
-        raise Unreadable(f"{place}.ops names an op that is not in op_rows")
-    sums = [sum(parts) for parts in zip(*course.causes.values(), strict=True)] if course.causes else [0] * count
-    if sums != list(course.allocated):
-        raise Unreadable(f"{place} has causes that do not add up to what is allocated")
-    if any(block.alive >= len(course.alive) for segment in course.segments for block in segment.blocks):
-        raise Unreadable(f"{place}.segments names a storage that is not in alive")
-    return course
-
-
-def _rows(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return [_rows(getattr(value, field.name)) for field in fields(value)]
-    if isinstance(value, Mapping):
-        return {name: _rows(part) for name, part in value.items()}
-    return [_rows(part) for part in value] if isinstance(value, tuple) else value

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from memplan import _json
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
+from memplan._json import Saved
 from memplan._text import printable
 
 WORDS = {"recorded": "predicted", "measured": "measured", "dry": "measured on an emulated card"}
@@ -34,7 +34,7 @@ class LineRow:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LineProfile(Displayed):
+class LineProfile(Saved, Displayed):
     """Memory of a function, line by line. Calls belong to their line, so ``loss.backward()`` has all of backward.
 
     ``rows`` are its lines in order; lines that never ran have 0 ``hits``. ``origin`` is that of the Trace.
@@ -51,6 +51,9 @@ class LineProfile(Displayed):
         >>> memplan.explain(build, device="h100").lines[0].function
         'build.step'
     """
+
+    FORMAT: ClassVar[str] = "memplan.lines"
+    DERIVED: ClassVar[tuple[str, ...]] = ("peak",)
 
     function: str
     file: str
@@ -70,18 +73,6 @@ class LineProfile(Displayed):
         name = self.file if self.function == "<module>" else f"{self.function} ({self.file})"
         return printable(f"{name}, line by line, {WORDS.get(self.origin, self.origin)} on {self.device}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: all fields, rows as mappings."""
-        return dataclasses.asdict(self) | {"peak": self.peak}
-
-    def to_json(self) -> str:
-        """Return the profile as JSON text, which `from_json` reads."""
-        return _json.text_of(_json.to_plain(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> LineProfile:
-        """Read the text that `to_json` returned. Raises ValueError for any other text."""
-        return _json.from_plain(cls, _json.parse(text), "it")
 
     def __repr__(self) -> str:
         return f"<LineProfile of {self.function}: {format_bytes(self.peak)} peak, {len(self.rows)} lines>"

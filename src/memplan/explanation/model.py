@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed, Printed
-from memplan._json import Signed, SignedInt
+from memplan._json import Saved, Signed, SignedInt, Unreadable
 from memplan._text import format_share
 from memplan.cudnn.questions import ExecutionPlan
 from memplan.explanation.course import Course
@@ -18,9 +17,10 @@ from memplan.explanation.line_profile import LineProfile
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
 
-FORMAT = "memplan.explanation"
-SCHEMA = 1
-"""Version of the JSON format, increased whenever a reader of an older version would misread the new format."""
+_EVENTS = ("events", "log", "segments")
+"""Fields of the timeline that are not written: a file has the peaks, but not the events."""
+_BESIDE = ("script", "beside")
+"""Keys that commands add: facts about a script, and a comparison of predicted and measured peaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +198,15 @@ class CardUse:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Explanation(Displayed):
+class Explanation(Saved, Displayed):
     """Where the memory of a step goes. All numbers are bytes.
 
     ``by_cause`` has the live bytes at the allocated peak and adds up to it exactly; ``by_cause_reserved`` the same at
     the reserved peak; ``by_cause_most`` the peak of each cause (not at the same time).
     """
+
+    FORMAT: ClassVar[str] = "memplan.explanation"
+    AGAIN: ClassVar[str] = "Explain the step again"
 
     title: str
     device: str
@@ -231,37 +234,35 @@ class Explanation(Displayed):
     course: Course | None = None
     """The memory timeline by cause, and the storages live at the peak."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, without the events of the timeline. Rows of ``course`` are lists."""
-        names = [field.name for field in dataclasses.fields(self) if field.name not in ("timeline", "course")]
-        timeline = self.timeline
-        return {
-            "format": FORMAT,
-            "schema": SCHEMA,
-            **{name: _plain(getattr(self, name)) for name in names},
-            "timeline": {
-                "device": timeline.device,
-                "peak_allocated": timeline.peak_allocated,
-                "peak_reserved": timeline.peak_reserved,
-                "peak_tick": timeline.peak_tick,
-                "reserved_tick": timeline.reserved_tick,
-                "build": _plain(timeline.build),
-                "steps": _plain(timeline.steps),
-            },
-            "course": None if self.course is None else self.course.to_dict(),
-        }
+    def _plain(self) -> dict[str, Any]:
+        plain = Saved._plain(self)
+        return plain | {"timeline": {name: part for name, part in plain["timeline"].items() if name not in _EVENTS}}
+
+    @classmethod
+    def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        plain = {key: part for key, part in plain.items() if key not in _BESIDE}
+        if isinstance(plain.get("timeline"), dict):
+            plain["timeline"] = {"events": [], **plain["timeline"]}
+        return plain
+
+    def _check(self) -> None:
+        causes = {
+            *self.by_cause, *self.by_cause_reserved, *self.by_cause_most, *(row.cause for row in self.holders)
+        }  # fmt: skip
+        if unknown := causes - LABELS.keys():
+            raise Unreadable(f"has the cause {min(unknown)!r:.40}, which is unknown")
+        peak = self.timeline.peak_allocated
+        if sum(self.by_cause.values()) != peak:
+            raise Unreadable(f"has causes that do not add up to the peak of {peak} bytes")
+        scaling = self.scaling
+        if scaling is not None and not (scaling.lines and 0 < len(scaling.batches) == len(scaling.peaks)):
+            raise Unreadable("has a scaling without lines, or without a peak for each batch")
+        if self.course is not None and max(self.course.allocated, default=0) != peak:
+            raise Unreadable("has another peak in its course than in its timeline")
 
     def __repr__(self) -> str:
         peak = self.timeline.peak_allocated
         return f"<Explanation of {self.title!r} on {self.device}: {format_bytes(peak)} peak, {len(self.layers)} layers>"
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, dict) else value
 
 
 def verdict_sentence(use: CardUse) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from memplan._bytes import format_bytes_as_torch as shown
 from memplan._display import Displayed
-from memplan._json import to_plain
+from memplan._json import Saved
 from memplan.simulation.oom_message import OutOfMemoryMessage, read_message
 
 Verdict = Literal["fragmentation", "need", "too large", "others", "limit", "refused", "no figures"]
@@ -34,11 +34,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Why(Displayed):
+class Why(Saved, Displayed):
     """Why a request for memory failed. Bytes throughout.
 
     ``parts`` add up to the device's memory, if the message says how much that is.
     """
+
+    FORMAT: ClassVar[str] = "memplan.why"
 
     message: OutOfMemoryMessage
     parts: tuple[Part, ...]
@@ -49,9 +51,6 @@ class Why(Displayed):
     """The verdict in a sentence."""
     advice: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return to_plain(self)
 
 
 def why(text: str) -> Why:

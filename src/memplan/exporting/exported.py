@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from memplan._display import Displayed
+from memplan._json import Written, named
 from memplan.exporting.device_plan import DevicePlan
 from memplan.exporting.rounding import Rounding
 from memplan.exporting.trials.cortex import CortexRun
@@ -20,8 +21,10 @@ _OF_CORE = ("core", "text", "rodata", "data", "stack", "instructions")
 
 
 @dataclass(frozen=True, repr=False)
-class Exported(Displayed):
+class Exported(Written, Displayed):
     """An exported training step, and its memory on the device."""
+
+    FORMAT: ClassVar[str] = "memplan.export"
 
     name: str
     """Name of files and functions: a C identifier."""
@@ -89,18 +92,15 @@ class Exported(Displayed):
         """Return a copy with the results of verification."""
         return replace(self, verdict=verdict, core=core)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON-compatible data; sizes in bytes."""
-        names = ("name", "given_name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget")
-        counts = ("trained", "frozen", "recomputed", "fused")
-        return {
-            **{name: getattr(self, name) for name in (*names, *counts)},
-            "folder": str(self.folder),
+    def _plain(self) -> dict[str, Any]:
+        names = (
+            "name", "given_name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget",
+            "trained", "frozen", "recomputed", "fused", "folder", "choice", "rounding",
+        )  # fmt: skip
+        return named(self, *names) | {
             "levers": [{"what": what, "live": size} for what, size in self.levers],
             "held_by": [{"what": str(owner), "bytes": owner.bytes} for owner in self.held_by],
             "proven": self.verdict.proven,
             "verdict": str(self.verdict),
-            "choice": None if self.choice is None else {"share": self.choice.share, **asdict(self.choice)},
-            "rounding": None if self.rounding is None else asdict(self.rounding),
-            "core": None if self.core is None else {name: getattr(self.core, name) for name in _OF_CORE},
+            "core": None if self.core is None else named(self.core, *_OF_CORE),
         }

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -53,6 +53,8 @@ class Candidate(Printed):
 @dataclass(frozen=True)
 class UpdateChoice(Printed):
     """The parameters that a search chose to train, among the candidates."""
+
+    DERIVED: ClassVar[tuple[str, ...]] = ("share",)
 
     candidates: tuple[Candidate, ...]
     batches: int

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
+from memplan._json import Written
 from memplan.cudnn.answer_cache import Kept
 from memplan.reports.document import Document, Field, document, number_field, table_of
 
@@ -16,12 +18,13 @@ _FIELDS = [
 ]
 
 
-def dumps(entries: Sequence[Kept]) -> str:
-    """Return ``{"kept": [...], ...}`` as indented JSON, an object for each cache. All sizes are bytes."""
-    rows = [
-        {"what": entry.what, "number": entry.number, "bytes": entry.bytes, "path": str(entry.path)} for entry in entries
-    ]
-    return json.dumps({"format": "memplan.cache", "schema": 1, "kept": rows}, indent=1) + "\n"
+@dataclass(frozen=True, slots=True)
+class Caches(Written):
+    """The caches, as JSON has them."""
+
+    FORMAT: ClassVar[str] = "memplan.cache"
+
+    kept: Sequence[Kept]
 
 
 def report(entries: Sequence[Kept]) -> Document:

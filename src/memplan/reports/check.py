@@ -1,8 +1,7 @@
-"""Report of findings and of their fixes, and its JSON."""
+"""Report of findings and of their fixes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,20 +24,7 @@ from memplan.reports.document import (
 )
 from memplan.trace.trace import Trace
 
-FORMAT = "memplan.findings"
-SCHEMA = 1
 _STYLES: dict[str, Style] = {"warning": "warning", "info": "bold"}
-
-
-def dumps(title: str, findings: Sequence[Finding]) -> str:
-    """Return the findings as JSON text: the same text for the same findings. All sizes are bytes."""
-    data = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "target": title,
-        "findings": [finding.to_dict() for finding in findings],
-    }
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def report(title: str, findings: Sequence[Finding], top: int = 12) -> Document:

@@ -1,15 +1,11 @@
-"""Reports of comparisons, of two steps and of a measured step with its prediction, and their JSON."""
+"""Reports of comparisons, of two steps and of a measured step with its prediction."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any
 
 from memplan._bytes import format_bytes
-from memplan._json import text_of
 from memplan._text import format_seconds
 from memplan.reports.document import (
     Document,
@@ -35,15 +31,6 @@ from memplan.studies.comparisons.comparison import (
     signed,
 )
 from memplan.studies.comparisons.measured import Beside, Peak
-
-FORMAT = "memplan.compare"
-SCHEMA = 1
-
-
-def dumps(comparison: Comparison) -> str:
-    """Return the comparison as JSON text: the same text for the same comparison. Bytes and seconds."""
-    data = {"format": FORMAT, "schema": SCHEMA, **comparison.to_dict()}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def report(comparison: Comparison, top: int = 12) -> Document:
@@ -189,17 +176,6 @@ def _signed_seconds(number: float) -> str:
 
 def _share(a: int, b: int) -> str:
     return f"{100 * (b - a) / a:+.0f} %" if a and b != a else ""
-
-
-def dumps_beside(explanation: str, beside: Beside) -> str:
-    """Add the comparison of measured and predicted peaks to the JSON of an explanation. All sizes are bytes."""
-    return text_of({**json.loads(explanation), "beside": beside_to_dict(beside)})
-
-
-def beside_to_dict(beside: Beside) -> dict[str, Any]:
-    """Return measured and predicted peaks, and their comparison, as a dict for JSON. All sizes are bytes."""
-    peaks = [dataclasses.asdict(row) for row in beside.peaks]
-    return {"peaks": peaks, "comparison": json.loads(dumps(beside.comparison))}
 
 
 def beside_report(beside: Beside, top: int = 12) -> Document:

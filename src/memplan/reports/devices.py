@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from memplan._bytes import format_bytes
+from memplan._json import Written
 from memplan.devices.model import DTYPES, Device
 from memplan.reports.document import Document, Facts, Field, Line, Section, document, table_of
 
@@ -17,14 +19,13 @@ _LEGEND = (
 )
 
 
-def dumps(devices: Sequence[Device]) -> str:
-    """Return ``{"devices": [...], ...}`` as indented JSON. Sizes are bytes, rates are per second.
+@dataclass(frozen=True, slots=True)
+class Catalogue(Written):
+    """GPUs, as JSON has them. Sizes are bytes, rates are per second."""
 
-    Example:
-        >>> [device["name"] for device in json.loads(dumps(catalogue()))["devices"]]
-    """
-    rows = [device.to_dict() for device in devices]
-    return json.dumps({"format": "memplan.devices", "schema": 1, "devices": rows}, indent=1, allow_nan=False) + "\n"
+    FORMAT: ClassVar[str] = "memplan.devices"
+
+    devices: Sequence[Device]
 
 
 def report(devices: Sequence[Device]) -> Document:

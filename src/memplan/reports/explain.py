@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from memplan._bytes import format_bytes
-from memplan._json import text_of
+from memplan._json import text_of, to_plain
 from memplan._text import format_share
 from memplan.explanation.model import (
     LABELS,
@@ -40,14 +41,9 @@ _NUMBER = re.compile(r"\d+")
 _NEEDS = {"weight_gradient": "weight", "input_gradient": "input"}
 
 
-def dumps(explanation: Explanation) -> str:
-    """Write ``explanation.to_dict()`` as JSON, in the order of its fields. All sizes are bytes.
-
-    Example:
-        >>> json.loads(dumps(explanation)) == explanation.to_dict()
-        True
-    """
-    return text_of(explanation.to_dict())
+def dumps(explanation: Explanation, **more: Any) -> str:
+    """Return an explanation as JSON. ``more`` adds keys: ``script``, ``beside``; those that are None are left out."""
+    return text_of(explanation.to_dict() | {name: to_plain(part) for name, part in more.items() if part is not None})
 
 
 def report(explanation: Explanation, top: int = 12) -> Document:

@@ -1,13 +1,9 @@
-"""Reports of `memplan fit`, for a step or a script: verdict, figures, plan and proof; and their JSON."""
+"""Reports of `memplan fit`, for a step or a script: verdict, figures, plan and proof."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
@@ -16,39 +12,13 @@ from memplan.planning.plan.plan import Plan
 from memplan.reports import frontier as frontiers
 from memplan.reports import plan as plans
 from memplan.reports.document import Code, Document, Facts, Field, Line, Part, Section, Table, document, notes, table_of
-from memplan.reports.frontier import Frontier
 from memplan.verification.fitting.fit import Fitted
+from memplan.verification.fitting.outcome import Fitting, Lines, Outcome
 from memplan.verification.proof.proof import Proof
 from memplan.verification.proof.rounding import overall
 
-FORMAT = "memplan.fit"
-SCRIPT_FORMAT = "memplan.fit_script"
-SCHEMA = 1
 _LAYERS = 8
 """Layers listed in the error table of a lossy step, those with the largest error first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of fitting a step into a budget."""
-
-    title: str
-    plan: Plan | None
-    """None if no plan fits the budget, or if the proof failed."""
-    proof: Proof | None = None
-    """None if nothing was run."""
-    changed: bool = True
-    """Whether the model runs the plan; False if the step fits without a plan."""
-    shortfall: BudgetError | None = None
-    """Why no plan fits the budget."""
-    frontier: Frontier | None = None
-    notes: tuple[str, ...] = ()
-    """Further remarks."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step is within the budget and, if it was run, passed the proof."""
-        return self.shortfall is None and (self.proof is None or self.proof.ok)
 
 
 def report(outcome: Outcome, top: int = 12) -> Document:
@@ -78,25 +48,6 @@ def fitted_report(fitted: Fitted, top: int = 12) -> Document:
 def _proof_section(proof: Proof) -> Section:
     verdict: list[Part] = [Line(line, "" if proof.ok else "bad") for line in str(proof).splitlines()]
     return Section((*verdict, *([_errors(proof)] if proof.grade == "lossy" else [])), "Proof")
-
-
-def dumps(outcome: Outcome) -> str:
-    """Return an outcome as indented JSON; plan and proof are in their own saved formats. Bytes and seconds."""
-    shortfall = outcome.shortfall
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "title": outcome.title,
-        "fits": outcome.fits,
-        "changed": outcome.changed,
-        "smallest_budget": None if shortfall is None else shortfall.smallest_budget,
-        "reason": None if shortfall is None else str(shortfall),
-        "plan": None if outcome.plan is None else json.loads(outcome.plan.to_json()),
-        "proof": None if outcome.proof is None else outcome.proof.to_dict(),
-        "frontier": None if outcome.frontier is None else outcome.frontier.to_dict(),
-        "notes": list(outcome.notes),
-    }
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def _verdict(outcome: Outcome) -> Line:
@@ -178,87 +129,6 @@ def _seconds_row(label: str, before: float, after: float, ratio: float | None = 
 
 def _change(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Lines to add to a script."""
-
-    where: str | None
-    """``file:line`` before or after which they go; None if no line of the script is known for it."""
-    before: bool
-    """True: they go before that line; False: after it."""
-    text: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """Outcome of planning a script's model. All sizes are bytes."""
-
-    title: str
-    budget: int
-    """Limit for the whole script."""
-    recorded: int
-    """Peak of the unchanged script: on a GPU reserved bytes plus the CUDA context, else the allocated peak."""
-    beside: int = 0
-    """Peak of memory outside of the planned model, such as a loss or other models."""
-    surplus: int = 0
-    """On a GPU: CUDA context, rounding, and reserved but unallocated bytes, as recorded."""
-    plan: Plan | None = None
-    """None if the script fits without a plan, or no plan fits."""
-    shortfall: BudgetError | None = None
-    """Why no plan fits."""
-    lines: Lines | None = None
-    outside: int = 0
-    """Allocated peak of the whole script while its model is not being trained."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the script is within the budget, unchanged or with the plan."""
-        return self.shortfall is None
-
-    @property
-    def changes(self) -> bool:
-        """Whether there is a plan to apply."""
-        return self.plan is not None
-
-    @property
-    def planned(self) -> int | None:
-        """Upper bound on the script's memory with the added lines; None without a plan.
-
-        It is computed from the budget that the lines name and not from this plan's peak: on another machine, with
-        other timings, `memplan.fit` can choose another plan, which may use all of that budget.
-        """
-        return None if self.plan is None else max(self.plan.budget + self.beside, self.outside) + self.surplus
-
-    @property
-    def smallest(self) -> int | None:
-        """Smallest budget for which there is a plan; None if the script fits its budget."""
-        if self.shortfall is None:
-            return None
-        least = max(self.shortfall.smallest_budget + self.beside, self.outside) + self.surplus
-        return min(least, self.recorded)
-
-
-def dumps_script(fitting: Fitting) -> str:
-    """Return the outcome for a script as indented JSON. All sizes are bytes."""
-    data: dict[str, Any] = {
-        "format": SCRIPT_FORMAT,
-        "schema": SCHEMA,
-        "title": fitting.title,
-        "fits": fitting.fits,
-        "changed": fitting.changes,
-        "budget": fitting.budget,
-        "recorded": fitting.recorded,
-        "beside": fitting.beside,
-        "surplus": fitting.surplus,
-        "outside": fitting.outside,
-        "planned": fitting.planned,
-        "smallest_budget": fitting.smallest,
-        "plan": None if fitting.plan is None else json.loads(fitting.plan.to_json()),
-        "lines": None if fitting.lines is None else dataclasses.asdict(fitting.lines),
-    }
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def script_report(fitting: Fitting, top: int = 12) -> Document:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
 from memplan.reports.chart import plain, unit_of
 from memplan.reports.document import Field, Part, Table, number_field, table_of
+from memplan.verification.fitting.frontier import Frontier, Point
 from memplan.verification.peers.trials import PeerResult
 
 if TYPE_CHECKING:
@@ -21,47 +21,6 @@ _LOOKS = {
     "lossy": {"marker": "v", "color": "tab:green"},
     "wrong gradients": {"marker": "x", "color": "red"},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A plan on the frontier."""
-
-    peak: int
-    """Predicted bytes."""
-    seconds: float
-    """Predicted time added to the step; negative if lower precision makes it faster."""
-    lost: str = ""
-    """What a lossy plan computes or saves in lower precision; "" for exact plans."""
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Pareto-optimal plans of a step: none has both a larger peak and more added seconds than another."""
-
-    title: str
-    points: tuple[Point, ...]
-    """The largest peak, where all activations stay saved, first; the floor last."""
-    eager_peak: int
-    """Predicted bytes of the step without a plan."""
-    step_seconds: float | None = None
-    """Predicted time of the step without a plan."""
-    budget: int | None = None
-    """The user's budget in bytes: tables and charts mark it."""
-    peers: tuple[PeerResult, ...] = ()
-    """Measured memory and time of other approaches, such as eager mode (first) and torch.compile."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON. Bytes and seconds."""
-        data: dict[str, Any] = {
-            "eager_peak": self.eager_peak,
-            "step_seconds": self.step_seconds,
-            "points": [
-                {"peak": point.peak, "seconds": point.seconds, **({"lost": point.lost} if point.lost else {})}
-                for point in self.points
-            ],
-        }
-        return data | ({"peers": [peer.to_dict() for peer in self.peers]} if self.peers else {})
 
 
 def parts(frontier: Frontier) -> list[list[Part]]:

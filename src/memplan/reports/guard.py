@@ -1,8 +1,7 @@
-"""Report of `memplan guard`, a step compared with its baseline, and its JSON."""
+"""Report of `memplan guard`, a step compared with its baseline."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from memplan._bytes import format_bytes
@@ -10,15 +9,6 @@ from memplan.reports.compare import by_cause
 from memplan.reports.document import Document, Line, Part, Section, document, notes
 from memplan.studies.comparisons.comparison import headline, signed
 from memplan.studies.guarding.outcome import Change, Outcome
-
-FORMAT = "memplan.guard"
-SCHEMA = 1
-
-
-def dumps(outcome: Outcome) -> str:
-    """Return the outcome as JSON text: the same text for the same outcome. All sizes are bytes."""
-    data = {"format": FORMAT, "schema": SCHEMA, **outcome.to_dict()}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def report(outcome: Outcome, top: int = 12) -> Document:

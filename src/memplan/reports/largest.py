@@ -1,45 +1,17 @@
-"""Report of `memplan.largest`, and its JSON."""
+"""Report of `memplan.largest`."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
 from memplan.reports.document import Document, Field, Section, Table, document, notes, table_of
 from memplan.studies.capacity.largest import Largest, Tried
 
-FORMAT = "memplan.largest"
-SCHEMA = 1
 _REASONS = 3
 """How many different failure reasons are printed; the JSON has all."""
-
-
-def dumps(result: Largest) -> str:
-    """Return a search and its answer as indented JSON. All sizes are bytes."""
-    data = {"format": FORMAT, "schema": SCHEMA, **to_dict(result)}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
-
-
-def to_dict(result: Largest) -> dict[str, Any]:
-    """Return the JSON of a search as a dict: the largest value, the limit in bytes, and every value tried, in order."""
-    data: dict[str, Any] = {
-        "title": result.title,
-        "axis": result.axis,
-        "value": result.value,
-        "following": result.end,
-        "sizes": list(result.sizes),
-        "device": result.room.target.name,
-        "limit": result.room.limit,
-        "workspace": result.room.case,
-        "step": result.step,
-        "tried": [_trial_dict(trial) for trial in result.tried],
-        "notes": list(result.notes),
-    }
-    return data | ({"planned": to_dict(result.planned)} if result.planned else {})
 
 
 def report(result: Largest) -> Document:
@@ -146,15 +118,3 @@ def _added_time(trial: Tried) -> str:
         return ""
     share = f" ({100 * plan.seconds / plan.step_seconds:.1f} %)" if plan.step_seconds else ""
     return f"{format_seconds(plan.seconds)}{share}"
-
-
-def _trial_dict(trial: Tried) -> dict[str, Any]:
-    if trial.reason:
-        return {"value": trial.value, "fits": False, "reason": trial.reason}
-    data: dict[str, Any] = {"value": trial.value, "fits": trial.fits, "reason": "", "need": trial.need}
-    if trial.bytes is not None:
-        data |= trial.bytes.row() | {"aggregation": trial.bytes.aggregation}
-    if trial.plan is not None:
-        plan = trial.plan
-        data |= {"least_budget": plan.least, "seconds": plan.seconds, "step_seconds": plan.step_seconds}
-    return data

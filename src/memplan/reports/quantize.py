@@ -1,8 +1,7 @@
-"""Report of quantized inference compared with the original model, and its JSON."""
+"""Report of quantized inference compared with the original model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from memplan._bytes import format_bytes
@@ -10,18 +9,10 @@ from memplan.reports.compare import by_cause
 from memplan.reports.document import Document, Field, Table, document, name_field, number_field, table_of
 from memplan.studies.quantization.quantized import Layer, Quantized, sentences
 
-FORMAT = "memplan.quantized"
-SCHEMA = 1
 
-
-def dumps(title: str, quantized: Quantized) -> str:
-    """Return the result as indented JSON. Bytes and seconds."""
-    data = {"format": FORMAT, "schema": SCHEMA, "title": title, **quantized.to_dict()}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
-
-
-def report(title: str, quantized: Quantized, top: int = 12) -> Document:
+def report(quantized: Quantized, top: int = 12) -> Document:
     """Return sentences and tables about quantized inference; ``top`` rows of long tables, 0 for all."""
+    title = quantized.title or "Quantized"
     comparison = quantized.comparison
     return document(
         f"{title}: inference on the CPU, by {quantized.scheme}",

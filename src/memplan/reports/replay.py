@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from memplan._bytes import format_bytes_as_torch
+from memplan._json import named, text_of, to_plain
 from memplan._text import counted
 from memplan.explanation.over_time import MOMENTS, thinned
 from memplan.reports.document import (
@@ -26,7 +25,6 @@ from memplan.reports.document import (
     table_of,
 )
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
-from memplan.simulation.replays.exact import OutOfMemoryEvent
 from memplan.simulation.replays.out_of_memory import FreeBlocks, Holder, OomExplanation, holders
 from memplan.simulation.replays.replayed import Replay
 from memplan.simulation.replays.side_by_side import Cases, grouped
@@ -240,31 +238,36 @@ def _settings_name(settings: AllocatorSettings) -> str:
     return shown(str(settings), 300) or "default"
 
 
+_OOM = ("index", "requested", "stream", "pool", "free", "reserved", "allocated")
+_CASE = ("capacity", "peak_reserved", "peak_allocated", "fragmentation", "ended")
+_WHY = ("needed", "capacity", "waiting", "largest_free", "largest_why", "tried", "shortfall", "beyond")
+
+
 def dumps(cases: Cases) -> str:
-    """Return a replay and its other cases as indented JSON; the same text for the same snapshot. Sizes are bytes.
+    """Return a replay and its other cases as JSON; the same text for the same snapshot. Sizes are bytes.
 
     Example:
         >>> json.loads(dumps(cases))["recorded"]["peak_reserved"] == cases.replay.peak_reserved
         True
     """
-    replay = cases.replay
+    replay, timeline = cases.replay, cases.base.timeline
     data = {
         "format": "memplan.replay",
         "schema": 1,
         "source": replay.snapshot.source,
         "device": replay.timeline.device,
         "events": len(replay.snapshot.entries),
-        "mismatches": [asdict(mismatch) for mismatch in replay.mismatches],
+        **named(replay, "mismatches"),
         "recorded": _case_dict(replay),
         "cases": [_case_dict(case) for case in (cases.base, *cases.others) if case is not replay],
         "fits": cases.all_fit,
-        "segments": [asdict(group) | {"free": group.free} for group in grouped(cases.base.timeline.segments)],
-        "over_time": _over_time(cases.base.timeline),
-        "blocks": [_segment_dict(segment) for segment in cases.base.timeline.segments],
+        "segments": to_plain(grouped(timeline.segments)),
+        "over_time": _over_time(timeline),
+        "blocks": [_segment_dict(segment) for segment in timeline.segments],
         "out_of_memory": None if cases.explanation is None else _oom_dict(cases.explanation),
         "notes": list(replay.snapshot.notes),
     }
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+    return text_of(data)
 
 
 def _over_time(timeline: Timeline) -> dict[str, list[int]]:
@@ -284,41 +287,20 @@ def _segment_dict(segment: Segment) -> dict[str, Any]:
 
 
 def _case_dict(case: Replay) -> dict[str, Any]:
-    return {
-        "settings": str(case.settings),
-        "capacity": case.capacity,
-        "peak_reserved": case.peak_reserved,
-        "peak_allocated": case.peak_allocated,
-        "fragmentation": case.fragmentation,
-        "out_of_memory": [_oom_event_dict(oom) for oom in case.ooms],
-        "ended": case.ended,
-    }
-
-
-def _oom_event_dict(oom: OutOfMemoryEvent) -> dict[str, Any]:
-    names = ("index", "requested", "stream", "pool", "free", "reserved", "allocated")
-    return {name: getattr(oom, name) for name in names}
+    ooms = [named(oom, *_OOM) for oom in case.ooms]
+    return {"settings": str(case.settings), **named(case, *_CASE), "out_of_memory": ooms}
 
 
 def _oom_dict(why: OomExplanation) -> dict[str, Any]:
     return {
-        **_oom_event_dict(why.oom),
-        "needed": why.needed,
-        "capacity": None if why.capacity is None else asdict(why.capacity),
+        **named(why.oom, *_OOM),
+        **named(why, *_WHY),
         "stack": [frame._asdict() for frame in why.stack],
-        "free_blocks": [asdict(row) for row in why.free],
-        "waiting": why.waiting,
-        "largest_free": why.largest_free,
-        "largest_why": why.largest_why,
+        "free_blocks": to_plain(why.free),
         "holders": [
-            {"frame": None if row.frame is None else row.frame._asdict(), "count": row.count, "bytes": row.bytes}
-            for row in why.holders
+            {"frame": row.frame and row.frame._asdict(), **named(row, "count", "bytes")} for row in why.holders
         ],
         "remedies": [
-            {"settings": str(row.settings), "peak_reserved": row.peak_reserved, "fragmentation": row.fragmentation}
-            for row in why.remedies
+            {"settings": str(row.settings), **named(row, "peak_reserved", "fragmentation")} for row in why.remedies
         ],
-        "tried": list(why.tried),
-        "shortfall": why.shortfall,
-        "beyond": why.beyond,
     }

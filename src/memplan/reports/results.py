@@ -51,7 +51,7 @@ def document_of(result: object) -> Document:
         case Largest():
             return largest.report(result)
         case Quantized():
-            return quantize.report("Quantized", result)
+            return quantize.report(result)
         case Replay():
             return replay.report(replay.Cases(result, result, (), None))
         case Why():

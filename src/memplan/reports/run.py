@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 
-from memplan._json import text_of
+from memplan._json import to_plain
 from memplan._text import counted
 from memplan.explanation.model import Explanation
 from memplan.reports import compare, explain
@@ -28,9 +27,7 @@ _ROWS = 8
 def dumps(command: str, facts: Facts, explanation: Explanation, beside: Beside | None = None) -> str:
     """Return the explanation and the facts about the script as JSON. ``beside`` adds the figures measured on a card.
     All sizes are bytes."""
-    data = {**explanation.to_dict(), "script": {"command": command, **dataclasses.asdict(facts)}}
-    data |= {} if beside is None else {"beside": compare.beside_to_dict(beside)}
-    return text_of(data)
+    return explain.dumps(explanation, script={"command": command, **to_plain(facts)}, beside=beside)
 
 
 def report(

@@ -1,8 +1,6 @@
-"""Report of why memory ran out, and its JSON."""
+"""Report of why memory ran out."""
 
 from __future__ import annotations
-
-import json
 
 from memplan._bytes import format_bytes_as_torch
 from memplan.explanation.why import Why, headline
@@ -30,13 +28,3 @@ def report(why: Why) -> Document:
 def format_signed(size: int) -> str:
     """Return bytes as torch prints them; they may be negative."""
     return f"-{format_bytes_as_torch(-size)}" if size < 0 else format_bytes_as_torch(size)
-
-
-def dumps(why: Why) -> str:
-    """Return why memory ran out as indented JSON. All sizes are bytes.
-
-    Example:
-        >>> json.loads(dumps(why))["verdict"]
-        'fragmentation'
-    """
-    return json.dumps({"format": "memplan.why", **why.to_dict()}, indent=1, allow_nan=False) + "\n"

@@ -22,6 +22,7 @@ import torch
 
 from memplan import _torch
 from memplan.errors import BackwardError
+from memplan.planning.capture.reads.readable import Reads
 
 Given = list[tuple[int, torch.Tensor]]
 Backward = Callable[[list[Any], list[torch.Tensor], list[torch.Tensor]], Iterator[Given]]
@@ -57,6 +58,9 @@ class Chain:
     """Inputs that must not change before the backward pass reads them: position and name."""
     exposed: tuple[tuple[int, ...], ...]
     """For each list, numbers of those in ``guarded`` that are read after a hook on their gradient may change them."""
+    reads: Reads | None = None
+    """What code that runs in backward may read, as a `torch.autograd.Function` or a hook of the model's own does: it is
+    compared when the backward pass begins."""
 
     def attach(
         self,
@@ -149,6 +153,14 @@ class _Call:
                 expected="one backward pass from all outputs at once, or retain_graph=True in all but the last",
             )
         self._check(range(len(self._versions)))
+        reads = self._chain.reads
+        if reads is not None and not reads.hold():
+            raise BackwardError(
+                f"The {reads.differing()[0]} changed after the forward pass, and code that runs in the backward pass "
+                "(a torch.autograd.Function, a hook, a checkpoint) may read it",
+                expected="the value that the step was planned with: the gradients would be wrong",
+                do="Change it after backward(), or read it in forward() and keep it on ctx",
+            )
         for at, version in self._returned:
             if _torch.version_of(self._saved[at]) != version:
                 raise _changed("An output that the backward pass reads")

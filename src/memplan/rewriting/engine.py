@@ -186,6 +186,7 @@ def _chain(captured: Captured, schedule: Schedule, handed: tuple[Value, ...], ba
         frozenset(at for at, value in enumerate(schedule.saved) if value in written),
         guarded,
         tuple(_exposed(schedule, groups, [handed[at].id for at, _ in guarded], last)),
+        captured.reads if captured.reads is not None and captured.reads.late else None,
     )
 
 

@@ -176,7 +176,7 @@ def own_gpu() -> Device:
         raise DeviceError(
             f"no GPU here: torch {torch.__version__} {why}",
             expected="a machine with a GPU that torch sees",
-            do="Run it on an emulated card: memplan measure --dry h100 TARGET (dry=True, device='h100')",
+            do="Run it on an emulated card: memplan measure --dry --device h100 TARGET (dry=True, device='h100')",
         )
     return card
 
@@ -218,7 +218,7 @@ def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
         raise DeviceError(
             f"device {device!r} to measure on",
             expected="'cpu', or 'cuda' where a GPU is",
-            do="Leave it out, name this machine's GPU (device='cuda'), or emulate the card: memplan measure --dry h100 "
-            "TARGET (dry=True)",
+            do="Leave it out, name this machine's GPU (device='cuda'), or emulate the card: memplan measure --dry "
+            "--device h100 TARGET (dry=True)",
         )
     return HOST, (CUDA_DIFFERS,) if device is None else ()

@@ -12,7 +12,7 @@ from memplan import _torch
 from memplan.devices import catalogue
 from memplan.errors import DataDependentError, RecordingError, StepError
 from memplan.trace import fake_cuda
-from memplan.trace.both_ways import with_both_ways
+from memplan.trace.branch_exploration import Recorded, explored
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.held_output import Printed, output_shown
 from memplan.trace.own_streams import in_thread
@@ -35,9 +35,8 @@ from memplan.trace.recording.session import (
     run_steps,
     undisturbed,
 )
-from memplan.trace.recording.stand_ins import Standins, reached
-from memplan.trace.recording.values.bounds import Bounds, Execution
-from memplan.trace.recording.values.readings import Choice, Taken, Way
+from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarPolicy, reached
+from memplan.trace.recording.values.bounds import Bounds, Execution, Shares
 from memplan.trace.recording.values.shapes_beside import selected_beside
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu
@@ -116,12 +115,13 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
     with recording_suspended():  # the step itself may record something
         recording, trace = _record_on_device(target, known, build, steps)
 
-        def again(overrides: Way) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Way]:
-            overrides = recording.overrides | overrides
-            other, outcome = _record(target, recording.on_card, known, build, steps, overrides, recording.counts)
-            return outcome, other.choices, other.effective
+        def again(overrides: Overrides) -> Recorded:
+            other, outcome = _record(
+                target, recording.on_card, known, build, steps, overrides, recording.counts, is_first=False
+            )
+            return Recorded(outcome, overrides, other.decisions)
 
-        return with_both_ways(trace, recording.choices, again)
+        return explored(Recorded(trace, recording.overrides, recording.decisions), again)
 
 
 def _record_on_device(target: Target, known: Known, build: Runs, steps: int) -> tuple[_Recording, Trace]:
@@ -155,30 +155,41 @@ def _record(
     known: Known,
     build: Runs,
     steps: int,
-    overrides: Way = frozenset(),
+    overrides: Overrides = frozenset(),
     counts: Mapping[Execution, int] | None = None,
+    *,
+    is_first: bool = True,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
-    """Record a step; where an unknown value led into an exception, override that branch and record it again.
+    """Record a step; where an unknown value led into an exception, take it otherwise and record it again.
 
-    ``counts``: executions of lines -> number of elements that values select there.
+    A branch goes the other way; scalar reads, of which the largest possible value may not fit, are taken as the
+    smallest.
+
+    ``counts``: executions of lines -> number of elements that values select there. ``is_first``: whether scalar reads
+    may be taken as the smallest; else ``overrides`` say how they are taken.
     """
-    first, counts = None, dict(counts or {})
+    first, unfit, counts = None, None, dict(counts or {})
     while True:
         recording = _Recording(target, on_card, known, overrides, counts)
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
             cause, guarded = error.__cause__, raised_by_statement(error.__cause__)
-            if reached(cause) and not guarded:
-                return recording, _unknown_argument(error)
-            line = recording.last_bound
-            if cause is not None and not guarded and line is not None and line == frame_of_error(cause):
-                at = line, recording.last_execution
-                count = selected_beside(cause, recording.last_taken)
+            selected = recording.last_bound
+            if selected is not None and cause is not None and not guarded and selected == frame_of_error(cause):
+                at = selected, recording.last_execution
+                count = selected_beside(cause, recording.last_selected)
                 if count is None or at in counts or len(counts) == _MAX_COUNTS:
-                    return recording, _wrong_count(error, line, counted=at in counts)
+                    return recording, _wrong_count(error, selected, counted=at in counts)
                 counts[at] = count
                 continue
+            smallest = recording.smallest_values - overrides
+            if is_first and smallest and not guarded:
+                unfit, overrides = unfit or error, overrides | smallest
+                continue
+            error = error if guarded else unfit or error
+            if reached(error.__cause__) and not guarded:
+                return recording, _unknown_argument(error)
             decision = recording.last_decision
             if decision is None or decision in overrides or len(overrides) == _MAX_GUARDS or not guarded:
                 return recording, error if first is None else _both_directions(first, error, overrides)
@@ -214,9 +225,9 @@ def _wrong_count(error: StepError, selected: Line, *, counted: bool) -> DataDepe
     return mismatch
 
 
-def _both_directions(first: StepError, later: RecordingError, overrides: Way) -> StepError:
+def _both_directions(first: StepError, later: RecordingError, overrides: Overrides) -> StepError:
     """Return the first error, with what happened in the other direction of the overridden branches."""
-    places = ", ".join(sorted(str(format_frame(line)) for line in overrides if not isinstance(line, Taken)))
+    places = ", ".join(sorted(str(format_frame(line)) for line, kind in overrides if kind == "branch"))
     then = "it ends so, too" if later.found == first.found else later.found
     joined = StepError(
         f"{first.found}; a value decides at {places} that a recording does not know, and the other way {then}",
@@ -233,26 +244,24 @@ class _Recording:
     """A single recording of a step on fake tensors."""
 
     def __init__(
-        self, target: Target, on_card: OnCard, known: Known, overrides: Way, counts: Mapping[Execution, int]
+        self, target: Target, on_card: OnCard, known: Known, overrides: Overrides, counts: Mapping[Execution, int]
     ) -> None:
         self.on_card: OnCard = on_card
         self.counts = counts
         """Executions of lines -> number of elements that values select there."""
         self.overrides = overrides
-        """Branches that go the other way, and scalar reads with other values than their largest."""
+        """What is taken otherwise."""
         self._target = target
         self._place = Place()
         self._printed = Printed()
-        self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
-        self._mode = _torch.FakeMode(self._observer.dispatch)
-        self._standins = Standins(self._observer, self._mode, overrides)
+        self._shares = Shares(target.assumed)
+        self._scalars = ScalarPolicy(self._shares, overrides)
+        self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS), events=self._scalars)
+        self._bounds = Bounds(self._shares, self._scalars.bounded, self._observer.ranges.of, counts)
+        self._mode = _torch.FakeMode(
+            self._observer.dispatch, lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
+        )
         self._observer.fake_of = self._mode.fake_of
-        self._bounds = Bounds(target.assumed, self._standins.bounded, self._observer.ranges.of, counts)
-        self._standins.largest.share = self._bounds.share
-        self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
-        self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
-        self._observer.on_assumption = self._standins.assumed.result_assumed
-        self._observer.on_library_op = self._standins.assumed.library_op
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
         self._step_ticks: list[int] = []
@@ -265,7 +274,6 @@ class _Recording:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
             self._observer.card = self._card
-            self._observer.on_mixed_devices = self._standins.assumed.mixed_devices
             self._mode.going = self._card.going_where_named
             stream = lambda: self._observer.ledger.stream  # noqa: E731
             self._observer.semantics = known(
@@ -278,24 +286,25 @@ class _Recording:
         return self._card is not None and self._card.named_late
 
     @property
-    def last_decision(self) -> Line | None:
-        """Return the last line at which an unknown value decided a branch."""
-        return self._standins.last_decision
+    def last_decision(self) -> Choice | None:
+        """Return the last branch that an unknown value decided."""
+        line = self._scalars.last_decision
+        return None if line is None else Choice(line, "branch")
 
     @property
-    def choices(self) -> tuple[Choice, ...]:
-        """Return the lines at which unknown values decided branches, and the scalar reads that may matter."""
-        return (*self._standins.branches, *self._standins.largest.readings)
+    def decisions(self) -> Decisions:
+        """Return where unknown values decided something."""
+        return self._scalars.decisions
 
     @property
-    def effective(self) -> Way:
-        """Return the overrides that the step reached."""
-        return self.overrides & {*self._standins.turned, *self._standins.largest.turned}
+    def smallest_values(self) -> Overrides:
+        """Return the overrides that take all scalar reads of known range as the smallest possible value."""
+        return frozenset(Choice(line, "other value") for line, read in self.decisions.reads.items() if read.bounded)
 
     @property
     def last_bound(self) -> Line | None:
         """Return the last line at which values selected elements, of which the most possible was assumed."""
-        return self._standins.last_bound
+        return self._scalars.last_bound
 
     @property
     def last_execution(self) -> int:
@@ -303,14 +312,14 @@ class _Recording:
         return self._bounds.last_execution
 
     @property
-    def last_taken(self) -> int:
+    def last_selected(self) -> int:
         """Return the number of elements assumed to be selected there."""
-        return self._standins.last_taken
+        return self._scalars.last_selected
 
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
         """Record in a thread that the step starts, since modes are thread-local."""
-        with in_thread(), self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
+        with in_thread(), self._mode.in_thread(), self._printed.in_thread():
             yield
 
     @contextmanager
@@ -331,14 +340,15 @@ class _Recording:
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
             if not isinstance(build, Program):  # a script's process captures its own output
                 stack.enter_context(self._printed.held())
-            stack.enter_context(self._standins.installed())
+            stack.enter_context(self._scalars.installed(self._observer, self._mode))
             if self._card is not None and self._target.card is not None:
                 composites = stack.enter_context(
-                    fake_cuda.installed(self._card, self._target.card, self._standins.assumed.kernel_chosen)
+                    fake_cuda.installed(self._card, self._target.card, self._scalars.assumed.kernel_chosen)
                 )
                 self._mode.replacements, self._differing = composites, composites.differing
+            stack.enter_context(_torch.around_cache_clearing(observer.ledger.freed_in_order))
             stack.enter_context(self._mode.recording())
-            stack.enter_context(_torch.around_started_threads(self._in_thread, self._standins.calls.begin))
+            stack.enter_context(_torch.around_started_threads(self._in_thread))
             observer.calibrate()
             stack.enter_context(place.following())
             self._lines = stack.enter_context(watching(lambda: observer.ledger.clock))
@@ -351,7 +361,7 @@ class _Recording:
         parts, bounds = self._parts, self._step_ticks
         assert parts is not None, "the run has ended"
         calls = tuple(self._card.calls) if self._card is not None else ()
-        notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused + self._printed.note()
+        notes = self._target.notes + of_outside(observer.ledger.before) + self._shares.unused + self._printed.note()
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         notes += tuple(self._running.notes)
         trace = Trace(
@@ -363,7 +373,7 @@ class _Recording:
             layers=tuple(parts.layers),
             steps=tuple(bounds[:-1]),
             end=bounds[-1],
-            assumptions=self._standins.assumed.rows(),
+            assumptions=self._scalars.assumed.rows(),
             notes=notes,
             calls=calls,
             other_kernels=tuple(other.name for other in catalogue() if other.architecture in self._differing),

@@ -13,9 +13,6 @@ from typing import Any, Literal, get_args
 from memplan._json import SignedInt
 from memplan.cudnn.questions import ExecutionPlan
 
-SCHEMA = 2
-"""Version of the JSON format, raised whenever readers of the previous version would misread the new."""
-
 Phase = Literal["build", "forward", "backward", "optimizer"]
 
 Cause = Literal[

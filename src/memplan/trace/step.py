@@ -295,7 +295,7 @@ def default_loss(output: Any) -> torch.Tensor:
         raise InputError(
             f"the model returned {_describe(output)}, in which no floating-point tensor needs a gradient",
             expected="an output that depends on a parameter with requires_grad",
-            do="Unfreeze a parameter, give a loss, or explain inference (train=False, --infer)",
+            do="Unfreeze a parameter, give a loss, or explain inference (train=False, --no-train)",
         )
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from memplan._display import Displayed
-from memplan._json import Unreadable, read_text
-from memplan._text import counted, write_whole
-from memplan.errors import TraceFormatError
+from memplan._json import Saved, Unreadable, text_of
+from memplan._text import counted
 from memplan.trace import codec
 from memplan.trace.records import (
     HOST,
-    SCHEMA,
     Assumption,
     BackwardPass,
     Call,
@@ -30,7 +28,7 @@ from memplan.trace.records import (
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
-class Trace(Displayed):
+class Trace(Saved, Displayed):
     """Steps as data: ops in order, storages with allocation, free, cause and sharers.
 
     ``origin``: predicted on fake tensors, measured in a real run, or measured on an emulated card (``dry``), which
@@ -45,6 +43,11 @@ class Trace(Displayed):
         70521856
     """
 
+    FORMAT: ClassVar[str] = "memplan.trace"
+    SCHEMA: ClassVar[int] = 2
+    AGAIN: ClassVar[str] = "Record the step again with this memplan"
+    AS_ROWS: ClassVar[bool] = True
+
     origin: Literal["recorded", "measured", "dry"]
     device: str
     torch: str
@@ -58,7 +61,6 @@ class Trace(Displayed):
     calls: tuple[Call, ...] = ()
     other_kernels: tuple[str, ...] = ()
     """Cards of the catalogue on which an op runs another kernel than here."""
-    schema: int = SCHEMA
     forms: tuple[Form, ...] = ()
     """Forward ops of the first step, in order."""
     returned: tuple[Returned, ...] = ()
@@ -88,21 +90,22 @@ class Trace(Displayed):
         return tuple(storage for storage in self.storages if storage.device != HOST)
 
     def to_json(self) -> str:
-        """Return the trace as JSON text; `from_json` reads it back to an equal value."""
-        return codec.dumps(self)
+        """Return JSON text, one op or storage a line; equal traces give equal texts."""
+        return text_of({"format": self.FORMAT, "schema": self.SCHEMA, **codec.sections_of(self)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return json.loads(self.to_json())
 
     @classmethod
-    def from_json(cls, text: str, source: str = "the text") -> Trace:
-        """Read the trace that `to_json` wrote.
+    def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return codec.fields_of(plain)
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unreadable(f"is damaged ({type(error).__name__}: {error})") from None
 
-        Args:
-            text: JSON.
-            source: how to name the text in an error.
-
-        Raises:
-            TraceFormatError: not JSON, not a trace, of another schema version, or inconsistent in itself.
-        """
-        return codec.loads(text, cls, source)
+    def _check(self) -> None:
+        codec.check(self)
 
     def __str__(self) -> str:
         lines = [
@@ -122,19 +125,3 @@ def at_least(trace: Trace) -> Trace:
         for storage in trace.storages
     )
     return dataclasses.replace(trace, storages=storages)
-
-
-def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the trace to a file; an existing file is replaced only when the new one is complete."""
-    write_whole(path, trace.to_json())
-
-
-def load_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace from a file that `save_trace` wrote. Raises TraceFormatError, OSError."""
-    try:
-        text = read_text(path)
-    except Unreadable as error:
-        raise TraceFormatError(
-            f"{path} cannot be read: {error}", expected="a trace written by memplan", do="Record the step again"
-        ) from None
-    return Trace.from_json(text, str(path))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks.random_stacks import probed
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from stacks import probed
 from torch import Tensor, nn
 
 import memplan

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,20 +23,17 @@ from memplan.trace.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[3]
 ZOO = [
-    *["resnet18_channels_last", "mobilenet", "unet3d", "dynunet", "autocast_conv", "retained_graph"],
-    "zero_grad_after_step",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "t5")),
+    *[("mobilenet", "cpu"), ("dynunet", "h100"), ("autocast_conv", "h100"), ("zero_grad_after_step", "cpu")],
+    *slow(("resnet18_channels_last", "cpu"), ("unet3d", "cpu"), ("unet3d", "h100"), ("dynunet", "cpu")),
+    *slow(("retained_graph", "cpu"), ("retained_graph", "h100"), ("vit", "h100"), ("t5", "cpu"), ("t5", "h100")),
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "device"), ZOO)
 @pytest.mark.filterwarnings("ignore")  # transformers and MONAI warn of what is none of ours
 def test_unchanged_it_is_what_it_was(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("monai")
     pytest.importorskip("transformers")
-    if (name, device) == ("resnet18_channels_last", "h100"):
-        pytest.skip("its workspaces are another matter")
     for folder in (ROOT, ROOT / "benchmarks"):
         monkeypatch.syspath_prepend(str(folder))
     importlib.import_module("zoo")  # of benchmarks/: fills the registry
@@ -80,7 +78,7 @@ parts = st.lists(
 
 @pytest.mark.parametrize(
     ("dims", "size", "examples", "least"),
-    [*(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 120, 60, 40), (2, 50, 40, 30))), (3, 30, 20, 15)],
+    [*slow((1, 120, 60, 40), (2, 50, 40, 30)), (3, 30, 20, 15)],
 )
 def test_with_padding_it_is_as_the_padded_model(dims: int, size: int, examples: int, least: int) -> None:
     tried = 0

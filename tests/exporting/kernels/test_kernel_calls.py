@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Case, worst_error
+from exporting.kernels.kernel_cases import Case, worst_error
 from torch.nn import functional as F
 
 from memplan.exporting.kernels.elementwise import ELEMENTWISE

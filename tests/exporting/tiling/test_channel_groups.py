@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_networks import NETWORKS, Inverted
+from models.microcontroller_networks import NETWORKS, Inverted
 from torch import nn
 from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_networks import NETWORKS
+from models.microcontroller_networks import NETWORKS
 from torch.nn import functional as F
 
 import memplan

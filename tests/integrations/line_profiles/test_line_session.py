@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 from torch import nn
 
 from memplan import _torch

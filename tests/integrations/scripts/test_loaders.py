@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from script_runs import run
+from integrations.scripts.script_runs import run
 
 from memplan import spec
 from memplan.integrations.scripts.loaders import Rules, described, leading, resized

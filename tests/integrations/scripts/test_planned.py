@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
-from script_runs import HEAD, run, script_of
+from integrations.scripts.script_runs import HEAD, run, script_of
 from torch import nn
+from truth.cpu_allocator import allocations, peak_of
 
 import memplan
 from memplan.devices import find
@@ -17,8 +17,8 @@ from memplan.errors import InputError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.planned import planned
 from memplan.integrations.scripts.request import Request
-from memplan.reports.fit import Fitting
 from memplan.studies.capacity.limit import room_of
+from memplan.verification.fitting.outcome import Fitting
 
 LAYERS = """
 def net():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import fit_scripts
-from script_runs import run
+from integrations.scripts.script_runs import run
 
 import memplan
 
@@ -43,7 +43,7 @@ def test_its_recording_says_that_it_is_planned(tmp_path: Path) -> None:
 
 def test_on_a_card_the_script_runs_without_its_plan_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import torch\nfrom torch import nn\n" + LAYERS + FIT + LOOP, encoding="utf-8")
-    from script_runs import script_of
+    from integrations.scripts.script_runs import script_of
 
     trace = memplan.record(script_of(str(tmp_path / "script.py")), device="rtx4090")  # pyright: ignore[reportArgumentType]  # a program
     assert any("without memplan.fit" in note for note in trace.notes)
@@ -86,6 +86,7 @@ def test_a_line_that_reads_a_number_keeps_no_tensor_of_its_function(tmp_path: Pa
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["losses_kept", "two_calls", "gpt2_accelerate"])
 def test_the_lines_keep_the_bound_that_is_printed_with_them(name: str) -> None:
     if name == "gpt2_accelerate":

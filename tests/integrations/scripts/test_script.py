@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from script_runs import GaveUp, run
+from integrations.scripts.script_runs import GaveUp, run
 from torch import nn
 
 import memplan
@@ -38,7 +38,7 @@ def test_the_peak_is_that_of_a_build_of_the_same(tmp_path: Path) -> None:
     namespace: dict[str, object] = {}
 
     def build() -> object:
-        import script_runs
+        from integrations.scripts import script_runs
 
         exec(script_runs.HEAD + LOOP.partition("for x, y")[0], namespace)
         exec(
@@ -91,6 +91,7 @@ def test_a_rare_optimizer_is_waited_for(tmp_path: Path) -> None:
     assert len(calls) == 5 + 5 + 1, "five times both, once the critic on what is not detached"
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_never_used_is_not_waited_for(tmp_path: Path) -> None:
     text = LOOP.replace("opt =", "spare = torch.optim.SGD(model.parameters(), lr=1)\nopt =").replace("400", "4000")
     _, facts = run(tmp_path, text)

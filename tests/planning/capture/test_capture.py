@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import SmallGPT, SmallResNet, token_loss
+from models.networks import SmallGPT, SmallResNet, token_loss
 from planning.agreement import difference
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -205,6 +205,7 @@ def test_keyword_arguments_are_relaid_too() -> None:
     assert found.graph.values[convolution.args[0].value].stride[1] == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_pool_whose_gradient_lies_in_order_counts_with_its_copies() -> None:
     class Pooled(nn.Module):
@@ -221,6 +222,7 @@ def test_a_pool_whose_gradient_lies_in_order_counts_with_its_copies() -> None:
     assert abs(fitted.proof.predicted - fitted.proof.peak) <= 0.01 * fitted.proof.peak
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_fused_step_in_channels_last_is_the_same_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studying, "SLOWER", float("inf"))  # whatever seconds are measured on a busy machine

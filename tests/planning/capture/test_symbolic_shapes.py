@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from networks import SmallGPT, SmallResNet, token_loss
+from environment import needs_sizes_as_symbols
+from models.networks import SmallGPT, SmallResNet, token_loss
 from planning.graphs import EARLY
 from torch import Tensor, nn
-from versions import needs_sizes_as_symbols
 
 from memplan.planning.capture import symbolic_shapes as module
 from memplan.planning.capture.capture import Captured, SymbolicError, capture, capture_symbolic

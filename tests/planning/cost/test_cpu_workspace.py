@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
-from processor import needs_avx512
+from environment import needs_avx512
 from torch import Tensor, nn
+from truth.cpu_allocator import allocations, peak_of
 
 import memplan
 from memplan.planning.capture.capture import capture

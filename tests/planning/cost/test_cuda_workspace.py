@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from asked_convolutions import FORWARD, NOWHERE
+from cudnn.scripted_worker import FORWARD, NOWHERE
 from torch import nn
 
 from memplan.cudnn.ask import Answers

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
+from environment import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.graphs import residual, transformer
@@ -69,13 +71,16 @@ def room(search: Search) -> float:
     return candidate_search._CLOSE * (search.kept.peak - search.lower_bound)  # pyright: ignore[reportPrivateUsage]
 
 
+GRAPHS = {"residual": lambda: fusible(residual(6)), "transformer": lambda: fusible(transformer(3))}
+
+
 @pytest.mark.parametrize(
-    "share", [-0.3, 0.1, *(pytest.param(one, marks=pytest.mark.slow) for one in (-0.1, -0.03, 0.03, 0.3))]
+    ("name", "share"), [("residual", -0.3), ("transformer", 0.1), *slow(*product(GRAPHS, (-0.1, -0.03, 0.03, 0.3)))]
 )
-@pytest.mark.parametrize("graph", [fusible(residual(6)), fusible(transformer(3))], ids=["residual", "transformer"])
 def test_two_where_the_code_takes_so_much_more_or_less_everywhere(
-    monkeypatch: pytest.MonkeyPatch, graph: JointGraph, share: float
+    monkeypatch: pytest.MonkeyPatch, name: str, share: float
 ) -> None:
+    graph = GRAPHS[name]()
     whole = Search(graph)
     off = int(share * (whole.kept.peak - whole.floor_peak))
     search, fused, lowering = fusing_of(monkeypatch, graph, lambda _: off)
@@ -121,6 +126,7 @@ def test_what_keeps_everything_is_looked_at_once(monkeypatch: pytest.MonkeyPatch
     assert len(lowering.made) == 1
 
 
+@pytest.mark.slow
 def test_under_what_the_floor_comes_to_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     search, fused, _ = fusing_of(monkeypatch, fusible(residual(6)), lambda _: 1000)
     assert fused.within(search.floor_peak + 999) is None

@@ -26,6 +26,7 @@ class Experts(nn.Module):
         return torch.nn.functional.grouped_mm(hidden, self.down, offs=ends).square().mean()
 
 
+@pytest.mark.slow
 def test_products_in_groups_run_as_one_kernel(capfd: pytest.CaptureFixture[str]) -> None:
     """Though `torch.compile`, which the proof asks what rounding is, does not run them."""
     torch.manual_seed(0)

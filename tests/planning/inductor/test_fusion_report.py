@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import SmallGPT, SmallResNet
+from models.networks import SmallGPT, SmallResNet
 from planning.graphs import HELD, all_kept
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -360,6 +360,7 @@ class Pooled(nn.Module):
         return self.drop(F.max_pool2d(h, 2)).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long", [False, True])
 def test_a_group_has_what_it_computes_not_what_it_reads(long: bool) -> None:
     """Of a GELU there is an error function in the C++ of each kernel that has it among its ops, and in no other."""
@@ -376,6 +377,7 @@ def test_a_group_has_what_it_computes_not_what_it_reads(long: bool) -> None:
             assert any("gelu" in op for op in group.ops) is ("erf(" in sources[group.kernel]), group.kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "h100", "v100"])
 def test_what_takes_longer_bounds_a_group(made: Callable[..., Made], name: str | None) -> None:
     """Against the figures of the card by hand. A float32 convolution runs as TF32 where there is that."""

@@ -122,6 +122,7 @@ def test_the_same_bits_with_one_call_for_each_derivative(name: str) -> None:
     assert more > convolutions
 
 
+@pytest.mark.slow
 def test_not_where_the_peak_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """In two parts the input is free before its gradient is made: together, both would be there."""
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan import _torch
 from memplan.planning.graph import op_schema

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import memplan
-from memplan.errors import PlanFormatError, ScheduleError
+from memplan.errors import FormatError, ScheduleError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost.op_timing import with_costs
@@ -138,7 +138,7 @@ def test_the_search_chooses_it_and_the_planned_step_is_proven() -> None:
             assert 0 <= plan.peak - fitted.proof.peak <= NUMBERS  # predicted for a kernel's numbers at most
         finally:
             fitted.undo()
-    with pytest.raises(PlanFormatError, match="upper half"):
+    with pytest.raises(FormatError, match="upper half"):
         memplan.Plan.from_json(plan.to_json())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,8 +40,13 @@ def test_a_lever_is_registered_for_as_long_as_it_is_wanted() -> None:
 @pytest.mark.parametrize(("word", "most"), [("offload", 8), ("early", 10)])
 def test_few_files_spell_the_name_of_a_lever(word: str, most: int) -> None:
     """What a new lever costs: its own file, the registry, and where people name it. Prose does not count."""
-    files = [path for path in SRC.rglob("*.py") if word in set(_names(ast.parse(path.read_text(encoding="utf-8"))))]
+    files = [path for path, words in _words().items() if word in words]
     assert len(files) <= most, sorted(str(path.relative_to(SRC)) for path in files)
+
+
+@functools.cache
+def _words() -> dict[Path, set[str]]:
+    return {path: set(_names(ast.parse(path.read_text(encoding="utf-8")))) for path in SRC.rglob("*.py")}
 
 
 def _names(tree: ast.Module) -> Iterator[str]:

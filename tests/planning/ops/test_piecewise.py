@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from truth.cpu_allocator import allocations, peak_of
 
 import memplan.planning.ops.piecewise as kernels
 from memplan.planning.graph import op_schema

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from truth.cpu_allocator import allocations, peak_of
 
 import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops
 from memplan import _torch

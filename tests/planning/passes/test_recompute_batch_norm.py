@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import NORMED, conv_norms
+from models.networks import NORMED, conv_norms
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from truth.cpu_allocator import allocations, peak_of
 
 import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops
 from memplan.planning.capture.capture import capture

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from planning.agreement import difference
 from rewriting.cells import CHOICES
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of

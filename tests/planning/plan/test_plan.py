@@ -17,7 +17,7 @@ from planning.graphs import kept, random_graph
 from memplan import _json
 from memplan._json import Unreadable
 from memplan._text import format_seconds
-from memplan.errors import BudgetError, PlanFormatError, UsageError
+from memplan.errors import BudgetError, FormatError, UsageError
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.decision import Decision, Scope
@@ -25,10 +25,8 @@ from memplan.planning.plan.plan import (
     Plan,
     check_fingerprint,
     check_settings,
-    load_plan,
     names_of,
     optimizer_name,
-    save_plan,
 )
 from memplan.planning.schedule.actions import Choices
 from memplan.simulation.timeline import AllocatorEvent, Block, Segment, StepPeak, Timeline
@@ -179,9 +177,9 @@ def without(*path: Any) -> Any:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "another version": (set_("schema", to=2), "its schema version is 2"),
-    "no version": (without("schema"), "its schema version is None"),
-    "another format": (set_("format", to="memplan.trace"), "it has no"),
+    "another version": (set_("schema", to=2), "it has schema version 2"),
+    "no version": (without("schema"), "it has schema version None"),
+    "another format": (set_("format", to="memplan.trace"), "it has the format 'memplan.trace'"),
     "a lever that is not known": (set_("decisions", 0, "lever", to="chunk"), "decisions[0].lever is 'chunk'"),
     "a lever that is no text": (set_("decisions", 0, "lever", to=["keep"]), "decisions[0].lever is ['keep']"),
     "a grade that is not known": (set_("decisions", 1, "grade", to="nearly"), "decisions[1].grade is 'nearly'"),
@@ -196,7 +194,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "seconds below 0": (set_("seconds", to=-0.5), "out of range"),
     "a name that is none": (set_("choices", "recompute", to=["rleu"]), "'rleu', which is none of its values"),
     "an id for a name": (set_("choices", "encode", to=[8]), "choices names 8"),
-    "no choices": (without("choices"), "choices are missing"),
+    "no choices": (without("choices"), "choices is no mapping"),
     "choices without a list": (without("choices", "encode"), "choices has no list 'encode'"),
     "two names of one value": (set_("names", "again", to=5), "two names to one value"),
     "names as a list": (set_("names", to=["conv"]), "names is ['conv'], not a mapping"),
@@ -212,37 +210,37 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("change", "why"), BAD.values(), ids=BAD)
 def test_a_damaged_file_is_refused_with_the_place(change: Any, why: str) -> None:
-    with pytest.raises(PlanFormatError) as raised:
+    with pytest.raises(FormatError) as raised:
         Plan.from_json(edited(change), "plan.json")
     text = str(raised.value)
     assert why in text
     assert text.startswith("plan.json is no plan that can be used: ")
-    assert "Expected a plan of schema version 1, written by memplan. Plan again" in text
+    assert "Expected JSON of the format memplan.plan, schema version 1, as memplan writes it. Plan again" in text
     assert "\n" not in text
     assert len(text) < 500
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", '"plan"', "[" * 100_000, "cos\nsystem\n(S'ls'\ntR."])
 def test_what_is_no_plan_at_all_is_refused(text: str) -> None:
-    with pytest.raises(PlanFormatError):
+    with pytest.raises(FormatError):
         Plan.from_json(text)
 
 
 def test_a_file_that_is_too_long_is_not_parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_json, "LONGEST", 100)
     (tmp_path / "plan.json").write_text(" " * 101)
-    with pytest.raises(PlanFormatError, match="it has more than 100 bytes"):
-        load_plan(tmp_path / "plan.json")
+    with pytest.raises(FormatError, match="it has more than 100 bytes"):
+        Plan.load(tmp_path / "plan.json")
 
 
 def test_a_file_and_back(tmp_path: Path) -> None:
-    save_plan(PLAN, tmp_path / "plan.json")
-    assert load_plan(tmp_path / "plan.json") == PLAN
+    PLAN.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == PLAN
     (tmp_path / "binary.json").write_bytes(b"\x80\x04\x95")
-    with pytest.raises(PlanFormatError, match=r"binary\.json is no plan"):
-        load_plan(tmp_path / "binary.json")
+    with pytest.raises(FormatError, match=r"binary\.json is no plan"):
+        Plan.load(tmp_path / "binary.json")
     with pytest.raises(FileNotFoundError):
-        load_plan(tmp_path / "none.json")
+        Plan.load(tmp_path / "none.json")
 
 
 def of(graph: JointGraph) -> Plan:

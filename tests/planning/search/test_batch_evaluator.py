@@ -46,6 +46,7 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
     return flat.regular
 
 
+@pytest.mark.slow
 def test_random_graphs() -> None:
     draw = random.Random(0)
     regular = [

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
+from environment import slow
 from planning.graphs import EARLY, random_graph, residual, transformer, unet
 from planning.milp import Rules, plain_graph
 
@@ -71,7 +72,7 @@ def test_within_five_percent_of_the_optimum() -> None:
 
 
 @more_seeds
-@pytest.mark.parametrize(("early", "held"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("early", "held"), [(True, False), *slow((False, False), (False, True))])
 def test_against_every_choice(early: bool, held: bool, seeds: range) -> None:
     """With encodings, memory taken over, writes, early updates."""
     seen = 0
@@ -193,6 +194,7 @@ def _squares_over(one: Search, columns: npt.NDArray[np.bool_], budget: int) -> n
     return np.array([np.square(np.maximum(over, 0.0)).sum() for over in every])
 
 
+@pytest.mark.slow
 @more_seeds
 def test_nearest_to_what_nothing_keeps_against_every_choice(seeds: range) -> None:
     """By squares of bytes over it: of all choices few come nearer, and what comes as near takes no less time."""

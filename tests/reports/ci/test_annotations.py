@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from guarded import MIB, figures, taken
+from models.guard_figures import MIB, figures, taken
 
 from memplan.checks.finding import Finding
 from memplan.reports.ci.annotations import Annotation, of_findings, of_outcome

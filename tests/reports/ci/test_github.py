@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from annotated import ANNOTATIONS
+from reports.ci.hostile_annotations import ANNOTATIONS
 
 from memplan.reports.ci.github import dumps
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
-from annotated import ANNOTATIONS, HOSTILE
+from reports.ci.hostile_annotations import ANNOTATIONS, HOSTILE
 
 from memplan.reports.ci.junit import dumps
 

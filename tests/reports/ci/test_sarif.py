@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from annotated import ANNOTATIONS, HOSTILE
-from json_schema import violations
+from reports.ci.hostile_annotations import ANNOTATIONS, HOSTILE
+from reports.ci.json_schema import violations
 
 from memplan.reports.ci.annotations import Annotation
 from memplan.reports.ci.sarif import dumps

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from opened_pages import DATA, Opened, needs_browser, started, written
-from saved_pages import EVIL, every, explanation, planned, sweep
+from reports.html.browser import DATA, Opened, needs_browser, started, written
+from reports.saved_results import EVIL, every, explanation, planned, sweep
 
 from memplan._bytes import format_bytes
 from memplan.reports.document import size_or_dash

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from opened_pages import DATA, Opened, needs_browser, started, written
-from saved_pages import Net, every, explanation, fitted, planned
+from reports.html.browser import DATA, Opened, needs_browser, started, written
+from reports.saved_results import Net, every, explanation, fitted, planned
 
 import memplan
 from memplan import Trace
@@ -19,7 +19,6 @@ from memplan._bytes import format_bytes
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import Explanation
 from memplan.planning import study
-from memplan.reports import explain
 from memplan.reports.html.page import page_of
 from memplan.reports.html.saved_results import read_result
 
@@ -138,7 +137,7 @@ def test_another_batch_has_the_peak_that_a_recording_of_it_has(browser: Browser,
     def recorded(batch: int) -> Explanation:
         return memplan.explain(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()), f"{batch}x64")
 
-    page = opened(browser, tmp_path, explain.dumps(recorded(16)))
+    page = opened(browser, tmp_path, recorded(16).to_json())
     page.plot("batch")
     page.page.locator(".sliders input").first.focus()
     for batch in (32, 64, 128):
@@ -154,7 +153,7 @@ def rank(folder: Path, number: int) -> dict[str, Any]:
         model, x = Net(8 + 8 * number), torch.randn(4, 3, 32, 32)
         return lambda: model(x).sum().backward()
 
-    text = explain.dumps(explain_trace(memplan.record(build, device="rtx4090"), title="stages.py:build"))
+    text = explain_trace(memplan.record(build, device="rtx4090"), title="stages.py:build").to_json()
     (folder / f"rank{number}.json").write_text(text, encoding="utf-8")
     return json.loads(text)
 

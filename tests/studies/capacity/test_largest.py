@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 
 import memplan
@@ -350,7 +351,7 @@ class Windows(nn.Module):
         return self.last(torch.relu(self.linear(x)).flatten(1, 2)[:, :count])
 
 
-@pytest.mark.parametrize("size", [1, 512, 1000])
+@pytest.mark.parametrize("size", [512, *slow(1, 1000)])
 @pytest.mark.parametrize(("card", "budget"), [("t4", None), ("t4", "2 GiB"), ("h100", None), ("cpu", "1 GiB")])
 def test_millions_of_tokens_take_few_recordings(size: int, card: str, budget: str | None) -> None:
     of, room = subject(Windows, "1x1024:int64<64", optimizer=torch.optim.SGD), room_of(card, budget)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import SmallResNet
+from models.networks import SmallResNet
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -201,14 +201,12 @@ def test_a_card_has_its_roofline_and_its_rounding() -> None:
 
 
 def test_what_was_saved(tmp_path: Path) -> None:
-    from memplan.reports.explain import dumps
-
     explanation = memplan.explain(stack, IMAGES, **OPTIONS)
     trace = memplan.record(_build, device="cpu")
     plan = memplan.plan(stack, torch.randn(4, 3, 16, 16), budget="1 GiB", costs="roofline")
-    memplan.save_trace(trace, tmp_path / "trace.json")
-    memplan.save_plan(plan, tmp_path / "plan.json")
-    (tmp_path / "explanation.json").write_text(dumps(explanation))
+    trace.save(tmp_path / "trace.json")
+    plan.save(tmp_path / "plan.json")
+    explanation.save(tmp_path / "explanation.json")
     same = memplan.compare(explanation, tmp_path / "explanation.json")
     assert same.difference == 0
     assert same.a.layers == same.b.layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from steps import STEPS
+from models.steps import STEPS
 
 import memplan
 from memplan._bytes import format_bytes

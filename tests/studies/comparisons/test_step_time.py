@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import SmallGPT, SmallResNet
+from models.networks import SmallGPT, SmallResNet
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

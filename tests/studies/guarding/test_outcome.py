@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from guarded import MIB, figures, taken
 from hypothesis import given
 from hypothesis import strategies as st
+from models.guard_figures import MIB, figures, taken
 
 from memplan.errors import BaselineError, UsageError
 from memplan.studies.guarding.baseline import Baseline

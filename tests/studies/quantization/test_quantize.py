@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import SmallGPT
+from models.networks import SmallGPT
 from torch import nn
 
 import memplan

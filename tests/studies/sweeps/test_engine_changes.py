@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked_convolutions import NOWHERE, needs_compiler, write_script
+from cudnn.scripted_worker import NOWHERE, needs_compiler, write_script
 from torch import nn
 
 import memplan

@@ -51,9 +51,9 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("format",), "memplan.plan", "its format is 'memplan.plan', not memplan.sweep"),
-        (("schema",), 99, "its schema version is 99; this memplan reads 1"),
-        (("schema",), [1] * 99, "its schema version is [1, 1"),
+        (("format",), "memplan.plan", "it has the format 'memplan.plan', not memplan.sweep"),
+        (("schema",), 99, "it has schema version 99; this memplan reads 1"),
+        (("schema",), [1] * 99, "it has schema version [1, 1"),
         (("rows",), None, "it lacks 'rows'"),
         (("more",), 1, "it has an unknown 'more'"),
         (("points",), 1, "rows of 1 points"),

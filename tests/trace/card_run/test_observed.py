@@ -10,8 +10,8 @@ from pathlib import Path
 
 import goldens.handmade  # noqa: F401  # makes the benchmarks' reader importable
 import pytest
-from dry_process import command_there, run_there
-from dry_torch import needs_cuda_torch
+from emulated_card.dry_process import command_there, run_there
+from environment import needs_cuda_torch
 
 import memplan
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from dry_torch import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 
 import memplan
 from memplan.cli import main
@@ -142,11 +142,11 @@ def test_a_card_has_to_be_named(device: str | None, said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--torch", "/tmp", "a.py:b"], "--torch without --dry"),
+        (["--environment", "/tmp", "a.py:b"], "--environment without --dry"),
         (["--snapshot", "a.pickle", "a.py:b"], "--snapshot without a card"),
-        (["--device", "cuda", "--dry", "h100", "a.py:b"], "--device and --dry"),
-        (["--dry", "b200", "{file}:build"], "the clocks of b200"),
-        (["--dry", "h100", "--torch", "{file}x", "{file}:counts"], "is no environment of Python"),
+        (["--dry", "a.py:b"], "--dry without --device"),
+        (["--dry", "--device", "b200", "{file}:build"], "the clocks of b200"),
+        (["--dry", "--device", "h100", "--environment", "{file}x", "{file}:counts"], "is no environment of Python"),
     ],
 )
 def test_the_command_answers_in_one_line(options: list[str], said: str, file: Path) -> None:
@@ -273,4 +273,4 @@ def test_the_command_explains_a_dry_run(file: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, options)
     assert result.exit_code == 0, result.output
     assert "training step on h100" in result.stdout
-    assert memplan.load_trace(written).origin == "dry"
+    assert memplan.Trace.load(written).origin == "dry"

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dry_torch import ENVIRONMENT, ROOT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch
 
 import memplan
 from memplan.dry.cuda_torch import find_torch
 from memplan.trace.dry_run.builds import Packed
 from memplan.trace.dry_run.process import run_dry
 
+ROOT = Path(__file__).resolve().parents[3]
 GOLDENS = ROOT / "goldens" / "nvidia-h100-80gb-hbm3" / "2.11.0-cu130"
 EXACT = [
     "linear", "gpt2", "optimizer_adam", "optimizer_adafactor", "optimizer_adamw_fused", "attention_flash", "layer_norm",

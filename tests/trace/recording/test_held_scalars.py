@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

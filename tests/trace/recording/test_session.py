@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.errors import StepError

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 
 import torch
-from allocator import measured_peak
 from torch import nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import laid_out, shapes, strides
+from models.tensor_layouts import laid_out, shapes, strides
 
 from memplan.trace.semantics.tensor_iterator import (
     channels_last_strides,

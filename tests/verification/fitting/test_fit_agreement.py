@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from torch import Tensor, nn
+from truth.cpu_allocator import allocations, peak_of
 from verification.fitting.quick import fit, plan
 
 import memplan

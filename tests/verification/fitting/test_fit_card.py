@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from environment import slow
 from tests.emulated_card import HERE, needs_emulation, run
 
 
@@ -14,7 +15,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_emulation
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cases", ["fit_cases.py", "fused_cases.py"])
+@pytest.mark.parametrize("which", ["not slow", *slow("slow")])
+@pytest.mark.parametrize("cases", ["fit_cases.py", *slow("fused_cases.py")])
 def test_steps_on_a_card(cases: str, which: str, folder: Path) -> None:
     run(HERE / cases, which, folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from rewriting.cells import CELLS, same_state, total
 from torch import Tensor, nn
 from verification.fitting.quick import fit
@@ -37,7 +38,11 @@ def trained(model: nn.Module, step: Callable[[], Tensor]) -> tuple[Tensor, Tenso
     return loss.detach(), torch.rand(1)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+FEW = ("batch norm and dropout", "weight tying", "keyword inputs")
+"""The cells of every run; `tests/rewriting/test_engine.py` runs the plans of all of them."""
+
+
+@pytest.mark.parametrize("cell", [*FEW, *slow(*(name for name in CELLS if name not in FEW))])
 def test_every_cell_in_two_budgets(cell: str) -> None:
     torch.manual_seed(0)
     model = Twice(CELLS[cell].make(), CELLS[cell].make())

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -77,8 +78,7 @@ CASES = {
     ("case", "engine"),
     [
         *((case, "graph") for case in CASES),
-        ("checks of its own", "inductor"),
-        *(pytest.param(case, "inductor", marks=pytest.mark.slow) for case in ("distributions", "torch's loss")),
+        *slow(*((case, "inductor") for case in ("checks of its own", "distributions", "torch's loss"))),
     ],
 )
 def test_a_model_with_guards_is_fitted(case: str, engine: str) -> None:

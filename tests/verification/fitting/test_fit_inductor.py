@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from rewriting.cells import CELLS, Norms, total
 from torch import nn
 from torch._functorch import config as autograd_config
@@ -89,6 +90,7 @@ def test_compiled_as_eager_is_torch_compile_in_its_own_layouts() -> None:
     assert not all(torch.equal(one, other) for one, other in zip(theirs, plain, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_as_eager_compiles_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo leaves code to eager mode that it has compiled eight times: then eager would be held against eager."""
     compiled = list[Any]()
@@ -103,6 +105,7 @@ def test_compiled_as_eager_compiles_each_time(monkeypatch: pytest.MonkeyPatch) -
     assert len(compiled) == 12
 
 
+@pytest.mark.slow
 def test_compiled_as_eager_draws_as_eager() -> None:
     torch.manual_seed(1)
     model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8)), torch.randn(16, 32)
@@ -170,6 +173,7 @@ def test_the_cells_of_vectors() -> None:
     holds(at_share(Twice(OfVectors(), OfVectors()), 0.85, *arguments, kwargs=kwargs, loss=total))
 
 
+@pytest.mark.slow
 def test_gradients_and_random_state_are_those_of_a_plain_step() -> None:
     """Not by the proof, which is memplan's own, but by a step by hand: autograd's gradients are the other side."""
     torch.manual_seed(0)
@@ -194,12 +198,9 @@ def test_gradients_and_random_state_are_those_of_a_plain_step() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"accumulate": 2}, marks=pytest.mark.slow, id="held"),
-        pytest.param({"optimizer": torch.optim.AdamW, "early": True}, id="early"),
-    ],
+    "options", [{"accumulate": 2}, {"optimizer": torch.optim.AdamW, "early": True}], ids=["held", "early"]
 )
 def test_gradients_that_are_used_up_as_they_come(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -399,6 +400,7 @@ def test_what_the_graph_does_not_hang_on_changes_no_plan(monkeypatch: pytest.Mon
     assert len(lowered) == len(set(lowered)) > 0  # nothing twice
 
 
+@pytest.mark.slow
 def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     written, compiled = list[str](), list[inductor.Lowerable]()
     write, compile_ = GraphLowering.codegen, inductor.kernels_of
@@ -424,7 +426,7 @@ def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.
     assert len(compiled) >= 2
 
 
-@pytest.mark.parametrize("drawn", [pytest.param("as eager", marks=pytest.mark.slow), "otherwise"])
+@pytest.mark.parametrize("drawn", [*slow("as eager"), "otherwise"])
 def test_a_wrong_kernel_is_found(drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where `torch.compile` draws other numbers than eager mode, and is far off by that."""
     compiled = inductor.kernels_of
@@ -468,6 +470,7 @@ def test_random_numbers_are_drawn_in_the_order_of_eager_mode() -> None:
     assert fitted.proof.truth == "reference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"optimizer": torch.optim.AdamW, "early": True}], ids=["plain", "early"])
 def test_the_proof_is_the_same_where_the_step_cannot_be_compiled_without_a_plan(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -528,6 +531,7 @@ def test_a_plan_goes_back_and_forth_and_keeps_its_engine() -> None:
     assert again.proof.peak == fitted.proof.peak
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
     torch.manual_seed(0)
     model, (x, y) = Net(), inputs()
@@ -536,7 +540,7 @@ def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
     holds(fit(model, x, targets=y, loss=F.cross_entropy, budget=caught.value.smallest_budget, **GIVEN))
 
 
-@pytest.mark.parametrize("rate", [1e-5, 0.1])
+@pytest.mark.parametrize("rate", [1e-5, *slow(0.1)])
 def test_an_early_update_by_a_wrong_gradient_is_found(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the learning rate: what was added to a parameter is looked at, not the parameter."""
     torch.manual_seed(0)
@@ -746,6 +750,7 @@ def interrupted_at(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, interrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True], ids=["plain", "early"])
 @pytest.mark.parametrize(
     "place",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from processor import needs_avx512
+from environment import needs_avx512, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +17,6 @@ from memplan.planning import precision_search
 from memplan.planning.graph.precision import EXACT, UNSCALED, Precision
 from memplan.planning.ops import int8
 from memplan.planning.search.search import Heuristics
-from memplan.verification.proof import proof as proofs
 from memplan.verification.proof import rounding
 
 QUICK: dict[str, Any] = {"heuristics": Heuristics(shakes=1, rounds=8), "pairs": 0}
@@ -105,9 +104,10 @@ def fitted_at(share: float, name: str, **options: Any) -> memplan.Fitted:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *(pytest.param("conv", kind, marks=needs_avx512) for kind in KINDS),
-        *(pytest.param("transformer", kind, marks=pytest.mark.slow) for kind in (KINDS[0], KINDS[3])),
-        *(("unet", kind) for kind in (KINDS[1], KINDS[2])),
+        pytest.param("conv", KINDS[3], marks=needs_avx512),
+        ("unet", KINDS[1]),
+        *(pytest.param("conv", kind, marks=[needs_avx512, pytest.mark.slow]) for kind in KINDS[:3]),
+        *slow(("transformer", KINDS[0]), ("transformer", KINDS[3]), ("unet", KINDS[2])),
     ],
     ids=str,
 )
@@ -124,8 +124,8 @@ def test_a_lossy_plan_keeps_its_budget_and_is_as_near_as_it_has_to_be(
     assert plan.precision == kind
     assert proof.grade == plan.grade
     if plan.grade == "lossy":
-        assert 0 < proofs.overall(proof.rounded, "gradients").relative < 0.6
-    assert proofs.loads(proofs.dumps(proof)) == proof
+        assert 0 < rounding.overall(proof.rounded, "gradients").relative < 0.6
+    assert memplan.Proof.from_json(proof.to_json()) == proof
     assert memplan.Plan.from_json(plan.to_json()) == plan
 
 
@@ -160,6 +160,7 @@ def gradients(loss: Any, model: nn.Module) -> list[torch.Tensor]:
     return [one.grad.double() for one in model.parameters() if one.grad is not None]
 
 
+@pytest.mark.slow
 @needs_avx512
 def test_layers_apart_round_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = list[float]()
@@ -168,7 +169,7 @@ def test_layers_apart_round_as_they_are_written(monkeypatch: pytest.MonkeyPatch)
         fitted = fitted_at(0.5, "conv")
         assert fitted.plan.precision == kind
         assert fitted.proof.ok
-        errors.append(proofs.overall(fitted.proof.rounded, "gradients").relative)
+        errors.append(rounding.overall(fitted.proof.rounded, "gradients").relative)
     assert errors[1] < 1e-5 < 1e-3 < errors[0]
 
 
@@ -203,6 +204,7 @@ def test_the_errors_are_those_of_an_independent_computation(monkeypatch: pytest.
     }
 
 
+@pytest.mark.slow
 @needs_avx512
 @pytest.mark.parametrize("kind", KINDS[:2], ids=str)
 def test_updates_can_be_early(kind: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +230,7 @@ def test_a_step_that_is_farther_off_is_not_handed_over(monkeypatch: pytest.Monke
         fitted_at(0.0, "conv")
 
 
+@pytest.mark.slow
 @needs_avx512
 def test_gradients_that_are_lost_are_too_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what is really allowed: eight bits that all come back as 0."""
@@ -244,6 +247,7 @@ def test_gradients_that_are_lost_are_too_far_off(monkeypatch: pytest.MonkeyPatch
         fitted_at(0.1, "conv")
 
 
+@pytest.mark.slow
 @needs_avx512
 def test_a_lossy_plan_is_taken_again_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, KINDS[1])
@@ -302,6 +306,7 @@ class WithCache(ConvNet):
         return super().forward(x), cache
 
 
+@pytest.mark.slow
 def test_objects_among_the_outputs_are_those_of_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """What computes in bfloat16 returns float32, and what holds that says so."""
     only(monkeypatch, Precision("bfloat16"))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, SegformerConfig, SegformerForSemanticSegmentation
+from truth.module_state import everything
 from verification.fitting.quick import fit, plan
 
 from memplan.errors import UsageError
@@ -43,6 +43,7 @@ class Asked(fit_module.Plans):
         return super().__call__(call, held)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_module, "Plans", Asked)
     torch.manual_seed(0)

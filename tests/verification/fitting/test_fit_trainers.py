@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from truth.cpu_allocator import allocations, peak_of
 from verification.fitting.quick import fit
 
 from memplan.verification.fitting.fit import Fitted

@@ -8,9 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from truth.cpu_allocator import allocations, peak_of
 from verification.fitting.quick import fit
 
 import memplan

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from networks import SmallGPT, token_loss
+from environment import needs_sizes_as_symbols
+from models.networks import SmallGPT, token_loss
 from torch import Tensor, nn
-from versions import needs_sizes_as_symbols
 
 from memplan import _torch
 from memplan.errors import BudgetError
@@ -43,6 +43,7 @@ def plans() -> Plans:
     return Plans(step, Settings(), 600_000, notify=[].append)
 
 
+@pytest.mark.slow
 def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(plans: Plans, monkeypatch: Any) -> None:
     first = plans(call(4, 24), False)
     assert isinstance(first, Planned)

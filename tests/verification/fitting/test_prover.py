@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import everything
 from torch import Tensor, nn
 from torch.nn import functional as F
+from truth.module_state import everything
 from verification.fitting.quick import fit, plan
 
 from memplan.errors import UsageError
 from memplan.verification.fitting import prover
 from memplan.verification.measurement import free_memory
-from memplan.verification.proof.proof import Cut, dumps, loads
+from memplan.verification.proof.proof import Cut, Proof
 
 X, Y = torch.linspace(-1, 1, 512 * 16).reshape(512, 16), torch.arange(512) % 8
 CALL: dict[str, Any] = {"targets": Y, "loss": F.cross_entropy}
@@ -90,7 +90,7 @@ def test_with_too_little_fewer_samples_are_compared_and_the_plan_is_measured(
     assert f"compared with {samples} of the 512 samples" in said
     assert "the planned step was measured with all" in said
     assert "predicted before" in said
-    assert loads(dumps(proof)) == proof
+    assert Proof.from_json(proof.to_json()) == proof
 
     assert fitted.loss is not None
     for call in (lambda: fitted.loss(X, Y), lambda: F.cross_entropy(twin(X), Y)):  # pyright: ignore[reportOptionalCall]

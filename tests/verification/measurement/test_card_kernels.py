@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-
-import pytest
 
 SETTINGS = {
     "nothing": "pass",
@@ -17,7 +16,7 @@ SETTINGS = {
     "all by the newer setting": "b.fp32_precision = 'tf32'",
 }
 PROGRAM = """
-import torch
+import json, os, sys, torch, traceback
 from memplan.verification.measurement.card_kernels import full_float32
 b = torch.backends
 def read(what):
@@ -30,21 +29,34 @@ def newer():
 def now():
     older = lambda: b.cudnn.allow_tf32, lambda: b.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision
     return [read(one) for one in older], newer(), b.cudnn.fp32_precision, b.fp32_precision
-{setting}
-before = now()
-try:
-    with full_float32():
-        assert "tf32" not in newer(), newer()
-        raise KeyError
-except KeyError:
-    pass
-assert now() == before, (now(), before)
+def check(setting):
+    exec(setting)
+    before = now()
+    try:
+        with full_float32():
+            assert "tf32" not in newer(), newer()
+            raise KeyError
+    except KeyError:
+        pass
+    assert now() == before, (now(), before)
+failed = 0
+for name, setting in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        try:
+            check(setting)
+        except BaseException:
+            print(name, file=sys.stderr)
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    failed += os.wait()[1] != 0
+sys.exit(failed)
 """
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_float32_is_in_full_and_all_settings_come_back(setting: str) -> None:
-    """In a process of its own: torch keeps which of its two settings a program has ever used."""
-    program = PROGRAM.format(setting=SETTINGS[setting])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+def test_float32_is_in_full_and_all_settings_come_back() -> None:
+    """Each setting in a process of its own: torch keeps which of its two settings a program has ever used."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(SETTINGS)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

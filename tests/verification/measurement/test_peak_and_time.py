@@ -4,8 +4,8 @@ import time
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from torch import nn
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.verification.measurement.peak_and_time import Meter, compare_times, measure_step, storage_bytes, timed
 

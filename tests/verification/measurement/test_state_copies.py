@@ -7,8 +7,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from snapshots import everything
 from torch import Tensor, nn
+from truth.module_state import everything
 
 from memplan.verification.measurement.state_copies import (
     ModuleCopy,

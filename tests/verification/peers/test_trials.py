@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.errors import UsageError
 from memplan.planning.request import Request, request

@@ -9,7 +9,7 @@ import pytest
 from memplan.errors import UsageError
 from memplan.verification.measurement.peak_and_time import Times
 from memplan.verification.proof.differences import Compared, Difference
-from memplan.verification.proof.proof import Cut, Proof, dumps, loads
+from memplan.verification.proof.proof import Cut, Proof
 from memplan.verification.proof.rounding import Rounded
 
 GOOD = Proof(
@@ -30,9 +30,9 @@ PART = dataclasses.replace(GOOD, cut=Cut(2, 16, 40 << 20, 32 << 20, True))
 
 @pytest.mark.parametrize("proof", [GOOD, BAD, PART])
 def test_json_and_pickle_give_the_same_value_back(proof: Proof) -> None:
-    assert loads(dumps(proof)) == proof
+    assert Proof.from_json(proof.to_json()) == proof
     assert pickle.loads(pickle.dumps(proof)) == proof
-    assert json.loads(dumps(proof))["ok"] is proof.ok
+    assert json.loads(proof.to_json())["ok"] is proof.ok
 
 
 def test_what_is_wrong_is_said() -> None:
@@ -81,12 +81,12 @@ def test_early_updates_have_no_gradients_to_count() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"format": "memplan.trace", "schema": 1}', dumps(GOOD).replace('"schema": 1', '"schema": 2'),
-     dumps(GOOD).replace('"resident"', '"dweller"')],
+    ["", "[]", "{}", '{"format": "memplan.trace", "schema": 1}', GOOD.to_json().replace('"schema":1', '"schema":2'),
+     GOOD.to_json().replace('"resident"', '"dweller"')],
 )  # fmt: skip
 def test_what_is_no_proof_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"f\.json is no proof"):
-        loads(text, "f.json")
+        Proof.from_json(text, "f.json")
 
 
 def test_a_proof_says_what_was_compared_and_what_was_only_measured_or_predicted() -> None:
@@ -104,6 +104,6 @@ def test_a_proof_says_what_was_compared_and_what_was_only_measured_or_predicted(
 
 
 def test_a_proof_written_before_there_were_cuts_is_read() -> None:
-    data = json.loads(dumps(GOOD))
+    data = json.loads(GOOD.to_json())
     del data["cut"]
-    assert loads(json.dumps(data)) == GOOD
+    assert Proof.from_json(json.dumps(data)) == GOOD

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
-from snapshots import everything
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from truth.cpu_allocator import allocations, peak_of
+from truth.module_state import everything
 
 from memplan.errors import InputError, TargetError, UsageError
 from memplan.verification.proof.proof import Proof

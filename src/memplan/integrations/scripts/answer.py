@@ -11,11 +11,10 @@ from memplan import errors
 from memplan._json import LONGEST, Unreadable, from_plain, parse, to_plain
 from memplan.errors import BudgetError, MemplanError, RecordingError
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
-from memplan.planning.plan.plan import Plan
-from memplan.reports.fit import Fitting
 from memplan.studies.capacity.largest import Largest
 from memplan.trace.program_facts import Facts
 from memplan.trace.trace import Trace
+from memplan.verification.fitting.outcome import Fitting
 
 MOST = LONGEST
 """Bytes that are read of an answer."""
@@ -34,10 +33,9 @@ def text_of_run(ran: Ran, contributed: str | None) -> str:
         contributed: the text of the file that `memplan.measure` wrote for a contribution.
     """
     largest = ran.largest and _fields_of(ran.largest, but=("room", "planned"))
-    fitting = ran.fitting and _fields_of(ran.fitting, but=("plan", "shortfall"))
+    fitting = ran.fitting and _fields_of(ran.fitting, but=("shortfall",))
     if ran.fitting is not None and fitting is not None:
-        plan, shortfall = ran.fitting.plan, ran.fitting.shortfall
-        fitting |= {"plan": plan and plan.to_json(), "shortfall": shortfall and _error(shortfall)}
+        fitting["shortfall"] = ran.fitting.shortfall and _error(ran.fitting.shortfall)
     head = {"facts": to_plain(ran.facts), "largest": largest, "fitting": fitting, "contributed": contributed}
     return json.dumps(head) + "\n" + ran.trace.to_json()
 
@@ -76,15 +74,11 @@ def read_answer(data: bytes, request: Request) -> tuple[Ran, str | None]:
 
 def _fitting(plain: Any) -> Fitting:
     values = dict(plain) if isinstance(plain, dict) else {}
-    plan, shortfall = values.pop("plan", None), values.pop("shortfall", None)
+    shortfall = values.pop("shortfall", None)
     error = None if shortfall is None else _raised(shortfall)
     if error is not None and not isinstance(error, BudgetError):
         raise Unreadable("fitting.shortfall is no BudgetError")
-    return Fitting(
-        **_read_fields(Fitting, values),
-        plan=None if plan is None else Plan.from_json(from_plain(str, plan, "fitting.plan")),
-        shortfall=error,
-    )
+    return Fitting(**_read_fields(Fitting, values), shortfall=error)
 
 
 def _fields_of(value: Any, but: tuple[str, ...]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.script import Script
 from memplan.planning.api import plan
 from memplan.planning.plan.plan import Plan
-from memplan.reports.fit import Fitting, Lines
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
 from memplan.studies.capacity.limit import Room
@@ -29,6 +28,7 @@ from memplan.trace.record import record
 from memplan.trace.spec import Spec
 from memplan.trace.trace import Trace
 from memplan.verification.fitting.fit import fit
+from memplan.verification.fitting.outcome import Fitting, Lines
 
 _WIDTH = 76
 _SMALL = 1 << 20

@@ -291,7 +291,8 @@ def _full(command: Command, room: int, said: str) -> StepError:
     return StepError(
         f"{command.name} wrote more than {format_bytes(room)} of files, and was ended",
         expected="a script that leaves room on the disk: half of it, and at most 20 GiB, is the script's",
-        do="Nothing of it is left. Name a disk with more room: TMPDIR=/path memplan run ...; or write fewer files",
+        do="Nothing of it is left. Write these files under python beforehand, or fewer of them; if the disk has less "
+        "than 40 GiB left, name another one: TMPDIR=/path memplan run ...",
         where=_stood(command, said),
     )
 

@@ -9,12 +9,12 @@ from typing import Any
 from memplan.errors import StepError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
-from memplan.reports.fit import Fitting
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.capacity.limit import Room
 from memplan.trace.program_facts import Facts
 from memplan.trace.recording.followed.line_watch import Followed
 from memplan.trace.trace import Trace
+from memplan.verification.fitting.outcome import Fitting
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from memplan.errors import StepError
 from memplan.integrations.scripts.effects import Effects
 from memplan.integrations.scripts.redirected_files import RedirectedFiles
+from memplan.integrations.scripts.renames import renames_copied
 from memplan.integrations.scripts.sandbox.messages import NEXT, Change, Changes
 
 
@@ -40,6 +41,12 @@ class OverlaidView(View):
     def __init__(self, control: int, own: tuple[str, ...]) -> None:
         self._control = control
         self.own = own
+
+    @contextmanager
+    def one_run(self, effects: Effects) -> Iterator[None]:
+        """Let folders that were there be renamed in here, and files be moved from one overlay to another."""
+        with renames_copied():
+            yield
 
     def changes(self) -> Changes:
         """Have the overlays laid anew, and return what was written to those of the run that has ended."""
@@ -75,13 +82,16 @@ class RedirectedView(View):
     @contextmanager
     def one_run(self, effects: Effects) -> Iterator[None]:
         """Redirect writes in here, to a new folder."""
+        from memplan.integrations.scripts.shared_memory import shared_with_none  # of POSIX
+
         self._changes = []
 
         def note(path: str, *, removed: bool = False) -> None:
             effects.note_change(path)
             self._changes.append(Change(path, "removed" if removed else "file"))
 
-        with RedirectedFiles(tempfile.mkdtemp(dir=self._folder), note).over_all():
+        folder = tempfile.mkdtemp(dir=self._folder)
+        with shared_with_none(os.path.join(folder, "shm")), RedirectedFiles(folder, note).over_all():
             yield
 
     def changes(self) -> Changes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from memplan._bytes import format_bytes
 from memplan._display import Printed
@@ -19,6 +18,8 @@ class Row:
     On a card the allocator's counters measure every step. The CPU's allocator has no counters: there torch's profiler
     measures the steps of the first window, unless another profiler is active.
     """
+
+    DERIVED: ClassVar[tuple[str, ...]] = ("drift",)
 
     step: int
     """From 1."""
@@ -40,10 +41,6 @@ class Row:
     def drift(self) -> int | None:
         """Bytes by which the peak exceeds the prediction."""
         return None if self.peak is None or self.predicted is None else self.peak - self.predicted
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {**dataclasses.asdict(self), "drift": self.drift}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +83,6 @@ class Leak(Printed):
             f"held by {self.held_by}{stored}{ended}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Growth(Printed):
@@ -108,7 +101,3 @@ class Growth(Printed):
         more = f"; the most of it, {format_bytes(self.bytes)}, is held by {place}" if self.bytes > 0 else ""
         predicted = format_bytes(self.predicted)
         return f"drift: step {self.step} peaks at {format_bytes(self.peak)}, predicted {predicted}{more}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return dataclasses.asdict(self)

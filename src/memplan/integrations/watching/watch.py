@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memplan._display import Printed
 from memplan._interrupts import deferred
+from memplan._json import Written, named
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError, UsageError
 from memplan.integrations.watching.follower import Follower, summary
@@ -27,7 +28,6 @@ from memplan.integrations.watching.rows import Growth, Leak, Row
 from memplan.integrations.watching.window import Subject
 from memplan.trace.recording.session import own_card
 
-SCHEMA = 1
 _running = threading.Lock()
 _watching_thread = 0
 """Identifier of the thread whose watch runs."""
@@ -73,8 +73,10 @@ def watch(
     return Watch(models, optimizers, device, quiet=quiet, post_mortem=post_mortem)
 
 
-class Watch(Printed):
+class Watch(Written, Printed):
     """The results of a watch so far. Created by `memplan.watch`; watching begins when it is entered."""
+
+    FORMAT: ClassVar[str] = "memplan.watch"
 
     def __init__(
         self,
@@ -188,19 +190,12 @@ class Watch(Printed):
             self._follower.close()
             self._state = "broken"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {
-            "format": "memplan.watch",
-            "schema": SCHEMA,
+    def _plain(self) -> dict[str, Any]:
+        return named(self, "rows", "leaks", "drifts", "notes") | {
             "torch": torch.__version__,
             "device": str(self._device) if self._card is None else self._card.name,
             "steps": self._follower.steps,
             "predicted": self._follower.prediction and self._follower.prediction.peak,
-            "rows": [row.to_dict() for row in self.rows],
-            "leaks": [leak.to_dict() for leak in self.leaks],
-            "drifts": [growth.to_dict() for growth in self.drifts],
-            "notes": list(self.notes),
             "post_mortem": None if self.post_mortem is None else str(self.post_mortem),
         }
 

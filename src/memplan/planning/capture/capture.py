@@ -284,6 +284,8 @@ def _trace(
 ) -> _Traced:  # fmt: skip
     """Trace once. ``options``: passed on to `_torch.joint_graph`."""
     place, names = Place(), _layers(model)
+    if passes is not None:
+        passes.executed.reads_late = False  # of real runs: what is opaque reads in the backward pass itself
     autocast, caches_casts = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
 
     @contextmanager

@@ -32,7 +32,7 @@ def to_plain(choices: Choices, names: Mapping[str, int]) -> dict[str, Any]:
 def by_id(plain: Any, names: Mapping[str, int]) -> dict[str, Any]:
     """Turn the data of `to_plain` into a mapping of `Choices`' fields, with ids for names. Raises Unreadable."""
     if not isinstance(plain, dict):
-        raise Unreadable("choices are missing")
+        raise Unreadable("is no mapping").within(".choices")
     fields = dict(plain)
     levers = [lever.name for lever in LEVERS if lever.name in plain or lever.name in _ALWAYS]
     lists = {name: _values(name, fields.pop(name, None), names) for name in dict.fromkeys((*_ALWAYS, *levers))}
@@ -44,8 +44,8 @@ def by_id(plain: Any, names: Mapping[str, int]) -> dict[str, Any]:
 
 def _values(lever: str, values: Any, names: Mapping[str, int]) -> list[int]:
     if not isinstance(values, list):
-        raise Unreadable(f"choices has no list {lever!r}")
+        raise Unreadable(f"has no list {lever!r}").within(".choices")
     unknown = [name for name in values if not isinstance(name, str) or name not in names]
     if unknown:
-        raise Unreadable(f"choices names {_json.shown(unknown[0])}, which is none of its values")
+        raise Unreadable(f"names {_json.shown(unknown[0])}, which is none of its values").within(".choices")
     return [names[name] for name in values]

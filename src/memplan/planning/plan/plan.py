@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from memplan import _json
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
-from memplan._json import Json, Unreadable
-from memplan._text import format_seconds, printable, write_whole
-from memplan.errors import BudgetError, PlanFormatError, UsageError
-from memplan.explanation.course import Course, course_from
+from memplan._json import Json, Saved, Unreadable
+from memplan._text import format_seconds, printable
+from memplan.errors import BudgetError, UsageError
+from memplan.explanation.course import Course
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Grade, GradientUse
@@ -25,19 +24,16 @@ from memplan.planning.plan.fusion import Fusion
 from memplan.planning.schedule.actions import Choices
 from memplan.simulation.timeline import Timeline
 
-FORMAT = "memplan.plan"
 _BYTES = ("host_bytes", "encoded_bytes")
 """Names in ``Decision.details`` whose values are bytes."""
-SCHEMA = 1
-"""Version of the JSON format. It is raised whenever readers of the old or the new version would misread the other. New
-levers do not raise it, since unknown levers are refused by name; neither do new fields with a default."""
-
-_COURSES = ("course", "eager_course")
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Displayed):
+class Plan(Saved, Displayed):
     """Decisions about a step. Sizes in bytes, times in seconds."""
+
+    FORMAT: ClassVar[str] = "memplan.plan"
+    AGAIN: ClassVar[str] = "Plan again"
 
     fingerprint: str
     """Fingerprint of the joint graph that the plan is for."""
@@ -86,7 +82,6 @@ class Plan(Displayed):
     """Memory timeline of the planned step by cause; None for fused kernels, and in plans older than this field."""
     eager_course: Course | None = None
     """Memory timeline of the step without a plan."""
-    schema: int = SCHEMA
 
     def __post_init__(self) -> None:
         chosen = self.choices.recompute | {value for _, value in self.choices.kept_as}
@@ -146,27 +141,24 @@ class Plan(Displayed):
         """
         return self.program
 
-    def to_json(self) -> str:
-        """Return the plan as JSON text, the same text for the same plan."""
-        plain = _json.to_plain(replace(self, course=None, eager_course=None))
-        plain = {name: value for name, value in plain.items() if name not in _COURSES}
-        courses = {name: getattr(self, name) for name in _COURSES}
-        plain |= {name: course.to_dict() for name, course in courses.items() if course is not None}
-        plain["choices"] = choices_json.to_plain(self.choices, self.names)
-        return _json.text_of({"format": FORMAT, **plain})
+    def _plain(self) -> dict[str, Any]:
+        return Saved._plain(self) | {"choices": choices_json.to_plain(self.choices, self.names)}
 
     @classmethod
-    def from_json(cls, text: str, source: str = "The text") -> Plan:
-        """Return the plan that `to_json` wrote.
+    def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        names = _json.read_part(Mapping[str, int], plain.get("names"), ".names")
+        if len(set(names.values())) < len(names):
+            raise Unreadable("gives two names to one value").within(".names")
+        return {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}
 
-        Raises:
-            PlanFormatError: not JSON, not a plan, of another schema version, or with fields or levers unknown to this
-                version of memplan.
-        """
-        try:
-            return _read(_json.parse(text))
-        except Unreadable as error:
-            raise _no_plan(source, error) from None
+    def _check(self) -> None:
+        levers = ["keep", *(lever.name for lever in LEVERS)]
+        for at, decision in enumerate(self.decisions):
+            if decision.lever not in levers:
+                unknown = f"is {decision.lever!r:.40}, which is none of {', '.join(map(repr, levers))}"
+                raise Unreadable(unknown).within(f".decisions[{at}].lever")
+            for name in _BYTES:
+                _json.read_part(int, decision.details.get(name, 0), f".decisions[{at}].details.{name}")
 
     @property
     def summary(self) -> str:
@@ -305,48 +297,5 @@ def _with_optimizer(name: str | None, state: int) -> str:
     return f"with {printable(name)} and {format_bytes(state)} of state"
 
 
-def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan to a file. An existing file is replaced only once the new text is complete."""
-    write_whole(path, plan.to_json())
-
-
-def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan from a file that `save_plan` wrote. Raises PlanFormatError, OSError."""
-    try:
-        text = _json.read_text(path)
-    except Unreadable as error:
-        raise _no_plan(str(path), error) from None
-    return Plan.from_json(text, str(path))
-
-
-def _no_plan(source: str, error: Unreadable) -> PlanFormatError:
-    return PlanFormatError(
-        f"{source} is no plan that can be used: {error}",
-        expected=f"a plan of schema version {SCHEMA}, written by memplan",
-        do="Plan again, or read it with the memplan that wrote it",
-    )
-
-
 def _values(number: int) -> str:
     return f"{number} value" + ("" if number == 1 else "s")
-
-
-def _read(plain: Any) -> Plan:
-    if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
-        raise Unreadable(f'it has no "format": "{FORMAT}"')
-    if plain.get("schema") != SCHEMA:
-        raise Unreadable(f"its schema version is {_json.shown(plain.get('schema'))}")
-    courses = {name: course_from(plain.pop(name), f"the plan.{name}") for name in _COURSES if plain.get(name)}
-    names = _json.from_plain(Mapping[str, int], plain.get("names"), "names")
-    if len(set(names.values())) < len(names):
-        raise Unreadable("names gives two names to one value")
-    plan = _json.from_plain(Plan, {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}, "the plan")
-    plan = replace(plan, **courses)
-    levers = ["keep", *(lever.name for lever in LEVERS)]
-    for at, decision in enumerate(plan.decisions):
-        if decision.lever not in levers:
-            place, known = f"the plan.decisions[{at}].lever", ", ".join(map(repr, levers))
-            raise Unreadable(f"{place} is {decision.lever!r:.40}, which is none of {known}")
-        for name in _BYTES:
-            _json.from_plain(int, decision.details.get(name, 0), f"the plan.decisions[{at}].details.{name}")
-    return plan

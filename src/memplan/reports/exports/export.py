@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from memplan._bytes import format_bytes
@@ -11,15 +10,8 @@ from memplan.exporting.exported import Exported
 from memplan.exporting.update_search import UpdateChoice
 from memplan.reports.document import Document, Facts, Field, Line, Part, document, name_field, number_field, table_of
 
-FORMAT = "memplan.export"
-SCHEMA = 1
 HOLDERS = 8
 """Rows of the tables of what is in RAM at the peak and of the trained tensors."""
-
-
-def dumps(exported: Exported) -> str:
-    """Return the figures of an export as indented JSON. All sizes are bytes."""
-    return json.dumps({"format": FORMAT, "schema": SCHEMA, **exported.to_dict()}, indent=1, allow_nan=False) + "\n"
 
 
 def report(exported: Exported) -> Document:

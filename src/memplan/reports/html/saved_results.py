@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,13 +13,12 @@ from memplan import _json
 from memplan._bytes import format_bytes
 from memplan._json import Unreadable
 from memplan._text import counted, format_seconds
-from memplan.checks.finding import Finding
+from memplan.checks.finding import Findings
 from memplan.cudnn.answer_cache import Kept
 from memplan.devices.model import Device
 from memplan.errors import BudgetError, InputError, MemplanError
 from memplan.explanation.course import Course
 from memplan.explanation.explain import explain_trace
-from memplan.explanation.explanation_json import explanation_of
 from memplan.explanation.model import LABELS, Explanation, verdict_sentence
 from memplan.planning.plan.plan import Plan
 from memplan.reports import cache, check, compare, devices, explain, fit, guard, quantize, sweep
@@ -38,7 +36,6 @@ from memplan.reports.document import (
     number_field,
     table_of,
 )
-from memplan.reports.frontier import Frontier, Point
 from memplan.reports.html import charts
 from memplan.reports.html.fields import Fields
 from memplan.reports.html.page_parts import Mood, Result
@@ -50,11 +47,12 @@ from memplan.studies.quantization.quantized import Quantized
 from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import Sweep
 from memplan.trace.trace import Trace
+from memplan.verification.fitting import outcome as fitting
+from memplan.verification.fitting.frontier import Frontier, Point
 from memplan.verification.proof.proof import Proof
-from memplan.verification.proof.proof import loads as proof_of
 
-Reader = Callable[[str, Any, str], Result]
-"""Takes the text, the parsed JSON and the name of the source."""
+Reader = Callable[[Any, str], Result]
+"""Takes the parsed JSON and the name of the source."""
 _LAYERS = 1000
 """How many layers are listed, those that save the most first."""
 
@@ -102,26 +100,26 @@ def _alive(explanation: Explanation, course: Course) -> Table:
     return table_of(course.alive, fields, total=total)
 
 
-def _explanation(content: str, plain: Any, source: str) -> Result:
+def _explanation(plain: Any, source: str) -> Result:
     """Return the page content of an explanation, with the measured peaks and the script's command if it has them."""
-    result, data = step_result(explanation_of(plain)), Fields(plain)
+    result, data = step_result(Explanation.from_dict(plain, source)), Fields(plain)
     measured, script = data.inner("beside"), data.inner("script")
     if measured is not None:
         peaks = _json.from_plain(tuple[Peak, ...], measured.plain["peaks"], "it.beside.peaks")
-        beside = Beside(peaks, _comparison(measured.part("comparison").plain, "it.beside.comparison"))
+        beside = Beside(peaks, Comparison.from_dict(measured.part("comparison").plain, source))
         result = replace(result, document=result.document + compare.beside_report(beside, _LAYERS))
     if script is not None:
         result = replace(result, title=f"{script.get('command', str)}: {result.title.partition(': ')[2]}")
     return result
 
 
-def _trace(content: str, plain: Any, source: str) -> Result:
-    trace = Trace.from_json(content, source)
+def _trace(plain: Any, source: str) -> Result:
+    trace = Trace.from_dict(plain, source)
     return step_result(explain_trace(trace, title=os.path.basename(source)), "trace")
 
 
-def _plan(content: str, plain: Any, source: str) -> Result:
-    plan = Plan.from_json(content, source)
+def _plan(plain: Any, source: str) -> Result:
+    plan = Plan.from_dict(plain, source)
     text = plans.report(plan, 0) + _program(plan)
     mood: Mood = "good" if plan.peak <= plan.budget else "bad"
     return Result("plan", text.heading, plan.summary, mood, text, tuple(charts.of_plan(plan)), **_peaks(plan))
@@ -139,8 +137,8 @@ def _peaks(plan: Plan | None) -> dict[str, Any]:
     return {"peak": plan.peak, "causes": {cause: column[top] for cause, column in plan.course.causes.items()}}
 
 
-def _proof(content: str, plain: Any, source: str) -> Result:
-    proof = proof_of(content, source)
+def _proof(plain: Any, source: str) -> Result:
+    proof = Proof.from_dict(plain, source)
     text = document("Proof", str(proof).splitlines())
     if proof.layers:
         fields = [
@@ -170,7 +168,7 @@ def _fit(data: Fields) -> Result:
     shortfall = None if least is None else BudgetError(reason or "", smallest_budget=least)
     if plan is None and shortfall is None and proof is None:
         raise Unreadable("it has no plan, no proof and no reason why there is none")
-    outcome = fit.Outcome(
+    outcome = fitting.Outcome(
         data.get("title", str), plan, proof, data.get("changed", bool), shortfall, frontier, data.texts("notes")
     )
     if data.get("fits", bool) is not outcome.fits:
@@ -184,10 +182,10 @@ def _script_fit(data: Fields) -> Result:
     shortfall = None if least is None else BudgetError("", smallest_budget=max(0, least - surplus - beside))
     added = None
     if lines is not None:
-        added = fit.Lines(lines.maybe("where", str), lines.get("before", bool), lines.texts("text"))
+        added = fitting.Lines(lines.maybe("where", str), lines.get("before", bool), lines.texts("text"))
     budget, recorded, outside = (data.get(name, int) for name in ("budget", "recorded", "outside"))
-    fitting = fit.Fitting(data.get("title", str), budget, recorded, beside, surplus, plan, shortfall, added, outside)
-    return _of_fit("fit of a script", fitting.title, fit.script_report(fitting, 0), plan, _plan_charts(plan))
+    script = fitting.Fitting(data.get("title", str), budget, recorded, beside, surplus, plan, shortfall, added, outside)
+    return _of_fit("fit of a script", script.title, fit.script_report(script, 0), plan, _plan_charts(plan))
 
 
 def _of_fit(kind: str, title: str, text: Document, plan: Plan | None, drawn: tuple[charts.Chart, ...]) -> Result:
@@ -203,40 +201,28 @@ def _plan_charts(plan: Plan | None) -> tuple[charts.Chart, ...]:
 
 def _saved_plan(data: Fields) -> Plan | None:
     saved = data.plain.get("plan")
-    return None if saved is None else Plan.from_json(json.dumps(saved), f"{data.place}.plan")
+    return None if saved is None else Plan.from_dict(saved, f"{data.place}.plan")
 
 
 def _saved_proof(data: Fields) -> Proof | None:
     saved = data.plain.get("proof")
-    return None if saved is None else proof_of(json.dumps(saved), f"{data.place}.proof")
+    return None if saved is None else Proof.from_dict(saved, f"{data.place}.proof")
 
 
-def _sweep(content: str, plain: Any, source: str) -> Result:
-    result = Sweep.from_json(content, source)
+def _sweep(plain: Any, source: str) -> Result:
+    result = Sweep.from_dict(plain, source)
     text = sweep.report(result, 0)
     peaks = [row["peak"] for row in result.rows if row["status"] == "ok"]
     span = f"Peaks from {format_bytes(min(peaks))} to {format_bytes(max(peaks))}." if peaks else "No point has a peak."
     return Result("sweep", text.heading, span, "plain", text, (charts.of_sweep(result),))
 
 
-def _compare(data: Fields) -> Result:
-    comparison = _comparison(data.plain, "it")
+def _compare(plain: Any, source: str) -> Result:
+    comparison = Comparison.from_dict(plain, source)
     a, b = comparison.a, comparison.b
     verdict = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {changed(a.peak, b.peak)}."
     drawn = (charts.of_comparison(comparison),)
     return Result("comparison", f"{a.title} and {b.title}", verdict, "plain", compare.report(comparison, 0), drawn)
-
-
-def _comparison(plain: Any, place: str) -> Comparison:
-    data = Fields(plain, place)
-    sides = {name: data.part(name).plain for name in ("a", "b")}
-    computed = ("fewer_channels", "bytes_of_fewer")
-    for name, side in sides.items():
-        zeros = [
-            {key: row.plain[key] for key in row.plain if key not in computed} for row in Fields(side).rows("zeros")
-        ]
-        sides[name] = {**side, "zeros": zeros}
-    return _read(Comparison, {**plain, **sides}, place)
 
 
 def _read(kind: Any, plain: Mapping[str, Any], place: str) -> Any:
@@ -245,26 +231,24 @@ def _read(kind: Any, plain: Mapping[str, Any], place: str) -> Any:
     return _json.from_plain(kind, {key: value for key, value in plain.items() if key in fields}, place)
 
 
-def _guard(data: Fields) -> Result:
-    computed = ("name", "difference")
-    changes = [{key: row.plain[key] for key in row.plain if key not in computed} for row in data.rows("changes")]
-    outcome: Outcome = _read(Outcome, {**data.plain, "changes": changes}, "it")
+def _guard(plain: Any, source: str) -> Result:
+    outcome = Outcome.from_dict(plain, source)
     text = guard.report(outcome, 0)
     before, now = outcome.before.peak, outcome.now.peak
     verdict = f"{format_bytes(before)} -> {format_bytes(now)} peak: {changed(before, now)}."
     return Result("guard", text.heading, verdict, "bad" if outcome.grew else "good", text)
 
 
-def _quantized(data: Fields) -> Result:
-    quantized: Quantized = _read(Quantized, data.plain, "it")
-    text = quantize.report(data.get("title", str), quantized, 0)
+def _quantized(plain: Any, source: str) -> Result:
+    quantized = Quantized.from_dict(plain, source)
+    text = quantize.report(quantized, 0)
     verdict = f"Weights quantized to {quantized.scheme}: {format_bytes(quantized.weights_saved)} less."
     return Result("quantized", text.heading, verdict, "plain", text)
 
 
-def _findings(data: Fields) -> Result:
-    target = data.get("target", str)
-    findings = _json.from_plain(tuple[Finding, ...], data.plain.get("findings"), "it.findings")
+def _findings(plain: Any, source: str) -> Result:
+    saved = Findings.from_dict(plain, source)
+    target, findings = saved.target, saved.findings
     text = check.report(target, sorted(findings, key=lambda finding: -finding.bytes), 0)
     mood: Mood = "bad" if any(finding.severity == "warning" for finding in findings) else "good"
     verdict = text.heading.removeprefix(f"{target}: ")
@@ -467,8 +451,11 @@ def _watch(data: Fields) -> Result:
 
 
 def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
-    def read(content: str, plain: Any, source: str) -> Result:
-        _json.check_format({"schema": schema, **plain}, plain["format"], schema)
+    def read(plain: Any, source: str) -> Result:
+        try:
+            _json.check_format({"schema": schema, **plain}, plain["format"], schema)
+        except Unreadable as error:
+            raise Unreadable(f"it {error}") from None
         return show(Fields(plain))
 
     return read
@@ -483,11 +470,11 @@ READERS: Mapping[str, Reader] = {
     "memplan.fit": _by_fields(_fit),
     "memplan.fit_script": _by_fields(_script_fit),
     "memplan.largest": _by_fields(_largest),
-    "memplan.compare": _by_fields(_compare),
-    "memplan.guard": _by_fields(_guard),
-    "memplan.quantized": _by_fields(_quantized),
+    "memplan.compare": _compare,
+    "memplan.guard": _guard,
+    "memplan.quantized": _quantized,
     "memplan.watch": _by_fields(_watch),
-    "memplan.findings": _by_fields(_findings),
+    "memplan.findings": _findings,
     "memplan.replay": _by_fields(_replay),
     "memplan.post_mortem": _by_fields(_post_mortem),
     "memplan.devices": _by_fields(_devices),
@@ -514,7 +501,7 @@ def result_of(content: str, source: str) -> Result:
         kind = plain.get("format") if isinstance(plain, dict) else None
         if not isinstance(kind, str) or kind not in READERS:
             raise Unreadable(f"its format is {kind!r:.60}" if kind is not None else "it names no format of memplan's")
-        return READERS[kind](content, plain, source)
+        return READERS[kind](plain, source)
     except Unreadable as error:
         raise InputError(
             f"{source} cannot be shown: {error}",

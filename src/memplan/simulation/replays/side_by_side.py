@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.replays.out_of_memory import REMEDIES, OomExplanation, explain_oom
@@ -17,6 +18,8 @@ _MANY_EVENTS = 300_000
 @dataclass(frozen=True, slots=True)
 class SegmentGroup:
     """The segments of a kind: the same size class, stream, pool and expandability. Bytes."""
+
+    DERIVED: ClassVar[tuple[str, ...]] = ("free",)
 
     small: bool
     """Whether they serve requests of at most 1 MiB."""

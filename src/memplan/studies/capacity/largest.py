@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
+from memplan._json import Written, named
 from memplan.errors import BudgetError, InputError, MemplanError, StepError
 from memplan.explanation.explain import device_of
 from memplan.simulation.allocator.settings import parse_settings
@@ -47,10 +48,23 @@ class Tried:
     reason: str = ""
     """Why the recording failed; empty if it did not."""
 
+    def row(self) -> dict[str, Any]:
+        """Return its bytes and its plan as one row; of a failed recording only the reason."""
+        if self.reason:
+            return named(self, "value", "fits", "reason")
+        row = named(self, "value", "fits", "reason", "need")
+        if self.bytes is not None:
+            row |= self.bytes.row() | {"aggregation": self.bytes.aggregation}
+        if self.plan is not None:
+            row |= {"least_budget": self.plan.least, **named(self.plan, "seconds", "step_seconds")}
+        return row
+
 
 @dataclass(frozen=True, repr=False)
-class Largest(Displayed):
+class Largest(Written, Displayed):
     """The largest value that fits, and the recordings behind it. ``value`` is 0 if no recorded value fits."""
+
+    FORMAT: ClassVar[str] = "memplan.largest"
 
     title: str
     axis: str
@@ -107,6 +121,15 @@ class Largest(Displayed):
             if a.need > _CLEARLY * b.need or (b.fits and not a.fits):
                 return a.value, b.value
         return None
+
+    def _plain(self) -> dict[str, Any]:
+        return named(self, "title", "axis", "value", "sizes", "step", "notes", "planned") | {
+            "tried": [trial.row() for trial in self.tried],
+            "following": self.end,
+            "device": self.room.target.name,
+            "limit": self.room.limit,
+            "workspace": self.room.case,
+        }
 
     def held_by(self, trial: Tried) -> str:
         """Return the three largest parts of a recorded value's need: ``1.2 GiB saved activations, ...``."""

@@ -24,7 +24,8 @@ from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
-_OPTIONS = (*(option.name for option in dataclasses.fields(StepOptions)), "device", "settings")
+_OUTSIDE_STEP = ("device", "settings", "assume", "cudnn")
+_OPTIONS = (*(option.name for option in dataclasses.fields(StepOptions)), *_OUTSIDE_STEP)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Given:
     options: StepOptions = field(default_factory=StepOptions)
     device: str | torch.device | None = None
     settings: str | None = None
+    assume: Mapping[str, float] | None = None
     cudnn: Environment = None
 
 
@@ -53,6 +55,9 @@ def compare(
     train: bool = True,
     dtype: torch.dtype | str | None = None,
     settings: str | None = None,
+    assume: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
+    a_options: Mapping[str, Any] = {},  # read only
     b_options: Mapping[str, Any] = {},  # read only
     measure: bool = False,
 ) -> Comparison:
@@ -61,10 +66,10 @@ def compare(
     Args:
         a, b: each a module, a callable that makes one, a ``build``, a Trace, an Explanation, a Plan, a point of a Sweep
             (``sweep.point(batch=8)``), or the path of a file with one of the last four (``"sweep.json#batch=8"``). They
-            can be the same where ``b_options`` differ.
-        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings: of both steps, as for
-            `memplan.explain`. Saved results take none of them.
-        b_options: options that differ for ``b``: ``{"autocast": "bf16"}``, ``{"inputs": ("8x3x64x64",)}``.
+            can be the same where their options differ.
+        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume, cudnn: of both
+            steps, as for `memplan.explain`. Saved results take none of them.
+        a_options, b_options: options of one step alone: ``{"autocast": "bf16"}``, ``{"inputs": ("8x3x64x64",)}``.
         measure: really run both on this CPU: bytes come from its allocator, seconds are measured, and two networks with
             the same parameters are compared by their outputs and gradients. Models are made from the same random state.
 
@@ -84,11 +89,14 @@ def compare(
     common = {
         "inputs": inputs, "kwargs": kwargs, "targets": targets, "loss": loss, "optimizer": optimizer,
         "device": device, "autocast": autocast, "train": train, "dtype": dtype, "settings": settings,
+        "assume": assume, "cudnn": cudnn,
     }  # fmt: skip
-    unknown = sorted(set(b_options) - set(_OPTIONS))
-    if unknown:
-        raise InputError(f"b_options {unknown[0]!r}", expected=f"out of {', '.join(_OPTIONS)}", do="Name one of these")
-    if a is b and not b_options:
+    for name, options in (("a_options", a_options), ("b_options", b_options)):
+        unknown = sorted(set(options) - set(_OPTIONS))
+        if unknown:
+            expected = f"out of {', '.join(_OPTIONS)}"
+            raise InputError(f"{name} {unknown[0]!r}", expected=expected, do="Name one of these")
+    if a is b and a_options == b_options:
         raise InputError(
             "the same step twice, with the same options",
             expected="two that differ",
@@ -96,8 +104,8 @@ def compare(
         )
     if is_saved(a) and is_saved(b):
         _refuse_options(common, measure)
-    side_a = _given(a, common, _title(a))
-    side_b = _given(b, common | dict(b_options), _title(b), b_options)
+    side_a = _given(a, common, _title(a), "a_options", a_options)
+    side_b = _given(b, common, _title(b), "b_options", b_options)
     return compare_given(side_a, side_b, measure=measure)
 
 
@@ -123,23 +131,25 @@ def compare_given(a: Given, b: Given, *, measure: bool = False) -> Comparison:
     return Comparison(side_a, side_b, notes=_notes(side_a, side_b))
 
 
-def _given(what: Any, options: Mapping[str, Any], title: str, differing: Mapping[str, Any] = {}) -> Given:
-    device, settings = options["device"], options["settings"]
-    step_options = {name: value for name, value in options.items() if name not in ("device", "settings")}
+def _given(what: Any, common: Mapping[str, Any], title: str, side: str, own: Mapping[str, Any]) -> Given:
+    """Return the input of a side: options ``own``, else those in common."""
+    options = dict(common) | dict(own)
+    target_options = {name: options[name] for name in _OUTSIDE_STEP}
+    step_options = {name: value for name, value in options.items() if name not in _OUTSIDE_STEP}
     inputs = step_options["inputs"]
     step_options["inputs"] = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
     step = StepOptions(**step_options).checked()
     if is_saved(what):
         # common options then apply to the other side
-        if differing:
+        if own:
             raise InputError(
-                f"b_options for {title}, which was recorded before",
+                f"{side} for {title}, which was recorded before",
                 expected="options only for a step that is still to be recorded",
                 do="Leave them out",
             )
-        return Given(title, what, settings=settings if isinstance(what, Trace) else None)
-    named = ", ".join(f"{name}={_short(value)}" for name, value in differing.items())
-    return Given(f"{title} with {named}" if named else title, what, step, device, settings)
+        return Given(title, what, settings=options["settings"] if isinstance(what, Trace) else None)
+    named = ", ".join(f"{name}={_short(value)}" for name, value in own.items())
+    return Given(f"{title} with {named}" if named else title, what, step, **target_options)
 
 
 def _short(value: Any) -> str:
@@ -160,7 +170,7 @@ def _recorded_side(request: Given) -> Side:
         return side_of(request.what, request.title)
     _check_callable(request)
     try:
-        target = choose_target(request.device, cudnn=request.cudnn)
+        target = choose_target(request.device, request.assume, request.cudnn)
         trace = record_for(build_of(request.what, request.options, on_card=target.card is not None), target)
     except MemplanError as error:
         raise error.about(request.title) from error.__cause__

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
+from memplan._json import Saved
 from memplan._text import format_seconds
 from memplan.explanation.model import LABELS
 from memplan.trace.records import CAUSES
@@ -39,6 +39,8 @@ class LayerPart:
 @dataclass(frozen=True, slots=True)
 class Zeros:
     """A weight that contains zeros. ``zeros`` is None where values are unknown: a recording has no values of a mask."""
+
+    DERIVED: ClassVar[tuple[str, ...]] = ("fewer_channels", "bytes_of_fewer")
 
     layer: str
     name: str
@@ -115,6 +117,8 @@ class Side:
 class CauseRow:
     """Bytes of a cause at the peak of each side (two different moments)."""
 
+    DERIVED: ClassVar[tuple[str, ...]] = ("difference",)
+
     cause: str
     a: int
     b: int
@@ -137,6 +141,11 @@ class LayerPair:
         """Return a field of B's `LayerPart` minus that of A's; a missing layer counts as 0."""
         return getattr(self.b, field, 0) - getattr(self.a, field, 0)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the names of both layers and the differences of their bytes."""
+        names = {"name": self.name, "a": self.a and self.a.name, "b": self.b and self.b.name}
+        return names | {name: self.difference(name) for name in ("output_bytes", "saved_bytes", "weight_bytes")}
+
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference:
@@ -154,7 +163,7 @@ class ResultDifference:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison(Displayed):
+class Comparison(Saved, Displayed):
     """Comparison of two steps, ``a`` and ``b``.
 
     Example:
@@ -162,6 +171,9 @@ class Comparison(Displayed):
         >>> comparison.difference, [row.difference for row in comparison.by_cause if row.cause == "saved"]
         (-723968, [-368640])
     """
+
+    FORMAT: ClassVar[str] = "memplan.compare"
+    DERIVED: ClassVar[tuple[str, ...]] = ("difference", "by_cause", "layers", "decided_otherwise")
 
     a: Side
     b: Side
@@ -200,25 +212,6 @@ class Comparison(Displayed):
         differing = [(a, b) for a, b in pairs if (a and a.lever) != (b and b.lever)]
         return tuple(sorted(differing, key=lambda pair: -max(row.bytes for row in pair if row is not None)))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        data = dataclasses.asdict(self)
-        for side, key in ((self.a, "a"), (self.b, "b")):
-            data[key]["zeros"] = [
-                dataclasses.asdict(zero)
-                | {"fewer_channels": zero.fewer_channels, "bytes_of_fewer": zero.bytes_of_fewer}
-                for zero in side.zeros
-            ]
-        rows = [{"cause": row.cause, "a": row.a, "b": row.b, "difference": row.difference} for row in self.by_cause]
-        pairs = [
-            {"name": pair.name, "a": pair.a and pair.a.name, "b": pair.b and pair.b.name}
-            | {field: pair.difference(field) for field in ("output_bytes", "saved_bytes", "weight_bytes")}
-            for pair in self.layers
-        ]
-        decisions = [[row and dataclasses.asdict(row) for row in pair] for pair in self.decided_otherwise]
-        return data | {
-            "difference": self.difference, "by_cause": rows, "layers": pairs, "decided_otherwise": decisions
-        }  # fmt: skip
 
 
 def _by_name(parts: tuple[LayerPart, ...]) -> dict[str, LayerPart]:

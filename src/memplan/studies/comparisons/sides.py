@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from memplan._json import Unreadable
 from memplan._text import whole_number
 from memplan.errors import InputError, TargetError
 from memplan.explanation.explain import explain_trace
-from memplan.explanation.explanation_json import explanation_of, is_explanation
 from memplan.explanation.layers import OUTSIDE
 from memplan.explanation.model import Explanation, LayerRow
 from memplan.planning.plan.plan import Plan
@@ -26,8 +24,6 @@ from memplan.studies.comparisons.pruned_weights import masks_of
 from memplan.studies.comparisons.step_time import rates_for, step_time
 from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import Point, Sweep
-from memplan.studies.sweeps.sweep_json import FORMAT as SWEEP
-from memplan.trace import codec
 from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.records import Storage
 from memplan.trace.trace import Trace, at_least
@@ -90,7 +86,7 @@ def read(name: str | os.PathLike[str]) -> Any:
     Raises:
         TargetError: there is no such file.
         InputError: it has another format, or no such point.
-        TraceFormatError, PlanFormatError: its trace or plan is damaged, or of another version.
+        FormatError: it is damaged, or of another schema version.
     """
     text, point = split_point(os.fspath(name))
     path = Path(text)
@@ -130,23 +126,15 @@ def _read(path: Path) -> Any:
     except Unreadable as error:
         raise InputError(f"{path}: {error}", expected=_FILES, do="Name such a file") from None
     kind = data.get("format") if isinstance(data, Mapping) else None
-    if kind == codec.FORMAT:
-        return Trace.from_json(text, str(path))
-    if kind == SWEEP:
-        return Sweep.from_json(text, str(path))
-    if kind == "memplan.plan":
-        return Plan.from_json(text, str(path))
+    for result in (Trace, Sweep, Plan, Explanation):
+        if kind == result.FORMAT:
+            return result.from_dict(data, str(path))
     if kind == "memplan.fit" and data.get("plan") is None:
         raise InputError(
             f"{path} holds no plan: the step did not fit", expected=_FILES, do="Fit it into more, or name another file"
         )
     if kind == "memplan.fit":
-        return Plan.from_json(json.dumps(data["plan"]), str(path))
-    if is_explanation(data):
-        try:
-            return explanation_of(data)
-        except Unreadable as error:
-            raise InputError(f"{path}: {error}", expected=_FILES, do="Explain the step again") from None
+        return Plan.from_dict(data["plan"], str(path))
     raise InputError(f"{path} holds something else", expected=_FILES, do="Name such a file")
 
 

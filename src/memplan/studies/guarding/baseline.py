@@ -5,12 +5,13 @@ It has no line numbers: a comment added above a layer must not change a file und
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from memplan._json import Saved, Unreadable, compact, text_of, to_plain
+from memplan.errors import BaselineError
 from memplan.studies.comparisons.comparison import Side
-
-SCHEMA = 1
-"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,11 @@ class Figures:
     """They add up to ``peak``."""
     ran: tuple[LayerOps, ...]
 
+    def _check(self) -> None:
+        total = sum(part.bytes for part in self.held)
+        if total != self.peak:
+            raise Unreadable(f"holds {total} bytes at a peak of {self.peak}")
+
     @property
     def title(self) -> str:
         """Return the target and its options."""
@@ -77,8 +83,11 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Baseline:
+class Baseline(Saved):
     """Figures of any number of steps, each identified by target, options and device."""
+
+    FORMAT: ClassVar[str] = "memplan.baseline"
+    AGAIN: ClassVar[str] = "Take it from version control again, or delete it and write its steps with --update"
 
     steps: tuple[Figures, ...] = ()
 
@@ -91,3 +100,26 @@ class Baseline:
         replaced = self.find(figures.target, figures.options, figures.device)
         steps = [*(step for step in self.steps if step is not replaced), figures]
         return replace(self, steps=tuple(sorted(steps, key=lambda step: (step.title, step.device))))
+
+    def to_json(self) -> str:
+        """Return JSON text with a line for each layer and cause, so that diffs can be reviewed."""
+        head = f'{{"format":{compact(self.FORMAT)},"schema":{self.SCHEMA},\n"steps":[\n'
+        return head + ",\n".join(text_of(to_plain(step)).rstrip("\n") for step in self.steps) + "\n]}\n"
+
+    def _check(self) -> None:
+        if len({(step.target, step.options, step.device) for step in self.steps}) < len(self.steps):
+            raise Unreadable("has a step twice for one device")
+
+
+def read_baseline(path: str | os.PathLike[str]) -> Baseline:
+    """Read a baseline from a file. Raises FormatError, and BaselineError if there is no file that can be read."""
+    try:
+        return Baseline.load(path)
+    except OSError as error:
+        reason = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror})"
+        raise BaselineError(
+            f"there is no baseline {path}{reason}", expected="one in version control", do=UPDATE
+        ) from None
+
+
+UPDATE = "Run memplan guard with --update, look at what changes, and commit the file"

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import ClassVar
 
 from memplan._bytes import format_bytes, parse_bytes
 from memplan._display import Printed
+from memplan._json import Saved
 from memplan.errors import BaselineError, UnitError, UsageError
 from memplan.studies.comparisons.comparison import CAUSE_LABELS, CauseRow, Comparison, signed
 from memplan.studies.guarding.alike import name_of, pattern
-from memplan.studies.guarding.baseline import Baseline, Figures
+from memplan.studies.guarding.baseline import UPDATE, Baseline, Figures
 from memplan.studies.guarding.taken import KernelChoice, Taken
-
-_UPDATE = "Run memplan guard with --update, look at what changes, and commit the file"
 
 
 @dataclass(frozen=True, slots=True)
 class Change(Printed):
     """Layers of one pattern whose bytes at the peak grew, or shrank, for the same reason."""
+
+    DERIVED: ClassVar[tuple[str, ...]] = ("name", "difference")
 
     layers: tuple[str, ...]
     causes: tuple[CauseRow, ...]
@@ -48,8 +48,11 @@ class Change(Printed):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Saved):
     """A step compared with its baseline."""
+
+    FORMAT: ClassVar[str] = "memplan.guard"
+    DERIVED: ClassVar[tuple[str, ...]] = ("grew",)
 
     before: Figures
     now: Figures
@@ -72,14 +75,6 @@ class Outcome:
         """Return the comparison of baseline and step by cause, without layers."""
         return Comparison(self.before.side("the baseline"), self.now.side("now"))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        changes = [
-            dataclasses.asdict(change) | {"name": change.name, "difference": change.difference}
-            for change in self.changes
-        ]
-        return dataclasses.asdict(self) | {"grew": self.grew, "changes": changes}
-
 
 def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
     """Return the baseline's figures of the step ``now``; errors name the baseline ``source``.
@@ -95,7 +90,7 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
         raise BaselineError(
             f"{now.title}: the baseline {source} {has}",
             expected=f"figures of this target, with these options, on {now.device}",
-            do=_UPDATE,
+            do=UPDATE,
         )
     differing = []
     if before.torch != now.torch:
@@ -106,7 +101,7 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
         raise BaselineError(
             f"{now.title}: the baseline {source} {'; it '.join(differing)}",
             expected="both of one kind, else the bytes of a change and of a version cannot be told apart",
-            do=f"{_UPDATE}, or go back to what it was written with",
+            do=f"{UPDATE}, or go back to what it was written with",
         )
     return before
 

@@ -79,7 +79,7 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
             f"nothing in {type(model).__name__} can be quantized by {scheme.title}"
             + (f" ({reasons})" if reasons else ""),
             expected="a model with layers that torchao quantizes: nn.Linear",
-            do="Look at a lower precision instead: --precision bf16-true",
+            do="Look at a lower precision instead: --dtype bf16",
         )
     options = replace(options, dtype=None)  # the model is converted already
     before = _run(model, options, "as it is")[0]

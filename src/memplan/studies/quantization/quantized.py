@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
+from memplan._json import Saved
 from memplan._text import format_seconds
-from memplan.studies.comparisons.comparison import CAST_COPIES, Comparison, ResultDifference, Side, changed, off_by
+from memplan.studies.comparisons.comparison import (
+    CAST_COPIES,
+    CauseRow,
+    Comparison,
+    ResultDifference,
+    Side,
+    changed,
+    off_by,
+)
 
 Weights = Literal["int8", "int4"]
 Activations = Literal["int8"]
@@ -28,7 +36,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Quantized(Displayed):
+class Quantized(Saved, Displayed):
     """Inference of a model before and after quantizing, both measured on this CPU.
 
     Example:
@@ -36,6 +44,9 @@ class Quantized(Displayed):
         >>> memplan.quantize(model, "8x1024", weights="int8").weights_saved
         6281216
     """
+
+    FORMAT: ClassVar[str] = "memplan.quantized"
+    DERIVED: ClassVar[tuple[str, ...]] = ("weights_saved", "by_cause")
 
     scheme: str
     """Name of torchao's config."""
@@ -51,6 +62,8 @@ class Quantized(Displayed):
     quantizing_peak: int | None
     """Peak while the model is copied and quantized, when both forms of a weight exist; None if it was not run."""
     notes: tuple[str, ...] = ()
+    title: str = ""
+    """Name of the model in reports."""
 
     @property
     def weights_saved(self) -> int:
@@ -66,12 +79,10 @@ class Quantized(Displayed):
             return None
         return Comparison(self.before, self.after, (self.error,) if self.error is not None else ())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        data = dataclasses.asdict(self)
-        comparison = self.comparison
-        rows = None if comparison is None else comparison.to_dict()["by_cause"]
-        return data | {"weights_saved": self.weights_saved, "by_cause": rows}
+    @property
+    def by_cause(self) -> tuple[CauseRow, ...] | None:
+        """Bytes by cause before and after; None if the quantized model was not run."""
+        return None if self.comparison is None else self.comparison.by_cause
 
 
 def sentences(result: Quantized) -> Iterator[str]:

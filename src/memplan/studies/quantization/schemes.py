@@ -122,7 +122,7 @@ def apply(model: nn.Module, scheme: Scheme) -> None:
             raise UsageError(
                 f"torchao's {scheme.title} raised {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
                 expected="weights that it can quantize here",
-                do="Try --weights int8, or another dtype of the model (--precision bf16-true)",
+                do="Try --weights int8, or another dtype of the model (--dtype bf16)",
             ) from error
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 
 from memplan._bytes import format_bytes
 from memplan._display import Printed
-from memplan._json import Signed
+from memplan._json import Signed, Unreadable
 from memplan.studies.axes.axes import Argument, Axis, Batch, Layers, Size
 from memplan.studies.sweeps.points import KNOWN, PARTS
 
@@ -57,6 +57,8 @@ class Square:
 class Fit(Printed):
     """Growth of bytes along an axis at fixed values of the other axes: least-squares lines through the points."""
 
+    DERIVED: ClassVar[tuple[str, ...]] = ("holds",)
+
     axis: str
     unit: str
     """Unit of the measure: sample, pixel, voxel, token, or the name of the axis."""
@@ -75,6 +77,10 @@ class Fit(Printed):
     """Parabola of the peak, if that fits and a line does not."""
     least: int = 0
     """The smallest peak of these points, in bytes."""
+
+    def _check(self) -> None:
+        if self.power not in (1, 2, 3) or "peak" not in self.lines or not self.values:
+            raise Unreadable("has no line of the peak, no values, or a power above 3")
 
     @property
     def holds(self) -> bool:
@@ -127,6 +133,10 @@ class Crossing(Printed):
     """Values of the neighboring points."""
     value: Signed | None
     """Interpolated value; None if values of the axis are not single numbers."""
+
+    def _check(self) -> None:
+        if unknown := {self.below, self.above} - LABELS.keys():
+            raise Unreadable(f"names the part {min(unknown)!r:.40}, which is unknown")
 
     def __str__(self) -> str:
         about = f"below about {self.value:.3g}" if self.value is not None else "below"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from memplan._display import Displayed
+from memplan._json import Saved, Unreadable
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import device_of
 from memplan.studies.axes.axes import Axis, axis_of, without_data
@@ -21,7 +20,7 @@ from memplan.studies.sweeps.engine_changes import EngineChange, engine_changes_o
 from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
 from memplan.studies.sweeps.parallel import Done, Task, run
 from memplan.studies.sweeps.points import Outcome
-from memplan.studies.sweeps.sweep_json import FORMAT, KEYS, SCHEMA, SIZES, loads
+from memplan.studies.sweeps.rows import KEYS, SIZES, check_rows
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, Target, choose_target, public
 from memplan.trace.step import StepOptions
@@ -53,7 +52,7 @@ class Point:
 
 
 @dataclass(frozen=True, repr=False)
-class Sweep(Displayed):
+class Sweep(Saved, Displayed):
     """A step at the points of some axes. All sizes are bytes.
 
     A row has the value of each axis under its name; ``status``, "ok" or "failed", and ``reason``; ``peak``,
@@ -66,6 +65,9 @@ class Sweep(Displayed):
         >>> [row["peak"] for row in sweep.rows if row["status"] == "ok"]
         [68023808, 68835328]
     """
+
+    FORMAT: ClassVar[str] = "memplan.sweep"
+    AGAIN: ClassVar[str] = "Sweep again"
 
     title: str
     device: str
@@ -121,39 +123,10 @@ class Sweep(Displayed):
             )
         return point
 
-    def to_json(self) -> str:
-        """Return the sweep as JSON text, deterministically. `from_json` reads it back."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
-
-    @staticmethod
-    def from_json(text: str, source: str = "The text") -> Sweep:
-        """Read the text of `to_json`. The sweep is equal if the values of its axes are numbers, strings and tuples.
-
-        Raises:
-            InputError: not JSON, not a sweep, or a damaged one.
-        """
-        file = loads(text, source)
-        rows = [dict(row) for row in file.rows]
-        return Sweep(
-            file.title, file.device, file.axes, rows, file.fits, file.crossings, file.notes, file.points,
-            file.engine_changes,
-        )  # fmt: skip
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {
-            "format": FORMAT,
-            "schema": SCHEMA,
-            "title": self.title,
-            "device": self.device,
-            "axes": _plain(self.axes),
-            "points": self.points,
-            "rows": _plain(self.rows),
-            "fits": [_plain(fit) | {"holds": fit.holds} for fit in self.fits],
-            "crossings": _plain(self.crossings),
-            **({"engine_changes": _plain(self.engine_changes)} if self.engine_changes else {}),
-            "notes": list(self.notes),
-        }
+    def _check(self) -> None:
+        check_rows(self.rows, self.axes)
+        if self.points < len(self.rows):
+            raise Unreadable(f"has {len(self.rows)} rows of {self.points} points")
 
 
 @public
@@ -303,13 +276,3 @@ def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]])
 def _is(value: Any, query: Any) -> bool:
     """Return whether a value of an axis is equal to ``query``, or its text is."""
     return (value == query and type(value) is type(query)) or shown(value) == str(query)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -57,7 +57,7 @@ def packed(build: Callable[..., Any] | Program, version: tuple[int, int]) -> Pac
             f"build is {name or type(build).__name__}, which has no name that Python {version[0]}.{version[1]} could "
             "import, and code of one version of Python does not run in another",
             expected="a function of a module or a file",
-            do="Define it at the top of a file and pass it, or run memplan measure --dry CARD FILE.py:function",
+            do="Define it at the top of a file and pass it, or run memplan measure --dry FILE.py:function",
         )
     import cloudpickle
 

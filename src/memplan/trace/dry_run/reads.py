@@ -10,7 +10,7 @@ import torch
 
 from memplan import _torch
 from memplan.trace.recording.place import format_frame, user_frame
-from memplan.trace.recording.stand_ins import branches
+from memplan.trace.recording.symbolic_scalars import branches
 from memplan.trace.records import Assumption
 
 _READS = ("item", "tolist", "__float__", "__int__", "__index__", "__bool__", "__complex__")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Sequence
+from difflib import SequenceMatcher
 
 from memplan import _torch
 
 _ROOT, _MERGED = -1, -2
-_MAX_EDITS = 1000
-"""Sequences that differ in more items than this are matched at their common beginning and end only."""
 
 
 def without_mode(profile: _torch.Profile) -> _torch.Profile:
@@ -55,53 +53,16 @@ def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
 
 
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the index pairs of a longest common subsequence, by Myers' "An O(ND) difference algorithm" (1986)."""
+    """Return index pairs of equal items of two sequences, in order: their common beginning and end, then difflib's."""
     low = _common_prefix(first, second)
     high = _common_prefix(first[low:][::-1], second[low:][::-1])
-    head = [(i, i) for i in range(low)]
-    tail = [(len(first) - i, len(second) - i) for i in range(high, 0, -1)]
-    inner = _aligned(first[low : len(first) - high], second[low : len(second) - high])
-    return [*head, *((low + i, low + j) for i, j in inner), *tail]
+    ends = len(first) - high, len(second) - high
+    between = SequenceMatcher(None, first[low : ends[0]], second[low : ends[1]], autojunk=False)
+    blocks = [(0, 0, low), *((low + i, low + j, size) for i, j, size in between.get_matching_blocks()), (*ends, high)]
+    return [(i + k, j + k) for i, j, size in blocks for k in range(size)]
 
 
 def _common_prefix(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """Return the length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
-    if not first or not second:
-        return []
-    zero = _MAX_EDITS + 1
-    reach = array("i", [0] * (2 * zero + 1))
-    history: list[array[int]] = []
-    for edits in range(min(len(first) + len(second), _MAX_EDITS) + 1):
-        history.append(reach[zero - edits - 1 : zero + edits + 2])
-        for k in range(-edits, edits + 1, 2):
-            x = reach[zero + k + 1] if _steps_down(reach, zero, k, edits) else reach[zero + k - 1] + 1
-            while x < len(first) and x - k < len(second) and first[x] == second[x - k]:
-                x += 1
-            reach[zero + k] = x
-            if x >= len(first) and x - k >= len(second):
-                return _backtracked(history, len(first), len(second))
-    return []
-
-
-def _steps_down(reach: array[int], zero: int, k: int, edits: int) -> bool:
-    """Return whether the furthest path to diagonal ``k`` ends by skipping an item of the second sequence."""
-    return k == -edits or (k != edits and reach[zero + k - 1] < reach[zero + k + 1])
-
-
-def _backtracked(history: Sequence[array[int]], x: int, y: int) -> list[tuple[int, int]]:
-    pairs: list[tuple[int, int]] = []
-    for edits in range(len(history) - 1, -1, -1):
-        reach, zero, k = history[edits], edits + 1, x - y
-        before = k + 1 if _steps_down(reach, zero, k, edits) else k - 1
-        start_x = reach[zero + before] if edits else 0
-        start_y = start_x - before if edits else 0
-        while x > start_x and y > start_y:
-            x, y = x - 1, y - 1
-            pairs.append((x, y))
-        x, y = start_x, start_y
-    return pairs[::-1]

@@ -46,10 +46,6 @@ class Assumed:
         """Count an op for which CUDA has several kernels, with the reason for the assumed choice."""
         self.add("kernel", f"{op}: {reason}")
 
-    def used(self, how: str) -> None:
-        """Count a scalar whose further use is not tracked and is unlikely to be a size. ``how`` completes the text."""
-        self.add("scalar", f"a number that is read {how}")
-
     def selected(self, op: str, size: int, most: int, *, known: bool, counted: bool) -> None:
         """Count an op whose result size depends on values.
 
@@ -63,17 +59,3 @@ class Assumed:
         why = "the most there can be" if size == most else "as the shapes beside it say" if known else "as was assumed"
         form = _COUNTED if counted else _SELECTS
         self.add("bound", form.format(op=op.removeprefix("_"), taken=size, most=most, why=why))
-
-    def result_assumed(self, text: str) -> None:
-        """Count an assumption about a result that depends on values."""
-        self.add("sparse", text)
-
-    def library_op(self, op: str) -> None:
-        """Count an operator of a library or of the user, whose workspace is unknown."""
-        name = op.rpartition(".")[0].replace(".", "::")
-        self.add("library", f"{name}: what its kernel takes besides its results is not known and NOT COUNTED")
-
-    def mixed_devices(self, op: str) -> None:
-        """Count an op that reads tensors both on the card and on the host."""
-        name = op.removeprefix("aten.").split(".")[0]
-        self.add("host", f"{name} READS A TENSOR OF THE HOST beside one on the card: on CUDA it raises an error")

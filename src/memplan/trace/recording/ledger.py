@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +91,8 @@ class Ledger:
         """Bytes of tensors that existed before the recording."""
         self.level = self.most = 0
         """Current and peak bytes on the card, in blocks of 512."""
+        self._reordered: list[Entry] | None = None
+        """Storages freed within `freed_in_order`."""
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """Return the entry of the tensor's storage, or None if it has none."""
@@ -178,6 +182,20 @@ class Ledger:
             self._change_level(-entry.bytes)
         self.clock += 1
         entry.died = self.clock
+        if self._reordered is not None:
+            self._reordered.append(entry)
+
+    @contextmanager
+    def freed_in_order(self) -> Iterator[None]:
+        """Within this context nothing is allocated, and storages are freed in the order of their allocation."""
+        self._reordered = freed = []
+        try:
+            yield
+        finally:
+            self._reordered = None
+            ticks = sorted(entry.died for entry in freed if entry.died is not None)
+            for entry, tick in zip(sorted(freed, key=lambda entry: entry.id), ticks, strict=True):
+                entry.died = tick
 
     def close(self) -> None:
         """Stop recording frees."""
@@ -221,10 +239,7 @@ class Ledger:
         entry = reference.entry
         if self._closed or entry.reference is not reference:
             return
-        if entry.device != HOST:
-            self._change_level(-entry.bytes)
-        self.clock += 1
-        entry.died = self.clock
+        self.end(entry)
         entry.reference = None
         if self._live.get(entry.key) is entry:
             del self._live[entry.key]

@@ -57,6 +57,30 @@ class Residence(Protocol):
         ...
 
 
+class Events(Protocol):
+    """Answers reads of values in a recording, and records what it has to assume."""
+
+    def read_scalar(self, tensor: torch.Tensor, run: _torch.Run, observer: Observer) -> Any:
+        """Return the assumed value of a scalar read."""
+        ...
+
+    def equal(self) -> bool:
+        """Return the assumed result of `torch.equal`."""
+        ...
+
+    def result_assumed(self, text: str) -> None:
+        """Record an assumption about an op's result."""
+        ...
+
+    def library_op(self, op: str) -> None:
+        """Record an operator of a library or of the user, whose workspace is unknown."""
+        ...
+
+    def mixed_devices(self, op: str) -> None:
+        """Record an op that reads tensors of both host and card, which CUDA refuses."""
+        ...
+
+
 class _Signature:
     """The parts of an op's schema that we need, computed once per op."""
 
@@ -80,22 +104,22 @@ class _Signature:
 class Observer:
     """Records every op with its phase, module and line, and every storage with its allocation and free."""
 
-    def __init__(self, place: Place, *, real: bool, semantics: Semantics | None = None, on_card: bool = False) -> None:
+    def __init__(
+        self,
+        place: Place,
+        *,
+        real: bool,
+        semantics: Semantics | None = None,
+        on_card: bool = False,
+        events: Events | None = None,
+    ) -> None:
         self.place = place
         self.ledger = Ledger(real=real, card=on_card)
         self.notes: list[Note] = []
         self.sequences = Sequences()
         self.ownership = Ownership(place, self.ledger, self.notes)
-        self.read_equal: Callable[[], bool] | None = None
-        """Returns the assumed result of `torch.equal`."""
-        self.on_mixed_devices: Callable[[str], None] | None = None
-        """Receives the name of an op that reads tensors of both host and card, which CUDA refuses."""
-        self.on_assumption: Callable[[str], None] | None = None
-        """Receives the text of an assumption about an op's result."""
-        self.on_library_op: Callable[[str], None] | None = None
-        """Receives the name of an operator of a library or of the user, whose workspace is unknown."""
-        self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
-        """Returns the assumed value of a scalar read."""
+        self._events = events
+        self._on_assumption = None if events is None else events.result_assumed
         self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         """Returns the fake tensor of a real one from outside of the recording."""
         self.card: Residence | None = None
@@ -123,14 +147,14 @@ class Observer:
         if signature is None:
             signature = self._signatures[func] = _Signature(func)
         if signature.unrecorded:
-            if self.read_scalar is not None and signature.name == _SCALAR:
-                return self.read_scalar(args[0], run)
+            if self._events is not None and signature.name == _SCALAR:
+                return self._events.read_scalar(args[0], run, self)
             if args and (_torch.is_sparse(args[0]) or self._is_outside(signature, args[0])):
                 self._operands(signature, args, kwargs)
             return run(func)
-        if signature.name in _EQUAL and self.read_equal is not None:
+        if signature.name in _EQUAL and self._events is not None:
             self._note(signature, args, kwargs, None, func)
-            return self.read_equal()
+            return self._events.equal()
         values_only = _torch.without_vectors(func, args) if self._without_vectors else None
         if values_only is not None:
             op, args = values_only
@@ -188,15 +212,15 @@ class Observer:
         # an op that writes a sparse tensor allocates new parts before it frees the old ones: keep these alive
         writes_sparse = not ledger.real and signature.mutable and args and _torch.is_sparse(args[0])
         old_parts = _torch.sparse_parts(args[0]) if writes_sparse else []
-        if signature.from_library and self.on_library_op is not None:
-            self.on_library_op(signature.name)
+        if signature.from_library and self._events is not None:
+            self._events.library_op(signature.name)
         if run is not None:
-            result = _result(semantics, signature.name, func, args, kwargs, run, self.on_assumption)
+            result = _result(semantics, signature.name, func, args, kwargs, run, self._on_assumption)
         if signature.mutable and signature.positions and isinstance(args[0], torch.Tensor):
             ledger.resized(args[0], index)
         correct = semantics.results.get(signature.name)
         result = result if correct is None else correct(args, kwargs, result)
-        form = None if ledger.real else form_of(signature.name, self.notes, self.on_assumption, ledger.device)
+        form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
         if form is None:
             workspaces = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
             workspaces = self._scalars.without_held(workspaces, signature.name, args, note.sequence)
@@ -267,13 +291,8 @@ class Observer:
                 if not known and isinstance(item, nn.Parameter):
                     self.ownership.add(self.ownership.weights, item, "")
                     self.ownership.unowned.append(weakref.ref(item))
-        if (
-            on_card
-            and on_host
-            and self.on_mixed_devices is not None
-            and not signature.name.startswith(_MAY_MIX_DEVICES)
-        ):
-            self.on_mixed_devices(signature.name)
+        if on_card and on_host and self._events is not None and not signature.name.startswith(_MAY_MIX_DEVICES):
+            self._events.mixed_devices(signature.name)
         return reads, tuple(needs), on_card
 
     def _is_outside(self, signature: _Signature, tensor: torch.Tensor) -> bool:

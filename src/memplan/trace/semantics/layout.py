@@ -29,18 +29,6 @@ def has_amx() -> bool:
     return bool(capabilities.get("amx_bf16", False))
 
 
-@functools.cache
-def level_1_cache() -> int:
-    """Return the bytes of the L1 data cache, by which oneDNN sizes its blocks."""
-    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l1d_cache_size", 1 << 15))
-
-
-@functools.cache
-def level_2_cache() -> int:
-    """Return the bytes of the L2 cache, by which oneDNN sizes its buffers."""
-    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))
-
-
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
@@ -54,23 +42,6 @@ def padded(n: int, block: int) -> int:
 def copied(tensor: torch.Tensor) -> int:
     """Return the bytes that ``tensor.contiguous()`` allocates."""
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
-
-
-_TRANSPOSED = 60
-"""Rows and columns of the blocks that copy_ transposes at a time (twice as many for uint8)."""
-
-
-def transposing(source: torch.Tensor) -> int:
-    """Return the bytes of copy_'s block buffer when it copies a transposed matrix to row-major order, else 0.
-
-    Source: aten/src/ATen/native/Copy.cpp, `copy_transpose_valid` and `copy_same_type_transpose_`.
-    """
-    if source.dim() != 2 or source.stride(0) != 1 or source.stride(1) != source.shape[0]:
-        return 0
-    if source.numel() < _TRANSPOSED**2 or source.is_conj() or source.is_neg():
-        return 0
-    side = 2 * _TRANSPOSED if source.dtype is torch.uint8 else _TRANSPOSED
-    return side**2 * source.element_size()
 
 
 def like_channels_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:

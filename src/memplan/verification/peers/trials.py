@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from memplan._bytes import format_bytes
+from memplan._json import named
 from memplan.errors import UsageError
 from memplan.planning.capture.loss_module import default_loss
 from memplan.planning.precision_search import lower_precision
@@ -69,15 +69,11 @@ class PeerResult:
         times = self.times
         return {
             "name": self.peer.name,
-            "peak": self.peak,
             "seconds": None if times is None else times.after,
             "ratio": None if times is None else times.ratio,
             "quartiles": None if times is None else list(times.quartiles),
-            "gradients": self.gradients,
-            "error": self.error if self.error is None or isfinite(self.error) else None,
-            "wrong": {name: error if error == error and error != float("inf") else None
-                      for name, error in self.wrong.items()},
-        }  # fmt: skip
+            **named(self, "peak", "gradients", "error", "wrong"),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from memplan import _json
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
-from memplan._json import Unreadable
-from memplan.errors import UsageError
+from memplan._json import Saved
 from memplan.planning.plan.plan import Grade
 from memplan.verification.measurement.peak_and_time import Times
 from memplan.verification.proof.differences import Compared
 from memplan.verification.proof.rounding import LayerError, Rounded, by_layer, overall, truth_label
 
-FORMAT = "memplan.proof"
-SCHEMA = 1
 KINDS = ("outputs", "gradients", "parameters", "buffers")
 _SUBJECTS = {
     "outputs": "",
@@ -46,9 +40,13 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Proof(Displayed):
+class Proof(Saved, Displayed):
     """Comparison of a candidate step with a reference, both on copies of the same parameters, buffers and inputs and
     from the same random state. Bytes are counted from the allocator's own events."""
+
+    FORMAT: ClassVar[str] = "memplan.proof"
+    AGAIN: ClassVar[str] = "Verify the step again"
+    DERIVED: ClassVar[tuple[str, ...]] = ("ok", "failures")
 
     steps: int
     """Number of consecutive steps, each with an update."""
@@ -143,11 +141,6 @@ class Proof(Displayed):
             which = "measured" if self.measured else "predicted"
             failures.append(f"the {which} peak is {over} over the budget of {format_bytes(self.budget)}")
         return tuple(failures)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the proof as plain values, for JSON."""
-        fields = _json.finite(dataclasses.asdict(self))
-        return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | fields
 
     def __str__(self) -> str:
         if not self.steps:
@@ -245,26 +238,6 @@ class Proof(Displayed):
             f"{self.times.ratio:.2f} times the time{samples} ({low:.2f} to {high:.2f}, the middle half of "
             f"{self.times.pairs} pairs): {self.times.before:.3g} s before, {self.times.after:.3g} s now"
         )
-
-
-def dumps(proof: Proof) -> str:
-    """Write a proof as JSON."""
-    return json.dumps(proof.to_dict(), indent=1, allow_nan=False) + "\n"
-
-
-def loads(text: str, source: str = "the text") -> Proof:
-    """Read the proof that `dumps` wrote. Raises UsageError for anything else."""
-    try:
-        data = _json.parse(text)
-        _json.check_format(data, FORMAT, SCHEMA)
-        fields = {key: value for key, value in data.items() if key not in ("format", "schema", "ok", "failures")}
-        return _json.from_plain(Proof, fields, "it")
-    except Unreadable as error:
-        raise UsageError(
-            f"{source} is no proof that can be used: {error}",
-            expected=f"what memplan wrote, of schema version {SCHEMA}",
-            do="Verify the step again",
-        ) from None
 
 
 def nothing_compared() -> Proof:

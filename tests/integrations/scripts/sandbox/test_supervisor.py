@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_effects import script
-from supervised import HOME, NEITHER, NO_NAMESPACES, has_landlock, has_namespaces, run
+from integrations.scripts.sandbox.random_effects import script
+from integrations.scripts.sandbox.supervised import HOME, NEITHER, NO_NAMESPACES, has_landlock, has_namespaces, run
 
 from memplan.integrations.scripts.sandbox import kernel
 from memplan.integrations.scripts.sandbox.messages import MARK

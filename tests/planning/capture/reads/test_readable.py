@@ -5,14 +5,20 @@ The independent source is the model itself without a plan: ``forward()`` called 
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import contextvars
 import copy
+import ctypes
+import decimal
 import enum
 import functools
 import gc
+import importlib
+import inspect
 import itertools
+import json
 import logging
 import multiprocessing
 import operator
@@ -23,7 +29,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +37,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewriting.cells import installed
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from memplan.errors import RecordingError, UsageError
+from memplan.errors import BackwardError, RecordingError, UsageError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.loss_module import with_loss
@@ -277,9 +285,121 @@ def cases() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
             lambda m: m.h.value[0].__setitem__(0, 0.25),
         ),
         "a text's attribute": (Text("a"), lambda s: s.h.scale, lambda m: setattr(m.h, "scale", 0.25)),
+        **computed_names(),
+        **states_of_c(),
         "a module that is replaced": (None, imported, replace_settings),
         "a tensor": (torch.ones(2), lambda s: s.h, lambda m: setattr(m, "h", torch.full((2,), 0.25))),
     }  # fmt: skip
+
+
+def computed(*parts: str) -> str:
+    """A name that is no constant of any code."""
+    return "".join(parts or ("al", "pha"))
+
+
+ALIAS = getattr
+
+
+def computed_names() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
+    """Attributes and modules that only functions of C have the names of."""
+    return {
+        "map(getattr)": (Box(alpha=1.0), lambda s: next(map(getattr, [s.h], [computed()])), put_alpha),
+        "map of an alias": (Box(alpha=1.0), lambda s: next(map(ALIAS, [s.h], [computed()])), put_alpha),
+        "a getter that it holds": (
+            Box(get=getattr, inner=Box(alpha=1.0)),
+            lambda s: next(map(s.h.get, [s.h.inner], [computed()])),
+            lambda m: setattr(m.h.inner, "alpha", 0.25),
+        ),
+        "a partial getattr it makes": (
+            Box(alpha=1.0),
+            lambda s: functools.partial(getattr, s.h)(computed()),
+            put_alpha,
+        ),
+        "json of vars": (
+            Box(alpha=1.0),
+            lambda s: json.loads(json.dumps(s.h, default=vars))[computed()],
+            put_alpha,
+        ),
+        "object.__getattribute__": (Box(alpha=1.0), lambda s: object.__getattribute__(s.h, computed()), put_alpha),
+        "an attrgetter it makes": (Box(alpha=1.0), lambda s: operator.attrgetter(computed())(s.h), put_alpha),
+        "getattr_static": (Box(alpha=1.0), lambda s: inspect.getattr_static(s.h, computed()), put_alpha),
+        "getmembers": (Box(alpha=1.0), lambda s: dict(inspect.getmembers(s.h))[computed()], put_alpha),
+        "getattr of an element": (
+            Box(all=[Box(alpha=1.0)]),
+            lambda s: getattr(s.h.all[0], computed()),
+            lambda m: setattr(m.h.all[0], "alpha", 0.25),
+        ),
+        "getattr of *arguments": (Box(alpha=1.0), lambda s: getattr(*[s.h, computed()]), put_alpha),
+        "import_module": (
+            None,
+            lambda s: importlib.import_module(computed("settings_of", "_a_user")).conf.alpha,
+            put(SETTINGS.conf, "alpha", 0.25),
+        ),
+    }
+
+
+class Abstract(abc.ABC):  # noqa: B024
+    pass
+
+
+class Below(Abstract):
+    pass
+
+
+class Structure(ctypes.Structure):
+    _fields_ = [("alpha", ctypes.c_float)]
+
+
+def done(value: float) -> Future[float]:
+    future = Future[float]()
+    future.set_result(value)
+    return future
+
+
+def states_of_c() -> dict[str, tuple[Any, Read, Callable[[Any], Any]]]:
+    """State behind functions of C."""
+    decimal.getcontext().prec = 28
+    np.seterr(divide="warn")
+    torch.set_num_threads(1)
+    threading.current_thread().name = "MainThread"
+    fresh = type("Fresh", (), {})
+    return {
+        "decimal's precision": (None, lambda s: float(decimal.Decimal(1) / 3), put_precision),
+        "a decimal that it holds": (decimal.Decimal(1), lambda s: float(s.h / 3), put_precision),
+        "numpy's errors": (
+            None,
+            lambda s: 1.0 if np.geterr()["divide"] == "warn" else 0.25,
+            lambda m: np.seterr(divide="ignore"),
+        ),
+        "a registered class": (
+            fresh(),
+            lambda s: 1.0 if isinstance(s.h, Abstract) else 0.25,
+            lambda m: Below.register(fresh),
+        ),
+        "a future's result": (done(1.0), lambda s: s.h.result(), lambda m: vars(m.h).update(_result=0.25)),
+        "a structure of ctypes": (Structure(1.0), lambda s: s.h.alpha, put_alpha),
+        "torch's threads": (None, lambda s: float(torch.get_num_threads()), lambda m: torch.set_num_threads(2)),
+        "the thread's name": (
+            None,
+            lambda s: float(len(threading.current_thread().name)),
+            lambda m: setattr(threading.current_thread(), "name", "other"),
+        ),
+    }
+
+
+def put_precision(_: Any) -> None:
+    decimal.getcontext().prec = 5
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """Leave the state of the process as it was."""
+    precision, errors, threads = decimal.getcontext().prec, np.geterr(), torch.get_num_threads()
+    name = threading.current_thread().name
+    yield
+    decimal.getcontext().prec, threading.current_thread().name = precision, name
+    np.seterr(**errors)
+    torch.set_num_threads(threads)
 
 
 class Mode(enum.Enum):
@@ -374,7 +494,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b or bool(torch.equal(*pair)) for pair in zip(one, other, strict=True) for a, b in [pair])
 
 
-@pytest.mark.parametrize("worth", [1, 1 << 30], ids=["by a tree", "by Python"])
+@pytest.mark.parametrize("worth", [1, *slow(1 << 30)], ids=["by a tree", "by Python"])
 @pytest.mark.parametrize("name", cases())
 def test_a_planned_call_is_eager_modes_after_any_change(name: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan._torch.guards._WORTH", worth)
@@ -430,7 +550,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 @given(TREES.map(lambda tree: Box(tree=tree)), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_one_change_in_any_tree(holder: Box, data: st.DataObject) -> None:
     model = Net(holder, lambda s: weight_of(s.h.tree))
     installed(model)
@@ -491,6 +611,14 @@ def test_a_value_that_comes_back_has_its_plan() -> None:
         (None, lambda s: float(len(os.getcwd()) > 0), "getcwd"),
         (None, lambda s: globals()["WEIGHT"], "globals"),
         (None, lambda s: in_another_thread(), "a thread's submit"),
+        (None, lambda s: float(np.load(ARRAY)[0]), "calls numpy.load"),
+        (None, lambda s: float(np.fromfile(ARRAY)[0]), "calls numpy.fromfile"),
+        (None, lambda s: float(np.memmap(ARRAY)[0]), "calls numpy.memmap"),
+        (None, lambda s: sys.modules[computed(__name__)].WEIGHT, "a module up by a computed name"),
+        (None, lambda s: sys.modules.get(computed(__name__)).WEIGHT, "a module up by a computed name"),  # pyright: ignore[reportOptionalMemberAccess]
+        (None, lambda s: __import__(computed("settings_of", "_a_user")).conf.alpha, "a module up by a computed name"),
+        (None, lambda s: getattr(SETTINGS, computed("co", "nf")).alpha, "the module settings_of_a_user by computed"),
+        (ctypes.pointer(ctypes.c_float(1.0)), lambda s: s.h[0], "a pointer of ctypes"),
         (None, lambda s: float(len(Path(__file__).read_text()) > 0), "open"),
         ([0.0], lambda s: counted(s.h), "changes"),
     ],
@@ -498,6 +626,16 @@ def test_a_value_that_comes_back_has_its_plan() -> None:
 def test_what_cannot_be_compared_is_refused(holder: Any, read: Read, said: str) -> None:
     with pytest.raises(RecordingError, match=said):
         capture(Net(Box(inside=holder) if isinstance(holder, list) else holder, read), call_of((X,), {}))
+
+
+ARRAY = Path()
+"""A file with an array; set for these tests."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _array(tmp_path_factory: pytest.TempPathFactory) -> None:
+    globals()["ARRAY"] = tmp_path_factory.mktemp("arrays") / "array.npy"
+    np.save(ARRAY, np.ones(1))
 
 
 def in_another_thread() -> float:
@@ -508,6 +646,103 @@ def in_another_thread() -> float:
 def counted(holder: Any) -> float:
     holder.inside[0] += 1.0
     return holder.inside[0]
+
+
+class Factor(torch.autograd.Function):
+    """Multiplies the gradient by what `backward_by` returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, holder: Any) -> Tensor:
+        ctx.holder = holder
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * WEIGHT * ctx.holder.alpha, None
+
+
+class Scaled(torch.autograd.Function):
+    """Reads in backward what forward kept, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return torch.relu(x) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * (nn.functional.relu(ctx.saved_tensors[0]) > 0) * ctx.scale, None
+
+
+def by_a_function(net: Any, x: Tensor) -> Tensor:
+    return Factor.apply(x, net.h)
+
+
+def by_a_hook(net: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda gradient: gradient * net.h.alpha)
+    return y
+
+
+def by_a_checkpoint(net: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: torch.tanh(x * net.h.alpha) * net.h.alpha, x, use_reentrant=True)
+
+
+def by_what_it_kept(net: Any, x: Tensor) -> Tensor:
+    return Scaled.apply(x, net.h.alpha)
+
+
+class Late(nn.Module):
+    h: Any
+
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.h, self.middle = nn.Linear(8, 8), nn.Linear(8, 2), Box(alpha=1.0), middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self, self.first(x)))
+
+
+def changed_between(model: Late, call: Callable[[Tensor], Tensor], change: Callable[[Any], Any]) -> list[Any]:
+    """The gradients where something changes between forward and backward; it is changed back."""
+    model.zero_grad()
+    loss = call(X).square().sum()
+    change(model)
+    try:
+        loss.backward()
+    finally:
+        model.h.alpha, globals()["WEIGHT"] = 1.0, 1.0
+    return [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("middle", "change", "named"),
+    [
+        (by_a_function, lambda m: globals().update(WEIGHT=0.25), "WEIGHT"),
+        (by_a_function, put_alpha, "h.alpha"),
+        (by_a_hook, put_alpha, "h.alpha"),
+        (by_a_checkpoint, put_alpha, "h.alpha"),
+    ],
+)
+def test_what_backward_reads_must_not_change_before_it(middle: Any, change: Callable[[Any], Any], named: str) -> None:
+    globals()["WEIGHT"] = 1.0
+    model = Late(middle)
+    plans = installed(model)
+    expected = changed_between(model, model.forward, lambda m: None)
+    assert same(expected, changed_between(model, model, lambda m: None))
+    assert not same(expected, changed_between(model, model.forward, change))
+    with pytest.raises(BackwardError, match=named):
+        changed_between(model, model, change)
+    assert same(expected, changed_between(model, model, lambda m: None))
+    assert plans.calls.stats().planned == 3
+
+
+def test_what_only_forward_reads_may_change_before_backward() -> None:
+    model = Late(by_what_it_kept)
+    plans = installed(model)
+    assert same(changed_between(model, model.forward, put_alpha), changed_between(model, model, put_alpha))
+    assert plans.calls.stats().planned == 1
 
 
 def test_a_model_of_torchs_layers_alone() -> None:

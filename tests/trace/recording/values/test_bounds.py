@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocator import measured_peak
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from truth.cpu_allocator import measured_peak
 
 import memplan
 from memplan.errors import DataDependentError, StepError, UsageError
-from memplan.trace.recording.values import bounds
+from memplan.trace.recording.values.bounds import Shares
 
 Build = Callable[[], Callable[[], None]]
 ROWS = 400
@@ -212,6 +212,7 @@ def test_at_most_two_booleans_are_distinct() -> None:
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 
 
+@pytest.mark.slow
 def test_sequences_of_a_share_are_padded_to_the_longest() -> None:
     build = packed(nn.GRU, lambda: torch.tensor([50, 7, 7, 6, 6, 6, 5, 5, 4, 4]) + torch.randint(0, 1, (10,)), False)
     line = memplan.record(build).assumptions[0].where
@@ -287,10 +288,9 @@ def test_a_policy_with_masks_of_advantages() -> None:
 
 
 def test_a_file_is_known_by_the_end_of_its_path() -> None:
-    told: list[tuple[str, int, int, bool]] = []
-    found = bounds.Bounds({"b/c.py:3": 0.5}, lambda *one: told.append(one))
+    shares = Shares({"b/c.py:3": 0.5})
     for frame, share in ((("/a/b/c.py", 3), 0.5), (("/a/b/c.py", 4), 1.0), (("/a/xb/c.py", 3), 1.0), (None, 1.0)):
-        assert found.share(frame) == share
+        assert shares.of(frame) == share
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from allocator import measured_peak
 from torch import nn
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

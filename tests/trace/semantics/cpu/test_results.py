@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
 from torch import nn
 from torch.nn import functional as F
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import measured_peak
 from torch import Tensor
+from truth.cpu_allocator import measured_peak
 
 import memplan
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from dry_torch import ENVIRONMENT, needs_cuda_torch
-from peaks_of_cases import peaks, steps_of
+from environment import ENVIRONMENT, needs_cuda_torch
 from torch import Tensor
 from torch.nn import functional as F
+from truth.card_peaks import peaks, steps_of
 
 import memplan
 

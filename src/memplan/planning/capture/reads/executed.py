@@ -14,7 +14,9 @@ import datetime
 import dis
 import functools
 import gc
+import importlib.util
 import io
+import itertools
 import os
 import re
 import sys
@@ -22,10 +24,12 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
+
+import torch
 
 from memplan import _torch
 from memplan._interrupts import outside_of
@@ -53,7 +57,8 @@ _WHOLE = frozenset({
 })  # fmt: skip
 """Functions of the standard library that read all attributes of what they are called with."""
 _ATTRIBUTE_HOOKS = frozenset({"__getattr__", "__getattribute__"})
-_GETTERS: tuple[Any, ...] = (getattr, hasattr)
+GETTERS: tuple[Any, ...] = (getattr, hasattr, vars, dir)
+"""Functions that read attributes whose names are not in the code."""
 _OUTSIDE: frozenset[Any] = frozenset({
     time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns,
     time.process_time, time.localtime, time.gmtime, time.ctime, time.strftime, io.open, os.stat, os.access, os.getcwd,
@@ -62,8 +67,16 @@ _OUTSIDE: frozenset[Any] = frozenset({
 """Functions that read the clock, files or the terminal, or globals whose names are not known."""
 
 
-_THREADS = frozenset({("threading", "start"), ("concurrent.futures.thread", "submit")})
-"""Functions whose work runs in another thread, which is not observed."""
+_THREADS = frozenset({("threading", "Thread.start"), ("concurrent", "ThreadPoolExecutor.submit")})
+"""Functions whose work runs in another thread, which is not observed, by package and qualified name."""
+_FILES = frozenset(("numpy", name) for name in ("load", "loadtxt", "genfromtxt", "fromregex", "memmap.__new__",
+                                                "open_memmap"))  # fmt: skip
+"""Functions that read files by code that does not count."""
+_IMPORT = "importlib", "import_module"
+_CHECKPOINT = "torch", "checkpoint"
+"""Function that runs code a second time, in the backward pass; while a step is captured it does not."""
+_REPORTED = frozenset(name for _, name in (*_THREADS, *_FILES, _IMPORT, _CHECKPOINT))
+"""Qualified names of functions of which each call is looked at, though their code does not count."""
 
 
 class Executed:
@@ -78,8 +91,13 @@ class Executed:
         """Whether code reads attributes whose names are not known, of objects that are not known: then all count."""
         self.whole_kinds: set[type] = set()
         """Classes of objects of which all attributes count."""
+        self.modules: set[str] = set()
+        """Modules that `importlib.import_module` was called for."""
         self.outside: tuple[str, str | None] | None = None
-        """The first function of `_OUTSIDE` that code which counts called, and the line."""
+        """What code that counts did first that cannot be compared in later calls, such as "calls time.time", and the
+        line."""
+        self.reads_late = False
+        """Whether code that ran in the backward pass read more than tensors and immutable values of its arguments."""
         self.paused = False
         """Whether what runs is memplan's own work."""
         callbacks = [getattr(one, "__code__", None) for one in gc.callbacks]  # run whenever Python collects garbage
@@ -110,40 +128,59 @@ class Executed:
         when such code calls it.
 
         Returns:
-            Whether the answer is the same for every later call, so that none need be reported again. It may differ for
-            code of the standard library that has not counted yet, and for code that reads ``__dict__``: each call may
-            read another object.
+            Whether its code never counts, so that no later call need be reported.
         """
         if self.paused:
             return False
         number = id(code)
-        if (frame.f_globals.get("__name__"), code.co_name) in _THREADS and self._is_called_directly(frame):
-            self._calls_outside("a thread's " + code.co_name, frame.f_back or frame)
-        if number in self.codes:
-            if number not in self._open_ended:
-                return True
+        if code.co_qualname in _REPORTED:
+            self._reported(code, frame)
+        if number not in self.codes and not self._begins_to_count(code, frame):
+            return number in self._ignored
+        if number in self._open_ended:
             self._reads_all_of(_before_dict(code), frame)
-            return False
+        if not self.reads_late and _torch.backward_pass() >= 0:
+            self.reads_late = _reads_state(code, frame)
+        return False
+
+    def _begins_to_count(self, code: CodeType, frame: FrameType) -> bool:
+        """Return whether code counts from now on, that has not so far, and note it."""
+        number, module = id(code), str(frame.f_globals.get("__name__") or "")
         if number in self._ignored:
-            return True
+            return False
         if number in self._undecided:
             counts = self._undecided[number][1]
         else:
             imported = code.co_name == "<module>" and code.co_filename != "<string>"  # that of eval and exec counts
-            counts = False if imported else _counts(frame.f_globals.get("__name__") or "")
+            counts = False if imported else _counts(module)
             if counts is False:
-                self._ignored[number] = code
-                return True
+                if code.co_qualname not in _REPORTED:
+                    self._ignored[number] = code
+                return False
             self._undecided[number] = code, counts
         if not (self._is_called(frame) if counts else self._is_called_directly(frame)):
             return False
         self.codes[number] = code, frame.f_globals
-        self.whole |= f"{frame.f_globals.get('__name__')}.{code.co_name}" in _WHOLE
+        self.whole |= f"{module}.{code.co_name}" in _WHOLE
+        if counts and uses_of(code).computed_modules:
+            self._does_outside("looks a module up by a computed name", frame)
         if counts and "__dict__" in code.co_names and code.co_name not in _ATTRIBUTE_HOOKS:
             self._open_ended.add(number)
-            self._reads_all_of(_before_dict(code), frame)
-            return False
         return True
+
+    def _reported(self, code: CodeType, frame: FrameType) -> None:
+        function = str(frame.f_globals.get("__name__")).partition(".")[0], code.co_qualname
+        self.reads_late |= function == _CHECKPOINT
+        if not self._is_called_directly(frame):
+            return
+        if function in _THREADS:
+            self._does_outside("calls a thread's " + code.co_name, frame.f_back or frame)
+        elif function in _FILES:
+            self._does_outside("calls " + ".".join(function).removesuffix(".__new__"), frame.f_back or frame)
+        elif function == _IMPORT:
+            name, package = frame.f_locals["name"], frame.f_locals["package"]
+            with suppress(ImportError):  # import_module raises it, too
+                self.modules.add(importlib.util.resolve_name(str(name), package or ""))
 
     def _reads_all_of(self, owners: list[tuple[str, ...] | None], frame: FrameType) -> None:
         """Note that all attributes are read of what variables, or attributes of variables, are now."""
@@ -151,6 +188,9 @@ class Executed:
             value = None if owner is None else _value_of(owner, frame)
             if value is None:
                 self.whole = True
+            elif isinstance(value, ModuleType):
+                if code_counts(vars(value)):
+                    self._does_outside(f"reads the module {value.__name__} by computed names", frame)
             else:
                 self.whole_kinds.add(value if isinstance(value, type) else type(value))
 
@@ -174,25 +214,60 @@ class Executed:
         """Note a call of a function written in C by code that counts."""
         if self.paused:
             return
-        if any(function is one for one in _GETTERS):
+        if any(function is one for one in GETTERS):
             owner, name = _arguments(frame, offset)
             if name is not None:
                 self.names.add(name)
             elif frame.f_code.co_name not in _ATTRIBUTE_HOOKS:
                 self._reads_all_of([owner], frame)
-        elif function is vars or function is dir:
-            self._reads_all_of([_arguments(frame, offset)[0]], frame)
         elif self.outside is None and _is_outside(function):
-            self._calls_outside(f"{getattr(function, '__module__', None) or 'datetime'}.{function.__name__}", frame)
+            module = getattr(function, "__module__", None) or "datetime"
+            self._does_outside(f"calls {module}.{function.__name__}", frame)
 
-    def _calls_outside(self, function: str, frame: FrameType) -> None:
-        self.outside = self.outside or (function, format_frame((frame.f_code.co_filename, frame.f_lineno)))
+    def _does_outside(self, what: str, frame: FrameType) -> None:
+        self.outside = self.outside or (what, format_frame((frame.f_code.co_filename, frame.f_lineno)))
+
+
+def _reads_state(code: CodeType, frame: FrameType) -> bool:
+    """Return whether a function that is called in the backward pass can read what changes between the passes: variables
+    of other functions, globals, and objects among its arguments. Those on a context (``ctx``) count, too."""
+    if not {"__class__"}.issuperset(code.co_freevars):
+        return True
+    own = frame.f_globals
+    if not str(own.get("__name__")).startswith("torch.") and not all(
+        _is_constant(own[name]) for name in uses_of(code).loaded if name in own
+    ):
+        return True
+    return not all(map(_is_immutable, frame.f_locals.values()))
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether a global is a function, whose own code is looked at, or a module or class of torch's."""
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] in ("torch", "math")
+    if isinstance(value, BuiltinFunctionType):
+        return isinstance(value.__self__, (ModuleType, type(None)))
+    return isinstance(value, FunctionType) or (isinstance(value, type) and str(value.__module__).startswith("torch."))
+
+
+def _is_immutable(value: Any) -> bool:
+    if isinstance(value, torch.autograd.function.FunctionCtx):
+        return all(map(_is_immutable, vars(value).values()))
+    if isinstance(value, tuple):
+        return all(map(_is_immutable, value))
+    return isinstance(value, _IMMUTABLE) or _is_constant(value)
+
+
+_IMMUTABLE = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+              torch.memory_format)  # fmt: skip
 
 
 def _is_outside(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         return function.__name__ in ("now", "today", "utcnow")
+    if getattr(function, "__module__", None) == "numpy":
+        return function.__name__ == "fromfile"
     try:
         return function in _OUTSIDE
     except TypeError:  # a method of something that has no hash
@@ -312,12 +387,19 @@ class Uses:
     """Attributes that it takes directly of a global, and of what it takes there."""
     imports: tuple[str, ...]
     """Modules that it imports, and those that it names where it looks modules up."""
+    unnamed: bool
+    """Whether it reads attributes that it does not name, by other means than calling a function of `GETTERS`."""
+    computed_modules: bool
+    """Whether it looks modules up whose names are not constants."""
 
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _FILLING = frozenset({"add", "append", "appendleft", "extend"})
 """Methods by which code adds to a container without reading it."""
-_LOOKED_UP = frozenset({"modules", "import_module", "__import__"})
+_LOOKED_UP = frozenset({"modules", "__import__"})
+_UNNAMED = frozenset({"__getattribute__", "__getattr__", "getattr_static", "getmembers"})
+"""Functions that read attributes by computed names, and of which no call is observed."""
+_GETTER_CLASSES = frozenset({"attrgetter", "methodcaller"})
 _WORD = re.compile(r"[^\W\d]\w*")
 _uses: dict[int, tuple[CodeType, Uses]] = {}
 
@@ -332,8 +414,8 @@ def uses_of(code: CodeType) -> Uses:
 
 def _read(code: CodeType) -> Uses:
     loaded, chained, imports = dict[str, None](), set[str](), dict[str, None]()
-    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PUSH_NULL", "NOP")]
-    follows = False
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "NOP")]
+    follows = unnamed = False
     for one, after in zip(instructions, [*instructions[1:], None], strict=True):
         if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             if after is None or after.opname not in _ATTRIBUTE or after.argval not in _FILLING:
@@ -346,6 +428,10 @@ def _read(code: CodeType) -> Uses:
             follows = False
         if one.opname == "IMPORT_NAME":
             imports[one.argval] = None
+        if one.argval in _READERS and one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            unnamed |= one.opname == "LOAD_NAME" or not (one.arg or 0) & 1  # as an argument, as of map()
+        if one.argval in _GETTER_CLASSES and one.opname.startswith("LOAD_"):
+            unnamed |= after is None or after.opname != "LOAD_CONST"
     texts = list(_texts(code.co_consts))
     if not _LOOKED_UP.isdisjoint(code.co_names):
         imports.update(dict.fromkeys(texts))
@@ -353,7 +439,23 @@ def _read(code: CodeType) -> Uses:
     words.update(word for text in texts if "{" in text for word in _WORD.findall(text))  # "{.scale}".format(...)
     if any(one.opname == "MATCH_CLASS" for one in instructions):
         words.add("__match_args__")
-    return Uses(tuple(loaded), frozenset({*code.co_names, *words}), frozenset(chained), tuple(imports))
+    names = frozenset({*code.co_names, *words})
+    unnamed |= code.co_name not in _ATTRIBUTE_HOOKS and not _UNNAMED.isdisjoint(names)
+    return Uses(
+        tuple(loaded), names, frozenset(chained), tuple(imports), unnamed, _looks_up_by_computed_name(instructions)
+    )
+
+
+def _looks_up_by_computed_name(instructions: list[dis.Instruction]) -> bool:
+    """Return whether ``sys.modules`` or ``__import__`` is used with something else than a constant."""
+    for at, one in enumerate(instructions[:-1]):
+        if one.argval == "__import__" or (one.argval == "modules" and instructions[at - 1].argval == "sys"):
+            after = instructions[at + 1]
+            if after.argval == "get" and after.opname in _ATTRIBUTE:
+                after = instructions[at + 2]
+            if after.opname not in ("LOAD_CONST", "CONTAINS_OP"):
+                return True
+    return False
 
 
 def _texts(constants: Any) -> Iterator[str]:
@@ -368,50 +470,46 @@ def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, s
     """Return the object and the name that ``getattr(object, name)`` is about to be called with: the object as a
     variable and attributes of it, None where it is not simply loaded; so the name."""
     instructions = _instructions(frame.f_code)
-    at = next((number for number, one in enumerate(instructions) if one.offset >= offset), -1)
-    if at < 2 or not instructions[at].opname.startswith("CALL"):
+    at = next((number for number, one in enumerate(instructions) if one.offset >= offset), 0)
+    if instructions[at].opname not in ("PRECALL", "CALL"):
         return None, None
-    start = max(
-        (
-            n
-            for n in range(at)
-            if instructions[n].opname.startswith("LOAD_GLOBAL") and instructions[n].argval in _READERS
-        ),
-        default=at,
-    )
-    loads = instructions[start + 1 : at]
-    owner = _chain(loads)
-    left = loads[len(owner or ()) :]
-    if owner is not None and loads and isinstance(loads[0].argval, tuple):  # two variables by one instruction
-        owner, left = (loads[0].argval[0],), loads[:1]
-    if len(left) not in (1, 2) or not all(one.opname.startswith("LOAD_") for one in left):
+    at -= instructions[at - 1].opname == "PRECALL"  # of Python 3.11
+    before = (n for n in range(at) if instructions[n].opname == "LOAD_GLOBAL" and instructions[n].argval in _READERS)
+    arguments = _split(instructions[max(before, default=at) + 1 : at])
+    if not arguments:
+        return None, None
+    owner, *rest = map(_chain, arguments)
+    if len(arguments) == 1:
         return owner, None
-    name = left[0]
-    if name.opname == "LOAD_CONST":
-        return owner, name.argval if isinstance(name.argval, str) else None
-    variable = name.argval[-1] if isinstance(name.argval, tuple) else name.argval
-    if name.opname.startswith("LOAD_GLOBAL"):
-        found = frame.f_globals.get(variable)
-    else:
-        found = frame.f_locals.get(variable) if name.opname.startswith(_VARIABLES) else None
-    return owner, found if isinstance(found, str) else None
+    first = arguments[1][0]
+    name = first.argval if len(arguments[1]) == 1 and first.opname == "LOAD_CONST" else None
+    if rest[0] is not None:
+        name = _value_of(rest[0], frame)
+    return owner, name if isinstance(name, str) else None
 
 
-_READERS = frozenset({"getattr", "hasattr", "vars", "dir"})
-_VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF")
+def _split(loads: list[dis.Instruction]) -> list[list[dis.Instruction]]:
+    """Split the instructions that put arguments on the stack by argument; nothing where they are not that alone."""
+    ends, depth = dict[int, int](), 0
+    for number, one in enumerate(loads):
+        depth += dis.stack_effect(one.opcode, one.arg if one.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        if depth < 1 or one.opcode in dis.hasjrel:
+            return []
+        ends[depth] = number + 1
+    bounds = [0, *(ends[number] for number in range(1, depth + 1) if number in ends)]
+    return [loads[start:end] for start, end in itertools.pairwise(bounds)] if len(bounds) > depth else []
+
+
+_READERS = frozenset(one.__name__ for one in GETTERS)
+_VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_GLOBAL")
 
 
 def _chain(loads: list[dis.Instruction]) -> tuple[str, ...] | None:
-    """Return the variable that is loaded first, and the attributes that are taken of it."""
-    if not loads or not loads[0].opname.startswith(_VARIABLES):
+    """Return the variable that is loaded first, and the attributes that are taken of it; None where more is done."""
+    first, *rest = loads
+    if not first.opname.startswith(_VARIABLES) or any(one.opname != "LOAD_ATTR" for one in rest):
         return None
-    first = loads[0].argval
-    names = [first[-1] if isinstance(first, tuple) else first]
-    for one in loads[1:]:
-        if one.opname != "LOAD_ATTR":
-            break
-        names.append(one.argval)
-    return tuple(names)
+    return tuple(one.argval for one in loads)
 
 
 def _before_dict(code: CodeType) -> list[tuple[str, ...] | None]:
@@ -422,14 +520,13 @@ def _before_dict(code: CodeType) -> list[tuple[str, ...] | None]:
             start = at
             while start and instructions[start].opname == "LOAD_ATTR":
                 start -= 1
-            chain = _chain(instructions[start:at])
-            found.append(chain)
+            found.append(_chain(instructions[start:at]))
     return found or [None]
 
 
 def _value_of(names: tuple[str, ...], frame: FrameType) -> Any:
     """Return the present value of a variable's attributes, without running code; None where it is not known."""
-    value = frame.f_locals.get(names[0])
+    value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))
     for name in names[1:]:
         own = getattr(value, "__dict__", None)
         if not isinstance(own, dict):
@@ -444,7 +541,14 @@ _disassembled: dict[int, tuple[CodeType, list[dis.Instruction]]] = {}
 def _instructions(code: CodeType) -> list[dis.Instruction]:
     known = _disassembled.get(id(code))
     if known is None or known[0] is not code:
-        left_out = ("CACHE", "PRECALL", "NOP", "PUSH_NULL")
-        found = [one for one in dis.get_instructions(code) if one.opname not in left_out]
+        found = list[dis.Instruction]()
+        for one in dis.get_instructions(code):
+            if one.opname == "LOAD_FAST_LOAD_FAST":  # two variables by one instruction
+                found += [one._replace(opname="LOAD_FAST", opcode=_LOAD, argval=name) for name in one.argval]
+            else:
+                found.append(one)
         known = _disassembled[id(code)] = code, found
     return known[1]
+
+
+_LOAD = dis.opmap["LOAD_FAST"]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import abc
+import array
 import collections
+import ctypes
 import dataclasses
 import enum
 import functools
 import gc
 import logging
+import mmap
 import sys
 import threading
 import weakref
+from _abc import _get_dump  # pyright: ignore[reportMissingImports, reportMissingModuleSource, reportUnknownVariableType]  # of CPython
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent import futures
 from typing import Any
 
 import torch
@@ -140,8 +144,7 @@ def is_open_class(kind: type) -> bool:
 
 
 _CLOSED = frozenset({
-    "_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "re", "socket", "subprocess",
-    "threading", "unittest",
+    "_io", "_thread", "asyncio", "io", "logging", "multiprocessing", "re", "socket", "subprocess", "unittest",
 })  # fmt: skip
 
 
@@ -157,17 +160,42 @@ def module_of(kind: type) -> str:
     return found if isinstance(found, str) else ""
 
 
+def _of_decimal() -> str:
+    decimal = sys.modules.get("decimal")
+    return "" if decimal is None else repr(decimal.getcontext())
+
+
+def _of_numpy() -> str:
+    numpy = sys.modules.get("numpy")
+    return "" if numpy is None else repr((numpy.geterr(), numpy.get_printoptions()))
+
+
+STATES: dict[str, Callable[[], Hashable]] = {
+    "decimal": _of_decimal, "numpy": _of_numpy, "getrecursionlimit": sys.getrecursionlimit,
+    "get_num_threads": torch.get_num_threads, "get_num_interop_threads": torch.get_num_interop_threads,
+    "initial_seed": torch.initial_seed, "active_count": threading.active_count, "get_ident": threading.get_ident,
+    "current_thread": lambda: threading.current_thread().name,
+}  # fmt: skip
+"""State of the process that only functions of C know, by the module or the function that reads it."""
+
+
+def registered(kind: Any) -> Hashable:
+    """Return the classes that are registered as subclasses of an abstract class and its subclasses, by weak reference:
+    ``isinstance`` is true for their objects, and no class says so."""
+    found, ahead = set[Any](), [kind]
+    while ahead:
+        one = ahead.pop()
+        ahead += type.__subclasses__(one)
+        if isinstance(one, abc.ABCMeta):
+            found |= _get_dump(one)[0]
+    return frozenset(found)
+
+
 def state_of(value: Any) -> Callable[[], Any] | None:
     """Return what reads the state of an object of the standard library that is compared by identity otherwise: of
-    events, semaphores, futures, loggers and values in shared memory. None of any other."""
-    if isinstance(value, threading.Event):
-        return value.is_set
-    if isinstance(value, threading.Semaphore):
-        return lambda: vars(value).get("_value")
+    loggers and values in shared memory. None of any other."""
     if isinstance(value, logging.Logger):
         return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
-    if isinstance(value, futures.Future):
-        return lambda: (value.done(), value.cancelled())
     if module_of(type(value)) == "multiprocessing.sharedctypes":
         return lambda: bytes(memoryview(value.get_obj()))
     return None
@@ -186,6 +214,9 @@ def cached_results(cache: Any) -> list[Any]:
     return [result for table in tables for result in table.values()]
 
 
+POINTER: Any = ctypes.POINTER(ctypes.c_int).__base__
+"""Class of pointers of ctypes: what they point to has no end that Python knows."""
+_BUFFERS: tuple[Any, ...] = (bytearray, memoryview, array.array, mmap.mmap, ctypes.Structure.__base__)
 _LARGEST_ARRAY = 1 << 24
 """Bytes of an array that are compared in each call; of a larger one it is seen only that it is another one."""
 
@@ -198,7 +229,7 @@ def memory_of(value: Any) -> Callable[[], Any] | None:
             itself = Itself(value)
             return lambda: (itself, value.dtype.str, value.shape)
         return lambda: (value.dtype.str, value.shape, value.tobytes())
-    if isinstance(value, (bytearray, memoryview)) or module_of(type(value)) in ("array", "mmap", "ctypes"):
+    if isinstance(value, _BUFFERS):
         return lambda: bytes(memoryview(value))
     return None
 

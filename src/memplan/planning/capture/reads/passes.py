@@ -34,11 +34,11 @@ class Passes:
     def refuse(self) -> None:
         """Raise RecordingError where what was read is not the same in the next call, or cannot be compared."""
         if self.executed.outside is not None:
-            function, where = self.executed.outside
+            does, where = self.executed.outside
             raise RecordingError(
-                f"forward() calls {function}: a planned step would not call it again",
+                f"forward() {does}: a planned step would not do that again",
                 expected="code that reads its arguments, attributes and globals",
-                do="Call it outside of forward(), and pass what comes out as an input",
+                do="Do that outside of forward(), and pass what comes out as an input",
                 where=where,
             )
         if self._changing:
@@ -58,7 +58,7 @@ class Passes:
 
     def reads(self) -> Reads:
         """Return what was read, and its present values."""
-        return Reads(Readable(self._model, recipe_of(self.executed)))
+        return Reads(Readable(self._model, recipe_of(self.executed)), late=self.executed.reads_late)
 
 
 _of_errors: weakref.WeakKeyDictionary[BaseException, Reads] = weakref.WeakKeyDictionary()

@@ -22,8 +22,10 @@ from memplan.planning.capture.side_effects import computed
 class Reads:
     """What a captured step can have read, and its values then."""
 
-    def __init__(self, readable: Readable) -> None:
+    def __init__(self, readable: Readable, *, late: bool = False) -> None:
         self.readable, self.found = readable, readable.now()
+        self.late = late
+        """Whether the backward pass has to find all of it as it was, too."""
 
     def hold(self, moment: object = None) -> bool:
         """Return whether all of it is as it was. ``moment``: as for `Readable.now`."""
@@ -74,9 +76,10 @@ class Readable:
         while True:
             walk = Walk(self.recipe, self._places)
             walk.start(self._modules)
-            if walk.named <= self.recipe.names:
+            recipe = replace(self.recipe, names=self.recipe.names | walk.named, whole=walk.whole)
+            if recipe == self.recipe:
                 return walk
-            self.recipe = replace(self.recipe, names=self.recipe.names | walk.named)
+            self.recipe = recipe
 
     def release(self) -> None:
         """Hold nothing that was read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextvars
 import enum
@@ -21,10 +22,12 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.planning.capture.reads.executed import Executed, code_counts, in_standard_library, uses_of
+from memplan.planning.capture.reads.executed import GETTERS, Executed, code_counts, in_standard_library, uses_of
 from memplan.planning.capture.reads.kinds import (
     MISSING,
     PLAIN,
+    POINTER,
+    STATES,
     Itself,
     cached_results,
     dict_of,
@@ -36,6 +39,7 @@ from memplan.planning.capture.reads.kinds import (
     module_of,
     objects_of,
     plainly,
+    registered,
     slots_of,
     state_of,
     told,
@@ -68,6 +72,8 @@ class Recipe:
     """Whether it reads attributes that it does not name."""
     whole_kinds: frozenset[type]
     """Classes of objects of which it does."""
+    modules: frozenset[str]
+    """Modules that it looked up by computed names."""
 
     def is_read(self, name: str, value: Any) -> bool:
         """Return whether an attribute of a class counts."""
@@ -99,7 +105,9 @@ def recipe_of(executed: Executed) -> Recipe:
     uses = [uses_of(code) for code, _ in executed.codes.values()]
     names = frozenset(executed.names).union(*(one.names for one in uses))
     of_globals = frozenset[str]().union(*(one.of_globals for one in uses))
-    return Recipe(dict(executed.codes), names, of_globals, executed.whole, frozenset(executed.whole_kinds))
+    whole = executed.whole or any(one.unnamed for one in uses)
+    kinds, modules = frozenset(executed.whole_kinds), frozenset(executed.modules)
+    return Recipe(dict(executed.codes), names, of_globals, whole, kinds, modules)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -141,6 +149,9 @@ class Walk(Watched):
         self._unseen: list[str] = []
         self.named = set[str]()
         """Attributes that no code names and objects do, such as `operator.attrgetter`: the recipe has to have them."""
+        self.whole = recipe.whole
+        """Whether there is a function that reads attributes which nothing names, such as `getattr` in a partial."""
+        self._states = set[str]()
         self._names = Names(None if recipe.whole else recipe.names, _NEVER)
 
     def found(self) -> Found:
@@ -168,6 +179,9 @@ class Walk(Watched):
                     for inner, value in self.instance(own_of_tensor, self._names).items() if own_of_tensor else ():
                         self._visit(value, f"attribute {name}.{inner}{of}")
         self._globals()
+        for name in STATES:
+            if name in self._recipe.names:
+                self._state(name)
         while self._ahead:
             number, value, label = self._ahead.popleft()
             self._nodes[number] = self._inside(value, label)
@@ -175,7 +189,7 @@ class Walk(Watched):
 
     def _globals(self) -> None:
         by_module: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        modules = dict[str, None]()
+        modules = dict.fromkeys(imported(sorted(self._recipe.modules), ""))
         for code, own in self._recipe.codes.values():
             uses = uses_of(code)
             if str(own.get("__name__")).startswith("torch."):  # its flags and hooks are part of each key
@@ -227,6 +241,8 @@ class Walk(Watched):
             return kind, self._visit(value.__func__, label), self._visit(value.__self__, label)
         if isinstance(value, types.BuiltinFunctionType):
             owner: Any = value.__self__
+            self.whole = self.whole or any(value is one for one in GETTERS)
+            self._state(str(value.__module__))
             if isinstance(owner, _CONTAINERS) or (hasattr(owner, "__dict__") and not isinstance(owner, _FIXED)):
                 return kind, value.__name__, self._visit(owner, label)
             return Itself(value)
@@ -235,8 +251,6 @@ class Walk(Watched):
         if isinstance(value, types.ModuleType):
             return self._module(value, label)
         inner = wrapped(value)
-        if isinstance(value, functools.partial) and value.func is getattr:
-            self.named.update(name for name in value.args[1:2] if isinstance(name, str))
         if inner is not None:
             return kind, *(self._visit(one, label) for one in inner)
         if isinstance(value, _CACHED):
@@ -286,7 +300,11 @@ class Walk(Watched):
         if issubclass(kind, enum.Enum):
             members: Mapping[str, Any] = kind.__members__
             return Itself(kind), *(self._visit(member, label) for member in members.values() if not is_plain(member))
+        self._state(module_of(kind))
         found = list[Any]()
+        if isinstance(kind, abc.ABCMeta):
+            self.bytes(abc.get_cache_token)
+            found.append(registered(kind))
         for base in kind.__mro__:
             if not is_open_class(base):
                 continue
@@ -303,10 +321,17 @@ class Walk(Watched):
             self._visit(meta, f"class {meta.__qualname__}") if is_open_class(meta) else None,
         )
 
+    def _state(self, name: str) -> None:
+        """Read the state behind a module or a function of `STATES`."""
+        if name in STATES and name not in self._states:
+            self._states.add(name)
+            self._add(self.bytes(STATES[name]), f"state of {name}")
+
     def _module(self, value: types.ModuleType, label: str) -> Any:
         own, name = vars(value), value.__name__
         if name == "builtins":
             return Itself(value)
+        self._state(name)
         names = self._recipe.names if code_counts(own) else self._recipe.of_globals
         without = _NEVER | {"modules"} if value is sys else _NEVER
         return Itself(value), *self._named(own, f"global {name}", Names(names, without))
@@ -316,11 +341,13 @@ class Walk(Watched):
     def _object(self, value: Any, label: str) -> Any:
         """Return the node of an object: its class, and what of it the captured code can read.
 
-        That is the first that applies of: the elements of a container, the bytes of an array, the state of an event or
-        a logger, the object's identity (locks, files), the attributes and slots that the code names.
+        That is the first that applies of: the elements of a container, the bytes of an array, the state of a
+        logger, the object's identity (locks, files), the attributes and slots that the code names.
         """
         kind = type(value)
         parts = [kind if module_of(kind) == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
+        if isinstance(value, POINTER):
+            self._unseen.append(f"the {label}, a pointer of ctypes")
         known = self._content(value, label)
         parts += known or ()
         read = memory_of(value) if known is None else None

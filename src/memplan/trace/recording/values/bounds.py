@@ -13,7 +13,7 @@ import torch
 from memplan import _torch
 from memplan.errors import UsageError
 from memplan.trace.recording.place import Line
-from memplan.trace.recording.values.intervals import Range
+from memplan.trace.recording.values.ranges import Range
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -23,12 +23,44 @@ Execution = tuple[Line, int]
 """A line at which values select, and how often it had selected something before."""
 
 
+class Shares:
+    """Shares of the most that there can be, which the user assumes for lines.
+
+    Args:
+        assumed: ``FILE:LINE`` to the share, from 0 to 1. The file is named as it is or by the end of its path.
+    """
+
+    def __init__(self, assumed: Mapping[str, float]) -> None:
+        self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
+        self._used: set[str] = set()
+
+    def of(self, line: Line | None) -> float:
+        """Return the share assumed for a line; 1 if none is."""
+        if line is None:
+            return 1.0
+        path, number = os.path.abspath(line[0]), str(line[1])
+        for file, assumed_at, share in self._shares:
+            if assumed_at == number and (path == os.path.abspath(file) or path.endswith(os.sep + file)):
+                self._used.add(f"{file}:{assumed_at}")
+                return share
+        return 1.0
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return a note for each line with a share at which nothing selects."""
+        places = [f"{file}:{line}" for file, line, _ in self._shares]
+        return tuple(
+            f"a share was assumed for {place}, where nothing selects by value"
+            for place in places
+            if place not in self._used
+        )
+
+
 class Bounds:
     """Results of ops that select by value: as many elements as there can be, or the share that is assumed for a line.
 
     Args:
-        assumed: ``FILE:LINE`` to the share of what there can be, from 0 to 1. The file is named as it is or by the end
-            of its path.
+        shares: assumed by the user.
         tell: told the name of an op, how many elements are taken and can be, and whether ``counts`` say so.
         range_of: range of a tensor's elements, None where that is not known.
         counts: executions of lines at which it is known how many elements are selected.
@@ -36,16 +68,15 @@ class Bounds:
 
     def __init__(
         self,
-        assumed: Mapping[str, float],
+        shares: Shares,
         tell: Callable[[str, int, int, bool], None],
-        range_of: RangeOf = lambda tensor: None,
-        counts: Mapping[Execution, int] | None = None,
+        range_of: RangeOf,
+        counts: Mapping[Execution, int],
     ) -> None:
-        self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
+        self._shares = shares
         self._tell = tell
-        self._used: set[str] = set()
         self._range_of = range_of
-        self._counts = counts or {}
+        self._counts = counts
         self._executions: dict[Line | None, int] = {}
         self.last_execution = 0
         """How often the line that selected last had selected something before."""
@@ -59,7 +90,7 @@ class Bounds:
         most = form.most(given, self._range_of)
         if most is None:
             return NotImplemented
-        share = self.share(frame)
+        share = self._shares.of(frame)
         known = None if form.known is None else form.known(given)
         self.last_execution = self._executions.get(frame, 0)
         self._executions[frame] = self.last_execution + 1
@@ -69,25 +100,6 @@ class Bounds:
         if known is None:
             self._tell(str(func).split(".")[1], taken, most, count is not None)
         return form.made(given, taken)
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Return what has to be said of places that a share was assumed for, and at which nothing selects."""
-        places = [f"{file}:{line}" for file, line, _ in self._shares]
-        return tuple(
-            f"a share was assumed for {one}, where nothing selects by value" for one in places if one not in self._used
-        )
-
-    def share(self, frame: Line | None) -> float:
-        """Return the share of what there can be that is assumed for a line; 1 where none is."""
-        if frame is None:
-            return 1.0
-        path, number = os.path.abspath(frame[0]), str(frame[1])
-        for file, line, share in self._shares:
-            if line == number and (path == os.path.abspath(file) or path.endswith(os.sep + file)):
-                self._used.add(f"{file}:{line}")
-                return share
-        return 1.0
 
 
 def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:

@@ -1,25 +1,245 @@
-"""Ranges of whole numbers: between which a value lies that a recording does not know, so that a size has a largest.
+"""Between which numbers the elements of a tensor lie, where a recording can tell.
 
 `torch.randint(1, 91, ...)` is at most 90, a mask of 400 elements sums to 400 at most, an index lies within its
-dimension. What is computed of such numbers lies within what is computed of their ends.
+dimension.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memplan import _torch
 from memplan.trace.recording.ledger import Ledger
-from memplan.trace.recording.values.intervals import Range, union
-from memplan.trace.recording.values.range_rules import RULES, RULES_OF_OVERLOADS, Call, Ranges, Rule
 
-_SHIFTS = {"aten.add.Tensor": 1, "aten.sub.Tensor": -1}
-_READ = 1 << 16
-"""Elements of a tensor whose values are read, where they are there to be read."""
+Number = int | float
+Range = tuple[Number, Number]
+"""Smallest and largest possible value, both included."""
+_MAX_READ = 1 << 16
+"""Elements of a tensor with known values that are searched for their smallest and largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op with its arguments and result."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    range_of: Callable[[torch.Tensor], Range | None]
+
+    def of(self, position: int) -> Range | None:
+        """Return the range of an argument: a tensor, a list of tensors or a number."""
+        return self._range(self.args[position])
+
+    def _range(self, value: Any) -> Range | None:
+        if isinstance(value, torch.Tensor):
+            return self.range_of(value)
+        if isinstance(value, (list, tuple)):
+            return union([self._range(item) for item in value])
+        return (value, value) if isinstance(value, (int, float)) else None
+
+    def last_index(self, dim_at: int, default: int | None = None) -> Range:
+        """Return the range of indices along the op's dimension, which is its argument ``dim_at``; None: of all."""
+        x, dim = self.args[0], self.args[dim_at] if dim_at < len(self.args) else self.kwargs.get("dim", default)
+        return 0, max((x.numel() if dim is None or not x.dim() else x.shape[dim]) - 1, 0)
+
+
+Rule = Callable[[Call], Range | list[Range | None] | None]
+"""Returns the range of an op's result, or of each of its results."""
+
+
+def union(ranges: Sequence[Range | None]) -> Range | None:
+    """Return the smallest range that contains all; None if one is unknown, or there is none."""
+    known = [values for values in ranges if values is not None]
+    if not known or len(known) < len(ranges):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def corners(combine: Callable[[Number, Number], Number], one: Range | None, other: Range | None) -> Range | None:
+    """Return the range of a function that is monotone in each of its two arguments."""
+    if one is None or other is None:
+        return None
+    ends = [combine(a, b) for a, b in itertools.product(one, other)]
+    return min(ends), max(ends)
+
+
+def _same(*positions: int) -> Rule:
+    return lambda call: union([call.of(at) for at in positions])
+
+
+def _known(value: Number) -> Rule:
+    return lambda call: (value, value)
+
+
+def _binary(combine: Callable[[Number, Number], Number]) -> Rule:
+    def rule(call: Call) -> Range | None:
+        return corners(lambda a, b: combine(a, _alpha(call) * b), call.of(0), call.of(1))
+
+    return rule
+
+
+def _alpha(call: Call) -> Number:
+    return call.args[2] if len(call.args) > 2 else call.kwargs.get("alpha", 1)
+
+
+def _divided(call: Call) -> Range | None:
+    divisor = call.of(1)
+    if divisor is None or divisor[0] <= 0 <= divisor[1]:
+        return None
+    values = corners(operator.truediv, call.of(0), divisor)
+    return values if values is None or "rounding_mode" not in call.kwargs else _rounded(values)
+
+
+def _rounded(values: Range) -> Range:
+    return math.floor(values[0]), math.ceil(values[1])
+
+
+def _whole(rule: Rule) -> Rule:
+    def rounded(call: Call) -> Range | None:
+        values: Any = rule(call)
+        return None if values is None else _rounded(values)
+
+    return rounded
+
+
+def _remainder(call: Call) -> Range | None:
+    divisor = call.of(1)
+    if divisor is None or divisor[0] <= 0:
+        return None
+    return 0, divisor[1] if call.result.is_floating_point() else divisor[1] - 1
+
+
+def _clamped(low_at: int, high_at: int) -> Rule:
+    def rule(call: Call) -> Range:
+        low, high = call.of(0) or (-math.inf, math.inf)
+        for combine, at in ((max, low_at), (min, high_at)):
+            if at < len(call.args) and call.args[at] is not None:
+                end = call.of(at) or (-math.inf, math.inf)
+                low, high = combine(low, end[0]), combine(high, end[1])
+        return low, high
+
+    return rule
+
+
+def _summed(call: Call) -> Range | None:
+    """A sum of as many elements as there are for each element of the result."""
+    count = call.args[0].numel() // max(call.result.numel(), 1)
+    return corners(operator.mul, call.of(0), (count, count))
+
+
+def _partly_summed(call: Call) -> Range | None:
+    return corners(operator.mul, call.of(0), (1, call.args[0].numel()))
+
+
+def _added_at(call: Call) -> Range | None:
+    """scatter_add, index_add: at worst all is added to one element."""
+    count, factor = call.args[3].numel(), call.kwargs.get("alpha", 1)
+    added = corners(operator.mul, call.of(3), (0, count * factor))
+    return corners(operator.add, call.of(0), added)
+
+
+def _put(call: Call) -> Range | None:
+    return None if len(call.args) > 3 and call.args[3] else union([call.of(0), call.of(2)])
+
+
+def _drawn(call: Call) -> Range | None:
+    numbers = [arg for arg in call.args if isinstance(arg, int)]
+    low = numbers[0] if len(numbers) > 1 else 0
+    return (low, max(low, numbers[-1] - 1)) if numbers else None
+
+
+def _counting(call: Call) -> Range:
+    start, end = (0, call.args[0]) if len(call.args) == 1 else call.args[:2]
+    return min(start, end), max(start, end)
+
+
+def _uniform(call: Call) -> Range:
+    """The upper end is never drawn: the largest number is half an eps of the dtype below it."""
+    low, high = (*call.args[1:3], *(0.0, 1.0)[max(len(call.args) - 1, 0) :])
+    return low, low + (high - low) * (1 - torch.finfo(call.result.dtype).eps / 2)
+
+
+def _unit(call: Call) -> Range:
+    return _uniform(Call((), {}, call.result, call.range_of))
+
+
+def _bin_counts(call: Call) -> Range | None:
+    weighted = any(isinstance(arg, torch.Tensor) for arg in call.args[1:])
+    return None if weighted else (0, call.args[0].numel())
+
+
+def _distinct(call: Call) -> list[Range | None]:
+    count = call.args[0].numel()
+    return [call.of(0), (0, max(count - 1, 0)), (1, max(count, 1))]
+
+
+def _unknown(call: Call) -> None:
+    return None
+
+
+_SUBSETS = (
+    "clone", "_to_copy", "contiguous", "cat", "stack", "index", "index_select", "gather", "repeat", "flip", "roll",
+    "masked_select", "take", "max", "min", "amax", "amin", "_unsafe_index", "lift_fresh", "lift_fresh_copy", "mean",
+)  # fmt: skip
+"""Ops whose results are among the elements of the first operand, or between them."""
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(_SUBSETS, _same(0)),
+    **dict.fromkeys(("copy", "fill", "full_like", "full"), _same(1)),
+    "new_full": _same(2),
+    "scalar_tensor": _same(0),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), _known(0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _known(1)),
+    "where": _same(1, 2),
+    **dict.fromkeys(("maximum", "minimum"), _same(0, 1)),
+    **dict.fromkeys(("masked_fill", "masked_scatter"), _same(0, 2)),
+    "index_put": _put,
+    **dict.fromkeys(("scatter", "index_copy", "index_fill"), _same(0, 3)),
+    **dict.fromkeys(("scatter.reduce", "scatter.value_reduce", "round.decimals"), _unknown),
+    **dict.fromkeys(("scatter_add", "index_add"), _added_at),
+    "add": _binary(operator.add),
+    "sub": _binary(operator.sub),
+    "rsub": lambda call: corners(lambda a, b: b - _alpha(call) * a, call.of(0), call.of(1)),
+    "mul": _binary(operator.mul),
+    "neg": lambda call: corners(operator.mul, call.of(0), (-1, -1)),
+    "div": _divided,
+    "floor_divide": _whole(_divided),
+    "remainder": _remainder,
+    "clamp": _clamped(1, 2),
+    "clamp_min": _clamped(1, 9),
+    "clamp_max": _clamped(9, 1),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc"), _whole(_same(0))),
+    "sum": _summed,
+    "cumsum": _partly_summed,
+    "count_nonzero": lambda call: (0, call.args[0].numel() // max(call.result.numel(), 1)),
+    **dict.fromkeys(("argmax", "argmin"), lambda call: call.last_index(1)),
+    "argsort": lambda call: call.last_index(1, -1),
+    **dict.fromkeys(("sort", "max.dim", "min.dim"), lambda call: [call.of(0), call.last_index(1, -1)]),
+    **dict.fromkeys(("sort.stable", "topk"), lambda call: [call.of(0), call.last_index(2, -1)]),
+    "nonzero": lambda call: (0, max([*call.args[0].shape, 1]) - 1),
+    "randperm": lambda call: (0, max(call.args[0] - 1, 0)),
+    **dict.fromkeys(("randint", "random"), _drawn),
+    "random.from": lambda call: (call.args[1], call.args[2] - 1),
+    "arange": _counting,
+    "multinomial": lambda call: call.last_index(9, -1),
+    "searchsorted": lambda call: (0, call.args[0].shape[-1]),
+    "bucketize": lambda call: (0, call.args[1].shape[-1]),
+    "bincount": _bin_counts,
+    **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _distinct),
+    "repeat_interleave": _same(0),
+    "repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
+    **dict.fromkeys(("sigmoid", "_softmax", "bernoulli"), lambda call: (0.0, 1.0)),
+    **dict.fromkeys(("rand", "rand_like"), _unit),
+    "uniform": _uniform,
+}  # fmt: skip
+"""By the op's name, without the underscore of its in-place form; with an overload where that differs."""
 
 
 class ValueRanges:
@@ -28,159 +248,93 @@ class ValueRanges:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._of: dict[int, tuple[Range, torch.dtype]] = {}
-        self._rules: dict[str, Rule | None] = {}
-        self._shifted: dict[int, tuple[tuple[int, int, int], int]] = {}
-        """Storage -> the element that its first is computed from, and the number that was added to it."""
-        self._writes: dict[int, int] = {}
 
     def of(self, tensor: torch.Tensor) -> Range | None:
-        """Return between what the elements of a tensor lie; None where nothing is known."""
+        """Return the range of a tensor's elements; None if it is unknown."""
         if tensor.dtype is torch.bool:
             return 0, 1
         if tensor.is_complex() or tensor.layout != torch.strided or not _torch.has_shape(tensor):
             return None
         known = tensor.constant if isinstance(tensor, _torch.FakeTensor) else tensor
         if known is not None:
-            return _ends(known) if known.numel() <= _READ and not known.is_floating_point() else None
+            return _ends(known) if known.numel() <= _MAX_READ and not known.is_floating_point() else None
         entry = self._ledger.find(tensor)
-        found = None if entry is None else self._of.get(entry.id)
-        return found[0] if found is not None and found[1] is tensor.dtype else None  # else its bits are seen anew
-
-    def origin(self, tensor: torch.Tensor) -> tuple[tuple[int, int, int], int] | None:
-        """Return the element that a tensor of one was computed from, and the number that was added to it.
-
-        Two that have the same element differ by what their numbers do, whatever its value. None: not of one element.
-        """
-        entry = self._ledger.find(tensor) if tensor.layout == torch.strided and tensor.numel() == 1 else None
-        if entry is None:
-            return None
-        (storage, offset, writes), number = self._shifted.get(entry.id, ((entry.id, 0, self._of_writes(entry.id)), 0))
-        return (storage, offset + int(tensor.storage_offset()), writes), number
-
-    def _of_writes(self, storage: int) -> int:
-        return self._writes.get(storage, 0)
-
-    def _shift(self, call: Call) -> None:
-        """Note that a whole number is added to whole numbers: each element of the result comes from one."""
-        if call.name not in _SHIFTS or call.kwargs or not isinstance(call.args[0], torch.Tensor):
-            return
-        (x, number), result = call.args[:2], call.result
-        if type(number) is not int or result.is_floating_point() or not (x.is_contiguous() and result.is_contiguous()):
-            return
-        source, made = self._ledger.find(x), self._ledger.find(result)
-        if source is not None and made is not None:
-            first = (source.id, int(x.storage_offset()), self._of_writes(source.id))
-            (storage, offset, writes), before = self._shifted.get(source.id, (first, 0))
-            offset = offset + first[1] if source.id in self._shifted else offset
-            self._shifted[made.id] = (storage, offset, writes), before + _SHIFTS[call.name] * number
+        values = None if entry is None else self._of.get(entry.id)
+        return values[0] if values is not None and values[1] is tensor.dtype else None  # else a view of its bits
 
     def put(self, tensor: torch.Tensor, values: Range | None) -> None:
-        """Note between what the elements of a tensor lie; None: nothing is known of them any more."""
+        """Set the range of a tensor's elements; None: unknown."""
         entry = self._ledger.find(tensor)
         if entry is None:
             return
-        held = None if values is None else _held(values, tensor.dtype)
-        if held is None:
+        stored = None if values is None else _stored(values, tensor.dtype)
+        if stored is None:
             self._of.pop(entry.id, None)
         else:
-            self._of[entry.id] = held, tensor.dtype
+            self._of[entry.id] = stored, tensor.dtype
 
     def before(self, written: Sequence[Any]) -> None:
-        """Note that an op is about to run; the tensors that it writes may be known until then."""
+        """Keep the ranges of tensors with known values that an op is about to write."""
         for target in written if not self._ledger.real else ():
             if isinstance(target, _torch.FakeTensor) and target.constant is not None:
                 self.put(target, self.of(target))
 
     def after(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        written: Sequence[Any] = (),
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, written: Sequence[Any] = ()
     ) -> None:
-        """Note that an op has run; ``written``: arguments that it changed."""
+        """Set the ranges of an op's results. ``written``: arguments that it wrote."""
         if self._ledger.real:
             return
-        rule = self._rule(name)
-        call = Call(name, args, kwargs, result, self.of)
+        rule = rule_of(name)
+        values = None if rule is None else _computed(rule, Call(args, kwargs, result, self.of))
         if written:
-            self._written(written, rule, call)
-        elif rule is not None:
-            self._made(rule, call)
-            self._shift(call)
-
-    def _rule(self, name: str) -> Rule | None:
-        if name not in self._rules:
-            self._rules[name] = rule_of(name)
-        return self._rules[name]
-
-    def _made(self, rule: Rule, call: Call) -> None:
-        values = _by(rule, call)
-        if values is None:
-            return
-        if isinstance(call.result, torch.Tensor):
-            self.put(call.result, values[0] if isinstance(values, list) else values)
-        elif isinstance(values, list) and isinstance(call.result, (list, tuple)):
-            for tensor, one in zip(call.result, values, strict=False):
+            self._written(written, values)
+        elif values is not None:
+            results = result if isinstance(result, (list, tuple)) else [result]
+            for tensor, ends in zip(results, values if isinstance(values, list) else [values], strict=False):
                 if isinstance(tensor, torch.Tensor):
-                    self.put(tensor, one)
+                    self.put(tensor, ends)
 
-    def _written(self, targets: Sequence[Any], rule: Rule | None, call: Call) -> None:
-        values = _by(rule, call) if rule is not None else None
-        several = values if isinstance(values, list) else [values]
-        for number, target in enumerate(targets):
-            known = several[number] if number < len(several) and len(targets) in (1, len(several)) else None
-            for one in target if isinstance(target, (list, tuple)) else [target]:
-                if isinstance(one, torch.Tensor) and one.layout == torch.strided:
-                    self._overwritten(one, known if one is target else None)
-
-    def _overwritten(self, tensor: torch.Tensor, values: Range | None) -> None:
-        """A part of a storage is written: the rest of it is as before."""
-        entry = self._ledger.find(tensor)
-        if entry is None:
-            return
-        self._shifted.pop(entry.id, None)
-        self._writes[entry.id] = self._of_writes(entry.id) + 1
-        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        self.put(tensor, values if whole else union([self.of(tensor), values]))
+    def _written(self, targets: Sequence[Any], values: Range | list[Range | None] | None) -> None:
+        each = values if isinstance(values, list) else [values]
+        each = each if len(each) == len(targets) else [None] * len(targets)
+        for target, ends in zip(targets, each, strict=True):
+            for tensor in target if isinstance(target, (list, tuple)) else [target]:
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    known = ends if tensor is target else None
+                    whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+                    self.put(tensor, known if whole else union([self.of(tensor), known]))
 
 
 def rule_of(name: str) -> Rule | None:
-    """Return the rule of an op, given its name with its overload; None where it may give anything.
-
-    Of the forms that write their result into ``out=``, the one without another overload has the plain op's arguments.
-    """
+    """Return the rule of an op, by its name with its overload; None if its results are unknown."""
     _, base, overload = name.split(".") if name.count(".") == 2 else ("", name, "")
-    plain = not overload.endswith("out") or overload == "out"
-    return RULES_OF_OVERLOADS.get(name, RULES.get(base) if plain else None)
+    base = base.rstrip("_")
+    # an overload that writes into ``out=`` has the plain op's arguments only if it is named so
+    return RULES.get(f"{base}.{overload}", RULES.get(base) if overload == "out" or "out" not in overload else None)
 
 
-def _held(values: Range, dtype: torch.dtype) -> Range | None:
-    """Return between what values lie that are stored in a dtype: a cast truncates toward zero, or wraps around; one to
-    floating point rounds, which keeps the order."""
-    if not all(map(math.isfinite, values)):
+def _computed(rule: Rule, call: Call) -> Range | list[Range | None] | None:
+    try:
+        return rule(call)
+    except (IndexError, KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
+        return None  # an overload whose arguments the rule does not read
+
+
+def _stored(values: Range, dtype: torch.dtype) -> Range | None:
+    """Return the range after a cast, which rounds or truncates; None if an integer would wrap around."""
+    if not all(map(math.isfinite, values)) or dtype is torch.bool or dtype.is_complex:
         return None
     if dtype.is_floating_point:
         with _torch.no_modes():
             low, high = torch.tensor(values, dtype=torch.float64).to(dtype).tolist()
         return (low, high) if math.isfinite(low) and math.isfinite(high) else None
-    if dtype.is_complex or dtype is torch.bool:
-        return values
-    low, high, limits = math.trunc(values[0]), math.trunc(values[1]), torch.iinfo(dtype)
-    return (low, high) if limits.min <= low and high <= limits.max else None
-
-
-def _by(rule: Rule, call: Call) -> Ranges:
-    try:
-        return rule(call)
-    except (IndexError, KeyError, TypeError, AttributeError, ValueError, OverflowError):
-        return None  # a form of its arguments that the rule is not made for
+    low, high = math.trunc(values[0]), math.trunc(values[1])
+    return (low, high) if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max else None
 
 
 def _ends(known: torch.Tensor) -> Range | None:
     if not known.numel():
         return None
     with _torch.no_modes(), torch.no_grad():
-        low, high = known.min().item(), known.max().item()
-    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+        return known.min().item(), known.max().item()

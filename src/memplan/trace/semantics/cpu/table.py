@@ -19,14 +19,9 @@ from memplan.trace.semantics.cpu import (
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
 from memplan.trace.semantics.cpu.temporaries import (
-    comparing,
-    copying,
-    fourier,
     indexing,
-    linear_algebra,
     losses,
     resampling,
-    sampling,
 )
 from memplan.trace.semantics.kinds import Arguments, Extra, Formula, Keywords, Semantics
 
@@ -37,13 +32,8 @@ _FORMULAS: dict[str, Formula] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": flash_attention.backward,
     **kernels.FORMULAS,
     **losses.FORMULAS,
-    **linear_algebra.FORMULAS,
-    **fourier.FORMULAS,
     **indexing.FORMULAS,
     **resampling.FORMULAS,
-    **sampling.FORMULAS,
-    **comparing.FORMULAS,
-    **copying.FORMULAS,
     **matmul.FORMULAS,
     **lstm.FORMULAS,
     **selections.FORMULAS,

@@ -1,4 +1,4 @@
-"""Temporaries of indexing, repeating and embedding bags on the CPU."""
+"""Temporaries of indexing and embedding bags on the CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.cpu.scalar_operands import of_number
 from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of, copied
 
@@ -26,16 +25,6 @@ def by_index(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return long_indices(args, kwargs, result) + buffer
 
 
-def scatter_reduce(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, scatter_reduce_two: for a mean, the counts, which are themselves scattered."""
-    x, source, reduction = args[0], args[3], args[4]
-    scatter = by_index(args, kwargs, result)
-    if reduction != "mean":
-        return scatter
-    zero_counts = of_number(0, x.dtype) + x.numel()
-    return max(scatter, bytes_of(source) + bytes_of(x) + max(scatter, zero_counts))
-
-
 def index_add(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """TensorAdvancedIndexing.cpp, index_add_cpu_out: a contiguous index; float32 for reduced precision, except for
     vectors."""
@@ -45,29 +34,6 @@ def index_add(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 def index_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """TensorAdvancedIndexing.cpp, index_select_out_cpu_: a contiguous index."""
     return copied(args[2])
-
-
-def index_reduce(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, index_reduce_func_impl: a contiguous index; counts for a mean; a copy of a vector."""
-    x, source, reduction = args[0], args[3], args[4]
-    if reduction != "mean":
-        return copied(args[2]) + (bytes_of(x) if x.dim() < 2 else 0)
-    counting = bytes_of(source) + index_add(args, kwargs, result) if x.dim() > 1 else 0
-    return copied(args[2]) + bytes_of(x) + max(counting, of_number(0, x.dtype) + x.numel())
-
-
-def repeat(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorShape.cpp, repeat: the permutation of the unfolded result's dimensions (movedim) as int64 tensors."""
-    dims = len(args[1])
-    if 0 in args[1]:
-        return 0
-    return 4 * _INT64 * dims if dims else _INT64
-
-
-def unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """UnfoldBackward.cpp: the positions along the dimension if windows overlap."""
-    gradient, sizes, dim, size, step = args[:5]
-    return 0 if step >= size or not sizes else _INT64 * ((gradient.shape[dim] - 1) * step + size)
 
 
 def _clamped_indices(indices: Any) -> int:
@@ -102,12 +68,6 @@ def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], resul
     return max(_INT64 * (1 + mask.numel()) - bytes_of(result), positions, bytes_of(result))
 
 
-def normal(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """DistributionTemplates.h, CHECK_NORMAL_TENSOR_STD: the smallest standard deviation is compared with zero."""
-    deviation = args[1]
-    return deviation.element_size() + of_number(0, deviation.dtype) + 1
-
-
 def _offset2bag_bytes(indices: torch.Tensor) -> int:
     return (indices.numel() + 1) * indices.element_size()
 
@@ -135,11 +95,6 @@ def bag_weights_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     return 0 if bags.numel() or not indices.numel() else 2 * _offset2bag_bytes(indices)
 
 
-def segments_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """SegmentReduce.cpp: a contiguous copy of the gradient."""
-    return copied(args[0])
-
-
 _ALL_SELECTED = "masked_scatter: in its gradient, every element was taken as selected: never more"
 
 
@@ -157,18 +112,12 @@ _BY_INDEX = (
 
 FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}": by_index for name in _BY_INDEX},
-    **{f"aten.scatter_reduce{place}.two": scatter_reduce for place in ("", "_")},
+    **{f"aten.scatter_reduce{place}.two": by_index for place in ("", "_")},
     **{f"aten.index_add{place}.default": index_add for place in ("", "_")},
-    **{f"aten.index_reduce{place}.default": index_reduce for place in ("", "_")},
     "aten.index_select.default": index_select,
-    "aten.repeat.default": repeat,
-    "aten.unfold_backward.default": unfold_backward,
     "aten._unsafe_masked_index.default": masked_index,
     "aten._unsafe_masked_index_put_accumulate.default": masked_index_put,
     "aten.masked_scatter_backward.default": masked_scatter_backward,
-    "aten.normal.Tensor_Tensor": normal,
-    "aten.normal.float_Tensor": normal,
     "aten._embedding_bag_backward.default": bag_backward,
     "aten._embedding_bag_per_sample_weights_backward.default": bag_weights_backward,
-    "aten._segment_reduce_backward.default": segments_backward,
 }

@@ -41,21 +41,10 @@ def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], res
     return 2 * bytes_of(x) + (averaged(x.numel(), x.dtype) if reduction == _MEAN else 0)
 
 
-def cross_entropy_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """The number of elements as a tensor, which the gradient of a mean is divided by."""
-    reduction = args[4] if len(args) > 4 else kwargs.get("reduction", _MEAN)
-    return of_number(1, result.dtype) if reduction == _MEAN else 0
-
-
 def soft_margin_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Two temporaries of the operand's size at first, later one of them and a wrapped scalar."""
     size = bytes_of(result)
     return max(2 * size, size + of_number(1, result.dtype))
-
-
-def multilabel_margin_loss(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """LossMultiLabelMargin.cpp: the minimum of the targets, then the maximum, for the range check."""
-    return next(arg.element_size() for arg in args if isinstance(arg, torch.Tensor) and arg.dtype is torch.int64)
 
 
 FORMULAS: dict[str, Formula] = {
@@ -67,8 +56,5 @@ FORMULAS: dict[str, Formula] = {
     "aten.soft_margin_loss.default": reduced_loss(2, unreduced=0, copies_mean=True),
     "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
     "aten.binary_cross_entropy.default": reduced_loss(3, unreduced=0, copies_mean=True),
-    "aten.binary_cross_entropy_backward.default": cross_entropy_backward,
     "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
-    "aten.multilabel_margin_loss_forward.default": multilabel_margin_loss,
-    "aten.multilabel_margin_loss_backward.default": multilabel_margin_loss,
 }

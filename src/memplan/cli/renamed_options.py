@@ -1,0 +1,70 @@
+"""Former spellings of options: they keep working, with a line that names the present one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_PRECISIONS = {
+    "fp32": [], "bf16": ["--autocast", "bf16"], "fp16": ["--autocast", "fp16"],
+    "bf16-true": ["--dtype", "bf16"], "fp16-true": ["--dtype", "fp16"],
+}  # fmt: skip
+_RENAMED = {
+    "export": {"--out": "--folder", "--on": "--device"},
+    "measure": {"--torch": "--environment"},
+}
+"""Command -> former option with a value -> its present name."""
+_KEPT = {"run": ("--infer", "--precision"), "sweep": ("--precision",)}
+"""Words that are no former spelling in a command: a script's own options, an axis."""
+
+
+def current_spelling(command: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command's arguments with former spellings replaced, and a note for each replacement.
+
+    What follows ``--`` belongs to the target and stays as it is.
+
+    Example:
+        >>> current_spelling("explain", ["m.py:net", "--precision=bf16", "--infer"])[0]
+        ['m.py:net', '--autocast', 'bf16', '--no-train']
+    """
+    current: list[str] = []
+    notes: list[str] = []
+    index = 0
+    while index < len(arguments):
+        word = arguments[index]
+        if word == "--":
+            return [*current, *arguments[index:]], notes
+        option, equals, value = word.partition("=")
+        following = value if equals else arguments[index + 1] if index + 1 < len(arguments) else ""
+        words, has_value = _present(command, option, following)
+        index += 1 if equals or not has_value else 2
+        if words is None:
+            current.append(word)
+            continue
+        typed = word if equals or not has_value else f"{word} {following}"
+        notes.append(
+            f"{typed} is now {' '.join(words)}" if words else f"{typed} is the default, and no longer an option"
+        )
+        current += words
+    return current, notes
+
+
+def _present(command: str, option: str, value: str) -> tuple[list[str] | None, bool]:
+    """Return the words that replace a former option (None: it is none), and whether they replace its value, too."""
+    if option in _KEPT.get(command, ()):
+        return None, False
+    if option == "--infer":
+        return ["--no-train"], False
+    if option == "--precision" and value in _PRECISIONS:
+        return _PRECISIONS[value], True
+    if command == "measure" and option == "--dry" and re.fullmatch(r"\w[\w -]*", value):  # a card, and no target
+        return ["--dry", "--device", value], True
+    side = re.fullmatch(r"--([ab])-([a-z]+)", option) if command == "compare" else None
+    if side is not None:
+        words, has_value = _present("", f"--{side[2]}", value)
+        words = [f"--{side[2]}", value] if words is None else words
+        if not words:  # --b-precision fp32, against another precision of both
+            return [f"--{side[1]}", "dtype=float32"], True
+        return [f"--{side[1]}", "=".join(words).removeprefix("--")], has_value or len(words) == 2
+    new = _RENAMED.get(command, {}).get(option)
+    return ([new, value], True) if new is not None and value else (None, False)

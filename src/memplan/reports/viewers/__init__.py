@@ -1,1 +1,0 @@
-"""Output for other viewers: Perfetto, CSV, TensorBoard."""

@@ -1,0 +1,209 @@
+"""Records a step again where unknown values decide something, to find the trace with the largest peak.
+
+A branch goes the other way; scalar reads take other values. The first recording takes scalar reads of known range as
+the largest possible value (`ScalarPolicy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from textwrap import shorten
+from typing import NamedTuple
+
+from memplan._bytes import format_bytes
+from memplan.errors import RecordingError
+from memplan.trace.live_bytes import peak_live_bytes
+from memplan.trace.recording.place import Line, format_frame
+from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarRead
+from memplan.trace.records import Assumption
+from memplan.trace.trace import Trace
+
+_MAX_RECORDINGS = 8
+"""Further recordings at most. The assumptions say what was not explored."""
+_SAME = 1.01
+"""Peaks that differ by at most this factor count as equal."""
+
+
+class Recorded(NamedTuple):
+    """A recording of the step."""
+
+    outcome: Trace | RecordingError | None
+    overrides: Overrides
+    decisions: Decisions
+
+    @property
+    def peak(self) -> int:
+        """Return its peak in bytes; 0 if it raised."""
+        return peak_live_bytes(self.outcome.counted) if isinstance(self.outcome, Trace) else 0
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all of its storages; 0 if it raised."""
+        return sum(storage.bytes for storage in self.outcome.storages) if isinstance(self.outcome, Trace) else 0
+
+    def reaches(self, choice: Choice) -> bool:
+        """Return whether the step came to the line of a choice."""
+        lines = self.decisions.branches if choice.kind == "branch" else self.decisions.reads
+        return isinstance(self.outcome, Trace) and choice.line in lines
+
+
+def explored(first: Recorded, again: Callable[[Overrides], Recorded]) -> Trace:
+    """Return the trace with the largest peak, with assumptions that compare the outcomes of each choice.
+
+    ``again`` records the step with overrides.
+    """
+    exploration = _Exploration(first, again)
+    exploration.run()
+    return exploration.result()
+
+
+class _Exploration:
+    """Takes the choices of a recording otherwise in turn, on top of the overrides with the largest peak so far."""
+
+    def __init__(self, first: Recorded, again: Callable[[Overrides], Recorded]) -> None:
+        assert isinstance(first.outcome, Trace)
+        self._again = again
+        self._first = self._best = first
+        self._trace = first.outcome
+        """Of the best recording."""
+        self._recorded = {first.overrides: first}
+        self._met: dict[Choice, Recorded] = {}
+        """Each choice with the recording that met it first."""
+        self._tried: dict[Choice, tuple[Recorded, Recorded]] = {}
+        """Each explored choice with the recordings before and after."""
+        self._without_effect: set[Choice] = set()
+
+    def run(self) -> None:
+        """Explore: all scalar reads at once, since most are only logged; then branches; then each scalar read."""
+        queue = self._meet(self._first)
+        for kind in ("other value", "in turn"):
+            group = [choice for choice in queue if choice.kind == kind]
+            other = self._record(self._first.overrides ^ frozenset(group)) if group else None
+            if other is not None and other.peak == self._first.peak and all(map(other.reaches, group)):
+                reads, same = self._first.decisions.reads, other.bytes == self._first.bytes
+                self._without_effect.update(choice for choice in group if same or reads[choice.line].bounded)
+        queue.sort(key=lambda choice: choice.kind != "branch")
+        while queue:
+            choice = queue.pop(0)
+            if choice not in self._without_effect:
+                queue += self._try(choice)
+
+    def _meet(self, recorded: Recorded) -> list[Choice]:
+        """Return the choices of a recording that no earlier one had."""
+        if not isinstance(recorded.outcome, Trace):
+            return []
+        (branches, reads), steps = recorded.decisions, len(recorded.outcome.steps)
+        choices = [Choice(line, "branch") for line in branches]
+        choices += [Choice(line, "other value") for line in reads]
+        choices += [Choice(line, "in turn") for line, read in reads.items() if _has_turns(read, steps)]
+        guards = {choice for choice in recorded.overrides if choice.kind == "branch"}
+        new = [choice for choice in choices if choice not in self._met and choice not in guards]
+        self._met |= dict.fromkeys(new, recorded)
+        return new
+
+    def _try(self, choice: Choice) -> list[Choice]:
+        """Take a choice otherwise, and return new choices."""
+        met = self._met[choice]
+        base = self._best if self._best.reaches(choice) else met
+        other = self._record(base.overrides ^ {choice})
+        if other is None:
+            return []
+        self._tried[choice] = base, other
+        return self._meet(other)
+
+    def _record(self, overrides: Overrides) -> Recorded | None:
+        """Record the step with overrides; None if there have been enough recordings."""
+        if overrides not in self._recorded:
+            if len(self._recorded) > _MAX_RECORDINGS:
+                return None
+            other = self._recorded[overrides] = self._again(overrides)
+            if isinstance(other.outcome, Trace):
+                # at equal peaks, the trace of a program that runs more steps is the one to show
+                more = len(other.outcome.steps) - len(self._trace.steps)
+                if other.peak * (_SAME if more > 0 else 1) > self._best.peak * (_SAME if more < 0 else 1):
+                    self._best, self._trace = other, other.outcome
+        return self._recorded[overrides]
+
+    def result(self) -> Trace:
+        """Return the trace with the largest peak, with the assumptions about all choices."""
+        branches = [choice for choice in self._met if choice.kind == "branch"]
+        rows = [self._branch_row(choice) for choice in branches]
+        rows += [self._read_row(line) for line in dict.fromkeys(line for line, kind in self._met if kind != "branch")]
+        at_branches = {format_frame(choice.line) for choice in branches}
+        others = [row for row in self._trace.assumptions if row.where not in at_branches or not _is_of_branch(row)]
+        assumptions = (*(row for row in rows if row is not None), *others)
+        ordered = sorted(assumptions, key=lambda row: row.kind not in ("branch", "bound"))
+        return replace(self._trace, assumptions=tuple(ordered))
+
+    def _branch_row(self, choice: Choice) -> Assumption:
+        where = format_frame(choice.line)
+        base, other = self._tried.get(choice, (None, None))
+        if base is None or other is None or (isinstance(other.outcome, Trace) and not other.reaches(choice)):
+            return Assumption("branch", _ONE_WAY, where)
+        if isinstance(other.outcome, RecordingError):
+            return Assumption("scalar", _ENDS.format(how=shorten(other.outcome.found, 120, placeholder=" ...")), where)
+        least, most = sorted((base.peak, other.peak))
+        is_same = most <= _SAME * least
+        text = (_SAME_PEAK if is_same else _DIFFER).format(most=format_bytes(most), least=format_bytes(least))
+        times = self._met[choice].decisions.branches[choice.line] // len(self._trace.steps)
+        if times > 1:  # iterations that go different directions in the same step were not recorded
+            text += _ROUNDS.format(times=times)
+        return Assumption("scalar" if is_same else "branch" if times > 1 else "bound", text, where)
+
+    def _read_row(self, line: Line) -> Assumption | None:
+        """Return the Assumption to report for the scalar reads of a line, or None if the peak does not depend on it."""
+        choices = [Choice(line, "other value"), Choice(line, "in turn")]
+        choices = [choice for choice in choices if choice in self._met and choice not in self._without_effect]
+        if not choices:
+            return None
+        where, read = format_frame(line), self._met[choices[0]].decisions.reads[line]
+        tried = [recorded for choice in choices if choice in self._tried for recorded in self._tried[choice]]
+        outcomes = {_value_text(line, recorded.overrides): recorded for recorded in tried}
+        peaks = {text: recorded.peak for text, recorded in outcomes.items() if isinstance(recorded.outcome, Trace)}
+        if not read.bounded:
+            changes = len({recorded.bytes for recorded in outcomes.values() if recorded.peak}) != 1
+            return Assumption("branch", _UNBOUNDED.format(value=read.value), where) if changes else None
+        for text, recorded in outcomes.items():
+            if isinstance(recorded.outcome, RecordingError):
+                how = shorten(recorded.outcome.found, 120, placeholder=" ...")
+                return Assumption("bound", _RAISED.format(end=next(iter(peaks)), other=text, how=how), where)
+        if any(choice not in self._tried for choice in choices):
+            return Assumption("bound", _UNTRIED, where)
+        most, least = max(peaks, key=lambda text: peaks[text]), min(peaks, key=lambda text: peaks[text])
+        if peaks[most] <= _SAME * peaks[least]:
+            return None
+        sizes = {"most": format_bytes(peaks[most]), "less": format_bytes(peaks[least])}
+        text = _SIZES.format(end=most, other=least, **sizes)
+        if read.times // len(self._trace.steps) > 1:
+            text += _MIXED.format(times=read.times // len(self._trace.steps))
+        return Assumption("bound", text, where)
+
+
+_ENDS = "a value decides a branch: the other way {how}"
+_SAME_PEAK = "a value decides a branch: the peak is the same either way ({most})"
+_ONE_WAY = "a value DECIDES A BRANCH, which was recorded one way only: what the other way takes IS NOT BOUNDED"
+_ROUNDS = "; it is decided {times} times in a step, which are all taken to go the same way"
+_DIFFER = "a value decides a branch: one way the step takes {most}, the other way {least}; what takes more is shown"
+_SIZES = (
+    "a value that is read decides sizes: taken {end}, the step takes {most}, {other} {less}; "
+    "values between the smallest and the largest were not recorded"
+)
+_MIXED = "; it is read {times} times in a step, and what other orders of its values take IS NOT BOUNDED"
+_RAISED = "a value that is read is taken {end}, and what others take IS NOT BOUNDED: {other}, {how}"
+_UNTRIED = "a value that is read is taken as the largest it can be: what smaller ones take IS NOT BOUNDED"
+_UNBOUNDED = "a value of unknown range that is read decides sizes: it is taken as {value}, and others ARE NOT BOUNDED"
+
+
+def _has_turns(read: ScalarRead, steps: int) -> bool:
+    return read.bounded and read.alike and isinstance(read.value, int) and read.times > steps
+
+
+def _value_text(line: Line, overrides: Overrides) -> str:
+    if Choice(line, "in turn") in overrides:
+        return "as one value after the other"
+    return "as the smallest" if Choice(line, "other value") in overrides else "as the largest it can be"
+
+
+def _is_of_branch(assumption: Assumption) -> bool:
+    return assumption.kind == "branch" or "decided a branch" in assumption.text

@@ -1,0 +1,492 @@
+"""Answers scalar reads from fake tensors, whose values are unknown, and patches what breaks on fake tensors."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import numpy
+import torch
+
+from memplan import _torch
+from memplan.errors import DataDependentError
+from memplan.trace.recording.assumed import Assumed
+from memplan.trace.recording.ledger import Entry
+from memplan.trace.recording.observer import Observer, Residence
+from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
+from memplan.trace.recording.session import COMPILED
+from memplan.trace.recording.values.bounds import SIZED_BY_NUMBERS, Shares
+from memplan.trace.recording.values.health import answer_of_healthy
+from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
+from memplan.trace.recording.values.ranges import Number, Range, union
+from memplan.trace.recording.values.scalars import bound_of, is_symbolic, symbolic
+from memplan.trace.records import HOST
+
+_BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
+_DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs"
+_OTHER_WAY = "a value decided a branch and was taken the other way: the way taken first ends in an exception"
+_SPLIT = "a tensor IS SPLIT BY VALUES: of its {parts} parts, the first or the last are taken as large as can be"
+_LARGEST = 1 << 24
+"""A range that reaches further counts as unknown: a loop of so many rounds would not end."""
+_ONE, _THREE = 1, 3
+"""What a whole number of unknown range counts as, and its other value, which shows whether the peak depends on it."""
+
+
+class Choice(NamedTuple):
+    """Something that a recording may take otherwise at a line."""
+
+    line: Line
+    kind: Literal["branch", "other value", "in turn"]
+    """The other direction of a branch; the smallest instead of the largest value of a scalar read; one value after the
+    other."""
+
+
+Overrides = frozenset[Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarRead:
+    """The scalar reads of a line."""
+
+    value: Number
+    """The largest possible value, which a recording takes; `_ONE` if no range is known."""
+    other: Number
+    """The smallest possible value; `_THREE` if no range is known."""
+    bounded: bool
+    alike: bool
+    """Whether all have the same range."""
+    times: int
+    """In all steps."""
+
+
+class Decisions(NamedTuple):
+    """Where unknown values decide something in a recording, with the number of times or the values."""
+
+    branches: Mapping[Line, int]
+    reads: Mapping[Line, ScalarRead]
+
+
+def reached(error: BaseException | None) -> bool:
+    """Return whether a call that raised may have received a symbolic scalar.
+
+    It looks at local variables, also in lists and tuples, of the user's innermost frame and of the frames below it.
+    """
+    frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    users = [number for number, frame in enumerate(frames) if is_users(frame.f_code.co_filename)]
+    innermost = frames[users[-1] :] if users else []
+    return any(_has_symbolic(value) for frame in innermost for value in frame.f_locals.values())
+
+
+def _has_symbolic(value: Any) -> bool:
+    return any(map(is_symbolic, value)) if isinstance(value, (list, tuple)) else is_symbolic(value)
+
+
+class ScalarPolicy:
+    """Answers every scalar read of a recording, and records where values decide branches and sizes.
+
+    A value of known range counts as the largest possible, else as 1; a condition goes the way that this says.
+
+    Args:
+        shares: assumed by the user for lines.
+        overrides: what is taken otherwise.
+    """
+
+    def __init__(self, shares: Shares, overrides: Overrides = frozenset()) -> None:
+        self._shares, self._overrides = shares, overrides
+        self.assumed = Assumed()
+        self._last_known = False
+        """Whether the last value read is known, or assumed once and for all: nothing tracks what it decides."""
+        self._last: Range | None = None
+        """Range of the last value read; None if unknown."""
+        self._losses = 0
+        self._redraws: int | None = None
+        self._has_read = False
+        """Whether the step holds a symbolic scalar."""
+        self.last_decision: Line | None = None
+        """Last line at which a value decided a branch."""
+        self.last_bound: Line | None = None
+        """Last line at which values selected elements."""
+        self.last_selected = 0
+        """Number of elements assumed to be selected there."""
+        self._branches: dict[Line, int] = {}
+        self._reads: dict[Line, ScalarRead] = {}
+
+    @property
+    def decisions(self) -> Decisions:
+        """Return where unknown values decided something."""
+        return Decisions(self._branches, self._reads)
+
+    def read_scalar(self, tensor: torch.Tensor, run: _torch.Run, observer: Observer) -> Any:
+        """Return the result of ``aten._local_scalar_dense``: the value if known, else an assumed one.
+
+        A GradScaler's ``found_inf`` is 0.
+        """
+        self._last_known, self._last = True, None
+        if not isinstance(tensor, _torch.FakeTensor) or tensor.constant is not None:
+            return run(_torch.READ_SCALAR)
+        if self._redraws is not None:  # the number of rejections follows from the distribution; no branch to report
+            self._redraws -= 1
+            return self._redraws >= 0
+        entry = observer.ledger.find(tensor)
+        if _is_seed(observer, entry):
+            return 0
+        healthy = answer_of_healthy(entry, observer.notes, observer.ledger.entries)
+        if entry is not None and entry.id in observer.ownership.found_inf:
+            self.assumed.add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
+            value = 0
+        elif healthy is not None:
+            self.assumed.add("scalar", f"a check for nan or inf was read and taken as {healthy}")
+            value = healthy
+        else:
+            self._last = bound = self._range(tensor, observer)
+            self._last_known = bound is not None and bound[0] == bound[1] and self._shares.of(user_frame()) == 1.0
+            value = self._value(bound, whole=_is_whole(tensor))
+            if not self._last_known:
+                is_share = bound is not None and self._shares.of(user_frame()) != 1.0
+                text = f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}"
+                self.assumed.add("bound" if is_share else "scalar", text + (", as was assumed" if is_share else ""))
+        if tensor.dtype == torch.bool:
+            return bool(value)
+        if tensor.dtype.is_complex:
+            return complex(value)
+        return float(value) if tensor.dtype.is_floating_point else int(value)
+
+    def _range(self, tensor: torch.Tensor, observer: Observer) -> Range | None:
+        values = None if tensor.dtype is torch.bool else observer.ranges.of(tensor)
+        return None if values is None or max(map(abs, values)) > _LARGEST else values
+
+    def _value(self, bound: Range | None, *, whole: bool) -> Number:
+        """Return what a value counts as that the user's line reads."""
+        line, share = user_frame(), self._shares.of(user_frame())
+        if bound is not None and share != 1.0:
+            value = bound[0] + share * (bound[1] - bound[0])
+            return math.ceil(value) if whole else value
+        other, value = bound or (_THREE, _ONE)
+        if line is None or other == value or (bound is None and not whole):
+            return value
+        before = self._reads.get(line, ScalarRead(value, other, bound is not None, True, 0))
+        self._reads[line] = ScalarRead(
+            max(before.value, value),
+            min(before.other, other),
+            before.bounded and bound is not None,
+            before.alike and (before.value, before.other) == (value, other),
+            before.times + 1,
+        )
+        if Choice(line, "in turn") in self._overrides and isinstance(value, int) and bound is not None:
+            # from both ends, so that two offsets are as far apart as they can be
+            turn = before.times % (value - int(other) + 1)
+            return value - turn // 2 if turn % 2 else int(other) + turn // 2
+        return other if Choice(line, "other value") in self._overrides else value
+
+    @contextmanager
+    def installed(self, observer: Observer, mode: _torch.FakeMode) -> Iterator[None]:
+        """Patch the methods of fake tensors that return values to Python, and what breaks on fake tensors."""
+        fake = _torch.FakeTensor
+
+        def unless_suspended(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+            original = getattr(fake, name)
+            return lambda tensor, *args, **kwargs: (original if mode.suspended else read)(tensor, *args, **kwargs)
+
+        def random_state(state: torch.Tensor) -> None:
+            if not mode.suspended:
+                observer.random_state(state)
+
+        with ExitStack() as stack:
+            stack.enter_context(
+                _torch.patched(
+                    fake,
+                    item=unless_suspended("item", self._item),
+                    tolist=unless_suspended("tolist", self._tolist),
+                    numpy=unless_suspended("numpy", lambda tensor, **_: self._numpy(tensor, observer)),
+                    __bool__=unless_suspended("__bool__", self._bool),
+                    __float__=unless_suspended("__float__", self._float),
+                    __int__=unless_suspended("__int__", lambda tensor: self._int(tensor)),
+                    __index__=unless_suspended("__index__", self._index),
+                    __format__=lambda tensor, form: format(tensor.item() if tensor.dim() == 0 else str(tensor), form),
+                    __deepcopy__=lambda tensor, memo: _deepcopy(tensor, memo),
+                    split=self._splitting(fake.split),
+                    tensor_split=_splitting_at(fake.tensor_split),
+                    **{name: unless_suspended(name, call) for name, call in _shared_memory(observer).items()},
+                )
+            )
+            functions = {name: self._making(getattr(torch, name), observer) for name in ("tensor", "as_tensor")}
+            functions["tensor_split"] = _splitting_at(torch.tensor_split)
+            here = {name: _torch.here_alone(call, getattr(torch, name)) for name, call in functions.items()}
+            stack.enter_context(_torch.patched(torch, **here))
+            stack.enter_context(_torch.modules_converted_as_real())
+            stack.enter_context(_torch.fakes_dressed())
+            stack.enter_context(_torch.lazy_as_fake(mode, mode.within))
+            stack.enter_context(_torch.rejections_counted(self._redrawing))
+            stack.enter_context(_torch.lengths_as_tensors())
+            stack.enter_context(_torch.sequences_padded_in_python())
+            stack.enter_context(_torch.linear_seen(observer.engine.set_in_linear))
+            stack.enter_context(_torch.spectra_seen(observer.set_without_vectors))
+            stack.enter_context(_torch.random_states_seen(random_state))
+            stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
+            yield
+
+    @contextmanager
+    def _redrawing(self, times: int) -> Iterator[None]:
+        self._redraws = times
+        try:
+            yield
+        finally:
+            self._redraws = None
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        value = torch.Tensor.item(tensor)
+        if self._last_known or isinstance(value, complex):
+            return value
+        if isinstance(value, bool):  # bool cannot be subclassed, and is read to decide a branch
+            return self.decides(value)
+        self._has_read = True
+        return symbolic(value, self, self._last)
+
+    def _tolist(self, tensor: Any) -> Any:
+        if tensor.constant is not None:
+            return tensor.constant.tolist()
+        return self._item(tensor) if tensor.dim() == 0 else [self._tolist(row) for row in tensor.unbind()]
+
+    def _numpy(self, tensor: Any, observer: Observer) -> Any:
+        if tensor.constant is not None:
+            with _torch.no_modes():
+                return _holding(tensor.constant.numpy(), tensor)
+        _check_numpy(observer.card, tensor)
+        name, whole = str(tensor.dtype).removeprefix("torch."), _is_whole(tensor)
+        bound = self._range(tensor, observer) if whole else None
+        value = self._value(bound, whole=whole)
+        self.assumed.add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {value}")
+        if bound is None and (whole or branches(user_frame())):
+            self.becomes_plain()
+        return _holding(numpy.full(tuple(tensor.shape), value, dtype=name), tensor)
+
+    def _bool(self, tensor: torch.Tensor) -> bool:
+        value = torch.Tensor.__bool__(tensor)
+        return value if self._last_known else self.decides(value)
+
+    def _float(self, tensor: torch.Tensor) -> float:
+        value = torch.Tensor.__float__(tensor)
+        if not self._last_known and is_optimizing():
+            self._losses += 1
+            return value / self._losses  # a decreasing loss: the line search goes on
+        if not self._last_known and branches(user_frame()):
+            self.becomes_plain()
+        return value
+
+    def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
+        value = convert(tensor)
+        if not self._last_known and self._last is None:
+            self.becomes_plain()
+        return value
+
+    def _index(self, tensor: torch.Tensor) -> int:
+        value = self._int(tensor, torch.Tensor.__index__)
+        if not self._last_known and self._last is None:
+            raise _used_as_size()
+        return value
+
+    def _splitting(self, split: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Tensor.split` for sizes that may be symbolic: their sum may differ from the tensor's size."""
+
+        def split_by(tensor: Any, sizes: Any, dim: int = 0) -> Any:
+            if isinstance(sizes, (list, tuple)) and any(map(is_symbolic, sizes)):
+                self.assumed.add("bound", _SPLIT.format(parts=len(sizes)))
+                sizes = fitted(sizes, tensor.shape[dim])
+            return split(tensor, sizes, dim)
+
+        return split_by
+
+    def _making(self, make: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
+        """Return a function that makes a tensor of numbers: of symbolic scalars, its values are unknown."""
+
+        def make_unknown(*args: Any, **kwargs: Any) -> Any:
+            result = make(*args, **kwargs)
+            if self._has_read and isinstance(result, _torch.FakeTensor) and result.constant is not None:
+                numbers = list(_leaves(args[0] if args else kwargs.get("data")))
+                if any(map(is_symbolic, numbers)):
+                    result.constant = None
+                    observer.ranges.put(result, union([bound_of(number) for number in numbers]))
+            return result
+
+        return make_unknown
+
+    def equal(self) -> bool:
+        """Return the result of ``torch.equal``."""
+        self.assumed.add("scalar", "two tensors were compared and taken as equal")
+        return self.decides(True)
+
+    def bounded(self, op: str, size: int, most: int, known: bool) -> None:
+        """Record that an op selects by value: by assumption ``size`` elements of at most ``most``.
+
+        ``known``: the size was inferred from other shapes.
+        """
+        self.last_bound, self.last_selected = user_frame(), size
+        self.assumed.selected(op, size, most, known=known, counted=op in SIZED_BY_NUMBERS)
+
+    def decides(self, answer: bool) -> bool:
+        """Record that a value decides a branch, and return the direction to go."""
+        iterates = goes_on()
+        if iterates is not None:
+            self.assumed.add("scalar", ITERATES)
+            return iterates
+        self.last_decision = line = user_frame()
+        if line is not None:
+            self._branches[line] = self._branches.get(line, 0) + 1
+            if Choice(line, "branch") in self._overrides:
+                self.assumed.add("scalar", _OTHER_WAY)
+                return not answer
+        self.assumed.add("branch", _DECIDES)
+        return answer
+
+    def becomes_plain(self) -> None:
+        """Record that an unknown value without a known range became a number that is not followed."""
+        self.last_decision = user_frame()
+        self.assumed.add("branch", _DECIDES)
+
+    def result_assumed(self, text: str) -> None:
+        """Record an assumption about a result that depends on values."""
+        self.assumed.add("sparse", text)
+
+    def library_op(self, op: str) -> None:
+        """Record an operator of a library or of the user, whose workspace is unknown."""
+        name = op.rpartition(".")[0].replace(".", "::")
+        self.assumed.add("library", f"{name}: what its kernel takes besides its results is not known and NOT COUNTED")
+
+    def mixed_devices(self, op: str) -> None:
+        """Record an op that reads tensors both on the card and on the host."""
+        name = op.removeprefix("aten.").split(".")[0]
+        text = f"{name} READS A TENSOR OF THE HOST beside one on the card: on CUDA it raises an error"
+        self.assumed.add("host", text)
+
+
+def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
+    """Return sizes of parts that add up to ``whole``; see `_SPLIT`.
+
+    Largest possible sizes fill the first parts, and leave an element for each other part; of smallest possible sizes
+    the last parts take the rest, as far as their ranges go.
+    """
+    result, left = list[int](), whole
+    for later, size in zip(range(len(sizes) - 1, -1, -1), sizes, strict=True):
+        result.append(max(0, min(int(size), left - later)))
+        left -= result[-1]
+    for part in range(len(sizes) - 1, -1, -1):
+        bound = sizes[part].bound if is_symbolic(sizes[part]) else None  # pyright: ignore[reportAttributeAccessIssue]
+        more = left if bound is None else max(0, min(left, int(bound[1]) - result[part]))
+        result[part] += more
+        left -= more
+    result[-1] += left  # what is known does not add up to the whole
+    return result
+
+
+def _splitting_at(split: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `tensor_split` that reads a tensor of places in Python: in C++ torch would read a fake one's memory."""
+
+    def listed(value: Any, position: int) -> Any:
+        return value.tolist() if position and isinstance(value, _torch.FakeTensor) else value
+
+    def split_at(*args: Any, **kwargs: Any) -> Any:
+        name = "tensor_indices_or_sections"
+        if isinstance(kwargs.get(name), _torch.FakeTensor):
+            kwargs["indices"] = kwargs.pop(name).tolist()
+        return split(*[listed(value, position) for position, value in enumerate(args)], **kwargs)
+
+    return split_at
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(item, (list, tuple)):
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+
+
+_SEED_OPS = 8
+"""A seed is read within so many ops after it was drawn."""
+
+
+def _is_seed(observer: Observer, entry: Entry | None) -> bool:
+    """Return whether a value was just drawn by `random_()` from all integers, as seeds are."""
+    if entry is None or entry.dtype not in ("int64", "int32"):
+        return False
+    recent = reversed(observer.notes[-_SEED_OPS:])
+    return next((note.name == "aten.random_.default" for note in recent if entry.id in note.writes), False)
+
+
+def _holding(array: Any, tensor: torch.Tensor) -> Any:
+    """Return the array with a reference to the tensor, whose memory a real array would share."""
+    return numpy.asarray(SimpleNamespace(__array_interface__=array.__array_interface__, of=(array, tensor)))
+
+
+def _check_numpy(card: Residence | None, tensor: Any) -> None:
+    """Raise the error of `Tensor.numpy` for a tensor on the card or one that requires grad."""
+    if tensor.device.type != HOST and card is not None and not card.everything:
+        raise TypeError(
+            f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+            "host memory first."
+        )
+    if tensor.requires_grad:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+
+
+def _used_as_size() -> DataDependentError:
+    return DataDependentError(
+        "a tensor is used as an index or a size, and recording has no values",
+        expected="shapes that follow from the shapes of the inputs",
+        do="Run memplan.measure(build) instead: it really runs the step",
+        where=format_frame(user_frame()),
+    )
+
+
+def branches(frame: tuple[str, int] | None) -> bool:
+    """Return whether a line of source branches: a plain float read there may decide the branch."""
+    line = linecache.getline(*frame) if frame is not None else ""
+    return _BRANCH.search(line) is not None
+
+
+def _shared_memory(observer: Observer) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Return `torch.Tensor.share_memory_`, which allocates shared memory and frees the former, and `is_shared`."""
+    shared = set[int]()
+
+    def is_shared(tensor: torch.Tensor) -> bool:
+        entry = observer.ledger.find(tensor)
+        return tensor.is_cuda or (entry is not None and entry.id in shared)
+
+    def share(tensor: torch.Tensor) -> torch.Tensor:
+        entry = observer.ledger.find(tensor)
+        if entry is not None and not is_shared(tensor):
+            shared.add(entry.id)
+            torch.empty(entry.bytes, dtype=torch.uint8)
+        return tensor
+
+    return {"share_memory_": share, "is_shared": is_shared}
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Like torch.Tensor.__deepcopy__, which would also copy the mode of a fake tensor."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol at the moment")
+    with torch.no_grad():
+        copy = tensor.clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        copy = torch.nn.Parameter(copy, tensor.requires_grad)
+    else:
+        copy.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copy.grad = _deepcopy(tensor.grad, memo)
+    memo[id(tensor)] = copy
+    return copy

@@ -1,1 +1,0 @@
-"""Kernels of oneDNN whose blocks come from its own estimates of the time."""

@@ -1,0 +1,33 @@
+"""What a test needs of the machine: the processor, the version of torch, an environment with a CUDA build of torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+ENVIRONMENT = os.environ.get("MEMPLAN_DRY_TORCH")
+"""The environment with a CUDA build of torch in which dry runs are tested."""
+
+needs_cuda_torch = pytest.mark.skipif(
+    ENVIRONMENT is None, reason="MEMPLAN_DRY_TORCH names no environment with a CUDA build of torch"
+)
+
+needs_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="oneDNN's convolutions take other buffers without AVX-512, more of them in bfloat16",
+)
+"""For tests of the bytes of convolutions on this machine, or of budgets that only bfloat16 keeps."""
+
+needs_sizes_as_symbols = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="attention on the CPU asks for numbers in torch 2.11: each new size is captured by itself there",
+)
+"""For attention that is traced with symbols for sizes."""
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Return cases of a parametrization that repeat the others in more places: `make test-all` runs them."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
