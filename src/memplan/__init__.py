@@ -119,8 +119,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
 
 
-def _as_html(result: object) -> str:
-    return importlib.import_module("memplan.reports.html.results").html_of(result)
+def _reports() -> Any:
+    return importlib.import_module("memplan.reports.results")
 
 
-draw_with(_as_html)
+draw_with(_reports)

@@ -1,25 +1,39 @@
-"""How results show themselves: as text that steers no terminal, and in notebooks.
+"""How results show themselves: by their report, as text that steers no terminal and in notebooks.
 
-What draws them in notebooks lies above them all: the package itself puts it here.
+The reports lie above all results: the package itself names their module here.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from memplan._text import printable_lines
 
 _MOST = 400
 """Characters of a ``repr``, which debuggers and lists of results show."""
-_draw: Callable[[object], str] | None = None
 
 
-def draw_with(draw: Callable[[object], str]) -> None:
-    """Draw every result as HTML by a function."""
-    global _draw
-    _draw = draw
+class Reports(Protocol):
+    """Writes the report of any result."""
+
+    def text_of(self, result: object) -> str:
+        """Return the report as text of 80 columns."""
+        ...
+
+    def html_of(self, result: object) -> str:
+        """Return the report as HTML for a notebook."""
+        ...
+
+
+_reports: Callable[[], Reports]
+
+
+def draw_with(reports: Callable[[], Reports]) -> None:
+    """Set what imports the reports, which is called when a result is first shown."""
+    global _reports
+    _reports = reports
 
 
 class Printed:
@@ -44,16 +58,20 @@ def _cleaned(write: Callable[[Any], str], most: int | None) -> Callable[[Any], s
 
 
 class Displayed(Printed):
-    """A result that Jupyter shows as HTML, and a terminal's IPython as it prints; elsewhere by its first line."""
+    """A result whose ``str`` is its report, as its command prints it in a pipe; Jupyter shows it as HTML. Its ``repr``
+    is the first line."""
 
     __slots__ = ()
+
+    def __str__(self) -> str:
+        return _reports().text_of(self)
 
     def __repr__(self) -> str:
         first = str(self).partition("\n")[0]
         return f"<{type(self).__name__}: {first:.{_MOST - 40}}>"
 
-    def _repr_html_(self) -> str | None:
-        return None if _draw is None else _draw(self)
+    def _repr_html_(self) -> str:
+        return _reports().html_of(self)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

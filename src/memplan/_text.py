@@ -83,6 +83,12 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+def format_share(part: float, whole: float) -> str:
+    """Return a percentage such as "12 %"; "<1 %" for small shares."""
+    percent = 100 * part / whole if whole else 0.0
+    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
+
+
 _MANY_SECONDS = 1e7
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +12,13 @@ from torch import nn
 
 import memplan
 from memplan._bytes import parse_bytes
-from memplan.reports.explain import print_explanation
+from memplan.reports.explain import report
+from memplan.reports.terminal import text_of
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    out = io.StringIO()
-    print_explanation(memplan.explain(lambda: nn.Conv2d(8, 16, 3, padding=1), "4x8x64x64", device="t4"), out)
-    return out.getvalue()
+    return text_of(report(memplan.explain(lambda: nn.Conv2d(8, 16, 3, padding=1), "4x8x64x64", device="t4")))
 
 
 def _numbers(line: str) -> list[int]:
@@ -47,6 +45,5 @@ def test_what_cuda_would_refuse_stands_at_the_head() -> None:
         model, data = nn.Linear(3, 4).cuda(), torch.zeros(2, 3)
         return lambda: model(data)
 
-    out = io.StringIO()
-    print_explanation(memplan.explain(memplan.record(build, device="t4")), out)
-    assert "addmm READS A TENSOR OF THE HOST" in out.getvalue().split("By cause")[0]
+    text = text_of(report(memplan.explain(memplan.record(build, device="t4"))))
+    assert "addmm READS A TENSOR OF THE HOST" in text.split("By cause")[0]

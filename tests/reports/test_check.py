@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 from memplan.checks.finding import Finding, Findings
-from memplan.reports.check import print_findings
+from memplan.reports.check import report
+from memplan.reports.terminal import text_of
 
 
 def finding(layers: int = 3) -> Finding:
@@ -17,9 +17,7 @@ def finding(layers: int = 3) -> Finding:
 
 
 def printed(*findings: Finding, top: int = 12) -> str:
-    out = io.StringIO()
-    print_findings("net.py:make", list(findings), out, top)
-    return out.getvalue()
+    return text_of(report("net.py:make", list(findings), top))
 
 
 def test_what_is_printed() -> None:
@@ -36,7 +34,7 @@ def test_what_is_printed() -> None:
 
 def test_a_name_keeps_its_first_letter() -> None:
     told = Finding("a-trap", "info", "", None, 0, "cuDNN may take more")
-    assert "  cuDNN may take more.\n" in printed(told)
+    assert printed(told).endswith("\n  cuDNN may take more.")
 
 
 def test_further_layers_are_counted() -> None:
@@ -45,7 +43,7 @@ def test_further_layers_are_counted() -> None:
 
 
 def test_nothing_found() -> None:
-    assert printed() == "net.py:make: nothing found\n"
+    assert printed() == "net.py:make: nothing found"
 
 
 def test_json_is_the_finding() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
 
-from memplan.reports.compare import print_comparison
+from memplan.reports.compare import report
+from memplan.reports.terminal import text_of
 from memplan.studies.comparisons.comparison import Comparison, Decided, LayerPart, ResultDifference, Side, Zeros
 
 KIB = 1 << 10
@@ -21,9 +21,7 @@ def side(title: str, scale: int, **more: object) -> Side:
 
 
 def printed(comparison: Comparison, top: int = 12) -> str:
-    out = io.StringIO()
-    print_comparison(comparison, out, top)
-    return out.getvalue()
+    return text_of(report(comparison, top))
 
 
 def test_what_is_printed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,14 @@ from reports.outcomes import FRONTIER, MIB
 from memplan.errors import InputError, UsageError
 from memplan.reports import frontier
 from memplan.reports.chart import check_drawable, picture
-from memplan.reports.output import print_parts
+from memplan.reports.document import document
+from memplan.reports.terminal import text_of
 from memplan.verification.fitting.frontier import Frontier, Point
 
 
 def printed(shown: Frontier) -> list[str]:
-    file = io.StringIO()
-    print_parts(lambda page: [frontier.table(shown, page)], file)
-    return [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    text = text_of(document(None, *frontier.parts(shown)))
+    return [" ".join(line.split()) for line in text.splitlines()]
 
 
 def test_the_table_has_a_row_for_each_point_and_marks_the_budget() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,8 @@ from reports.outcomes import FRONTIER, MIB
 
 from memplan._json import to_plain
 from memplan.reports import frontier
-from memplan.reports.output import print_parts
+from memplan.reports.document import document
+from memplan.reports.terminal import text_of
 from memplan.verification.measurement.peak_and_time import Times
 from memplan.verification.peers.peers import COMPILED, EAGER, Peer
 from memplan.verification.peers.trials import PeerResult
@@ -34,9 +34,8 @@ BESIDE = replace(FRONTIER, peers=PEERS)
 
 
 def test_the_table_says_which_gradients_are_wrong_and_what_did_not_run() -> None:
-    file = io.StringIO()
-    print_parts(lambda page: [frontier.peers_table(BESIDE, page)], file)
-    _, _, *rows = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    text = text_of(document(None, *frontier.parts(BESIDE)[1:]))
+    _, _, *rows = [" ".join(line.split()) for line in text.splitlines()]
     assert rows[:3] == [
         "eager 610.0 MiB 100 % +0 % right",
         "torch.compile 500.0 MiB 82 % -50 % not compared",
@@ -44,9 +43,7 @@ def test_the_table_says_which_gradients_are_wrong_and_what_did_not_run() -> None
     ]
     assert rows[3] == "bfloat16 autocast 300.0 MiB 49 % -20 % off by 1.23%"
     assert rows[4] == "other did not run"
-    (reason,) = frontier.why_not(BESIDE)
-    assert reason.startswith("other did not run: RuntimeError: no ")
-    assert "\x1b" not in reason
+    assert rows[5] == "other did not run: RuntimeError: no ?[1m kernels"
 
 
 def test_the_picture_has_them_beside_the_plans() -> None:

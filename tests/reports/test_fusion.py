@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
-import pytest
 from reports.test_plan import PLAN, piped
-from rich.console import Console
 
 from memplan.planning.plan.fusion import Fusion, Group
-from memplan.reports.fusion import render
-from memplan.reports.output import Page
+from memplan.reports.document import document
+from memplan.reports.fusion import sections
+from memplan.reports.terminal import text_of
 
 MIB = 1 << 20
 CONV = Group(
@@ -30,15 +28,12 @@ GROUPS = (CONV, NORM, SMALL, PRODUCT)
 FUSION = Fusion("cpu", 9, 4, 50 * MIB, 20 * MIB, GROUPS)
 
 
-def drawn(fusion: Fusion, page: Page, top: int = 12) -> str:
-    console = Console(width=page.width, file=io.StringIO(), color_system=None)
-    with console.capture() as capture:
-        console.print(*render(fusion, page, top), sep="\n")
-    return capture.get()
+def drawn(fusion: Fusion, width: int = 80, top: int = 12, *, ascii_only: bool = False) -> str:
+    return text_of(document(None, *sections(fusion, top)), width, ascii_only=ascii_only)
 
 
 def test_the_whole_report() -> None:
-    lines = drawn(FUSION, Page(80, False), top=2).split("\n")
+    lines = drawn(FUSION, top=2).split("\n")
     assert [line.rstrip() for line in lines] == [
         "Fused kernels",
         "kernels 9 -> 4, bytes moved 50.0 MiB -> 20.0 MiB a step; 80 % of what is left is",
@@ -52,7 +47,6 @@ def test_the_whole_report() -> None:
         "bytes: read and written by a kernel in a step. FLOP/byte: products and",
         "convolutions, as torch.utils.flop_counter counts them; pointwise arithmetic",
         "counts none. bound: what takes longer on a CPU of two cores.",
-        "",
     ]
 
 
@@ -61,25 +55,8 @@ def test_it_is_a_part_of_the_plans_report_and_text() -> None:
     assert "Fused kernels" not in piped(PLAN)
     text = piped(plan)
     assert text.index("all 1") < text.index("Fused kernels") < text.index("note: no optimizer")
-    assert f"As fused kernels: {FUSION.summary}." in str(plan)
-    assert "more" not in drawn(FUSION, Page(80, False), top=0)
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
-@pytest.mark.parametrize("ascii_only", [False, True])
-def test_it_fits_the_page(width: int, ascii_only: bool) -> None:
-    long = replace(NORM, kernel="cpp_fused_" + "a_long_op_" * 12, layers=("encoder.blocks.a_long_name",) * 5)
-    text = drawn(replace(FUSION, groups=(*GROUPS, long), device="h100"), Page(width, ascii_only))
-    assert max(map(len, text.split("\n"))) <= width
-    assert text.replace("─", "-").replace("…", "..").isascii()
-    assert "on h100." in " ".join(text.split())
-
-
-def test_names_steer_no_terminal() -> None:
-    bad = replace(NORM, kernel="a\x1b[2J", layers=("[red]\x07",))
-    text = drawn(replace(FUSION, groups=(bad,), device="cpu\r\x1b[0m"), Page(80, False))
-    assert text.replace("\n", "").isprintable()
+    assert "more" not in drawn(FUSION, top=0)
 
 
 def test_a_step_that_calls_nothing() -> None:
-    assert drawn(Fusion("cpu", 0, 0, 0, 0, ()), Page(80, False)).strip().endswith("0 B -> 0 B a step")
+    assert drawn(Fusion("cpu", 0, 0, 0, 0, ())).strip().endswith("0 B -> 0 B a step")

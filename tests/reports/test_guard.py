@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 from models.guard_figures import MIB, figures, taken
 
-from memplan.reports.guard import print_outcome
+from memplan.reports.guard import report
+from memplan.reports.terminal import text_of
 from memplan.studies.guarding.outcome import Outcome, compare_with
 
 
@@ -18,9 +18,7 @@ def grown(tolerance: str = "1%") -> Outcome:
 
 
 def printed(outcome: Outcome, top: int = 12) -> str:
-    file = io.StringIO()
-    print_outcome(outcome, file, top)
-    return file.getvalue()
+    return text_of(report(outcome, top))
 
 
 def test_what_is_printed() -> None:
@@ -39,7 +37,7 @@ def test_what_is_printed() -> None:
         "\n"
         "By layer, at the peak\n"
         "  attn of h 0 to 3: +8.0 MiB (saved activations +8.0 MiB) (src/net.py:10)\n"
-        "  head: -1.0 MiB (weights -1.0 MiB) (src/net.py:14)\n"
+        "  head: -1.0 MiB (weights -1.0 MiB) (src/net.py:14)"
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import torch
 from torch import nn
 
-from memplan.reports.largest import print_largest
+from memplan.reports.largest import report
+from memplan.reports.terminal import text_of
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import Largest, find_largest
 from memplan.studies.capacity.limit import room_of
@@ -26,9 +26,7 @@ def found(device: str, budget: str, most: int | None = None) -> Largest:
 
 
 def printed(one: Largest) -> str:
-    out = io.StringIO()
-    print_largest(one, out)
-    return " ".join(out.getvalue().split())
+    return " ".join(text_of(report(one)).split())
 
 
 def test_the_answer_and_every_recording() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
-
 from memplan.explanation.line_profile import LineProfile, LineRow
-from memplan.reports.line_tables import print_lines
+from memplan.reports.line_tables import report
+from memplan.reports.terminal import text_of
 
 ROWS = (
     LineRow(7, 0, 0, 0, 0, 0, "def step(\x1b[31mmodel):"),
@@ -24,23 +23,11 @@ line hits    held   added   freed    peak code
 note: said
 
 held: allocated after the line. added, freed: what it leaves, and what it ends,
-of that. peak: the most while it ran. Of several hits, the most of any.
-"""
-
-TEXT = """\
-Trainer.step (train.py), line by line, predicted on h100
-line  hits     held    added    freed     peak  code
-   7                                            def step(?[31mmodel):
-   8    12  3.0 MiB  2.0 MiB        -  5.0 MiB      loss = model(batch, labels, with_a_long_name=1, another=2)
-   9     1        -        -  3.0 MiB  3.0 MiB      del loss
-note: said"""
+of that. peak: the most while it ran. Of several hits, the most of any."""
 
 
 def test_what_is_printed() -> None:
-    file = io.StringIO()
-    print_lines([PROFILE], file)
-    assert file.getvalue() == PRINTED
-    assert str(PROFILE) == TEXT
+    assert str(PROFILE) == text_of(report([PROFILE])) == PRINTED
 
 
 def test_the_lines_of_a_file_go_by_its_name() -> None:
@@ -49,6 +36,4 @@ def test_the_lines_of_a_file_go_by_its_name() -> None:
 
 
 def test_nothing_is_printed_of_nothing() -> None:
-    file = io.StringIO()
-    print_lines([], file)
-    assert file.getvalue() == ""
+    assert text_of(report([])) == ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 
-from memplan.reports.quantize import print_quantized
+from memplan.reports.quantize import report
+from memplan.reports.terminal import text_of
 from memplan.studies.comparisons.comparison import ResultDifference, Side
 from memplan.studies.quantization.quantized import Layer, Quantized
 
@@ -34,9 +34,7 @@ FOUND = Quantized(
 
 
 def printed(found: Quantized, top: int = 12) -> str:
-    out = io.StringIO()
-    print_quantized(replace(found, title="net.py:make"), out, top)
-    return out.getvalue()
+    return text_of(report(replace(found, title="net.py:make"), top))
 
 
 def test_what_is_printed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from dataclasses import replace
@@ -12,7 +11,8 @@ from torch import nn
 
 import memplan
 from memplan.explanation.model import Explanation
-from memplan.reports.run import dumps, print_run
+from memplan.reports.run import dumps, report
+from memplan.reports.terminal import text_of
 from memplan.trace.program_facts import Batch, Ending, Facts, Held
 
 FACTS = Facts("steps", 2, None, (Batch(8, "8x32", "train.py:9", 2, 40, cut=False),), (), 3)
@@ -25,9 +25,7 @@ def explanation() -> Explanation:
 
 
 def _printed(facts: Facts, explanation: Explanation) -> str:
-    out = io.StringIO()
-    print_run("train.py --batch-size 8", facts, explanation, out)
-    return " ".join(out.getvalue().split())
+    return " ".join(text_of(report("train.py --batch-size 8", facts, explanation)).split())
 
 
 @pytest.mark.parametrize(
@@ -61,12 +59,6 @@ def test_what_was_held_back(explanation: Explanation) -> None:
     assert "At least 1,234 more are not listed." in text
     assert f"{os.path.join('runs', 'log.txt')} written 4 times train.py:3" in text
     assert "example.org connected to -" in text
-
-
-def test_names_do_not_steer_the_terminal(explanation: Explanation) -> None:
-    held = (Held("process", "rm \x1b[31m", "train\x1b.py:3"),)
-    facts = replace(FACTS, held=held, absent=("Im\x1bages",), code="\x1b", ending="exit")
-    assert "\x1b" not in _printed(facts, explanation)
 
 
 def test_json_is_the_explanation_with_the_scripts_facts(explanation: Explanation) -> None:

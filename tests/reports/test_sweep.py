@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 
 import pytest
@@ -13,7 +12,8 @@ import memplan
 from memplan._bytes import format_bytes
 from memplan.errors import InputError
 from memplan.reports.chart import check_drawable, picture
-from memplan.reports.sweep import draw, print_sweep
+from memplan.reports.sweep import draw, report
+from memplan.reports.terminal import text_of
 from memplan.studies.sweeps.engine_changes import EngineChange
 from memplan.studies.sweeps.sweep import Sweep
 
@@ -28,9 +28,7 @@ def swept() -> Sweep:
 
 
 def printed(sweep: Sweep) -> str:
-    out = io.StringIO()
-    print_sweep(sweep, out)
-    return out.getvalue()
+    return text_of(report(sweep))
 
 
 def test_a_row_for_each_point_and_each_reason_once(swept: Sweep) -> None:

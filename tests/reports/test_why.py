@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 from memplan.explanation.why import why
-from memplan.reports.why import print_why
+from memplan.reports.terminal import text_of
+from memplan.reports.why import report
 
 TEXT = (
     "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 1 has a total capacity of 8.00 GiB of which 256.00 MiB is "
@@ -17,10 +17,8 @@ TEXT = (
 
 
 def test_the_whole_report() -> None:
-    file = io.StringIO()
-    print_why(why(TEXT), file)
     assert (
-        file.getvalue()
+        text_of(report(why(TEXT)))
         == """\
 Out of memory (CUDA, GPU 1): 512.00 MiB asked for, 256.00 MiB free of 8.00 GiB
 
@@ -46,8 +44,7 @@ What helps
   - For the lines that hold it, and the settings that would have helped, take a
   snapshot: call torch.cuda.memory._record_memory_history() at the start and
   torch.cuda.memory._dump_snapshot('oom.pickle') where it fails; then memplan
-  replay oom.pickle
-"""
+  replay oom.pickle"""
     )
 
 

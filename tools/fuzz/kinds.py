@@ -41,20 +41,17 @@ from memplan.explanation.why import why
 from memplan.planning.relative_budget import read_any_budget
 from memplan.reports import cache as cache_report
 from memplan.reports import check as check_report
-from memplan.reports import compare as compare_report
 from memplan.reports import devices as devices_report
-from memplan.reports import explain as explain_report
+from memplan.reports import guard as guard_report
 from memplan.reports import perfetto
 from memplan.reports.ci import github, junit, sarif
 from memplan.reports.ci.annotations import GROWTH, of_findings, of_outcome
-from memplan.reports.guard import print_outcome
 from memplan.reports.html.page import page_of
-from memplan.reports.html.results import html_of
 from memplan.reports.html.saved_results import read_result, result_of
-from memplan.reports.output import print_parts
-from memplan.reports.plan import render as plan_parts
-from memplan.reports.replay import dumps, print_replay
-from memplan.reports.sweep import print_sweep
+from memplan.reports.replay import dumps
+from memplan.reports.replay import report as replay_report
+from memplan.reports.results import html_of
+from memplan.reports.terminal import text_of
 from memplan.simulation.allocator.settings import parse_settings
 from memplan.simulation.replays.replay import replay
 from memplan.simulation.replays.side_by_side import cases
@@ -131,9 +128,7 @@ def _use_snapshot(data: bytes, file: Path) -> Iterator[str]:
     text = dumps(both)
     if _is_drawn(data):
         yield _page(text.encode(), file)
-        out = io.StringIO()
-        print_replay(both, out)
-        yield out.getvalue()
+        yield text_of(replay_report(both))
 
 
 def _read(data: bytes) -> str:
@@ -162,7 +157,7 @@ def _use_trace(data: bytes, file: Path) -> Iterator[str]:
         assert Trace.from_json(trace.to_json()) == trace
         findings = check(trace)
         yield "\n".join(map(str, findings))
-        yield _drawn(lambda out: check_report.print_findings("a", findings, out, top=5))
+        yield text_of(check_report.report("a", findings, 5))
         yield github.dumps(of_findings("a", findings, ("warning",)))
         sarif.dumps(of_findings("a", findings, ()))
         yield junit.dumps("a", [one.id for one in findings], of_findings("a", findings, ("warning",)))
@@ -189,7 +184,6 @@ def _shown(explanation: memplan.Explanation, *, drawn: bool) -> Iterator[str]:
     yield str(explanation) + repr(explanation)
     explanation.to_json()
     if drawn:
-        yield _drawn(lambda out: explain_report.print_explanation(explanation, out))
         yield html_of(explanation)
 
 
@@ -197,7 +191,7 @@ def _compared(what: Any) -> Iterator[str]:
     """Yield what a comparison with a good explanation says."""
     found = memplan.compare(what, _good())
     found.to_json()
-    yield str(found) + _drawn(lambda out: compare_report.print_comparison(found, out))
+    yield str(found)
 
 
 def _use_plan(data: bytes, file: Path) -> Iterator[str]:
@@ -206,7 +200,6 @@ def _use_plan(data: bytes, file: Path) -> Iterator[str]:
     if _is_drawn(data):
         yield from _compared(plan)
         assert Plan.from_json(plan.to_json()) == plan
-        yield _drawn(lambda out: print_parts(lambda page: plan_parts(plan, page), out))
         yield html_of(plan)
         yield _page(data, file)
 
@@ -216,7 +209,6 @@ def _use_sweep(data: bytes, file: Path) -> Iterator[str]:
     yield str(sweep) + repr(sweep) + "\n".join(map(str, (*sweep.fits, *sweep.crossings, *sweep.engine_changes)))
     sweep.to_json()
     if _is_drawn(data):
-        yield _drawn(lambda out: print_sweep(sweep, out))
         yield html_of(sweep)
         yield _page(data, file)
     for number in range(1, min(4, len(sweep.rows)) + 1):
@@ -243,7 +235,7 @@ def _use_baseline(data: bytes, file: Path) -> Iterator[str]:
 def _guarded(baseline: Baseline, now: Taken) -> Iterator[str]:
     for before in baseline.steps:
         outcome = compare_with(before, now, "1%")
-        yield _drawn(lambda out, outcome=outcome: print_outcome(outcome, out, top=5))
+        yield text_of(guard_report.report(outcome, 5))
         yield github.dumps(of_outcome(outcome))
         yield junit.dumps("a", [GROWTH], of_outcome(outcome))
         sarif.dumps(of_outcome(outcome))
@@ -301,7 +293,7 @@ def _answers_kind() -> Kind:
             cache.file.parent.mkdir(parents=True)
             cache.file.write_bytes(data)
             found = kept()
-            yield _drawn(lambda out: cache_report.print_cache(found, out))
+            yield text_of(cache_report.report(found))
             cache.read()
             yield "\n".join(cache.notes)
 

@@ -30,12 +30,13 @@ Exit code: 0 done.
 def command(cleared: bool, results: ResultFiles) -> int:
     """Run the command and return its exit code."""
     from memplan.cudnn.answer_cache import clear, kept
-    from memplan.reports.cache import Caches, print_cache
+    from memplan.reports.cache import Caches, report
+    from memplan.reports.terminal import show
 
     if cleared:
         clear()
     files = kept()
     results.write(Caches(files).to_json)
     if not results.takes_stdout:
-        print_cache(files)
+        show(report(files))
     return 0

@@ -85,8 +85,9 @@ def command(
     from memplan.checks.finding import SEVERITIES, Findings
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
-    from memplan.reports.check import print_findings
+    from memplan.reports.check import fixes, report
     from memplan.reports.ci.annotations import of_findings
+    from memplan.reports.terminal import show
 
     request = target_or_script(values)
     arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
@@ -101,13 +102,11 @@ def command(
     trace, findings = _findings(arguments, request, context, ignores)
     results.write(Findings(arguments.target, tuple(findings)).to_json)
     if not results.takes_stdout and not outputs.to_stdout:
-        print_findings(arguments.target, findings, top=top)
+        show(report(arguments.target, findings, top))
     failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
     outputs.write(arguments.target, IDS, of_findings(arguments.target, findings, failing))
     if fix:
-        from memplan.reports.check import print_fixes
-
-        print_fixes(trace, findings)
+        click.echo(fixes(trace, findings))
     return int(any(finding.severity in failing for finding in findings))
 
 

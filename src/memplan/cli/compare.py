@@ -62,7 +62,8 @@ def command(
             expected="two targets, or an option for one of them",
             do="Name another B, or say what differs: --b autocast=bf16, --b arg=NAME=VALUE",
         )
-    from memplan.reports.compare import print_comparison
+    from memplan.reports.compare import report
+    from memplan.reports.terminal import show
     from memplan.studies.comparisons.compare import compare_given
 
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
@@ -71,7 +72,7 @@ def command(
         )
     results.write(comparison.to_json)
     if not results.takes_stdout:
-        print_comparison(comparison, top=top)
+        show(report(comparison, top))
     return 0
 
 

@@ -32,12 +32,13 @@ def command(name: str | None, results: ResultFiles) -> int:
     from memplan.devices import catalogue, find
 
     cards = catalogue() if name is None else (find(name),)
-    from memplan.reports.devices import Catalogue, print_device, print_devices
+    from memplan.reports.devices import Catalogue, device_report, report
+    from memplan.reports.terminal import show
 
     results.write(Catalogue(cards).to_json)
     if not results.takes_stdout:
         if name is None:
-            print_devices(cards)
+            show(report(cards))
         else:
-            print_device(cards[0])
+            show(device_report(cards[0]))
     return 0

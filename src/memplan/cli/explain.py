@@ -81,11 +81,12 @@ def command(
     if (saved := _read_saved(arguments, really, outputs)) is not None:
         return _show(saved, outputs, top)
     trace, explanation = _explain(arguments, really)
-    from memplan.reports.explain import print_explanation
+    from memplan.reports.explain import report
+    from memplan.reports.terminal import show
 
     outputs.write(trace, explanation, explanation.to_json, arguments.settings)
     if not outputs.takes_stdout:
-        print_explanation(explanation, top=top)
+        show(report(explanation, top))
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
@@ -131,11 +132,12 @@ _FILES = "what memplan explain --trace or --json wrote"
 
 def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
     """Write and print an explanation from a file. Return the exit code."""
-    from memplan.reports.explain import print_explanation
+    from memplan.reports.explain import report
+    from memplan.reports.terminal import show
 
     outputs.results.write(explanation.to_json)
     if not outputs.takes_stdout:
-        print_explanation(explanation, top=top)
+        show(report(explanation, top))
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 

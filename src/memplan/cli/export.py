@@ -76,7 +76,8 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.exporting.export import export
-    from memplan.reports.exports.export import print_export, print_shortfall
+    from memplan.reports.exports.export import report, shortfall_report
+    from memplan.reports.terminal import show
 
     folder = os.path.abspath(folder)  # the target may change the directory
     arguments = StepArguments(**values)
@@ -98,7 +99,7 @@ def command(
         except StepError as error:
             raise advised(error, arguments) from error.__cause__
         except BudgetError as error:
-            print_shortfall(error)
+            show(shortfall_report(error))
             return 1
         except VerificationError as error:
             click.echo(f"memplan: {error}", err=True)
@@ -106,7 +107,7 @@ def command(
     if json_file is not None:
         write(json_file, exported.to_json())
     if json_file != "-":
-        print_export(exported)
+        show(report(exported))
     return 0
 
 

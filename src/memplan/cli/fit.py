@@ -175,9 +175,10 @@ def command(
     outcome = replace(outcome, frontier=frontier)
     _write(outcome, files)
     if not files.takes_stdout:
-        from memplan.reports.fit import print_fit
+        from memplan.reports.fit import report
+        from memplan.reports.terminal import show
 
-        print_fit(outcome, top=top)
+        show(report(outcome, top))
     return 0 if outcome.fits else 1
 
 
@@ -199,7 +200,8 @@ def _check_script(*files: str | None) -> None:
 
 def _script(request: Request, budget: str | None, options: dict[str, Any], files: _Files, top: int) -> int:
     """Plan the model of a script and return the exit code."""
-    from memplan.reports.fit import print_script
+    from memplan.reports.fit import script_report
+    from memplan.reports.terminal import show
     from memplan.studies.capacity.limit import room_of
 
     room = room_of(request.device, budget, assume=dict(request.assume))
@@ -210,7 +212,7 @@ def _script(request: Request, budget: str | None, options: dict[str, Any], files
     if fitting.plan is not None and files.plan is not None:
         write(files.plan, fitting.plan.to_json())
     if not files.takes_stdout:
-        print_script(fitting, top=top)
+        show(script_report(fitting, top))
     return 0 if fitting.fits else 1
 
 

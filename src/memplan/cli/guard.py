@@ -86,7 +86,8 @@ def command(
     arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
     outputs.check(results)
     from memplan.reports.ci.annotations import GROWTH, of_outcome
-    from memplan.reports.guard import print_outcome
+    from memplan.reports.guard import report
+    from memplan.reports.terminal import show
     from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
 
     allowance(tolerance, 0)
@@ -99,7 +100,7 @@ def command(
     outcome = compare_with(before, now, tolerance)
     results.write(outcome.to_json)
     if not results.takes_stdout and not outputs.to_stdout:
-        print_outcome(outcome, top=top)
+        show(report(outcome, top))
     outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], of_outcome(outcome))
     return int(outcome.grew)
 

@@ -102,11 +102,12 @@ def command(
 
 def _report(largest: Largest, results: ResultFiles) -> int:
     """Write and print the result; return the exit code."""
-    from memplan.reports.largest import print_largest
+    from memplan.reports.largest import report
+    from memplan.reports.terminal import show
 
     results.write(largest.to_json)
     if not results.takes_stdout:
-        print_largest(largest)
+        show(report(largest))
     best = largest.planned or largest
     return int(best.value == 0)
 

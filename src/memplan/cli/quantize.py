@@ -32,7 +32,8 @@ def quantize(
     """
     _check(arguments, weights, activations, outputs)
     results = outputs.results
-    from memplan.reports.quantize import print_quantized
+    from memplan.reports.quantize import report
+    from memplan.reports.terminal import show
     from memplan.studies.quantization.quantize import quantize_step
 
     with progress(f"quantizing and running {arguments.target}"), contained(arguments.target):
@@ -44,7 +45,7 @@ def quantize(
             raise advised(error, arguments) from error.__cause__
     results.write(quantized.to_json)
     if not results.takes_stdout:
-        print_quantized(quantized, top=top)
+        show(report(quantized, top))
     return 0
 
 

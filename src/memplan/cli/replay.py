@@ -59,9 +59,10 @@ def command(
         raise InputError("--capacity 0", expected="what the card gives to torch", do="Write it like 24GiB")
     with progress(f"replaying {file}"):
         replays = cases(replay(file, gpu=gpu), alternatives, size)
-    from memplan.reports.replay import dumps, print_replay
+    from memplan.reports.replay import dumps, report
+    from memplan.reports.terminal import show
 
     results.write(partial(dumps, replays))
     if not results.takes_stdout:
-        print_replay(replays, top=top)
+        show(report(replays, top))
     return 0 if replays.all_fit and not replays.replay.mismatches else 1

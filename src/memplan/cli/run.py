@@ -101,7 +101,8 @@ def command(
     """Run the command and return its exit code."""
     from memplan.explanation.explain import explain_trace
     from memplan.integrations.line_profiles.places import not_run
-    from memplan.reports.run import dumps, print_run
+    from memplan.reports.run import dumps, report
+    from memplan.reports.terminal import show
 
     check_contribute(values["contribute"], values["device"] if values["really"] else None)
     request = request_of(values)
@@ -111,7 +112,7 @@ def command(
     as_json = partial(dumps, str(ran.command), ran.facts, explanation, comparison)
     outputs.write(ran.trace, explanation, as_json, settings)
     if not outputs.takes_stdout:
-        print_run(str(ran.command), ran.facts, explanation, top=top, beside=comparison)
+        show(report(str(ran.command), ran.facts, explanation, top, comparison))
     for message in not_run(values["places"], explanation.lines):
         click.echo(f"memplan: {message}", err=True)
     return warn_of_branches(explanation) or int(does_not_fit(explanation) or bool(ran.facts.unwritten))

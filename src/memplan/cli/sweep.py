@@ -77,7 +77,8 @@ def command(
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.chart import check_drawable, picture
-    from memplan.reports.sweep import draw, print_sweep
+    from memplan.reports.sweep import draw, report
+    from memplan.reports.terminal import show
     from memplan.studies.axes.ranges import values_of
 
     if chart_file is not None:
@@ -93,7 +94,7 @@ def command(
 
         write_whole(chart_file, picture(partial(draw, sweep), chart_file))
     if not results.takes_stdout:
-        print_sweep(sweep)
+        show(report(sweep))
     if sweep.interrupted:
         click.echo(f"memplan: interrupted after {len(sweep.rows)} of {sweep.points} points, which were kept", err=True)
         return 130

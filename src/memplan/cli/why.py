@@ -35,13 +35,14 @@ Exit code: 0 done; 2 bad usage, or a text without such a message.
 def command(message: str | None, json_file: str | None) -> int:
     """Run the command and return its exit code."""
     from memplan.explanation.why import why
-    from memplan.reports.why import print_why
+    from memplan.reports.terminal import show
+    from memplan.reports.why import report
 
     reason = why(_text(message))
     if json_file is not None:
         write(json_file, reason.to_json())
     if json_file != "-":
-        print_why(reason)
+        show(report(reason))
     return 0
 
 

@@ -73,51 +73,9 @@ class LineProfile(Saved, Displayed):
         name = self.file if self.function == "<module>" else f"{self.function} ({self.file})"
         return printable(f"{name}, line by line, {WORDS.get(self.origin, self.origin)} on {self.device}")
 
-    def __str__(self) -> str:
-        rows = [tuple(column.header for column in COLUMNS)]
-        rows += [tuple(column.cell(row) for column in COLUMNS) for row in self.rows]
-        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-        table = [
-            "  ".join(
-                cell.ljust(width) if column.header == "code" else cell.rjust(width)
-                for column, cell, width in zip(COLUMNS, row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([self.title, *table, *(f"note: {note}" for note in self.notes)])
 
     def __repr__(self) -> str:
         return f"<LineProfile of {self.function}: {format_bytes(self.peak)} peak, {len(self.rows)} lines>"
-
-
-@dataclass(frozen=True)
-class LineColumn:
-    """A column of the table: its heading, and the `LineRow` field that it shows."""
-
-    header: str
-    name: str
-
-    def cell(self, row: LineRow) -> str:
-        """Return the text for a row; for a line that never ran, only the line number and the source are shown."""
-        value = getattr(row, self.name)
-        if self.name == "source":
-            return printable(value.expandtabs(4))
-        if self.name == "line":
-            return str(value)
-        if not row.hits and not row.peak:
-            return ""
-        return str(value) if self.name == "hits" else format_bytes(value) if value else "-"
-
-
-COLUMNS = (
-    LineColumn("line", "line"),
-    LineColumn("hits", "hits"),
-    LineColumn("held", "held"),
-    LineColumn("added", "added"),
-    LineColumn("freed", "freed"),
-    LineColumn("peak", "peak"),
-    LineColumn("code", "source"),
-)
 
 
 def merged(profiles: Iterable[LineProfile]) -> tuple[LineProfile, ...]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from memplan._bytes import format_bytes
 from memplan._display import Displayed, Printed
 from memplan._json import Saved, Signed, SignedInt, Unreadable
+from memplan._text import format_share
 from memplan.cudnn.questions import ExecutionPlan
 from memplan.explanation.course import Course
 from memplan.explanation.line_profile import LineProfile
@@ -259,9 +260,6 @@ class Explanation(Saved, Displayed):
         if self.course is not None and max(self.course.allocated, default=0) != peak:
             raise Unreadable("has another peak in its course than in its timeline")
 
-    def __str__(self) -> str:
-        return summary(self)
-
     def __repr__(self) -> str:
         peak = self.timeline.peak_allocated
         return f"<Explanation of {self.title!r} on {self.device}: {format_bytes(peak)} peak, {len(self.layers)} layers>"
@@ -316,10 +314,10 @@ LABELS = {
 def headline(by_cause: dict[str, int], weight_bytes: int, peak: int) -> str:
     """Return the first sentence: ``44.7 MiB of weights -> 1.9 GiB peak: 61 % saved activations, ...``."""
     largest = sorted(((size, cause) for cause, size in by_cause.items() if size), reverse=True)
-    parts = [f"{_percent(size, peak)} {LABELS[cause]}" for size, cause in largest[:4]]
+    parts = [f"{format_share(size, peak)} {LABELS[cause]}" for size, cause in largest[:4]]
     other = peak - sum(size for size, _ in largest[:4])
     if other > 0:
-        parts.append(f"{_percent(other, peak)} other")
+        parts.append(f"{format_share(other, peak)} other")
     return f"{format_bytes(weight_bytes)} of weights -> {format_bytes(peak)} peak: {', '.join(parts)}"
 
 
@@ -367,27 +365,3 @@ def peak_sentence(explanation: Explanation) -> str | None:
     step = "while building" if peak.step < 0 else f"in step {peak.step + 1}, {peak.phase}"
     layer = f" of {peak.layer}" if peak.layer else ""
     return f"the peak is {step}: {peak.op}{layer}" + (f" ({peak.where})" if peak.where else "")
-
-
-def summary(explanation: Explanation) -> str:
-    """Return the paragraph that ``str(explanation)`` shows."""
-    lines = [
-        explanation.sentence,
-        workspace_sentence(explanation),
-        peak_sentence(explanation),
-        scaling_sentence(explanation),
-    ]
-    if explanation.card is not None:
-        lines.append(verdict_sentence(explanation.card))
-        lines += [text] if (text := smaller_plans_sentence(explanation.card)) else []
-    lines += [f"note: {note}" for note in explanation.notes]
-    for assumption in explanation.assumptions:
-        times = f" ({assumption.count} times)" if assumption.count > 1 else ""
-        kind = "kernel" if assumption.kind == "kernel" else "assumed"
-        lines.append(f"{kind}: {assumption.text}{times}" + (f", at {assumption.where}" if assumption.where else ""))
-    return "\n".join(line for line in lines if line)
-
-
-def _percent(part: int, whole: int) -> str:
-    share = 100 * part / whole if whole else 0.0
-    return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"

@@ -51,9 +51,6 @@ class Why(Saved, Displayed):
     """The verdict in a sentence."""
     advice: tuple[str, ...]
 
-    def __str__(self) -> str:
-        rows = [f"  {part.name}: {shown(part.bytes)}" for part in self.parts]
-        return "\n".join([headline(self.message), *rows, self.reason, *(f"- {advice}" for advice in self.advice)])
 
 
 def why(text: str) -> Why:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from memplan._bytes import format_bytes
 from memplan._display import Displayed
 from memplan._json import Written, named
 from memplan.exporting.device_plan import DevicePlan
@@ -105,10 +104,3 @@ class Exported(Written, Displayed):
             "verdict": str(self.verdict),
             "core": None if self.core is None else named(self.core, *_OF_CORE),
         }
-
-    def __str__(self) -> str:
-        parts = {"arena": self.arena, "weights and state": self.state, "inputs": self.inputs}
-        sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-        return (
-            f"{self.folder / self.name}.c: a training step in {format_bytes(self.ram)} of RAM ({sizes}); {self.verdict}"
-        )

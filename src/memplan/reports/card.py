@@ -1,15 +1,11 @@
-"""Report parts about a step's GPU: the memory that nvidia-smi would show, and on which GPUs the step fits."""
+"""Part of reports about a step's GPU: the memory that nvidia-smi would show, and on which GPUs the step fits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from memplan.explanation.model import CardUse, Charge, smaller_plans_sentence, verdict_sentence
-from memplan.reports.output import Field, Page, number_field
+from memplan.reports.document import Field, Line, Part, Style, number_field, table_of
 
 _LABELS = {
     "tensors": "tensors",
@@ -26,9 +22,12 @@ _WHY = {
 _ANSWERS = {"fits": "fits on", "low only": "fits in the low case only on", "does not fit": "does not fit on"}
 
 
-def charge_table(use: CardUse, page: Page) -> Table:
-    """Draw what adds up to the memory that nvidia-smi would show, in a low and a high case."""
-    charges = [charge for charge in use.charges if charge.high or charge.name in ("tensors", "context")]
+_STYLES: dict[str, Style] = {"fits": "good", "low only": "warning", "does not fit": "bad"}
+
+
+def parts(use: CardUse) -> Iterator[Part]:
+    """Yield what adds up to the memory that nvidia-smi would show, in a low and a high case; the verdict; the other
+    GPUs by answer; and what the sum leaves out."""
 
     def why_not_one_number(charge: Charge) -> str:
         return _WHY.get(charge.name, "") if charge.low != charge.high else ""
@@ -39,21 +38,17 @@ def charge_table(use: CardUse, page: Page) -> Table:
         number_field("high", lambda charge: charge.high),
         Field("why not one number", why_not_one_number, shrinks_to=10, drop=1),
     ]
-    return page.rows(charges, fields, total="nvidia-smi would show")
-
-
-def verdict_lines(use: CardUse) -> Iterator[RenderableType]:
-    """Yield the verdict, the other GPUs by answer, and what the sum leaves out."""
-    style = {"fits": "bold green", "low only": "bold yellow", "does not fit": "bold red"}[use.verdict.answer]
-    yield Text(verdict_sentence(use), style)
+    charges = [charge for charge in use.charges if charge.high or charge.name in ("tensors", "context")]
+    yield table_of(charges, fields, total="nvidia-smi would show")
+    yield Line(verdict_sentence(use), _STYLES[use.verdict.answer])
     if text := smaller_plans_sentence(use):
-        yield Text(text)
+        yield text
     for answer, words in _ANSWERS.items():
         names = [other.device for other in use.others if other.answer == answer]
         if names:
-            yield Text(f"{words} {', '.join(names)}", "dim")
+            yield Line(f"{words} {', '.join(names)}", "dim")
     if use.other_kernels:
         names = ", ".join(use.other_kernels)
-        yield Text(f"takes other kernels on {names}: name one of them as the device", "dim")
+        yield Line(f"takes other kernels on {names}: name one of them as the device", "dim")
     for line in use.not_modelled:
-        yield Text(f"not in this sum: {line}", "dim")
+        yield Line(f"not in this sum: {line}", "dim")

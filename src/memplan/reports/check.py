@@ -1,97 +1,86 @@
-"""Reports of findings, on the terminal."""
+"""Report of findings and of their fixes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
-
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from typing import Any
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
+from memplan._text import counted, printable
 from memplan.checks import border_erosion
 from memplan.checks.border_patch import fix_of
 from memplan.checks.finding import Finding
-from memplan.reports.output import Field, Page, name_field, print_parts
+from memplan.reports.document import (
+    Document,
+    Field,
+    Line,
+    Part,
+    Style,
+    Table,
+    document,
+    name_field,
+    number_field,
+    table_of,
+)
 from memplan.trace.trace import Trace
 
-_COLOURS = {"warning": "bold yellow", "info": "bold"}
+_STYLES: dict[str, Style] = {"warning": "warning", "info": "bold"}
 
 
-def print_findings(title: str, findings: Sequence[Finding], file: TextIO | None = None, top: int = 12) -> None:
-    """Print findings to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render(title, findings, page, top), file)
+def report(title: str, findings: Sequence[Finding], top: int = 12) -> Document:
+    """Return a section for each finding; tables with ``top`` rows, 0 for all."""
+    return document(f"{title}: {_count(findings)}", [], *(_finding(finding, top) for finding in findings))
 
 
-def render(title: str, findings: Sequence[Finding], page: Page, top: int = 12) -> list[RenderableType]:
-    """Return the parts of the report as rich renderables, in order."""
-    parts: list[RenderableType] = [Text(f"{printable(title)}: {_count(findings)}", "bold")]
-    for finding in findings:
-        parts += ["", *_finding(finding, top, page)]
-    return parts
-
-
-def print_fixes(trace: Trace, findings: Sequence[Finding], file: TextIO | None = None) -> None:
-    """Print a patch or a wrapper for each border-erosion warning, or that there is none to fix.
-
-    Args:
-        trace: of the checked step.
-        findings: of that step.
-        file: where to print; stdout by default.
-    """
-    fixes = [
+def fixes(trace: Trace, findings: Sequence[Finding]) -> str:
+    """Return a patch or a wrapper for each border-erosion warning, or that there is none to fix."""
+    found = [
         fix_of(finding, trace)
         for finding in findings
         if finding.id == border_erosion.ID and finding.severity == "warning"
     ]
-    lines = [] if fixes else ["", "--fix: no border is lost that padding could keep."]
-    for fix in fixes:
+    lines = [] if found else ["", "--fix: no border is lost that padding could keep."]
+    for fix in found:
         if fix.kind != "patch":
             lines += ["", f"No patch: {printable(fix.why)}." + (" A wrapper instead:" if fix.text else "")]
         lines += ["", fix.text.rstrip("\n"), "", fix.proof]
-    out = sys.stdout if file is None else file
-    out.write("\n".join(lines) + "\n")
+    return "\n".join(lines)
 
 
 def _count(findings: Sequence[Finding]) -> str:
-    if not findings:
-        return "nothing found"
     warnings = sum(finding.severity == "warning" for finding in findings)
-    notes = len(findings) - warnings
-    counted = [(warnings, "warning"), (notes, "note")]
-    return ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for count, word in counted if count)
+    numbers = [(warnings, "warning"), (len(findings) - warnings, "note")]
+    return ", ".join(counted(number, word) for number, word in numbers if number) or "nothing found"
 
 
-def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]:
-    location = ", ".join(printable(part) for part in (finding.layer, finding.where) if part)
+def _finding(finding: Finding, top: int) -> Iterator[Part]:
+    location = ", ".join(part for part in (finding.layer, finding.where) if part)
     cost = f"  {format_bytes(finding.bytes)}" if finding.bytes > 0 else ""
-    yield Text(f"{finding.severity} {finding.id}{cost}", _COLOURS[finding.severity])
+    yield Line(f"{finding.severity} {finding.id}{cost}", _STYLES[finding.severity])
     if location:
-        yield Padding(Text(f"at {location}", "dim"), (0, 0, 0, 2))
-    message = printable(finding.message)
-    if not message.startswith("cuDNN"):
-        message = message[:1].upper() + message[1:]
-    yield Padding(Text(message + "."), (0, 0, 0, 2))
+        yield Line(f"at {location}", "dim", 2)
+    yield Line(f"{message_of(finding)}.", indent=2)
     rows: list[dict[str, Any]] = finding.details.get("layers", [])
     if len(rows) > 1:
-        yield Padding(_layers(rows, top, page.narrower(2)), (0, 0, 0, 2))
-    for advice in finding.advice:
-        yield Padding(Text(f"- {printable(advice)}"), (0, 0, 0, 2))
+        yield _layers(rows, top)
+    yield from (Line(f"- {advice}", indent=2) for advice in finding.advice)
 
 
-def _layers(rows: list[dict[str, Any]], top: int, page: Page) -> Table:
-    """Draw the layers of a finding, those that cost most first."""
-    fields = [name_field("layer", lambda row: printable(row["layer"]) or "-")]
+def message_of(finding: Finding) -> str:
+    """Return the message, beginning with a capital letter unless that is a name."""
+    message = finding.message
+    return message if message.startswith("cuDNN") else message[:1].upper() + message[1:]
+
+
+def _layers(rows: list[dict[str, Any]], top: int) -> Table:
+    """Return the layers of a finding, those that cost most first."""
+    fields = [name_field("layer", lambda row: row["layer"] or "-", layers=True)]
     if any("lost" in row for row in rows):
         fields.append(Field("lost on each side, in pixels", lambda row: _lost(row["lost"])))
     if any("bytes" in row for row in rows):
-        fields.append(Field("bytes", lambda row: format_bytes(row["bytes"]), right=True))
-    fields.append(Field("where", lambda row: printable(row["where"] or "-"), shrinks_to=16, from_left=True, drop=1))
-    return page.rows(sorted(rows, key=_cost, reverse=True), fields, top)
+        fields.append(number_field("bytes", lambda row: row["bytes"]))
+    fields.append(Field("where", lambda row: row["where"] or "-", shrinks_to=16, from_left=True, drop=1))
+    return table_of(sorted(rows, key=_cost, reverse=True), fields, top, indent=2)
 
 
 def _cost(row: dict[str, Any]) -> float:

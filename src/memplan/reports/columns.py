@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.cells import cell_len, chop_cells
 
+from memplan.reports.document import Column
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
 
-    ``shrinks_to`` is the least width to which its texts may be cut, None if they may not; ``from_left`` cuts their
-    beginning, for names that differ at the end. If the table is too wide, columns are left out by descending
-    ``drop``, those with 0 never.
-    """
+def _width(column: Column) -> int:
+    """Return the width of the widest cell or header line, in terminal cells."""
+    return max(map(cell_len, (*column.cells, *column.header.split("\n"))))
 
-    header: str
-    cells: tuple[str, ...]
-    right: bool = False
-    shrinks_to: int | None = None
-    from_left: bool = False
-    drop: int = 0
 
-    @property
-    def width(self) -> int:
-        """Width of the widest cell or header line, in terminal cells."""
-        return max(map(cell_len, (*self.cells, *self.header.split("\n"))))
-
-    @property
-    def least(self) -> int:
-        """Smallest width to which the column can be cut."""
-        if self.shrinks_to is None:
-            return self.width
-        return min(self.width, max(self.shrinks_to, *map(cell_len, self.header.split("\n"))))
+def _least(column: Column) -> int:
+    """Return the smallest width to which the column can be cut."""
+    if column.shrinks_to is None:
+        return _width(column)
+    return min(_width(column), max(column.shrinks_to, *map(cell_len, column.header.split("\n"))))
 
 
 def fit(columns: Sequence[Column], width: int, ellipsis: str = "…") -> tuple[list[Column], int]:
@@ -46,18 +31,19 @@ def fit(columns: Sequence[Column], width: int, ellipsis: str = "…") -> tuple[l
         ('….layer.0',)
     """
     remaining = list(columns)
-    while sum(column.least for column in remaining) + len(remaining) - 1 > width:
+    while sum(map(_least, remaining)) + len(remaining) - 1 > width:
         droppable = [column for column in remaining if column.drop]
         if not droppable:
             break
         remaining.remove(max(droppable, key=lambda column: column.drop))
-    gap = 2 if sum(column.width for column in remaining) + 2 * (len(remaining) - 1) <= width else 1
-    free = width - sum(column.least for column in remaining) - gap * (len(remaining) - 1)
+    gap = 2 if sum(map(_width, remaining)) + 2 * (len(remaining) - 1) <= width else 1
+    free = width - sum(map(_least, remaining)) - gap * (len(remaining) - 1)
     cut: list[Column] = []
     for column in remaining:
-        extra = max(0, min(column.width - column.least, free))
+        least = _least(column)
+        extra = max(0, min(_width(column) - least, free))
         free -= extra
-        cells = shortened_distinct(column.cells, column.least + extra, column.from_left, ellipsis)
+        cells = shortened_distinct(column.cells, least + extra, column.from_left, ellipsis)
         cut.append(replace(column, cells=cells))
     return cut, gap
 

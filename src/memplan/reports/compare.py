@@ -1,18 +1,25 @@
-"""Reports of comparisons, on the terminal: of two steps, and of a measured step with its prediction."""
+"""Reports of comparisons, of two steps and of a measured step with its prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import TextIO
-
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import format_seconds, printable
-from memplan.reports.output import Field, Page, name_field, number_field, print_parts, size_or_dash
+from memplan._text import format_seconds
+from memplan.reports.document import (
+    Document,
+    Field,
+    Line,
+    Part,
+    Table,
+    document,
+    name_field,
+    notes,
+    number_field,
+    size_or_dash,
+    table_of,
+)
 from memplan.studies.comparisons.comparison import (
     CAUSE_LABELS,
     Comparison,
@@ -26,55 +33,49 @@ from memplan.studies.comparisons.comparison import (
 from memplan.studies.comparisons.measured import Beside, Peak
 
 
-def print_comparison(comparison: Comparison, file: TextIO | None = None, top: int = 12) -> None:
-    """Print a comparison to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render(comparison, page, top), file)
+def report(comparison: Comparison, top: int = 12) -> Document:
+    """Return titles, headline, times, tables by category, by layer and of decisions, and remarks; tables with ``top``
+    rows, 0 for all."""
+    a, b = comparison.a, comparison.b
+    return document(
+        None,
+        _head(comparison),
+        [by_cause(comparison)],
+        _figures(comparison),
+        _by_layer(comparison, top) if a.layers or b.layers else [],
+        [_decided(comparison, top)] if a.decided and b.decided and comparison.decided_otherwise else [],
+        notes((*comparison.notes, *a.notes, *b.notes)),
+    )
 
 
-def render(comparison: Comparison, page: Page, top: int = 12) -> list[RenderableType]:
-    """Return the parts of the report as rich renderables, in order."""
-    parts: list[RenderableType] = list(_head(comparison))
-    parts += ["", by_cause(comparison, page)]
-    figures = _figures(comparison, page)
-    parts += ["", figures] if figures.row_count else []
-    if any(side.layers for side in (comparison.a, comparison.b)):
-        parts += ["", *_by_layer(comparison, top, page)]
-    if comparison.a.decided and comparison.b.decided and comparison.decided_otherwise:
-        parts += ["", _decided(comparison, top, page)]
-    notes = dict.fromkeys((*comparison.notes, *comparison.a.notes, *comparison.b.notes))
-    if notes:
-        parts += ["", *(Text(f"note: {printable(note)}") for note in notes)]
-    return parts
-
-
-def _head(comparison: Comparison) -> Iterator[RenderableType]:
+def _head(comparison: Comparison) -> Iterator[Part]:
     for name, side in (("A", comparison.a), ("B", comparison.b)):
         kind = "" if side.train is None else ", training step" if side.train else ", inference"
-        yield Text(f"{name}: {printable(side.title)} ({side.origin}{kind}, {printable(side.device)})", "bold")
-    yield Text(f"{headline(comparison)}.")
-    seconds = seconds_sentence(comparison)
-    for line in (*([seconds] if seconds else []), *remarks(comparison)):
-        yield Text(printable(line))
+        yield Line(f"{name}: {side.title} ({side.origin}{kind}, {side.device})", "bold")
+    yield f"{headline(comparison)}."
+    if seconds := seconds_sentence(comparison):
+        yield seconds
+    yield from remarks(comparison)
 
 
-def by_cause(comparison: Comparison, page: Page, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Table:
-    """Draw the bytes at both peaks by category, the largest difference first; the last row adds up to the peaks."""
+def by_cause(comparison: Comparison, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Table:
+    """Return the bytes at both peaks by category, the largest difference first; the last row adds up to the peaks."""
     rows = sorted(comparison.by_cause, key=lambda row: (-abs(row.difference), -row.a))
     shares = lambda rows: _share(sum(row.a for row in rows), sum(row.b for row in rows))  # noqa: E731
     fields = [
         name_field(
-            "By cause, at the peak", lambda row: CAUSE_LABELS.get(row.cause, printable(row.cause)), 12, from_left=False
+            "By cause, at the peak", lambda row: str(CAUSE_LABELS.get(row.cause, row.cause)), 12, from_left=False
         ),
         number_field(names[0], lambda row: row.a, cell=lambda row: size_or_dash(row.a)),
         number_field(names[1], lambda row: row.b, cell=lambda row: size_or_dash(row.b)),
         number_field(names[2], lambda row: row.difference, _signed),
         Field("", lambda row: shares([row]), shares, right=True, drop=1),
     ]
-    return page.rows(rows, fields, total="peak")
+    return table_of(rows, fields, total="peak")
 
 
-def _figures(comparison: Comparison, page: Page) -> Table:
-    """Draw the other figures of both sides: saved bytes, weights, parameters, time, memory techniques."""
+def _figures(comparison: Comparison) -> list[Table]:
+    """Return a table of the other figures: saved bytes, weights, parameters, time, techniques; [] if none is known."""
     a, b = comparison.a, comparison.b
     rows = [_bytes_row("saved from forward to backward", a.saved_bytes, b.saved_bytes)]
     rows.append(_bytes_row("weights", a.weight_bytes, b.weight_bytes))
@@ -90,23 +91,20 @@ def _figures(comparison: Comparison, page: Page) -> Table:
         rows.append(_row(f"values: {lever}", levers_a.count(lever), levers_b.count(lever), str, lambda n: f"{n:+}"))
     headers = ("Of a step", "A", "B", "B - A")
     fields = [Field(header, itemgetter(index), right=index > 0) for index, header in enumerate(headers)]
-    return page.rows([row for row in rows if row is not None], fields)
+    known = [row for row in rows if row is not None]
+    return [table_of(known, fields)] if known else []
 
 
-def _decided(comparison: Comparison, top: int, page: Page) -> Table:
-    """Draw the values to which the two plans apply different memory techniques."""
+def _decided(comparison: Comparison, top: int) -> Table:
+    """Return the values to which the two plans apply different memory techniques."""
     fields = [
-        name_field("Decided otherwise", lambda pair: printable((pair[0] or pair[1]).value), from_left=False),
-        Field("layer", lambda pair: printable((pair[0] or pair[1]).layer), shrinks_to=12, from_left=True, drop=1),
-        Field(
-            "bytes",
-            lambda pair: format_bytes(max(decision.bytes for decision in pair if decision is not None)),
-            right=True,
-        ),
+        name_field("Decided otherwise", lambda pair: (pair[0] or pair[1]).value, from_left=False),
+        Field("layer", lambda pair: (pair[0] or pair[1]).layer, shrinks_to=12, from_left=True, drop=1),
+        number_field("bytes", lambda pair: max(decision.bytes for decision in pair if decision is not None)),
         Field("A", lambda pair: pair[0].lever if pair[0] else "-"),
         Field("B", lambda pair: pair[1].lever if pair[1] else "-"),
     ]
-    return page.rows(comparison.decided_otherwise, fields, top)
+    return table_of(comparison.decided_otherwise, fields, top)
 
 
 def _bytes_row(label: str, a: int | None, b: int | None) -> tuple[str, ...] | None:
@@ -128,7 +126,7 @@ def _row(
 _HEADERS = {"saved_bytes": "saves", "output_bytes": "outputs", "weight_bytes": "weights"}
 
 
-def _by_layer(comparison: Comparison, top: int, page: Page) -> Iterator[RenderableType]:
+def _by_layer(comparison: Comparison, top: int) -> Iterator[Part]:
     """Yield a table of the layers that differ, the largest difference first, and the number of those that do not.
 
     Layers are compared by saved bytes and outputs; if neither side saves anything, by outputs and weights.
@@ -139,12 +137,12 @@ def _by_layer(comparison: Comparison, top: int, page: Page) -> Iterator[Renderab
     different = [pair for pair in pairs if any(pair.difference(name) for name in _HEADERS)]
     same = len(pairs) - len(different)
     if different:
-        fields = [name_field("By layer", lambda pair: printable(pair.name))]
+        fields = [name_field("By layer", lambda pair: pair.name)]
         fields += [*_layer_fields(first, 0), *_layer_fields(second, 1)]
-        yield page.rows(different, fields, top, f"all {len(comparison.layers)}", comparison.layers)
+        yield table_of(different, fields, top, f"all {len(comparison.layers)}", comparison.layers)
     if same:
         text = "1 layer takes" if same == 1 else f"{same} layers take"
-        yield Text(f"{text} the same in both.", "dim")
+        yield Line(f"{text} the same in both.", "dim")
 
 
 def _layer_fields(name: str, drop: int) -> list[Field]:
@@ -180,26 +178,17 @@ def _share(a: int, b: int) -> str:
     return f"{100 * (b - a) / a:+.0f} %" if a and b != a else ""
 
 
-def print_beside(beside: Beside, file: TextIO | None = None, top: int = 12) -> None:
-    """Print measured and predicted peaks to a file, stdout by default; ``top`` rows of long tables, 0 for all."""
-    print_parts(lambda page: render_beside(beside, page, top), file)
-
-
-def render_beside(beside: Beside, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """Yield the parts of the report as rich renderables, in order."""
+def beside_report(beside: Beside, top: int = 12) -> Document:
+    """Return measured and predicted peaks, and their comparison if they differ; tables with ``top`` rows, 0 for all."""
     fields = [
         Field("Beside the prediction: peak of", lambda row: row.part),
-        Field("predicted", _predicted, right=True),
+        Field("predicted", _predicted, right=True, number=lambda row: row.predicted),
         number_field("measured", lambda row: row.measured),
         Field("off", _off, right=True),
     ]
-    yield ""
-    yield page.rows(beside.peaks, fields)
-    yield ""
     if beside.same:
-        yield Text("Every peak is as predicted, to the byte.")
-    else:
-        yield from render(beside.comparison, page, top)
+        return document(None, [table_of(beside.peaks, fields)], ["Every peak is as predicted, to the byte."])
+    return document(None, [table_of(beside.peaks, fields)]) + report(beside.comparison, top)
 
 
 def _predicted(row: Peak) -> str:

@@ -1,19 +1,15 @@
-"""Reports of known GPUs, on the terminal and as JSON: a table, or all figures of a GPU with their sources."""
+"""Reports of known GPUs, a table or all figures of a GPU with their sources, and their JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TextIO
-
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.text import Text
+from typing import ClassVar
 
 from memplan._bytes import format_bytes
 from memplan._json import Written
 from memplan.devices.model import DTYPES, Device
-from memplan.reports.output import Field, facts_table, print_parts
+from memplan.reports.document import Document, Facts, Field, Line, Section, document, table_of
 
 _GIB, _GIGA, _TERA = 1 << 30, 10**9, 10**12
 _LEGEND = (
@@ -32,18 +28,13 @@ class Catalogue(Written):
     devices: Sequence[Device]
 
 
-def print_devices(devices: Sequence[Device], file: TextIO | None = None) -> None:
-    """Print a table of GPUs. See `print_parts`.
-
-    Args:
-        devices: the GPUs, in the order of the rows.
-        file: where to print; stdout by default.
-    """
-    print_parts(lambda page: [page.rows(devices, _FIELDS), "", Text(_LEGEND, "dim")], file)
+def report(devices: Sequence[Device]) -> Document:
+    """Return a table of GPUs, in the order given."""
+    return document(None, [table_of(devices, _FIELDS)], [Line(_LEGEND, "dim")])
 
 
-def print_device(device: Device, file: TextIO | None = None) -> None:
-    """Print every figure of a GPU and its sources to a file, stdout by default."""
+def device_report(device: Device) -> Document:
+    """Return every figure of a GPU and its sources."""
     low, high = device.context
     facts = {
         "capacity": f"{format_bytes(device.capacity)} ({device.capacity} bytes)",
@@ -56,14 +47,8 @@ def print_device(device: Device, file: TextIO | None = None) -> None:
         "L2": "unknown" if device.l2 is None else format_bytes(device.l2),
         "link to host": "unknown" if device.link is None else f"{_number(device.link / _GIGA)} GB/s",
     }
-    parts: list[RenderableType] = [
-        Text(f"{device.name}: {device.title}", "bold"),
-        facts_table(facts),
-        "",
-        Text("Sources", "bold"),
-    ]
-    parts += [Padding(Text(source), (0, 0, 0, 2)) for source in device.sources]
-    print_parts(lambda page: parts, file)
+    sources = tuple(Line(source, indent=2) for source in device.sources)
+    return document(f"{device.name}: {device.title}", [Facts(facts)], Section(sources, "Sources"))
 
 
 def _rate_field(header: str, dtype: str, drop: int = 0) -> Field:

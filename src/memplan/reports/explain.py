@@ -1,19 +1,14 @@
-"""Reports of explanations, on the terminal: summary, bytes by category and by layer, reasons."""
+"""Report of an explanation: summary, bytes by category and by layer, reasons; and its JSON."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
-
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan._json import text_of, to_plain
-from memplan._text import printable
+from memplan._text import format_share
 from memplan.explanation.model import (
     LABELS,
     Explanation,
@@ -23,14 +18,25 @@ from memplan.explanation.model import (
     scaling_sentence,
     workspace_sentence,
 )
-from memplan.reports import line_tables
-from memplan.reports.card import charge_table, verdict_lines
-from memplan.reports.output import Field, Page, format_share, name_field, number_field, print_parts, size_or_dash
+from memplan.reports import card, line_tables
+from memplan.reports.document import (
+    Document,
+    Field,
+    Line,
+    Part,
+    Section,
+    Table,
+    bar_field,
+    document,
+    name_field,
+    number_field,
+    size_or_dash,
+    table_of,
+)
 from memplan.trace.records import Assumption, loud
 
 _REASONS = 5
 _LINES_OF_A_REASON = 3
-_BAR = 24
 _NUMBER = re.compile(r"\d+")
 _NEEDS = {"weight_gradient": "weight", "input_gradient": "input"}
 
@@ -40,79 +46,70 @@ def dumps(explanation: Explanation, **more: Any) -> str:
     return text_of(explanation.to_dict() | {name: to_plain(part) for name, part in more.items() if part is not None})
 
 
-def print_explanation(explanation: Explanation, file: TextIO | None = None, top: int = 12) -> None:
-    """Print an explanation to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render(explanation, page, top), file)
-
-
-def render(explanation: Explanation, page: Page, top: int = 12) -> list[RenderableType]:
-    """Return the parts of the report as rich renderables, in order."""
-    parts: list[RenderableType] = [*_head(explanation), _by_cause(explanation, page)]
-    if explanation.card is not None:
-        use = explanation.card
-        parts += ["", charge_table(use, page), *verdict_lines(use)]
-    if explanation.holders:
-        parts += ["", _holders_table(explanation, top, page)]
-    if explanation.layers:
-        parts += ["", _by_layer(explanation, top, page), _legend(explanation)]
-    reasons = list(_reasons(explanation, top))
-    if reasons:
-        parts += ["", Text("Why the most is saved", "bold"), *reasons]
-    return [*parts, *_remarks(explanation), *line_tables.render(explanation.lines, page)]
-
-
-def _head(explanation: Explanation) -> Iterator[RenderableType]:
+def report(explanation: Explanation, top: int = 12) -> Document:
+    """Return where the memory of a step goes: tables with ``top`` rows, 0 for all."""
     kind = "training step" if explanation.train else "inference"
-    yield Text(f"{printable(explanation.title)}: {kind} on {printable(explanation.device)}", "bold")
-    yield Text(explanation.sentence)
+    return document(
+        f"{explanation.title}: {kind} on {explanation.device}",
+        _head(explanation),
+        [_by_cause(explanation)],
+        [] if explanation.card is None else card.parts(explanation.card),
+        [_holders_table(explanation, top)] if explanation.holders else [],
+        [_by_layer(explanation, top), _legend(explanation)] if explanation.layers else [],
+        Section(tuple(_reasons(explanation, top)), "Why the most is saved"),
+        _remarks(explanation),
+        *line_tables.report(explanation.lines).sections,
+    )
+
+
+def _head(explanation: Explanation) -> Iterator[Part]:
+    yield explanation.sentence
     for line in (workspace_sentence(explanation), peak_sentence(explanation), scaling_sentence(explanation)):
         if line:
-            yield Text(printable(line))
+            yield line
     for assumption in loud(explanation.assumptions):
-        yield Text(_assumed(assumption), "bold red")
-    yield ""
+        yield Line(_assumed(assumption), "bad")
 
 
-def _by_cause(explanation: Explanation, page: Page) -> Table:
-    """Draw the bytes at the peak by cause, largest first; the last row adds up to the peak."""
+def _by_cause(explanation: Explanation) -> Table:
+    """Return the bytes at the peak by cause, largest first; the last row adds up to the peak."""
     peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
     rows = [(cause, size, most.get(cause, size)) for cause, size in explanation.by_cause.items()]
     rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
-    block = "#" if page.ascii_only else "█"
     fields = [
         name_field("By cause", lambda row: LABELS.get(str(row[0]), str(row[0])), 12, from_left=False),
         number_field("at the peak", lambda row: row[1]),
         number_field("share", lambda row: row[1], lambda size: format_share(size, peak), drop=1),
-        Field("", lambda row: block * round(_BAR * row[1] / peak) if peak else "", drop=3),
-        Field("most at any time", lambda row: format_bytes(row[2]), right=True, drop=2),
+        bar_field(lambda row: row[1] / peak if peak else 0, drop=3),
+        Field("most at any time", lambda row: format_bytes(row[2]), right=True, drop=2, number=lambda row: row[2]),
     ]
-    return page.rows(rows, fields, total="peak")
+    return table_of(rows, fields, total="peak")
 
 
-def _holders_table(explanation: Explanation, top: int, page: Page) -> Table:
-    """Draw the storages alive at the peak, by owner."""
+def _holders_table(explanation: Explanation, top: int) -> Table:
+    """Return the storages alive at the peak, by owner."""
     fields = [
         name_field("Who holds the peak", _holder_name),
         Field("cause", lambda row: LABELS[row.cause], shrinks_to=11, drop=1),
         Field("born", lambda row: "building" if row.step < 0 else f"{row.phase} {row.step + 1}", drop=3),
-        Field("at", lambda row: printable(row.where or "-"), shrinks_to=14, from_left=True, drop=2),
+        Field("at", lambda row: row.where or "-", shrinks_to=14, from_left=True, drop=2),
         number_field("bytes", lambda row: row.bytes),
     ]
-    return page.rows(explanation.holders, fields, top, "all")
+    return table_of(explanation.holders, fields, top, "all")
 
 
 def _holder_name(row: HolderRow) -> str:
     """Return "layer: storage x count"; only the name for parameters, which begins with the layer's."""
     qualified = row.layer and row.name.startswith(f"{row.layer}.")
     name = row.name if qualified or not row.layer else f"{row.layer}: {row.name}"
-    return printable(name or "-") + (f" x {row.count}" if row.count > 1 else "")
+    return (name or "-") + (f" x {row.count}" if row.count > 1 else "")
 
 
-def _by_layer(explanation: Explanation, top: int, page: Page) -> Table:
-    """Draw the layers that save the most for backward (in inference: output the most), and the totals."""
+def _by_layer(explanation: Explanation, top: int) -> Table:
+    """Return the layers that save the most for backward (in inference: output the most), and the totals."""
     rows = sorted(explanation.layers, key=_sort_key(explanation.train), reverse=True)
     fields = _TRAINING if explanation.train else _INFERENCE
-    return page.rows(rows, fields, top, f"all {len(rows)} layers")
+    return table_of(rows, fields, top, f"all {len(rows)} layers")
 
 
 def _sort_key(train: bool) -> Callable[[LayerRow], tuple[int, ...]]:
@@ -134,8 +131,8 @@ def _needs(row: LayerRow) -> str:
 
 def _shared(row: LayerRow) -> str:
     """Return the first other layer that saves the same tensors, as "name +N" if N more do."""
-    layers = dict.fromkeys(printable(other).rsplit("'s ", 1)[0] for other in row.shared_with)
-    others = [layer for layer in layers if layer != printable(row.name)]
+    layers = dict.fromkeys(other.rsplit("'s ", 1)[0] for other in row.shared_with)
+    others = [layer for layer in layers if layer != row.name]
     if not others:
         return "-"
     return others[0] + (f" +{len(others) - 1}" if len(others) > 1 else "")
@@ -147,8 +144,8 @@ def _bytes_field(header: str, name: str, drop: int, cell: Callable[[LayerRow], s
 
 
 _INFERENCE = (
-    name_field("By layer", lambda row: printable(row.name)),
-    Field("kind", lambda row: printable(row.kind), shrinks_to=9, drop=3),
+    name_field("By layer", lambda row: row.name, layers=True),
+    Field("kind", lambda row: row.kind, shrinks_to=9, drop=3),
     _bytes_field("outputs", "output_bytes", 1),
     _bytes_field("weights", "weight_bytes", 5),
 )
@@ -162,18 +159,18 @@ _TRAINING = (
 )
 
 
-def _legend(explanation: Explanation) -> Text:
+def _legend(explanation: Explanation) -> Line:
     outputs = "outputs: a layer's last result, not all alive at one time."
     if not explanation.train:
-        return Text(outputs, "dim")
-    return Text(
+        return Line(outputs, "dim")
+    return Line(
         "saves: kept from forward to backward, for the gradient of its weight, its input, or both; what "
         f"several layers keep together counts for the first, and is (shared) for the others. {outputs}",
         "dim",
     )
 
 
-def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
+def _reasons(explanation: Explanation, top: int) -> Iterator[Part]:
     """Yield the layers that save the most and why; layers of the same kind, size and reasons are listed once."""
     rows = [row for row in explanation.layers if row.saved_bytes and row.why]
     rows.sort(key=_sort_key(True), reverse=True)
@@ -181,27 +178,23 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
     for row in rows:
         groups.setdefault((row.kind, row.saved_bytes, _NUMBER.sub("#", "\n".join(row.why))), []).append(row)
     for first, *others in list(groups.values())[: min(top, _REASONS) if top else None]:
-        where = f" ({printable(first.where)})" if first.where else ""
+        where = f" ({first.where})" if first.where else ""
         like = f", and {len(others)} layer{'s' if len(others) > 1 else ''} like it" if others else ""
-        yield Text(f"{printable(first.name)}, {format_bytes(first.saved_bytes)}{where}{like}")
-        lines = [printable(why) for why in first.why]
-        shown = lines[:_LINES_OF_A_REASON] if top else lines
-        if len(shown) < len(lines):
-            shown[-1] = f"{shown[-1]}; and {len(lines) - len(shown)} smaller"
-        yield Padding(Text("\n".join(shown)), (0, 0, 0, 2))
+        yield f"{first.name}, {format_bytes(first.saved_bytes)}{where}{like}"
+        shown = list(first.why[:_LINES_OF_A_REASON] if top else first.why)
+        if len(shown) < len(first.why):
+            shown[-1] = f"{shown[-1]}; and {len(first.why) - len(shown)} smaller"
+        yield from (Line(why, indent=2) for why in shown)
 
 
-def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
-    lines = [_assumed(remark) for remark in explanation.assumptions if remark not in loud(explanation.assumptions)]
-    lines += [f"note: {printable(note)}" for note in explanation.notes]
-    if lines:
-        yield ""
-    for line in lines:
-        yield Text(line)
+def _remarks(explanation: Explanation) -> Iterator[Part]:
+    at_head = loud(explanation.assumptions)
+    yield from (_assumed(assumption) for assumption in explanation.assumptions if assumption not in at_head)
+    yield from (f"note: {note}" for note in explanation.notes)
 
 
 def _assumed(assumption: Assumption) -> str:
     times = f" ({assumption.count} times)" if assumption.count > 1 else ""
-    where = f", at {printable(assumption.where)}" if assumption.where else ""
+    where = f", at {assumption.where}" if assumption.where else ""
     kind = "kernel" if assumption.kind == "kernel" else "assumed"
-    return f"{kind}: {printable(assumption.text)}{times}{where}"
+    return f"{kind}: {assumption.text}{times}{where}"

@@ -1,15 +1,14 @@
-"""Frontiers of peak memory against time, with measured baselines: as tables, and as a chart by matplotlib."""
+"""Frontiers of peak memory against time, with measured baselines: their report, and a chart by matplotlib."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from memplan._bytes import format_bytes
-from memplan._text import format_seconds, printable
+from memplan._text import format_seconds
 from memplan.reports.chart import plain, unit_of
-from memplan.reports.output import Field, Page
+from memplan.reports.document import Field, Part, Table, number_field, table_of
 from memplan.verification.fitting.frontier import Frontier, Point
 from memplan.verification.peers.trials import PeerResult
 
@@ -24,8 +23,15 @@ _LOOKS = {
 }
 
 
-def table(frontier: Frontier, page: Page) -> Table:
-    """Draw a row for each plan: peak and added time; the first within the budget and the floor are marked."""
+def parts(frontier: Frontier) -> list[list[Part]]:
+    """Return the sections of the report: the plans, and the baselines with the reasons why some did not run."""
+    peers = frontier.peers
+    reasons = [f"{peer.peer.name} did not run: {peer.failed}" for peer in peers if peer.failed is not None]
+    return [[_plans(frontier)], [_peers(peers), *reasons] if peers else []]
+
+
+def _plans(frontier: Frontier) -> Table:
+    """Return a row for each plan: peak and added time; the first within the budget and the floor are marked."""
     points, eager_peak = frontier.points, frontier.eager_peak
     fitting = next((p for p in points if frontier.budget is not None and p.peak <= frontier.budget), None)
 
@@ -34,21 +40,21 @@ def table(frontier: Frontier, page: Page) -> Table:
         return ", ".join(filter(None, marks))
 
     fields = [
-        Field("Frontier", lambda p: format_bytes(p.peak), right=True),
+        number_field("Frontier", lambda p: p.peak),
         Field("of eager", lambda p: f"{100 * p.peak / eager_peak:.0f} %" if eager_peak else "", right=True, drop=2),
-        Field("added time", lambda p: format_seconds(p.seconds), right=True),
+        number_field("added time", lambda p: p.seconds, format_seconds),
     ]
     if step := frontier.step_seconds:
         fields.append(Field("of the step", lambda p: f"{100 * p.seconds / step:.1f} %", right=True, drop=1))
     if any(point.lost for point in points):
         fields.append(Field("lossy by", lambda p: p.lost))
-    return page.rows(points, [*fields, Field("", name, drop=3)])
+    return table_of(points, [*fields, Field("", name, drop=3)])
 
 
-def peers_table(frontier: Frontier, page: Page) -> Table:
-    """Draw a row for each baseline: measured peak, time compared with eager mode, and whether its gradients are
+def _peers(peers: Sequence[PeerResult]) -> Table:
+    """Return a row for each baseline: measured peak, time compared with eager mode, and whether its gradients are
     right."""
-    eager_peak = next((result.peak for result in frontier.peers if result.failed is None), 0)
+    eager_peak = next((result.peak for result in peers if result.failed is None), 0)
 
     def of_eager(result: PeerResult) -> str:
         return f"{100 * result.peak / eager_peak:.0f} %" if eager_peak and result.failed is None else ""
@@ -58,21 +64,16 @@ def peers_table(frontier: Frontier, page: Page) -> Table:
 
     fields = [
         Field("Peers, measured", lambda result: result.peer.name),
-        Field("peak", lambda result: format_bytes(result.peak) if result.failed is None else "", right=True),
+        number_field(
+            "peak",
+            lambda result: result.peak,
+            cell=lambda result: format_bytes(result.peak) if result.failed is None else "",
+        ),
         Field("of eager", of_eager, right=True, drop=2),
         Field("added time", added_time, right=True),
         Field("gradients", _gradients),
     ]
-    return page.rows(frontier.peers, fields)
-
-
-def why_not(frontier: Frontier) -> list[str]:
-    """Return a sentence for each baseline that did not run, with the reason."""
-    return [
-        f"{result.peer.name} did not run: {printable(result.failed)}"
-        for result in frontier.peers
-        if result.failed is not None
-    ]
+    return table_of(peers, fields)
 
 
 def _gradients(result: PeerResult) -> str:

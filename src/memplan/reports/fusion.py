@@ -1,15 +1,11 @@
-"""Report part about the fused kernels of a planned step: number and bytes before and after, and the largest."""
+"""Part of reports about the fused kernels of a planned step: number and bytes before and after, and the largest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import RenderableType
-from rich.text import Text
-
-from memplan._text import printable
 from memplan.planning.plan.fusion import Fusion, Group
-from memplan.reports.output import Field, Page, name_field, number_field
+from memplan.reports.document import Field, Line, Section, name_field, number_field, table_of
 from memplan.trace.records import HOST
 
 _LEGEND = (
@@ -18,22 +14,13 @@ _LEGEND = (
 )
 
 
-def render(fusion: Fusion, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """Yield the parts of the report as rich renderables, in order.
-
-    Args:
-        fusion: the fused kernels of a plan.
-        page: width and encoding of the output.
-        top: how many kernels to list, those that move most bytes first; 0 for all.
-    """
-    yield Text("Fused kernels", "bold")
-    yield Text(printable(fusion.summary))
-    if not fusion.groups:
-        return
-    groups = sorted(fusion.groups, key=lambda group: -group.bytes)  # stable: equal sizes stay in execution order
-    yield ""
-    yield page.rows(groups, _FIELDS, top)
-    yield Text(_LEGEND.format("a CPU of two cores" if fusion.device == HOST else printable(fusion.device)), "dim")
+def sections(fusion: Fusion, top: int = 12) -> Iterator[Section]:
+    """Yield a summary, and a table of the ``top`` kernels that move most bytes, 0 for all."""
+    yield Section((fusion.summary,), "Fused kernels")
+    if fusion.groups:
+        groups = sorted(fusion.groups, key=lambda group: -group.bytes)  # stable: equal sizes stay in execution order
+        legend = _LEGEND.format("a CPU of two cores" if fusion.device == HOST else fusion.device)
+        yield Section((table_of(groups, _FIELDS, top), Line(legend, "dim")))
 
 
 def _intensity(groups: Sequence[Group]) -> str:
@@ -42,8 +29,8 @@ def _intensity(groups: Sequence[Group]) -> str:
 
 
 _FIELDS = (
-    name_field("kernel", lambda group: printable(group.kernel), 20, from_left=False),
-    Field("layers", lambda group: ", ".join(map(printable, group.layers)), shrinks_to=12, drop=1),
+    name_field("kernel", lambda group: group.kernel, 20, from_left=False),
+    Field("layers", lambda group: ", ".join(group.layers), shrinks_to=12, drop=1),
     number_field("bytes", lambda group: group.bytes),
     Field("FLOP/byte", lambda group: _intensity([group]), _intensity, right=True),
     Field("bound", lambda group: group.bound),

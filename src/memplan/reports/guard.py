@@ -1,40 +1,28 @@
-"""Reports of `memplan guard`, a step compared with its baseline, on the terminal."""
+"""Report of `memplan guard`, a step compared with its baseline."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TextIO
-
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
 from memplan.reports.compare import by_cause
-from memplan.reports.output import Page, print_parts
+from memplan.reports.document import Document, Line, Part, Section, document, notes
 from memplan.studies.comparisons.comparison import headline, signed
 from memplan.studies.guarding.outcome import Change, Outcome
 
 
-def print_outcome(outcome: Outcome, file: TextIO | None = None, top: int = 12) -> None:
-    """Print an outcome to a file, stdout by default; ``top`` changes, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render(outcome, page, top), file)
-
-
-def render(outcome: Outcome, page: Page, top: int = 12) -> list[RenderableType]:
-    """Return the parts of the report as rich renderables, in order."""
-    now = outcome.now
+def report(outcome: Outcome, top: int = 12) -> Document:
+    """Return the verdict, the bytes by category, the ``top`` changes, 0 for all, and remarks."""
+    now, changed = outcome.now, bool(outcome.changes)
     kind = "training step" if now.train else "inference"
-    parts: list[RenderableType] = [Text(f"{printable(now.title)}: {kind} on {printable(now.device)}", "bold")]
-    if outcome.before.peak != now.peak:
-        parts.append(Text(f"{headline(outcome.comparison)}."))
-    parts.append(Text(verdict(outcome), "bold red" if outcome.grew else ""))
-    if outcome.changes:
-        parts += ["", by_cause(outcome.comparison, page, ("baseline", "now", "more"))]
-        parts += ["", Text("By layer, at the peak", "bold"), *_changes(outcome.changes, top)]
-    notes = [Text(f"note: {printable(note)}") for note in outcome.notes]
-    return parts + (["", *notes] if notes else [])
+    head: list[Part] = [f"{headline(outcome.comparison)}."] if outcome.before.peak != now.peak else []
+    return document(
+        f"{now.title}: {kind} on {now.device}",
+        [*head, Line(verdict(outcome), "bad" if outcome.grew else "")],
+        [by_cause(outcome.comparison, ("baseline", "now", "more"))] if changed else [],
+        Section(tuple(_changes(outcome.changes, top)), "By layer, at the peak"),
+        notes(outcome.notes),
+    )
 
 
 def verdict(outcome: Outcome) -> str:
@@ -53,12 +41,11 @@ def verdict(outcome: Outcome) -> str:
     return f"{format_bytes(now.peak)} peak, as in the baseline." if now.peak == before.peak else "Within the tolerance."
 
 
-def _changes(changes: tuple[Change, ...], top: int) -> Iterator[RenderableType]:
+def _changes(changes: tuple[Change, ...], top: int) -> Iterator[Part]:
     shown = changes[:top] if top else changes
     for change in shown:
-        place = f" ({change.where})" if change.where else ""
-        yield Padding(Text(f"{printable(str(change))}{printable(place)}"), (0, 0, 0, 2))
+        yield Line(f"{change}{f' ({change.where})' if change.where else ''}", indent=2)
     hidden = changes[len(shown) :]
     if hidden:
         difference = signed(sum(change.difference for change in hidden))
-        yield Padding(Text(f"and {len(hidden)} more: {difference}", "dim"), (0, 0, 0, 2))
+        yield Line(f"and {len(hidden)} more: {difference}", "dim", 2)

@@ -1,45 +1,32 @@
-"""Reports of `memplan.largest`, on the terminal."""
+"""Report of `memplan.largest`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TextIO
-
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import format_seconds, printable
-from memplan.reports.output import Field, Page, print_parts
+from memplan._text import format_seconds
+from memplan.reports.document import Document, Field, Section, Table, document, notes, table_of
 from memplan.studies.capacity.largest import Largest, Tried
 
 _REASONS = 3
 """How many different failure reasons are printed; the JSON has all."""
 
 
-def print_largest(result: Largest, file: TextIO | None = None) -> None:
-    """Print a search and its answer to a file, stdout by default. See `print_parts`."""
-    print_parts(lambda page: parts(result, page), file)
-
-
-def parts(result: Largest, page: Page) -> Iterator[RenderableType]:
-    """Yield the report as rich renderables: the answer, a table of the values tried, then both again with plans."""
-    yield Text(f"{printable(result.title)}: {_answer(result)}", "bold")
-    yield _table(result, page)
-    yield from (Text(line) for line in _remarks(result))
+def report(result: Largest) -> Document:
+    """Return the answer and a table of the values tried, then both again with plans."""
+    planned: tuple[Section, ...] = ()
     if result.planned is not None:
         added = "" if result.planned.answer is None else _added_time(result.planned.answer)
         cost = f"; it adds {added} to a step, estimated" if added else ""
-        yield Text(f"\nPlanned: {_answer(result.planned)}{cost}", "bold")
-        yield _table(result.planned, page)
-        yield from (Text(line) for line in _failures(result.planned))
+        lines = [*_failures(result.planned)]
         if result.room.target.card is not None:
-            yield Text("Plans count allocated bytes, with the CPU's kernels.")
-    if result.notes:
-        yield Text("")
-        yield from (Text(f"note: {printable(note)}", "dim") for note in result.notes)
+            lines.append("Plans count allocated bytes, with the CPU's kernels.")
+        planned = (Section((_table(result.planned), *lines), f"Planned: {_answer(result.planned)}{cost}"),)
+    return document(
+        f"{result.title}: {_answer(result)}", [_table(result), *_remarks(result)], *planned, notes(result.notes, "dim")
+    )
 
 
 def _answer(result: Largest) -> str:
@@ -93,26 +80,27 @@ def _failures(result: Largest) -> Iterator[str]:
     for group in groups[:_REASONS]:
         first, *others = (str(trial.value) for trial in group)
         also = f", and so at {', '.join(others)}" if others else ""
-        yield f"Failed at {result.axis} {first}{also}: {printable(group[0].reason)}."
+        yield f"Failed at {result.axis} {first}{also}: {group[0].reason}."
     if len(groups) > _REASONS:
         yield f"... {len(groups) - _REASONS} more reasons, all of them with --json."
 
 
-def _table(result: Largest, page: Page) -> Table:
-    """Draw a row for each value tried, smallest first: what it needs and whether that fits."""
-    fields = [Field(result.axis, lambda trial: str(trial.value), right=True)]
+def _table(result: Largest) -> Table:
+    """Return a row for each value tried, smallest first: what it needs and whether that fits."""
+    fields = [Field(result.axis, lambda trial: str(trial.value), right=True, number=lambda trial: trial.value)]
     if any(trial.plan is not None for trial in result.tried):
         fields += [Field("least budget", _need, right=True), Field("added time", _added_time, right=True)]
     else:
         fields.append(_bytes_field("peak", "peak"))
     if result.room.target.card is not None and len(fields) == 2:
         fields += [_bytes_field("with workspaces", "peak_high"), Field("reserved, with context", _need, right=True)]
-    return page.rows(sorted(result.tried, key=lambda trial: trial.value), [*fields, Field("", _verdict)])
+    return table_of(sorted(result.tried, key=lambda trial: trial.value), [*fields, Field("", _verdict)])
 
 
 def _bytes_field(header: str, name: str) -> Field:
+    size = lambda trial: 0 if trial.bytes is None else getattr(trial.bytes, name)  # noqa: E731
     return Field(
-        header, lambda trial: "" if trial.bytes is None else format_bytes(getattr(trial.bytes, name)), right=True
+        header, lambda trial: "" if trial.bytes is None else format_bytes(size(trial)), right=True, number=size
     )
 
 

@@ -1,46 +1,40 @@
-"""Reports of line profiles on the terminal: a table for each function."""
+"""Report of line profiles: a table for each function."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TextIO
+from collections.abc import Callable, Sequence
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
+from memplan._bytes import format_bytes
+from memplan.explanation.line_profile import LineProfile, LineRow
+from memplan.reports.document import Document, Field, Line, Section, document, notes, table_of
 
-from memplan._text import printable
-from memplan.explanation.line_profile import COLUMNS, LineProfile
-from memplan.reports.columns import Column
-from memplan.reports.output import Page, print_parts
-
-LEGEND = (
+_LEGEND = (
     "held: allocated after the line. added, freed: what it leaves, and what it ends, of that. peak: the most while it "
     "ran. Of several hits, the most of any."
 )
-_CODE = 12
 
 
-def print_lines(profiles: Sequence[LineProfile], file: TextIO | None = None) -> None:
-    """Print the tables of line profiles to a file, stdout by default."""
-    print_parts(lambda page: list(render(profiles, page))[1:], file)
+def report(profiles: Sequence[LineProfile]) -> Document:
+    """Return a section for each function, and a legend."""
+    sections = [
+        Section((table_of(profile.rows, _FIELDS), *notes(profile.notes)), profile.title) for profile in profiles
+    ]
+    return document(None, *sections, [Line(_LEGEND, "dim")] if profiles else [])
 
 
-def render(profiles: Sequence[LineProfile], page: Page) -> Iterator[RenderableType]:
-    """Yield a heading and a table for each function, then the legend."""
-    for profile in profiles:
-        yield ""
-        yield Text(profile.title, "bold")
-        yield _table(profile, page)
-        yield from (Text(f"note: {printable(note)}") for note in profile.notes)
-    if profiles:
-        yield ""
-        yield Text(LEGEND, "dim")
+def _ran(show: Callable[[LineRow], str]) -> Callable[[LineRow], str]:
+    """Leave the cell of a line that never ran empty."""
+    return lambda row: show(row) if row.hits or row.peak else ""
 
 
-def _table(profile: LineProfile, page: Page) -> Table:
-    columns: list[Column] = []
-    for column in COLUMNS:
-        cells, code = tuple(column.cell(row) for row in profile.rows), column.name == "source"
-        columns.append(Column(column.header, cells, right=not code, shrinks_to=_CODE if code else None))
-    return page.table(columns)
+def _size_field(name: str) -> Field:
+    size = lambda row: getattr(row, name)  # noqa: E731
+    return Field(name, _ran(lambda row: format_bytes(size(row)) if size(row) else "-"), right=True, number=size)
+
+
+_FIELDS = (
+    Field("line", lambda row: str(row.line), right=True, number=lambda row: row.line),
+    Field("hits", _ran(lambda row: str(row.hits)), right=True, number=lambda row: row.hits),
+    *map(_size_field, ("held", "added", "freed", "peak")),
+    Field("code", lambda row: row.source.expandtabs(4), shrinks_to=12),
+)

@@ -1,51 +1,42 @@
-"""Reports of plans on the terminal: the figures of the step, and a table of decisions with their reasons."""
+"""Report of a plan: the figures of the step, and a table of decisions with their reasons."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
-
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan._text import format_seconds, printable
+from memplan._text import format_seconds
 from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.plan import Plan
-from memplan.planning.plan.table import COLUMNS, by_lever, split_shown
 from memplan.reports import fusion
-from memplan.reports.output import Field, Page, facts_table
+from memplan.reports.document import Document, Facts, Field, Line, Section, Table, document, notes, table_of
 
-_INDENT = 4
 _LEGEND = (
     "bytes: what keep holds from the forward to the backward pass, what anything else frees. "
     "cost: what it adds to the step. Below each: the reason."
 )
-_Row = list[str]
-_SHRINKS_TO = 12
 
 
-def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """Yield the parts of the report as rich renderables, in order."""
-    yield Text(f"Plan for a step on {printable(plan.device)}, torch {printable(plan.torch)}", "bold")
-    yield _head(plan)
+def report(plan: Plan, top: int = 12) -> Document:
+    """Return the figures of a plan and its decisions, the ``top`` largest of those about values, 0 for all."""
+    (first, *others) = sections(plan, top)
+    verdict = [plan.summary] if plan.changes_nothing else []
+    return document(first.title, [*verdict, *first.parts], *others)
+
+
+def sections(plan: Plan, top: int = 12) -> Iterator[Section]:
+    """Yield the sections of `report` with its title as the heading of the first, for reports that include a plan."""
+    yield Section((Facts(_facts(plan)),), f"Plan for a step on {plan.device}, torch {plan.torch}")
     if plan.decisions:
-        yield ""
-        yield from _table(plan.decisions, page, top)
-        yield Text(_LEGEND, "dim")
+        yield Section((_table(plan.decisions, top), Line(_LEGEND, "dim")))
     if plan.fusion is not None:
-        yield ""
-        yield from fusion.render(plan.fusion, page, top)
-    if plan.notes:
-        yield ""
-    for note in plan.notes:
-        yield Text(f"note: {printable(note)}")
+        yield from fusion.sections(plan.fusion, top)
+    yield Section(tuple(notes(plan.notes)))
 
 
-def _head(plan: Plan) -> Table:
-    """Draw the figures of the whole step: budget, peak, floor, added time and further bounds."""
+def _facts(plan: Plan) -> dict[str, str]:
+    """Return the figures of the whole step: budget, peak, floor, added time and further bounds."""
     reduction = plan.eager_peak - plan.peak
     share = f", {100 * reduction / plan.eager_peak:.0f} % less" if reduction > 0 and plan.eager_peak else ""
     base = plan.step_seconds if plan.base_seconds is None else plan.base_seconds
@@ -75,41 +66,52 @@ def _head(plan: Plan) -> Table:
         facts["host memory"] = f"{format_bytes(plan.host_bytes)}, pinned, for what is offloaded"
     if plan.resident:
         parts = sorted(plan.resident.items(), key=lambda item: (-item[1], item[0]))
-        facts["always there"] = ", ".join(f"{printable(cause)} {format_bytes(size)}" for cause, size in parts if size)
-    return facts_table(facts)
+        facts["always there"] = ", ".join(f"{cause} {format_bytes(size)}" for cause, size in parts if size)
+    return facts
 
 
-def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[RenderableType]:
-    """Yield the table of decisions, each with its reason below, and the sums by memory technique.
-
-    Decisions about the whole step come first, then the ``top`` largest of the others.
-    """
-    shown, hidden = split_shown(decisions, top)
-    rows: list[_Row] = [[column.cell(decision) for column in COLUMNS] for decision in shown]
-    hidden_sums = _sums(hidden, "... {} more")
-    all_sums = _sums([decision for decision in decisions if decision.scope.kind != "step"], "all {}")
-    header, _, *lines = page.lines(page.rows([*rows, *hidden_sums, *all_sums], _FIELDS))
-    rule = Text(("-" if page.ascii_only else "─") * page.width)
-    yield from (Text(header, "bold"), rule)
-    for line, decision in zip(lines, shown, strict=False):
-        yield Text(line)
-        for part in textwrap.wrap(printable(decision.reason), page.width - _INDENT):
-            yield Text(" " * _INDENT + part, "dim")
-    totals_from = len(rows) + len(hidden_sums)
-    yield from (Text(line) for line in lines[len(rows) : totals_from])
-    yield rule
-    yield from (Text(line, "bold") for line in lines[totals_from:])
+def _table(decisions: Sequence[Decision], top: int) -> Table:
+    """Return the decisions about the whole step, then the ``top`` largest of the others, 0 for all, each with its
+    reason below; and sums by memory technique."""
+    step = [decision for decision in decisions if decision.scope.kind == "step"]
+    others = [decision for decision in decisions if decision.scope.kind != "step"]
+    others.sort(key=lambda decision: -decision.bytes)  # stable: of the same size in the order of the step
+    shown, hidden = [*step, *others[: top or None]], others[top or len(others) :]
+    groups = [(f"... {len(group)} more", group) for group in _by_lever(hidden)]
+    totals = [(f"all {len(group)}", group) for group in _by_lever(others)]
+    table = table_of([("", [decision]) for decision in shown] + groups + totals, _FIELDS)
+    return replace(table, sums_from=len(shown) + len(groups), below=tuple(decision.reason for decision in shown))
 
 
-_FIELDS = tuple(
-    Field(
-        column.header, itemgetter(index), right=column.right, shrinks_to=_SHRINKS_TO if column.longest else None,
-        from_left=column.keeps_end, drop=int(column.keeps_end),
-    )
-    for index, column in enumerate(COLUMNS)
-)  # fmt: skip
+def _by_lever(decisions: Iterable[Decision]) -> list[list[Decision]]:
+    """Group decisions by memory technique, that with the most bytes first."""
+    groups: dict[str, list[Decision]] = {}
+    for decision in decisions:
+        groups.setdefault(decision.lever, []).append(decision)
+    return sorted(groups.values(), key=lambda group: (-_bytes(group), group[0].lever))
 
 
-def _sums(decisions: Sequence[Decision], label: str) -> list[_Row]:
-    """Return a row of totals for each memory technique, the most bytes first."""
-    return [[label.format(len(group)), *(column.sum(group) for column in COLUMNS[1:])] for group in by_lever(decisions)]
+_Row = tuple[str, list[Decision]]
+"""A label and the decisions that the row adds up; no label for the row of a single decision."""
+
+
+def _bytes(decisions: Iterable[Decision]) -> int:
+    return sum(decision.bytes for decision in decisions)
+
+
+def _seconds(row: _Row) -> float:
+    return sum(decision.seconds for decision in row[1])
+
+
+def _lever(row: _Row) -> str:
+    label, (decision, *_) = row
+    return decision.lever if label or decision.grade == "exact" else f"{decision.lever}, {decision.grade}"
+
+
+_FIELDS = (
+    Field("value", lambda row: row[0] or str(row[1][0].scope), shrinks_to=12),
+    Field("layer", lambda row: "" if row[0] else row[1][0].layer, shrinks_to=12, from_left=True, drop=1),
+    Field("bytes", lambda row: format_bytes(_bytes(row[1])), right=True, number=lambda row: _bytes(row[1])),
+    Field("decision", _lever),
+    Field("cost", lambda row: format_seconds(_seconds(row)) if _seconds(row) else "-", right=True, number=_seconds),
+)

@@ -1,21 +1,29 @@
-"""Reports of replayed snapshots, on the terminal and as JSON: peaks under each setting, and why memory ran out."""
+"""Report of a replayed snapshot: peaks under each setting, and why memory ran out; and its JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from memplan._bytes import format_bytes_as_torch
 from memplan._json import named, text_of, to_plain
+from memplan._text import counted
 from memplan.explanation.over_time import MOMENTS, thinned
-from memplan.reports.output import Field, Page, name_field, number_field, print_parts
+from memplan.reports.document import (
+    Document,
+    Field,
+    Line,
+    Part,
+    Section,
+    Table,
+    document,
+    name_field,
+    number_field,
+    table_of,
+)
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.replays.out_of_memory import FreeBlocks, Holder, OomExplanation, holders
 from memplan.simulation.replays.replayed import Replay
@@ -29,54 +37,39 @@ _size_field = partial(number_field, shown=format_bytes_as_torch)
 _CLASSES = {0: "up to 1 MiB", 1: "1-2 MiB", 2: "2-10 MiB", 10: "10-20 MiB", 20: "20-100 MiB", 100: "100-500 MiB"}
 
 
-def print_replay(cases: Cases, file: TextIO | None = None, top: int = 10) -> None:
-    """Print a replay to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render(cases, page, top), file)
-
-
-def render(cases: Cases, page: Page, top: int = 10) -> Iterator[RenderableType]:
-    """Yield the parts of the report as rich renderables, in order."""
-    replay = cases.replay
-    yield from _head(replay)
-    yield ""
-    yield _cases_table(cases, page)
-    yield from _remarks(cases)
-    if cases.explanation is not None:
-        yield from _oom_parts(cases, cases.explanation, page, top)
-    yield ""
-    yield _segments_table(cases, page)
-    owners = holders(cases.base, cases.base.timeline.segments)
-    if cases.explanation is None and any(row.frame is not None for row in owners):
-        yield ""
-        yield _owners_table("Who holds it at the end", owners, page, top)
-
-
-def _head(replay: Replay) -> Iterator[RenderableType]:
-    snapshot = replay.snapshot
+def report(cases: Cases, top: int = 10) -> Document:
+    """Return the peaks under each setting, why memory ran out, and what holds it; tables with ``top`` rows, 0 for
+    all."""
+    replay, why = cases.replay, cases.explanation
     settings = _settings_name(replay.recorded_settings)
+    events = f"{len(replay.snapshot.entries)} events on" if replay.has_history else "no history,"
+    owners = holders(cases.base, cases.base.timeline.segments)
+    shows_owners = why is None and any(row.frame is not None for row in owners)
+    return document(
+        f"{replay.snapshot.source}: {events} {replay.timeline.device}, settings {settings}",
+        _head(replay),
+        [_cases_table(cases), *_remarks(cases)],
+        *([] if why is None else _oom_sections(cases, why, top)),
+        [_segments_table(cases)],
+        [_owners_table("Who holds it at the end", owners, top)] if shows_owners else [],
+    )
+
+
+def _head(replay: Replay) -> Iterator[Part]:
     if not replay.has_history:
-        yield Text(f"{snapshot.source}: no history, {replay.timeline.device}, settings {settings}", "bold")
-        yield Text(
+        yield (
             "It says what was held when it was taken, not how that came about. To record the history, call "
             "torch.cuda.memory._record_memory_history() before the step."
         )
-        return
-    yield Text(
-        f"{snapshot.source}: {len(snapshot.entries)} events on {replay.timeline.device}, settings {settings}", "bold"
-    )
-    if not replay.mismatches:
-        yield Text("Replayed: every address and every segment as recorded.")
-        return
-    count = len(replay.mismatches)
-    yield Text(
-        f"Replayed with {count} difference{'s' if count > 1 else ''} from the recording; what follows is not exact.",
-        "bold red",
-    )
-    for mismatch in replay.mismatches[:_DIFFERENCES]:
-        yield Padding(Text(shown(str(mismatch), 400)), (0, 0, 0, 2))
+    elif not replay.mismatches:
+        yield "Replayed: every address and every segment as recorded."
+    else:
+        differences = counted(len(replay.mismatches), "difference")
+        yield Line(f"Replayed with {differences} from the recording; what follows is not exact.", "bad")
+        yield from (Line(shown(str(mismatch), 400), indent=2) for mismatch in replay.mismatches[:_DIFFERENCES])
 
 
-def _cases_table(cases: Cases, page: Page) -> Table:
+def _cases_table(cases: Cases) -> Table:
     recorded = "recorded" if cases.base.compared else "as recorded"
     outcome = "out of memory" if cases.base.capacity is None else f"in {format_bytes_as_torch(cases.base.capacity)}"
 
@@ -92,7 +85,7 @@ def _cases_table(cases: Cases, page: Page) -> Table:
         number_field("share", lambda case: case.fragmentation_share, lambda share: f"{100 * share:.1f} %", drop=3),
         Field(outcome, lambda case: _outcome(case, cases)),
     ]
-    return page.rows([cases.base, *cases.others], fields)
+    return table_of([cases.base, *cases.others], fields)
 
 
 def _outcome(case: Replay, cases: Cases) -> str:
@@ -104,34 +97,28 @@ def _outcome(case: Replay, cases: Cases) -> str:
     return "no" if cases.base.capacity is None else "fits"
 
 
-def _remarks(cases: Cases) -> Iterator[RenderableType]:
+def _remarks(cases: Cases) -> Iterator[Part]:
     replay = cases.replay
     if any(case.ended for case in (cases.base, *cases.others)):
-        yield Text("A case that runs out where the recording did not ends there: its peaks are those up to there.")
+        yield "A case that runs out where the recording did not ends there: its peaks are those up to there."
     if not all(case.from_recorded_start for case in (cases.base, *cases.others)):
         _, allocated, reserved = replay.timeline.events[0]
         if reserved:
-            yield Text(
+            yield (
                 "Other settings, and a card too small for the start, begin with the blocks that were in use then, "
                 f"allocated anew; without the {format_bytes_as_torch(reserved - allocated)} that were held besides."
             )
     for note in replay.snapshot.notes:
-        yield Text(f"note: {shown(note)}")
+        yield f"note: {shown(note)}"
 
 
-def _oom_parts(cases: Cases, why: OomExplanation, page: Page, top: int) -> Iterator[RenderableType]:
-    oom = why.oom
-    where = "before the history" if oom.index < 0 else f"at event {oom.index}"
-    yield ""
-    yield Text(f"Out of memory {where}", "bold")
-    yield Padding(Text("\n".join(_oom_lines(why))), (0, 0, 0, 2))
+def _oom_sections(cases: Cases, why: OomExplanation, top: int) -> Iterator[Section]:
+    where = "before the history" if why.oom.index < 0 else f"at event {why.oom.index}"
+    yield Section(tuple(Line(line, indent=2) for line in _oom_lines(why)), f"Out of memory {where}")
     if why.free:
-        yield ""
-        yield _free_blocks_table(why.free, page, top)
-    yield ""
-    yield _owners_table("Who held the rest", list(why.holders), page, top)
-    yield ""
-    yield from _remedies(cases, why)
+        yield Section((_free_blocks_table(why.free, top),))
+    yield Section((_owners_table("Who held the rest", list(why.holders), top),))
+    yield Section(tuple(_remedies(cases, why)))
 
 
 def _oom_lines(why: OomExplanation) -> Iterator[str]:
@@ -159,7 +146,7 @@ def _oom_lines(why: OomExplanation) -> Iterator[str]:
         yield f"largest free block: {format_bytes_as_torch(why.largest_free)}, {why.largest_why}"
 
 
-def _free_blocks_table(rows: Sequence[FreeBlocks], page: Page, top: int) -> Table:
+def _free_blocks_table(rows: Sequence[FreeBlocks], top: int) -> Table:
     largest = lambda rows: format_bytes_as_torch(max(row.largest for row in rows))  # noqa: E731
     fields = [
         name_field(
@@ -172,10 +159,10 @@ def _free_blocks_table(rows: Sequence[FreeBlocks], page: Page, top: int) -> Tabl
         Field("largest", lambda row: largest([row]), largest, right=True, drop=1),
         Field("did not serve", lambda row: row.why, shrinks_to=12),
     ]
-    return page.rows(rows, fields, top)
+    return table_of(rows, fields, top)
 
 
-def _owners_table(title: str, rows: Sequence[Holder], page: Page, top: int) -> Table:
+def _owners_table(title: str, rows: Sequence[Holder], top: int) -> Table:
     total = sum(row.bytes for row in rows)
     fields = [
         name_field(title, lambda row: _frame_line(row.frame)),
@@ -183,33 +170,33 @@ def _owners_table(title: str, rows: Sequence[Holder], page: Page, top: int) -> T
         _size_field("bytes", lambda row: row.bytes),
         number_field("share", lambda row: row.bytes, lambda size: f"{100 * size / max(total, 1):.0f} %"),
     ]
-    return page.rows(rows, fields, top)
+    return table_of(rows, fields, top)
 
 
-def _remedies(cases: Cases, why: OomExplanation) -> Iterator[RenderableType]:
+def _remedies(cases: Cases, why: OomExplanation) -> Iterator[Part]:
     if not why.tried or why.capacity is None:
-        yield Text("What the card could give is not recorded, so no setting can be tried: give --capacity.")
+        yield "What the card could give is not recorded, so no setting can be tried: give --capacity."
         return
     card = format_bytes_as_torch(why.capacity.bytes)
     if why.remedies:
-        yield Text(f"Would have helped, each replayed from the start on a card that gives {card}:")
+        yield f"Would have helped, each replayed from the start on a card that gives {card}:"
         for remedy in why.remedies:
             line = f"{remedy.settings}: peak {format_bytes_as_torch(remedy.peak_reserved)} reserved"
-            yield Padding(Text(line), (0, 0, 0, 2))
+            yield Line(line, indent=2)
         helpful = {parse_settings(text) for text in why.tried} & {remedy.settings for remedy in why.remedies}
         others = [text for text in why.tried if parse_settings(text) not in helpful]
         if others:
-            yield Text("Tried, and of no help:")
-            yield from (Padding(Text(text), (0, 0, 0, 2)) for text in others)
+            yield "Tried, and of no help:"
+            yield from (Line(text, indent=2) for text in others)
         return
     text = "No setting can help" if why.beyond else "None of these settings would have helped"
     if why.beyond:
         text += f": blocks in use and the request exceed {card} by {format_bytes_as_torch(why.beyond)}"
-    yield Text(f"{text}. The card lacked {format_bytes_as_torch(why.shortfall)} for this request. Tried:")
-    yield from (Padding(Text(tried), (0, 0, 0, 2)) for tried in why.tried)
+    yield f"{text}. The card lacked {format_bytes_as_torch(why.shortfall)} for this request. Tried:"
+    yield from (Line(tried, indent=2) for tried in why.tried)
 
 
-def _segments_table(cases: Cases, page: Page) -> Table:
+def _segments_table(cases: Cases) -> Table:
     largest = lambda rows: format_bytes_as_torch(max((row.largest_free for row in rows), default=0))  # noqa: E731
     fields = [
         name_field(
@@ -223,7 +210,7 @@ def _segments_table(cases: Cases, page: Page) -> Table:
         _size_field("free", lambda row: row.free),
         Field("largest\nfree block", lambda row: largest([row]), largest, right=True, drop=1),
     ]  # fmt: skip
-    return page.rows(grouped(cases.base.timeline.segments), fields, total="all")
+    return table_of(grouped(cases.base.timeline.segments), fields, total="all")
 
 
 def _block_kind(small: bool, stream: int, pool: Pool, more: str) -> str:

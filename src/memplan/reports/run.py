@@ -1,19 +1,15 @@
-"""Reports of `memplan run`, on the terminal and as JSON: the explanation of the step and the facts about the script."""
+"""Report of `memplan run`: the explanation of the step and the facts about the script; and its JSON."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TextIO
-
-from rich.console import RenderableType
-from rich.text import Text
 
 from memplan._json import to_plain
-from memplan._text import printable
+from memplan._text import counted
 from memplan.explanation.model import Explanation
 from memplan.reports import compare, explain
-from memplan.reports.output import Field, Page, name_field, print_parts
+from memplan.reports.document import Document, Field, Part, Table, document, name_field, table_of
 from memplan.studies.comparisons.measured import Beside
 from memplan.trace.program_facts import Batch, Facts, Held
 
@@ -34,52 +30,47 @@ def dumps(command: str, facts: Facts, explanation: Explanation, beside: Beside |
     return explain.dumps(explanation, script={"command": command, **to_plain(facts)}, beside=beside)
 
 
-def print_run(
-    command: str, facts: Facts, explanation: Explanation, file: TextIO | None = None, top: int = 12,
-    beside: Beside | None = None,
-) -> None:  # fmt: skip
-    """Print the report of a script to a file, stdout by default; ``top`` rows of long tables, 0 for all.
-
-    ``beside`` adds the figures measured on a card, compared with the predicted ones.
-    """
-    print_parts(lambda page: render(command, facts, explanation, page, top, beside), file)
-
-
-def render(
-    command: str, facts: Facts, explanation: Explanation, page: Page, top: int = 12, beside: Beside | None = None
-) -> list[RenderableType]:
-    """Return the parts of the report as rich renderables, in order."""
-    measured = [] if beside is None else compare.render_beside(beside, page, top)
-    return [*explain.render(explanation, page, top), *measured, "", *_script_facts(command, facts, page, top)]
+def report(
+    command: str, facts: Facts, explanation: Explanation, top: int = 12, beside: Beside | None = None
+) -> Document:
+    """Return the explanation, the facts about the script, and ``beside``, the figures measured on a card compared with
+    the predicted ones; tables with ``top`` rows, 0 for all."""
+    step = explain.report(explanation, top)
+    if beside is not None:
+        step += compare.beside_report(beside, top)
+    script = document(
+        f"The script: {command}",
+        _facts(facts, top),
+        [_held_back(facts, top)] if facts.held else [],
+        [f"At least {facts.unlisted:,} more are not listed."] if facts.unlisted else [],
+    )
+    return step + script
 
 
-def _script_facts(command: str, facts: Facts, page: Page, top: int) -> Iterator[RenderableType]:
-    yield Text(f"The script: {printable(command)}", "bold")
-    yield Text(_ending(facts))
-    for batch in facts.batches[: top or None]:
-        yield Text(_batch_line(batch))
+def _facts(facts: Facts, top: int) -> Iterator[Part]:
+    yield _ending(facts)
+    yield from map(_batch_line, facts.batches[: top or None])
     for name in facts.absent:
-        yield Text(printable(f"The data of {name} are not here: its batches are those described."))
+        yield f"The data of {name} are not here: its batches are those described."
     if facts.lines:
         lines = "1 line that it printed is" if facts.lines == 1 else f"{facts.lines} lines that it printed are"
-        yield Text(f"{lines} not shown (--show-output)")
+        yield f"{lines} not shown (--show-output)"
     if facts.protection in _PROTECTIONS and not facts.really:
-        yield Text(_PROTECTIONS[facts.protection])
-    if facts.held:
-        fields = [
-            name_field("Held back", _short_name, from_left=True),
-            Field("would be", lambda row: _KINDS[row.kind] + (f" {row.count} times" if row.count > 1 else "")),
-            Field("at", lambda row: printable(row.where or "-"), shrinks_to=14, from_left=True, drop=1),
-        ]
-        yield ""
-        yield page.rows(facts.held, fields, min(top, _ROWS) if top else 0)
-    if facts.unlisted:
-        yield Text(f"At least {facts.unlisted:,} more are not listed.")
+        yield _PROTECTIONS[facts.protection]
+
+
+def _held_back(facts: Facts, top: int) -> Table:
+    fields = [
+        name_field("Held back", _short_name, from_left=True),
+        Field("would be", lambda row: _KINDS[row.kind] + (f" {row.count} times" if row.count > 1 else "")),
+        Field("at", lambda row: row.where or "-", shrinks_to=14, from_left=True, drop=1),
+    ]
+    return table_of(facts.held, fields, min(top, _ROWS) if top else 0)
 
 
 def _ending(facts: Facts) -> str:
     how = "ran for real" if facts.really else "ran on tensors without values"
-    updates = f"{facts.updates} update{'' if facts.updates == 1 else 's'}"
+    updates = counted(facts.updates, "update")
     match facts.ending:
         case "steps":
             return f"It {how} until it had made {updates}; what comes after was not looked at."
@@ -91,7 +82,7 @@ def _ending(facts: Facts) -> str:
         case "time":
             return f"It {how} until its time was over (--limit), with {updates}."
         case _:
-            code = "" if facts.code in (None, 0) else f", with exit code {printable(str(facts.code))}"
+            code = "" if facts.code in (None, 0) else f", with exit code {facts.code}"
             updated = f"with {updates}" if facts.updates else "without an update: all of it counts as one step"
             return f"It {how} to its end{code}, {updated}."
 
@@ -102,7 +93,7 @@ def _batch_line(batch: Batch) -> str:
     cut = (
         f"; {batch.taken} of {batch.length or 'its'} batches were taken, as nothing trains on them" if batch.cut else ""
     )
-    return printable(f"{source}{where}: {batch.text}{cut}.")
+    return f"{source}{where}: {batch.text}{cut}."
 
 
 def _short_name(row: Held) -> str:
@@ -111,4 +102,4 @@ def _short_name(row: Held) -> str:
         relative = os.path.relpath(path)
         path = relative if not relative.startswith("..") else path
         path += os.sep if row.what.endswith(os.sep) else ""
-    return printable(path)
+    return path

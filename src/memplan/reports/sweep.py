@@ -1,19 +1,14 @@
-"""Reports of sweeps: on the terminal, and as a chart by matplotlib."""
+"""Report of a sweep, and its chart by matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
-
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
 from memplan.reports.chart import plain, unit_of
-from memplan.reports.output import Field, Page, print_parts
+from memplan.reports.document import Document, Field, Line, Part, Section, Table, document, notes, table_of
 from memplan.studies.sweeps.fits import Row, place_of, rows_along, shown
 from memplan.studies.sweeps.points import PARTS
 from memplan.studies.sweeps.sweep import Sweep
@@ -26,61 +21,82 @@ _SHOWN = 12
 _DROP = {"rounding": 8, "inputs": 7, "temporaries": 6, "optimizer": 5, "weights": 4, "workspace": 3, "gradients": 2}
 
 
-def print_sweep(sweep: Sweep, file: TextIO | None = None) -> None:
-    """Print a sweep to a file, stdout by default. See `print_parts`."""
-    print_parts(lambda page: parts(sweep, page), file)
+def report(sweep: Sweep, most: int = _SHOWN) -> Document:
+    """Return a table of the points, failures, fitted growth and largest categories; of each but the points at most
+    ``most`` lines, 0 for all."""
+    sections = {
+        "Fixed part and slope": sweep.fits,
+        "Largest part": sweep.crossings,
+        "Engines": sweep.engine_changes,
+    }
+    return document(
+        f"{sweep.title} on {sweep.device}: {len(sweep.rows)} points of {', '.join(sweep.axes)}",
+        [_table(sweep), *_failures(sweep, most)],
+        *(Section(tuple(_listed(lines, most)), title) for title, lines in sections.items()),
+        notes(sweep.notes, "dim"),
+    )
 
 
-def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
-    """Yield the report as rich renderables: a table of the points, failures, fitted growth and largest categories."""
-    title = f"{sweep.title} on {sweep.device}: {len(sweep.rows)} points of {', '.join(sweep.axes)}"
-    yield Text(printable(title), "bold")
-    yield table(sweep, page)
+def _listed(lines: Sequence[object], most: int) -> Iterator[Part]:
+    shown = lines[: most or None]
+    yield from (f"- {line}" for line in shown)
+    if len(lines) > len(shown):
+        yield f"- ... {len(lines) - len(shown)} more, all of them with --json"
+
+
+def _failures(sweep: Sweep, most: int) -> Iterator[Part]:
     if sweep.interrupted:
         left = sweep.points - len(sweep.rows)
-        yield Text(f"Interrupted: {left} of {sweep.points} points were not recorded.", "bold yellow")
-    failed = [row for row in sweep.rows if row["status"] == "failed"]
+        yield Line(f"Interrupted: {left} of {sweep.points} points were not recorded.", "warning")
     reasons: dict[str, list[str]] = {}
-    for row in failed:
-        reasons.setdefault(row["reason"], []).append(_point(sweep, row))
-    for reason, points in list(reasons.items())[:_SHOWN]:
+    for row in sweep.rows:
+        if row["status"] == "failed":
+            reasons.setdefault(row["reason"], []).append(_point(sweep, row))
+    shown = list(reasons.items())[: most or None]
+    for reason, points in shown:
         more = f" and {len(points) - 3} more" if len(points) > 3 else ""
-        yield Text(f"Failed at {'; '.join(points[:3])}{more}: {printable(reason)}.")
-    if len(reasons) > _SHOWN:
-        yield Text(f"... {len(reasons) - _SHOWN} more reasons, all of them with --json.")
+        yield f"Failed at {'; '.join(points[:3])}{more}: {reason}."
+    if len(reasons) > len(shown):
+        yield f"... {len(reasons) - len(shown)} more reasons, all of them with --json."
     if any(row["status"] == "ok" and row["peak_high"] != row["peak"] for row in sweep.rows):
-        yield Text("Workspaces: from none to the largest that cuDNN's algorithms are known to take; peak: with none.")
-    sections = (
-        ("Fixed part and slope", sweep.fits),
-        ("Largest part", sweep.crossings),
-        ("Engines", sweep.engine_changes),
-    )
-    for title, lines in sections:
-        if lines:
-            yield Text(f"\n{title}", "bold")
-            yield from (Text(f"- {printable(str(line))}") for line in lines[:_SHOWN])
-            if len(lines) > _SHOWN:
-                yield Text(f"- ... {len(lines) - _SHOWN} more, all of them with --json")
-    if sweep.notes:
-        yield Text("")
-        yield from (Text(f"note: {printable(note)}", "dim") for note in sweep.notes)
+        yield "Workspaces: from none to the largest that cuDNN's algorithms are known to take; peak: with none."
 
 
-def table(sweep: Sweep, page: Page) -> Table:
-    """Draw a row for each point: axis values, peak, reserved bytes, the peak by category, and fragmentation."""
-    fields = [
-        Field(_header(name), lambda row, name=name: printable(shown(row[name])), right=True) for name in sweep.axes
-    ]
-    fields.append(Field("peak", _peak, right=True))
+def _table(sweep: Sweep) -> Table:
+    """Return a row for each point: axis values, peak, reserved bytes, the peak by category, and fragmentation."""
+    fields = [_axis_field(sweep, name) for name in sweep.axes]
+    fields.append(Field("peak", _peak, right=True, number=lambda row: row.get("peak", -1)))
     if sweep.device != "cpu":
-        fields.append(Field("reserved", lambda row: _interval(row, "reserved"), right=True, drop=9))
+        fields.append(
+            Field(
+                "reserved",
+                lambda row: _interval(row, "reserved"),
+                right=True,
+                drop=9,
+                number=lambda row: row.get("reserved", -1),
+            )
+        )
     for part, causes in PARTS.items():
-        cell = _workspace if part == "workspace" else partial(_sum, causes=causes)
+        if part == "workspace":
+            cell, number = _workspace, lambda row: row.get("workspace", 0)
+        else:
+            cell, number = partial(_sum, causes=causes), partial(_bytes, causes=causes)
         if any(cell(row) not in ("", "0 B") for row in sweep.rows):
-            fields.append(Field(part, cell, right=True, drop=_DROP.get(part, 1)))
+            fields.append(Field(part, cell, right=True, drop=_DROP.get(part, 1), number=number))
     if any(row.get("fragmentation") for row in sweep.rows):
         fields.append(Field("fragments", partial(_sum, causes=("fragmentation",)), right=True, drop=5))
-    return page.rows(sweep.rows, fields)
+    return table_of(sweep.rows, fields)
+
+
+def _axis_field(sweep: Sweep, name: str) -> Field:
+    numeric = all(isinstance(value, (int, float)) for value in sweep.axes[name])
+    return Field(
+        _header(name), lambda row: shown(row[name]), right=True, number=(lambda row: row[name]) if numeric else None
+    )
+
+
+def _bytes(row: Mapping[str, Any], causes: Sequence[str]) -> int:
+    return sum(row.get(cause, 0) for cause in causes)
 
 
 def _workspace(row: Mapping[str, Any]) -> str:
@@ -108,12 +124,12 @@ def _interval(row: Mapping[str, Any], name: str) -> str:
 
 def _header(name: str) -> str:
     """Return the column header of an axis; "layers.attribute" is split into two lines."""
-    pattern, dot, attribute = printable(name).rpartition(".")
+    pattern, dot, attribute = name.rpartition(".")
     return f"{pattern}\n{dot}{attribute}" if dot else attribute
 
 
 def _point(sweep: Sweep, row: Mapping[str, Any]) -> str:
-    return printable(", ".join(f"{name} {shown(row[name])}" for name in sweep.axes))
+    return ", ".join(f"{name} {shown(row[name])}" for name in sweep.axes)
 
 
 def draw(sweep: Sweep) -> Figure:

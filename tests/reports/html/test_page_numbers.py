@@ -121,7 +121,7 @@ def test_the_tried_of_a_search_are_drawn_by_cause(browser: Browser, tmp_path: Pa
 
 def test_what_is_alive_is_listed_with_its_bytes_birth_and_death(browser: Browser, tmp_path: Path) -> None:
     course, page = json.loads(explanation())["course"], opened(browser, tmp_path, explanation())
-    cells = page.page.locator("[aria-label=Storages] tbody tr").evaluate_all(
+    cells = page.page.locator("[aria-label='Alive at the peak'] tbody tr").evaluate_all(
         "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.innerText))"
     )
     assert len(cells) == len(course["alive"]) > 20
@@ -227,7 +227,7 @@ def test_everything_is_reached_by_the_tab_key_alone(browser: Browser, tmp_path: 
         "share of the peak",
         "Segments and blocks",
     }
-    assert wanted | {"saves", "why", "stem", "body.2"} <= set(reached)
+    assert wanted | {"saves", "outputs", "stem", "body.2"} <= set(reached)
     closed(page)
 
 

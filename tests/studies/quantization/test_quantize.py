@@ -170,7 +170,7 @@ def test_what_has_no_kernel_here_is_predicted_and_not_run(monkeypatch: pytest.Mo
     found = memplan.quantize(net(), "1x256", weights="int4", activations="int8")
     assert (found.after, found.error, found.quantizing_peak) == (None, None, None)
     assert found.weights_saved == sum(4 * n - n // 2 - n // 128 * 5 for n in (512 * 256, 256 * 512))
-    assert "was not run: its kernel da8w4_linear_cpu is not in this build" in str(found)
+    assert "was not run: its kernel da8w4_linear_cpu is not in this build" in " ".join(str(found).split())
 
 
 def test_kernels_are_looked_up() -> None:

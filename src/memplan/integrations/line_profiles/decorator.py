@@ -216,11 +216,12 @@ def _print_all() -> None:
 
 
 def _print_profiles(profiles: Sequence[LineProfile]) -> None:
-    from memplan.reports.line_tables import print_lines
+    from memplan.reports.line_tables import report
+    from memplan.reports.terminal import show
 
     for lines in profiles:
         _unprinted.pop(_key(lines), None)
-    print_lines(profiles)
+    show(report(profiles))
 
 
 def _predict(function: Any, args: Any, kwargs: Any, device: str) -> Sequence[LineProfile]:

@@ -18,7 +18,7 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Grade, GradientUse
 from memplan.planning.levers.registry import LEVERS, RELEASE_GRADIENTS, UPDATE_EARLY
-from memplan.planning.plan import choices_json, table
+from memplan.planning.plan import choices_json
 from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.fusion import Fusion
 from memplan.planning.schedule.actions import Choices
@@ -198,13 +198,8 @@ class Plan(Saved, Displayed):
             text += f", the optimizer's state {format_bytes(state)}. " if state else ". "
         return text
 
-    def __str__(self) -> str:
-        """Return the summary and, if the plan changes the step, a summary of its fused kernels and a table of
-        decisions: those about the whole step, then the largest others, with their reasons."""
-        if self.changes_nothing:
-            return self.summary
-        fused = [] if self.fusion is None else [f"As fused kernels: {self.fusion.summary}."]
-        return "\n".join([self.summary, *fused, *table.lines_of(self.decisions)])
+    def __repr__(self) -> str:
+        return f"<Plan: {self.summary}>"
 
 
 def names_of(graph: JointGraph) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Literal
 from memplan._text import printable, whole_number
 from memplan.checks.finding import Finding
 from memplan.checks.registry import CHECKS
+from memplan.reports.check import message_of
 from memplan.studies.comparisons.comparison import headline
 from memplan.studies.guarding.outcome import Outcome
 from memplan.studies.guarding.taken import slashed
@@ -68,12 +69,8 @@ def of_findings(target: str, findings: Sequence[Finding], failing: Sequence[str]
         level: Level = (
             "error" if finding.severity in failing else "warning" if finding.severity == "warning" else "note"
         )
-        message = finding.message
-        if not message.startswith("cuDNN"):
-            message = message[:1].upper() + message[1:]
-        annotations.append(
-            Annotation(finding.id, level, message, finding.layer, finding.where, target, finding.bytes, finding.advice)
-        )
+        place = (finding.layer, finding.where, target)
+        annotations.append(Annotation(finding.id, level, message_of(finding), *place, finding.bytes, finding.advice))
     return annotations
 
 

@@ -1,86 +1,65 @@
-"""Reports of exported C training steps, on the terminal and as JSON: RAM and flash, memory techniques, the proof."""
+"""Report of an exported C training step: RAM and flash, memory techniques, the proof; and its JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TextIO
-
-from rich.console import RenderableType
-from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
 from memplan.errors import BudgetError
 from memplan.exporting.exported import Exported
 from memplan.exporting.update_search import UpdateChoice
-from memplan.reports.output import Field, Page, facts_table, name_field, number_field, print_parts
+from memplan.reports.document import Document, Facts, Field, Line, Part, document, name_field, number_field, table_of
 
 HOLDERS = 8
 """Rows of the tables of what is in RAM at the peak and of the trained tensors."""
 
 
-def print_export(exported: Exported, file: TextIO | None = None) -> None:
-    """Print an export to a file, stdout by default. See `print_parts`."""
-    print_parts(lambda page: render(exported, page), file)
+def report(exported: Exported) -> Document:
+    """Return the figures of an export, what was chosen to train, what is in RAM at the peak, and the proof."""
+    techniques = [
+        name_field("One after another", lambda lever: lever[0], 20),
+        number_field("in use at once", lambda lever: lever[1]),
+    ]
+    in_ram = [name_field("In RAM at the peak", str, 20), number_field("bytes", lambda tensor: tensor.bytes)]
+    proof = [f"Proof: {exported.verdict}"] + ([] if exported.core is None else [f"On {exported.core}"])
+    return document(
+        f"{exported.folder}/{exported.name}.c: a training step in {format_bytes(exported.ram)} of RAM",
+        [Facts(_facts(exported))],
+        [table_of(exported.levers, techniques)],
+        [] if exported.choice is None else _choice(exported.choice),
+        [table_of(exported.held_by, in_ram, HOLDERS, "all")],
+        proof,
+    )
 
 
-def render(exported: Exported, page: Page) -> Iterator[RenderableType]:
-    """Yield the parts of the report as rich renderables, in order."""
-    yield Text(f"{exported.folder}/{exported.name}.c: a training step in {format_bytes(exported.ram)} of RAM", "bold")
+def _facts(exported: Exported) -> dict[str, str]:
     renamed = exported.name != exported.given_name.lower()
-    yield facts_table(
-        {
-            **({"name": f"{exported.name}, for {printable(exported.given_name)}"} if renamed else {}),
-            "arena": f"{format_bytes(exported.arena)} ({format_bytes(exported.live)} in use at once)",
-            "weights and state": f"{format_bytes(exported.state)} ({exported.trained} weights are trained)",
-            "inputs": format_bytes(exported.inputs),
-            "flash": f"{format_bytes(exported.flash)} of weights, beside the code ({exported.frozen} are frozen)",
-            **({} if exported.rounding is None else {"in eight bits": str(exported.rounding)}),
-            "smallest budget": format_bytes(exported.smallest_budget),
-            "in the backward pass": f"{exported.recomputed} results made again",
-            "updated element by element": f"{exported.fused} parameters",
-        }
-    )
-    yield ""
-    yield page.rows(
-        exported.levers,
-        [
-            name_field("One after another", lambda lever: lever[0], 20),
-            number_field("in use at once", lambda lever: lever[1]),
-        ],
-    )
-    yield ""
-    if exported.choice is not None:
-        yield from _choice(exported.choice, page)
-    fields = [
-        name_field("In RAM at the peak", lambda tensor: printable(str(tensor)), 20),
-        number_field("bytes", lambda tensor: tensor.bytes),
-    ]
-    yield page.rows(exported.held_by, fields, HOLDERS, "all")
-    yield ""
-    yield Text(f"Proof: {exported.verdict}")
-    if exported.core is not None:
-        yield Text(f"On {exported.core}")
+    return {
+        **({"name": f"{exported.name}, for {exported.given_name}"} if renamed else {}),
+        "arena": f"{format_bytes(exported.arena)} ({format_bytes(exported.live)} in use at once)",
+        "weights and state": f"{format_bytes(exported.state)} ({exported.trained} weights are trained)",
+        "inputs": format_bytes(exported.inputs),
+        "flash": f"{format_bytes(exported.flash)} of weights, beside the code ({exported.frozen} are frozen)",
+        **({} if exported.rounding is None else {"in eight bits": str(exported.rounding)}),
+        "smallest budget": format_bytes(exported.smallest_budget),
+        "in the backward pass": f"{exported.recomputed} results made again",
+        "updated element by element": f"{exported.fused} parameters",
+    }
 
 
-def _choice(choice: UpdateChoice, page: Page) -> Iterator[RenderableType]:
+def _choice(choice: UpdateChoice) -> Iterator[Part]:
     """Yield the parameters that the update search chose to train, largest gradient first."""
-    yield Text(str(choice))
+    yield str(choice)
     fields = [
-        name_field("Trained", lambda tensor: printable(tensor.path), 20),
+        name_field("Trained", lambda tensor: tensor.path, 20),
         number_field("bytes", lambda tensor: tensor.bytes),
-        Field("gradient norm", lambda tensor: f"{tensor.gradient:.3g}", right=True),
+        Field("gradient norm", lambda tensor: f"{tensor.gradient:.3g}", right=True, number=lambda row: row.gradient),
     ]
-    yield page.rows(sorted(choice.trained, key=lambda tensor: -tensor.gradient), fields, HOLDERS, "all")
-    yield ""
+    yield table_of(sorted(choice.trained, key=lambda tensor: -tensor.gradient), fields, HOLDERS, "all")
 
 
-def print_shortfall(error: BudgetError, file: TextIO | None = None) -> None:
-    """Print the smallest budget or flash size that would fit, and why the export does not."""
+def shortfall_report(error: BudgetError) -> Document:
+    """Return the smallest budget or flash size that would fit, and why the export does not."""
+    what = "budget" if error.timeline is not None else "flash"
     least = format_bytes(error.smallest_budget)
-    ram = error.timeline is not None
-    lines = [
-        Text(f"It does not fit. The smallest {'budget' if ram else 'flash'} that it fits is {least}.", "bold red"),
-        Text(printable(str(error))),
-    ]
-    print_parts(lambda page: lines, file)
+    return document(Line(f"It does not fit. The smallest {what} that it fits is {least}.", "bad"), [str(error)])

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from memplan._text import printable_lines
 from memplan._version import __version__
 from memplan.errors import UsageError
 from memplan.explanation.model import LABELS
-from memplan.reports.html.page_parts import Chart, Code, Paragraphs, Result, Table, size, table, text
+from memplan.reports.document import Part, Table, name_field, number_field, table_of
+from memplan.reports.html.charts import Chart, beside
+from memplan.reports.html.page_parts import Result
 from memplan.reports.html.palette import LOOKS, THEMES, looks
 
 if TYPE_CHECKING:
@@ -50,15 +53,12 @@ def page_of(results: Sequence[Result]) -> str:
         >>> page_of([step_result(explanation)]).startswith("<!doctype html>")
         True
     """
-    charts: list[dict[str, Any]] = []
-    for result in results:
-        for section in result.sections:
-            charts += [{"kind": part.kind, **part.data} for part in section.parts if isinstance(part, Chart)]
     names = names_of(results)
     comparison = _comparison(results, names)
+    drawn = [chart for result in results for chart in result.charts]
     if comparison is not None:
-        chart = comparison[1]
-        charts.insert(0, {"kind": chart.kind, **chart.data})
+        drawn.insert(0, comparison[1])
+    charts = [{"kind": chart.kind, **chart.data} for chart in drawn]
     return _environment().get_template("page.html.j2").render(
         results=results,
         names=names,
@@ -70,7 +70,9 @@ def page_of(results: Sequence[Result]) -> str:
         scripts=[_plotly(), _asset("charts.js")] if charts else [],
         tables=_asset("page.js"),
         data=_json_in_script({"charts": charts, "looks": looks()}) if charts else "",
-        kind_of=_kind_of,
+        kind_of=_kind,
+        rows_of=_rows,
+        listed=_listed,
     )  # fmt: skip
 
 
@@ -88,34 +90,72 @@ def names_of(results: Sequence[Result]) -> list[str]:
 
 def _comparison(results: Sequence[Result], names: Sequence[str]) -> tuple[str, Chart, Table] | None:
     """Return a sentence, a chart and a table that compare results by peak; None if fewer than two have a peak."""
-    compared = [
-        (name, result, result.causes) for name, result in zip(names, results, strict=True) if result.causes is not None
-    ]
+    compared = [(name, result) for name, result in zip(names, results, strict=True) if result.causes is not None]
     if len(compared) < 2:
         return None
-    causes = [cause for cause in LOOKS if any(sizes.get(cause) for _, _, sizes in compared)]
-    peaks = [result.peak or sum(sizes.values()) for _, result, sizes in compared]
-    data = {
-        "names": [name for name, _, _ in compared],
-        "causes": {cause: [sizes.get(cause, 0) for _, _, sizes in compared] for cause in causes},
-        "capacities": [result.capacity for _, result, _ in compared],
-    }
-    rows = [
-        (text(name), size(peak), *(size(sizes.get(cause, 0)) for cause in causes))
-        for (name, _, sizes), peak in zip(compared, peaks, strict=True)
-    ]
-    headers = ("result", "peak", *(LABELS[cause] for cause in causes))
-    most, least = peaks.index(max(peaks)), peaks.index(min(peaks))
-    extremes = " and the least ".join(f"{format_bytes(peaks[at])} ({compared[at][0]})" for at in (most, least))
+    sizes = {name: result.causes or {} for name, result in compared}
+    peaks = {name: result.peak or sum(sizes[name].values()) for name, result in compared}
+    causes = [cause for cause in LOOKS if any(column.get(cause) for column in sizes.values())]
+    chart = beside(
+        "Peaks side by side, by cause",
+        list(sizes),
+        {cause: [column.get(cause, 0) for column in sizes.values()] for cause in causes},
+        [result.capacity for _, result in compared],
+    )
+    fields = [name_field("result", str), number_field("peak", lambda name: peaks[name])]
+    fields += [number_field(LABELS[cause], lambda name, cause=cause: sizes[name].get(cause, 0)) for cause in causes]
+    most, least = max(peaks, key=lambda name: peaks[name]), min(peaks, key=lambda name: peaks[name])
     if peaks[most] > peaks[least]:
+        extremes = " and the least ".join(f"{format_bytes(peaks[name])} ({name})" for name in (most, least))
         sentence = f"The highest peak is {extremes}."
     else:
-        sentence = f"All peak at {format_bytes(peaks[0])}."
-    return sentence, Chart("beside", "Peaks side by side, by cause", data), table("Side by side", headers, rows)
+        sentence = f"All peak at {format_bytes(peaks[most])}."
+    return sentence, chart, table_of(list(sizes), fields)
 
 
-def _kind_of(part: Any) -> str:
-    return {Table: "table", Chart: "chart", Paragraphs: "text", Code: "code"}[type(part)]
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A cell as the template draws it."""
+
+    text: str
+    number: float | None
+    bar: tuple[float, float] | None
+    layer: bool
+    below: str = ""
+
+
+def _rows(table: Table) -> list[list[_Cell]]:
+    """Return the rows of a table, totals included."""
+    columns = [
+        zip(
+            column.cells,
+            [*column.numbers, *[None] * (len(column.cells) - len(column.numbers))],
+            [*column.bars, *[None] * (len(column.cells) - len(column.bars))],
+            strict=True,
+        )
+        for column in table.columns
+    ]
+    rows = [
+        [
+            _Cell(text, number, bar, column.layers)
+            for column, (text, number, bar) in zip(table.columns, row, strict=True)
+        ]
+        for row in zip(*columns, strict=True)
+    ]
+    for row, text in zip(rows, table.below, strict=False):
+        row[0] = replace(row[0], below=text)
+    return rows
+
+
+def _listed(table: Table) -> int:
+    """Return the number of rows that can be sorted, which is without totals and the row for those not listed."""
+    lengths = [len(column.numbers or column.bars) for column in table.columns if column.numbers or column.bars]
+    end = len(table.columns[0].cells) if table.sums_from is None else table.sums_from
+    return min([*lengths, end])
+
+
+def _kind(part: Part) -> str:
+    return "text" if isinstance(part, str) else type(part).__name__.lower()
 
 
 def _json_in_script(value: Any) -> str:

@@ -1,28 +1,453 @@
-"""Read saved results of every format for an HTML page."""
+"""Read saved results of every format for an HTML page: the report of each, and its charts."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from memplan import _json
+from memplan._bytes import format_bytes
 from memplan._json import Unreadable
-from memplan.errors import InputError, MemplanError
+from memplan._text import counted, format_seconds
+from memplan.checks.finding import Findings
+from memplan.cudnn.answer_cache import Kept
+from memplan.devices.model import Device
+from memplan.errors import BudgetError, InputError, MemplanError
+from memplan.explanation.course import Course
 from memplan.explanation.explain import explain_trace
-from memplan.explanation.model import Explanation
+from memplan.explanation.model import LABELS, Explanation, verdict_sentence
 from memplan.planning.plan.plan import Plan
-from memplan.reports.html import other_sections, plan_sections, study_sections
+from memplan.reports import cache, check, compare, devices, explain, fit, guard, quantize, sweep
+from memplan.reports import plan as plans
+from memplan.reports.document import (
+    Code,
+    Document,
+    Field,
+    Part,
+    Section,
+    Table,
+    document,
+    name_field,
+    notes,
+    number_field,
+    table_of,
+)
+from memplan.reports.html import charts
 from memplan.reports.html.fields import Fields
-from memplan.reports.html.page_parts import Result, Section, size, table, text
-from memplan.reports.html.step_sections import step_result
+from memplan.reports.html.page_parts import Mood, Result
+from memplan.reports.html.palette import LOOKS
+from memplan.studies.comparisons.comparison import Comparison, changed
+from memplan.studies.comparisons.measured import Beside, Peak
+from memplan.studies.guarding.outcome import Outcome
+from memplan.studies.quantization.quantized import Quantized
+from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import Sweep
 from memplan.trace.trace import Trace
+from memplan.verification.fitting import outcome as fitting
+from memplan.verification.fitting.frontier import Frontier, Point
 from memplan.verification.proof.proof import Proof
 
 Reader = Callable[[Any, str], Result]
 """Takes the parsed JSON and the name of the source."""
+_LAYERS = 1000
+"""How many layers are listed, those that save the most first."""
+
+
+def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
+    """Return the page content of an explanation."""
+    use, course = explanation.card, explanation.course
+    moods: dict[str, Mood] = {"fits": "good", "does not fit": "bad"}
+    capacity = None if use is None else use.verdict.capacity
+    text = explain.report(explanation, _LAYERS)
+    if course is not None and course.alive:
+        text += document(None, [], [_alive(explanation, course)])
+    return Result(
+        kind,
+        text.heading,
+        explanation.sentence if use is None else verdict_sentence(use),
+        "plain" if use is None else moods.get(use.verdict.answer, "plain"),
+        text,
+        tuple(charts.of_step(explanation, capacity)),
+        causes=explanation.by_cause,
+        peak=explanation.timeline.peak_allocated,
+        capacity=capacity,
+    )
+
+
+def _alive(explanation: Explanation, course: Course) -> Table:
+    """Return the storages alive at the peak, and the bytes of those that are too small to be listed."""
+    end = max(course.ticks[-1], 1)
+    unlisted = explanation.timeline.peak_allocated - sum(storage.bytes for storage in course.alive)
+    fields = [
+        name_field("Alive at the peak", lambda row: f"{row.name} ({row.engine})" if row.engine else row.name),
+        Field("cause", lambda row: str(LABELS.get(row.cause, row.cause))),
+        number_field("bytes", lambda row: row.bytes),
+        Field(
+            "allocated to freed",
+            lambda row: f"{row.born:,} {'stays' if row.died is None else f'to {row.died:,}'}",
+            number=lambda row: row.born,
+            bar=lambda row: (row.born / end, min(end if row.died is None else row.died, end) / end),
+        ),
+        Field("shape", lambda row: f"{'x'.join(map(str, row.shape))} {row.dtype}".strip()),
+        Field("layer", lambda row: row.layer, layers=True),
+        Field("at", lambda row: row.where or ""),
+    ]
+    total = f"smaller storages and rounding: {format_bytes(unlisted)}; all" if unlisted else "all"
+    return table_of(course.alive, fields, total=total)
+
+
+def _explanation(plain: Any, source: str) -> Result:
+    """Return the page content of an explanation, with the measured peaks and the script's command if it has them."""
+    result, data = step_result(Explanation.from_dict(plain, source)), Fields(plain)
+    measured, script = data.inner("beside"), data.inner("script")
+    if measured is not None:
+        peaks = _json.from_plain(tuple[Peak, ...], measured.plain["peaks"], "it.beside.peaks")
+        beside = Beside(peaks, Comparison.from_dict(measured.part("comparison").plain, source))
+        result = replace(result, document=result.document + compare.beside_report(beside, _LAYERS))
+    if script is not None:
+        result = replace(result, title=f"{script.get('command', str)}: {result.title.partition(': ')[2]}")
+    return result
+
+
+def _trace(plain: Any, source: str) -> Result:
+    trace = Trace.from_dict(plain, source)
+    return step_result(explain_trace(trace, title=os.path.basename(source)), "trace")
+
+
+def _plan(plain: Any, source: str) -> Result:
+    plan = Plan.from_dict(plain, source)
+    text = plans.report(plan, 0) + _program(plan)
+    mood: Mood = "good" if plan.peak <= plan.budget else "bad"
+    return Result("plan", text.heading, plan.summary, mood, text, tuple(charts.of_plan(plan)), **_peaks(plan))
+
+
+def _program(plan: Plan) -> Document:
+    return document(None, [], Section((Code(plan.program),) if plan.program else (), "The planned step"))
+
+
+def _peaks(plan: Plan | None) -> dict[str, Any]:
+    """Return the peak of a plan and the bytes by category then, for a page that compares several results."""
+    if plan is None or plan.course is None:
+        return {"peak": None if plan is None else plan.peak}
+    top = plan.course.allocated.index(max(plan.course.allocated))
+    return {"peak": plan.peak, "causes": {cause: column[top] for cause, column in plan.course.causes.items()}}
+
+
+def _proof(plain: Any, source: str) -> Result:
+    proof = Proof.from_dict(plain, source)
+    text = document("Proof", str(proof).splitlines())
+    if proof.layers:
+        fields = [
+            name_field("Errors by layer", lambda row: row.layer or row.kind, layers=True),
+            Field("of", lambda row: row.kind),
+            number_field("relative error", lambda row: row.relative, "{:,}".format),
+        ]
+        text += document(None, [], [table_of(proof.layers, fields)])
+    verdict = "The planned step is proven to be the same." if proof.ok else "The proof failed."
+    return Result("proof", "Proof", verdict, "good" if proof.ok else "bad", text, peak=proof.peak)
+
+
+def _fit(data: Fields) -> Result:
+    plan, proof = _saved_plan(data), _saved_proof(data)
+    drawn, frontier, saved = [], None, data.inner("frontier")
+    if saved is not None:
+        points = (
+            Point(row.get("peak", int), row.get("seconds", float), row.maybe("lost", str) or "")
+            for row in saved.rows("points")
+        )
+        eager, seconds = saved.get("eager_peak", int), saved.maybe("step_seconds", float)
+        frontier = Frontier(
+            data.get("title", str), tuple(points), eager, seconds, None if plan is None else plan.budget
+        )
+        drawn.append(charts.of_frontier(frontier, saved.rows("peers"), plan))
+    least, reason = data.maybe("smallest_budget", int), data.maybe("reason", str)
+    shortfall = None if least is None else BudgetError(reason or "", smallest_budget=least)
+    if plan is None and shortfall is None and proof is None:
+        raise Unreadable("it has no plan, no proof and no reason why there is none")
+    outcome = fitting.Outcome(
+        data.get("title", str), plan, proof, data.get("changed", bool), shortfall, frontier, data.texts("notes")
+    )
+    if data.get("fits", bool) is not outcome.fits:
+        raise Unreadable("its verdict is not that of its plan and proof")
+    return _of_fit("fit", outcome.title, fit.report(outcome, 0), plan, (*drawn, *_plan_charts(plan)))
+
+
+def _script_fit(data: Fields) -> Result:
+    plan, least, lines = _saved_plan(data), data.maybe("smallest_budget", int), data.inner("lines")
+    beside, surplus = data.get("beside", int), data.get("surplus", int)
+    shortfall = None if least is None else BudgetError("", smallest_budget=max(0, least - surplus - beside))
+    added = None
+    if lines is not None:
+        added = fitting.Lines(lines.maybe("where", str), lines.get("before", bool), lines.texts("text"))
+    budget, recorded, outside = (data.get(name, int) for name in ("budget", "recorded", "outside"))
+    script = fitting.Fitting(data.get("title", str), budget, recorded, beside, surplus, plan, shortfall, added, outside)
+    return _of_fit("fit of a script", script.title, fit.script_report(script, 0), plan, _plan_charts(plan))
+
+
+def _of_fit(kind: str, title: str, text: Document, plan: Plan | None, drawn: tuple[charts.Chart, ...]) -> Result:
+    mood: Mood = "good" if text.title is not None and text.title.style == "good" else "bad"
+    verdict = text.heading
+    text = text if plan is None else text + _program(plan)
+    return Result(kind, title, verdict, mood, text, drawn, **_peaks(plan))
+
+
+def _plan_charts(plan: Plan | None) -> tuple[charts.Chart, ...]:
+    return () if plan is None else tuple(charts.of_plan(plan))
+
+
+def _saved_plan(data: Fields) -> Plan | None:
+    saved = data.plain.get("plan")
+    return None if saved is None else Plan.from_dict(saved, f"{data.place}.plan")
+
+
+def _saved_proof(data: Fields) -> Proof | None:
+    saved = data.plain.get("proof")
+    return None if saved is None else Proof.from_dict(saved, f"{data.place}.proof")
+
+
+def _sweep(plain: Any, source: str) -> Result:
+    result = Sweep.from_dict(plain, source)
+    text = sweep.report(result, 0)
+    peaks = [row["peak"] for row in result.rows if row["status"] == "ok"]
+    span = f"Peaks from {format_bytes(min(peaks))} to {format_bytes(max(peaks))}." if peaks else "No point has a peak."
+    return Result("sweep", text.heading, span, "plain", text, (charts.of_sweep(result),))
+
+
+def _compare(plain: Any, source: str) -> Result:
+    comparison = Comparison.from_dict(plain, source)
+    a, b = comparison.a, comparison.b
+    verdict = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {changed(a.peak, b.peak)}."
+    drawn = (charts.of_comparison(comparison),)
+    return Result("comparison", f"{a.title} and {b.title}", verdict, "plain", compare.report(comparison, 0), drawn)
+
+
+def _read(kind: Any, plain: Mapping[str, Any], place: str) -> Any:
+    """Read a dataclass from a mapping that also has figures that its properties compute, which are left out."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    return _json.from_plain(kind, {key: value for key, value in plain.items() if key in fields}, place)
+
+
+def _guard(plain: Any, source: str) -> Result:
+    outcome = Outcome.from_dict(plain, source)
+    text = guard.report(outcome, 0)
+    before, now = outcome.before.peak, outcome.now.peak
+    verdict = f"{format_bytes(before)} -> {format_bytes(now)} peak: {changed(before, now)}."
+    return Result("guard", text.heading, verdict, "bad" if outcome.grew else "good", text)
+
+
+def _quantized(plain: Any, source: str) -> Result:
+    quantized = Quantized.from_dict(plain, source)
+    text = quantize.report(quantized, 0)
+    verdict = f"Weights quantized to {quantized.scheme}: {format_bytes(quantized.weights_saved)} less."
+    return Result("quantized", text.heading, verdict, "plain", text)
+
+
+def _findings(plain: Any, source: str) -> Result:
+    saved = Findings.from_dict(plain, source)
+    target, findings = saved.target, saved.findings
+    text = check.report(target, sorted(findings, key=lambda finding: -finding.bytes), 0)
+    mood: Mood = "bad" if any(finding.severity == "warning" for finding in findings) else "good"
+    verdict = text.heading.removeprefix(f"{target}: ")
+    return Result("findings", target, f"{verdict[:1].upper()}{verdict[1:]}.", mood, text)
+
+
+def _devices(data: Fields) -> Result:
+    cards = [_device(row) for row in data.rows("devices")]
+    sources = Section(
+        tuple(f"{card.name}: {source}" for card in cards for source in card.sources), "Where each figure is from"
+    )
+    text = devices.report(cards) + document(None, [], sources)
+    return Result("devices", "Cards that memplan knows", f"{counted(len(cards), 'card')}.", "plain", text)
+
+
+def _device(row: Fields) -> Device:
+    context, flops = row.part("context").sizes_of(("low", "high")), row.sizes("flops")
+    computed = ("usable", "context", "flops")
+    kept = {key: value for key, value in row.plain.items() if key not in computed}
+    return _read(Device, {**kept, "context": [*context.values()], "rates": [*map(list, flops.items())]}, row.place)
+
+
+def _cache(data: Fields) -> Result:
+    entries = [
+        Kept(Path(row.get("path", str)), row.get("what", str), row.get("number", int), row.get("bytes", int))
+        for row in data.rows("kept")
+    ]
+    verdict = f"{format_bytes(sum(entry.bytes for entry in entries))} are kept."
+    return Result("cache", "What memplan keeps on disk", verdict, "plain", cache.report(entries))
+
+
+def _largest(data: Fields) -> Result:
+    axis, value, limit = data.get("axis", str), data.get("value", int), data.get("limit", int)
+    room = f"{format_bytes(limit)} ({data.get('device', str)})"
+    verdict = f"The largest {axis} in {room} is {value}." if value else f"No {axis} fits {room}."
+    title, planned = f"{data.get('title', str)}: largest {axis}", data.inner("planned")
+    sections = [Section(tuple(_trials(data, axis)), "Tried")]
+    if planned is not None:
+        answer = f"With a plan, the largest {axis} is {planned.get('value', int)}."
+        sections.append(Section((answer, *_trials(planned, axis)), "Planned"))
+    text = document(title, [], *sections, notes(data.texts("notes")))
+    drawn = tuple(chart for part in (data, planned) if part is not None for chart in _trial_charts(part, axis))
+    return Result("largest", title, verdict, "good" if value else "bad", text, drawn)
+
+
+def _trial_charts(data: Fields, axis: str) -> list[charts.Chart]:
+    rows = [row for row in _tried(data) if row.maybe("peak", int) is not None]
+    parts = [row.sizes_of((*KNOWN, "rounding")) | {"workspace": row.get("workspace_low", int)} for row in rows]
+    causes = {cause: [sizes[cause] for sizes in parts] for cause in LOOKS if any(sizes.get(cause) for sizes in parts)}
+    names = [f"{axis} {row.get('value', int)}" for row in rows]
+    limits = [data.maybe("limit", int)] * len(rows)
+    return [charts.beside(f"Peak by cause at each {axis}", names, causes, limits)] if rows else []
+
+
+def _tried(data: Fields) -> list[Fields]:
+    return sorted(data.rows("tried"), key=lambda row: row.get("value", int))
+
+
+def _trials(data: Fields, axis: str) -> list[Part]:
+    """Return a table of all values tried, and a remark if the answer reserved more than the limit."""
+    rows, limit, answer = _tried(data), data.maybe("limit", int), data.maybe("value", int)
+    recorded = any(row.maybe("peak", int) is not None for row in rows)
+    on_card = recorded and data.maybe("device", str) != "cpu"
+    planned = any(row.maybe("least_budget", int) for row in rows)
+    fields = [number_field(axis, lambda row: row.get("value", int), str)]
+    fields += [_size_field("peak", "peak")] if recorded else []
+    fields += [_size_field("with workspaces", "peak_high")] if on_card else []
+    fields.append(_size_field("reserved, with context" if on_card else "least budget" if planned else "needs", "need"))
+    fields += [Field("", _answer), Field("why", lambda row: row.maybe("reason", str) or "")]
+    parts: list[Part] = [table_of(rows, fields)]
+    if any(row.get("value", int) == answer and limit and (row.maybe("need", int) or 0) > limit for row in rows):
+        parts.append(
+            f"{axis} {answer} would reserve more than the limit; the allocator gives cached segments back then, and it "
+            "was recorded to fit."
+        )
+    return parts
+
+
+def _answer(row: Fields) -> str:
+    return "failed" if row.maybe("reason", str) else "fits" if row.get("fits", bool) else "does not fit"
+
+
+def _size_field(header: str, key: str) -> Field:
+    """Return a column of bytes, with a dash for missing ones."""
+    size = lambda row: row.maybe(key, int)  # noqa: E731
+    return Field(
+        header,
+        lambda row: "–" if size(row) is None else format_bytes(size(row)),
+        right=True,
+        number=lambda row: -1 if size(row) is None else size(row),
+    )
+
+
+def _text_field(header: str, key: str) -> Field:
+    return Field(header, lambda row: row.maybe(key, str) or "–")
+
+
+def _replay(data: Fields) -> Result:
+    recorded = data.inner("recorded")
+    cases = [row for row in (recorded, *data.rows("cases")) if row is not None]
+    mismatches, fits = len(data.rows("mismatches")), data.get("fits", bool)
+    exact = "every address and every segment as recorded" if not mismatches else f"{mismatches} differences"
+    settings = [
+        Field("Settings", lambda row: row.maybe("settings", str) or "default"),
+        *(_size_field(name.replace("_", " "), name) for name in ("peak_allocated", "peak_reserved", "fragmentation")),
+        _size_field("capacity", "capacity"),
+        Field("", lambda row: "out of memory" if row.rows("out_of_memory") else "fits"),
+    ]
+    segments = [
+        Field("Segments at the end", lambda row: f"{'small' if row.get('small', bool) else 'large'} requests"),
+        *(number_field(name, lambda row, name=name: row.get(name, int), str) for name in ("stream", "count")),
+        *(_size_field(name, name) for name in ("reserved", "allocated", "free")),
+        _size_field("largest free block", "largest_free"),
+    ]
+    title = f"{data.get('source', str)} on {data.get('device', str)}"
+    text = document(
+        title,
+        [f"{data.get('events', int):,} events"],
+        [table_of(cases, settings)],
+        _out_of_memory(data),
+        [table_of(data.rows("segments"), segments)],
+        notes(data.texts("notes")),
+    )
+    verdict = f"Replayed: {exact}{'' if fits else '; out of memory'}."
+    peak = None if recorded is None else recorded.get("peak_allocated", int)
+    mood: Mood = "good" if fits and not mismatches else "bad"
+    return Result("replay", title, verdict, mood, text, tuple(charts.of_replay(data)), peak=peak)
+
+
+def _out_of_memory(data: Fields) -> Section:
+    why = data.inner("out_of_memory")
+    if why is None:
+        return Section(())
+    names = ("requested", "needed", "reserved", "free", "largest_free")
+    requested, needed, reserved, free, largest = (format_bytes(why.get(name, int)) for name in names)
+
+    def place(row: Fields) -> str:
+        frame = row.inner("frame")
+        if frame is None:
+            return "–"
+        return f"{frame.get('filename', str)}:{frame.get('line', int)} {frame.get('name', str)}"
+
+    fields = [
+        name_field("Who held the rest", place),
+        number_field("blocks", lambda row: row.get("count", int), str),
+        _size_field("bytes", "bytes"),
+    ]
+    parts = (
+        f"Asked for {requested}, which takes {needed} from the card.",
+        f"Held: {reserved}, {free} of it in free blocks.",
+        f"The largest free block has {largest}: {why.maybe('largest_why', str) or '-'}.",
+        table_of(why.rows("holders"), fields),
+    )
+    return Section(parts, "Out of memory")
+
+
+def _post_mortem(data: Fields) -> Result:
+    by_cause = {} if data.inner("by_cause") is None else data.sizes("by_cause")
+    peak = data.maybe("peak", int)
+    facts = [f"Step {data.get('step', int)} on {data.get('device', str)}."]
+    facts += [] if peak is None else [f"Peak {format_bytes(peak)}."]
+    text = document(
+        "Out of memory",
+        [*facts, data.maybe("command", str) or ""],
+        [_sizes_table("Alive at the peak, by cause", by_cause)] if by_cause else [],
+        [_sizes_table("Held now", data.sizes("held_now"))],
+    )
+    return Result("post-mortem", "Out of memory", data.get("error", str), "bad", text)
+
+
+def _sizes_table(title: str, sizes: Mapping[str, int]) -> Table:
+    fields = [name_field(title, lambda row: str(LABELS.get(row[0], row[0]))), number_field("bytes", lambda row: row[1])]
+    return table_of(list(sizes.items()), fields)
+
+
+def _watch(data: Fields) -> Result:
+    rows, leaks = data.rows("rows"), data.rows("leaks")
+    measured = [peak for row in rows if (peak := row.maybe("peak", int)) is not None]
+    predicted = data.maybe("predicted", int)
+    highest = f"at most {format_bytes(max(measured))} measured" if measured else "no step was measured"
+    also = "" if predicted is None else f", {format_bytes(predicted)} predicted"
+    verdict = f"{data.get('steps', int)} steps on {data.get('device', str)}: {highest}{also}; {len(leaks)} leaks."
+    leak_fields = [
+        _text_field("Leaks", "op"), _text_field("layer", "layer"), _size_field("bytes a step", "bytes"),
+        _text_field("held by", "held_by"), _text_field("made at", "where"), _text_field("stored at", "kept_at"),
+    ]  # fmt: skip
+    step_fields = [
+        number_field("Steps", lambda row: row.get("step", int), str),
+        number_field("seconds", lambda row: row.get("seconds", float), format_seconds),
+        *(_size_field(name, name) for name in ("peak", "held", "predicted")),
+    ]
+    text = document(
+        "A watched run",
+        [],
+        [table_of(leaks, leak_fields)] if leaks else [],
+        [table_of(rows, step_fields)],
+        notes(data.texts("notes")),
+    )
+    return Result("watched run", "A watched run", verdict, "bad" if leaks else "plain", text)
 
 
 def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
@@ -36,33 +461,24 @@ def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
     return read
 
 
-def _explanation(plain: Any, source: str) -> Result:
-    return _with_measured(step_result(Explanation.from_dict(plain, source)), plain)
-
-
-def _trace(plain: Any, source: str) -> Result:
-    trace = Trace.from_dict(plain, source)
-    return step_result(explain_trace(trace, title=os.path.basename(source)), "trace")
-
-
 READERS: Mapping[str, Reader] = {
     "memplan.explanation": _explanation,
     "memplan.trace": _trace,
-    "memplan.plan": lambda plain, source: plan_sections.plan_result(Plan.from_dict(plain, source)),
-    "memplan.proof": lambda plain, source: plan_sections.proof_result(Proof.from_dict(plain, source)),
-    "memplan.sweep": lambda plain, source: study_sections.sweep_result(Sweep.from_dict(plain, source)),
-    "memplan.fit": _by_fields(plan_sections.fit_result),
-    "memplan.fit_script": _by_fields(plan_sections.script_fit_result),
-    "memplan.largest": _by_fields(study_sections.largest_result),
-    "memplan.compare": _by_fields(study_sections.comparison_result),
-    "memplan.guard": _by_fields(study_sections.guard_result),
-    "memplan.quantized": _by_fields(study_sections.quantized_result),
-    "memplan.watch": _by_fields(study_sections.watch_result),
-    "memplan.findings": _by_fields(other_sections.findings_result),
-    "memplan.replay": _by_fields(other_sections.replay_result),
-    "memplan.post_mortem": _by_fields(other_sections.post_mortem_result),
-    "memplan.devices": _by_fields(other_sections.devices_result),
-    "memplan.cache": _by_fields(other_sections.cache_result),
+    "memplan.plan": _plan,
+    "memplan.proof": _proof,
+    "memplan.sweep": _sweep,
+    "memplan.fit": _by_fields(_fit),
+    "memplan.fit_script": _by_fields(_script_fit),
+    "memplan.largest": _by_fields(_largest),
+    "memplan.compare": _compare,
+    "memplan.guard": _guard,
+    "memplan.quantized": _quantized,
+    "memplan.watch": _by_fields(_watch),
+    "memplan.findings": _findings,
+    "memplan.replay": _by_fields(_replay),
+    "memplan.post_mortem": _by_fields(_post_mortem),
+    "memplan.devices": _by_fields(_devices),
+    "memplan.cache": _by_fields(_cache),
 }
 """By the value of the "format" field of a file."""
 
@@ -113,18 +529,3 @@ def read_result(path: str) -> Result:
     except MemplanError:
         raise
     return dataclasses.replace(result, source=path)
-
-
-def _with_measured(result: Result, plain: Mapping[str, Any]) -> Result:
-    """Add the table of measured and predicted peaks, and the script's command to the title, if the file has them."""
-    data, measured = Fields(plain), list[Section]()
-    comparison, script = data.inner("beside"), data.inner("script")
-    if comparison is not None:
-        rows = [
-            (text(row.get("part", str)), size(row.maybe("predicted", int)), size(row.maybe("measured", int)))
-            for row in comparison.rows("peaks")
-        ]
-        peaks = table("Peaks", ("peak of", "predicted", "measured"), rows)
-        measured.append(Section("Measured beside predicted", (peaks,)))
-    title = result.title if script is None else f"{script.get('command', str)}: {result.title.partition(': ')[2]}"
-    return dataclasses.replace(result, title=title, sections=(*measured, *result.sections))

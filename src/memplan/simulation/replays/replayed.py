@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memplan._bytes import format_bytes_as_torch as shown
 from memplan._display import Displayed
 from memplan.simulation.allocator.allocator import CachingAllocator
 from memplan.simulation.allocator.settings import AllocatorSettings
@@ -94,20 +93,6 @@ class Replay(Displayed):
             return ()
         index = self.snapshot.entries[owner].stack if owner < count else self.start.stacks[owner - count]
         return self.snapshot.stacks[index]
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.snapshot.source}: {len(self.snapshot.entries)} events on {self.timeline.device}, "
-            f"settings {str(self.settings) or 'default'}",
-            f"peak {shown(self.peak_reserved)} reserved, {shown(self.peak_allocated)} allocated, "
-            f"{shown(self.fragmentation)} fragmentation",
-        ]
-        if not self.has_history:
-            lines.append("no history was recorded: this is what was held when the snapshot was taken")
-        elif self.compared:
-            lines.append(f"{len(self.mismatches)} differences between recorded and replayed addresses and segments")
-        lines += [f"out of memory at event {oom.index}: {shown(oom.requested)} requested" for oom in self.ooms]
-        return "\n".join(lines)
 
 
 def timeline_over(snapshot: Snapshot, levels: Sequence[Level], allocator: CachingAllocator) -> Timeline:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
 from memplan._json import Saved
-from memplan._text import format_seconds, printable
+from memplan._text import format_seconds
 from memplan.explanation.model import LABELS
 from memplan.trace.records import CAUSES
 
@@ -212,8 +212,6 @@ class Comparison(Saved, Displayed):
         differing = [(a, b) for a, b in pairs if (a and a.lever) != (b and b.lever)]
         return tuple(sorted(differing, key=lambda pair: -max(row.bytes for row in pair if row is not None)))
 
-    def __str__(self) -> str:
-        return summary(self)
 
 
 def _by_name(parts: tuple[LayerPart, ...]) -> dict[str, LayerPart]:
@@ -332,13 +330,3 @@ def seconds_sentence(comparison: Comparison) -> str | None:
     ratio = f", {100 * (b.seconds / a.seconds - 1):+.0f} %" if a.seconds else ""
     how = f" ({a.seconds_by})" if a.seconds_by == b.seconds_by else ""
     return f"Time of a step: {time_a} -> {time_b}{ratio}{how}."
-
-
-def summary(comparison: Comparison) -> str:
-    """Return the comparison as a paragraph: titles, headline, times, remarks and notes."""
-    lines = [f"A: {comparison.a.title}", f"B: {comparison.b.title}", headline(comparison)]
-    seconds = seconds_sentence(comparison)
-    lines += [seconds] if seconds else []
-    lines += remarks(comparison)
-    notes = dict.fromkeys((*comparison.notes, *comparison.a.notes, *comparison.b.notes))
-    return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in notes)))

@@ -84,9 +84,6 @@ class Quantized(Saved, Displayed):
         """Bytes by cause before and after; None if the quantized model was not run."""
         return None if self.comparison is None else self.comparison.by_cause
 
-    def __str__(self) -> str:
-        return "\n".join(sentences(self))
-
 
 def sentences(result: Quantized) -> Iterator[str]:
     """Yield the sentences of the summary, in order."""

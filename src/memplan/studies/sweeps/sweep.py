@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from memplan._bytes import format_bytes
 from memplan._display import Displayed
 from memplan._json import Saved, Unreadable
-from memplan._text import printable
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import device_of
 from memplan.studies.axes.axes import Axis, axis_of, without_data
@@ -129,18 +127,6 @@ class Sweep(Saved, Displayed):
         check_rows(self.rows, self.axes)
         if self.points < len(self.rows):
             raise Unreadable(f"has {len(self.rows)} rows of {self.points} points")
-
-    def __str__(self) -> str:
-        failed = sum(row["status"] == "failed" for row in self.rows)
-        peaks = [row["peak"] for row in self.rows if row["status"] == "ok"]
-        span = f"peaks from {format_bytes(min(peaks))} to {format_bytes(max(peaks))}" if peaks else "no peak"
-        lines = [
-            f"{self.title} on {self.device}: {len(self.rows)} points of {', '.join(self.axes)}; {span}"
-            + (f"; {failed} failed" if failed else "")
-            + (f"; interrupted, {self.points - len(self.rows)} are left" if self.interrupted else "")
-        ]
-        lines += [str(row) for row in (*self.fits, *self.crossings, *self.engine_changes)]
-        return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in self.notes)))
 
 
 @public

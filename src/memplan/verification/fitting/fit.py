@@ -205,13 +205,6 @@ class Fitted(Displayed):
             state |= {"changed": False, "notes": [*self.notes, note]}
         return state
 
-    def __str__(self) -> str:
-        if self.changed:
-            head = f"{type(self.model).__name__} runs as planned"
-        else:
-            head = f"{type(self.model).__name__} runs unplanned: nothing is changed"
-        return "\n".join([head, str(self.plan), str(self.proof), *(f"note: {note}" for note in self.notes)])
-
 
 class _Fitting:
     """A call of `fit`."""

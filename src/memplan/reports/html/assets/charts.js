@@ -220,7 +220,7 @@
       buttons.forEach((one) => one.setAttribute("aria-pressed", one === button));
       Plotly.restyle(plot, { values: [values(key)], text: [data.nodes.map((node) => bytes(node[column[key]]))], hovertext: [texts()], "marker.colors": [values(key)] });
     }));
-    for (const button of figure.closest("section").querySelectorAll(".layer"))
+    for (const button of figure.closest("article").querySelectorAll(".layer"))
       button.addEventListener("click", () => {
         open(data.nodes.some((node) => node[0] === button.dataset.layer) ? button.dataset.layer : "");
         figure.scrollIntoView({ block: "nearest" });

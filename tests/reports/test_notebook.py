@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from rich.text import Text
 from torch import nn
 
 import memplan
 from memplan.explanation.line_profile import LineProfile, LineRow
-from memplan.reports.explain import render
-from memplan.reports.html.results import html_of
-from memplan.reports.output import Page
+from memplan.reports.document import Table, document
+from memplan.reports.explain import report
+from memplan.reports.notebook import html_of
 from memplan.simulation.snapshots.write import write_snapshot
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import find_largest
@@ -127,31 +126,30 @@ def test_every_result_has_html_that_is_well_formed_and_static(name: str, tmp_pat
 
 def test_the_tables_are_those_of_the_terminal() -> None:
     explained = memplan.explain(make, "16x64", device="cpu")
-    rows = Parsed(html_of(explained)).rows
-    tables = [part for part in render(explained, Page(240)) if hasattr(part, "columns")]
+    rows = Parsed(explained._repr_html_()).rows
+    tables = [part for section in report(explained).sections for part in section.parts if isinstance(part, Table)]
     expected: list[list[str]] = []
     for table in tables:
-        columns: Any = table.columns  # pyright: ignore[reportAttributeAccessIssue]
-        expected.append([str(column.header) for column in columns])
-        expected += [[str(cell) for cell in row] for row in zip(*(list(c.cells) for c in columns), strict=True)]
-    plain = [[cell.replace("\xa0", " ") for cell in row] for row in rows]
-    assert plain == [[cell.replace("\n", "") for cell in row] for row in expected]
+        columns = [column for column in table.columns if not column.bars]
+        expected.append([column.header.replace("\n", "") for column in columns])
+        expected += [list(row) for row in zip(*(column.cells for column in columns), strict=True)]
+    assert [[cell.replace("\xa0", " ") for cell in row] for row in rows] == expected
     peak = explained.timeline.peak_allocated
-    assert ["peak", f"{peak / 1024:.1f} KiB"] in [row[:2] for row in plain]
+    assert ["peak", f"{peak / 1024:.1f} KiB"] in [row[:2] for row in expected]
 
 
 @pytest.mark.slow
 def test_a_large_model_stays_small() -> None:
     explained = memplan.explain(gpt, "2x32:int64<1000", device="h100")
     assert len(explained.layers) > 300
-    assert len(explained._repr_html_() or "") < LIMIT
+    assert len(explained._repr_html_()) < LIMIT
     trace = memplan.record(lambda: lambda: None)
-    assert len(trace._repr_html_() or "") < 1000
+    assert len(trace._repr_html_()) < 1000
 
 
 def test_long_tables_and_texts_are_cut() -> None:
     rows = tuple(LineRow(number, 1, 1, 1, 1, 1, "x" * 1000) for number in range(5000))
-    text = html_of(LineProfile("f", "f.py", "cpu", "measured", rows))
+    text = LineProfile("f", "f.py", "cpu", "measured", rows)._repr_html_()
     assert len(text) < LIMIT
     assert "4700 more rows" in text
     assert Parsed(text).rows[-1][0] == "4999"
@@ -161,17 +159,17 @@ def test_names_are_escaped() -> None:
     evil: Any = type(EVIL, (nn.Sequential,), {})
     model = evil()
     model.register_module(EVIL, nn.Linear(64, 64))
-    text = memplan.explain(model, "16x64", device="cpu")._repr_html_() or ""
+    text = memplan.explain(model, "16x64", device="cpu")._repr_html_()
     parsed = Parsed(text)
     assert "script" not in parsed.tags
     assert EVIL in parsed.text
     row = LineRow(1, 1, 1, 1, 1, 1, EVIL)
     profile = LineProfile(EVIL, EVIL, EVIL, "measured", (row,), (EVIL,))
-    assert "script" not in Parsed(html_of(profile)).tags
-    assert Parsed(html_of(profile)).text.count(EVIL) >= 4
-    assert "script" not in Parsed(html_of(Text(EVIL))).tags
+    assert "script" not in Parsed(profile._repr_html_()).tags
+    assert Parsed(profile._repr_html_()).text.count(EVIL) >= 4
+    assert "script" not in Parsed(html_of(document(EVIL, [EVIL]))).tags
 
 
 def test_code_keeps_its_indentation() -> None:
-    text = html_of(LineProfile("f", "f.py", "cpu", "measured", (LineRow(1, 1, 1, 1, 1, 1, "    return x"),)))
+    text = LineProfile("f", "f.py", "cpu", "measured", (LineRow(1, 1, 1, 1, 1, 1, "    return x"),))._repr_html_()
     assert Parsed(text).rows[1][-1].replace("\xa0", " ") == "    return x"

@@ -1,0 +1,74 @@
+"""The report of each kind of result that memplan's functions return: what ``print`` and notebooks show."""
+
+from __future__ import annotations
+
+from memplan.checks.finding import Finding
+from memplan.explanation.line_profile import LineProfile
+from memplan.explanation.model import Explanation
+from memplan.explanation.why import Why
+from memplan.exporting.exported import Exported
+from memplan.planning.plan.plan import Plan
+from memplan.reports import (
+    check,
+    compare,
+    explain,
+    fit,
+    largest,
+    line_tables,
+    notebook,
+    plan,
+    quantize,
+    replay,
+    sweep,
+    terminal,
+    why,
+)
+from memplan.reports.document import Document, document
+from memplan.reports.exports import export
+from memplan.simulation.replays.replayed import Replay
+from memplan.studies.capacity.largest import Largest
+from memplan.studies.comparisons.comparison import Comparison
+from memplan.studies.quantization.quantized import Quantized
+from memplan.studies.sweeps.sweep import Sweep
+from memplan.verification.fitting.fit import Fitted
+
+
+def document_of(result: object) -> Document:
+    """Return the report of a result; of what has none of its own, the lines of its ``str``."""
+    match result:
+        case Explanation():
+            return explain.report(result)
+        case LineProfile():
+            return line_tables.report([result])
+        case Comparison():
+            return compare.report(result)
+        case Plan():
+            return plan.report(result)
+        case Fitted():
+            return fit.fitted_report(result)
+        case Sweep():
+            return sweep.report(result)
+        case Largest():
+            return largest.report(result)
+        case Quantized():
+            return quantize.report(result)
+        case Replay():
+            return replay.report(replay.Cases(result, result, (), None))
+        case Why():
+            return why.report(result)
+        case Exported():
+            return export.report(result)
+        case Finding():
+            return check.report(result.layer or "step", [result])
+        case _:
+            return document(None, str(result).splitlines())
+
+
+def text_of(result: object) -> str:
+    """Return the report of a result as text of 80 columns."""
+    return terminal.text_of(document_of(result))
+
+
+def html_of(result: object) -> str:
+    """Return the report of a result as HTML for a notebook, under 200 kB; the same text for the same result."""
+    return notebook.html_of(document_of(result))

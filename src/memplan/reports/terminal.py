@@ -1,0 +1,138 @@
+"""Print documents: as wide as the terminal and in its encoding, or as plain text in a pipe and for ``str``."""
+
+from __future__ import annotations
+
+import io
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+from rich.box import Box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table as Drawn
+from rich.text import Text
+
+from memplan._text import inert, printable, printable_lines
+from memplan.reports.columns import fit
+from memplan.reports.document import Code, Column, Document, Facts, Line, Part, Style, Table
+
+PIPE_WIDTH = 80
+_BAR = 24
+_INDENT = 4
+_BOX = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")  # rules below the header and above the sums
+_STYLES: dict[Style, str] = {"good": "bold green", "warning": "bold yellow", "bad": "bold red"}
+_ASCII = str.maketrans("─█", "-#")
+
+
+def show(document: Document, file: TextIO | None = None) -> None:
+    """Print a document to a file, stdout by default: as wide as it is and in colours if that is a terminal, else as
+    `text_of` writes it, in the file's encoding."""
+    console = _console(file=file)
+    ascii_only = not console.encoding.lower().startswith("utf")
+    if console.is_terminal:
+        for part in _Drawing(console.width, ascii_only).document(document):
+            console.print(part)
+        return
+    text = text_of(document, ascii_only=ascii_only)
+    out = sys.stdout if file is None else file
+    out.write((text + "\n" if text else "").encode(console.encoding, "replace").decode(console.encoding))
+
+
+def text_of(document: Document, width: int = PIPE_WIDTH, *, ascii_only: bool = False) -> str:
+    """Return a document as plain text without a line break at its end."""
+    console = _console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as capture:
+        for part in _Drawing(width, ascii_only).document(document):
+            console.print(part)
+    # rich pads lines with spaces, and may wrap a text so that a line begins with a CI command such as ::error
+    return "\n".join(inert(line.rstrip()) for line in capture.get().split("\n")[:-1])
+
+
+def _console(**options: object) -> Console:
+    # in a notebook rich would display what it prints, besides
+    return Console(highlight=False, markup=False, emoji=False, force_jupyter=False, **options)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """Draws parts for a width in characters; ``ascii_only`` if the encoding has no others."""
+
+    width: int
+    ascii_only: bool
+
+    def document(self, document: Document) -> Iterator[RenderableType]:
+        if document.title is not None:
+            yield from self.part(document.title)
+        for index, section in enumerate(document.sections):
+            if index:
+                yield ""
+            if section.title:
+                yield from self.part(Line(section.title, "bold"))
+            for part in section.parts:
+                yield from self.part(part)
+
+    def part(self, part: Part) -> Iterator[RenderableType]:
+        match part:
+            case str():
+                yield Text(printable(part))
+            case Line():
+                line = Text(printable(part.text), _STYLES.get(part.style, part.style))
+                yield Padding(line, (0, 0, 0, part.indent)) if part.indent else line
+            case Facts():
+                facts = Drawn.grid(padding=(0, 2, 0, 0))
+                for label, value in part.rows.items():
+                    facts.add_row(Text(printable(label)), Text(printable(value)))
+                yield facts
+            case Code():
+                yield from (Text(" " * _INDENT + printable(line)) for line in part.text.split("\n"))
+            case Table(below=()):
+                table = replace(self, width=max(1, self.width - part.indent)).table(part)
+                yield Padding(table, (0, 0, 0, part.indent)) if part.indent else table
+            case Table():
+                yield from self.interleaved(part)
+
+    def table(self, table: Table) -> Drawn:
+        """Draw the columns that fit into the width, with a rule above the totals."""
+        columns, gap = fit([self.column(column) for column in table.columns], self.width, self.ellipsis)
+        box = _BOX if not self.ascii_only else Box(str(_BOX).translate(_ASCII), ascii=True)
+        drawn = Drawn(box=box, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
+        for column in columns:
+            justify = "right" if column.right else "left"
+            drawn.add_column(column.header, justify=justify, no_wrap=True, overflow="crop", vertical="bottom")
+        for index, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
+            is_sum = table.sums_from is not None and index >= table.sums_from
+            if index == table.sums_from:
+                drawn.add_section()
+            drawn.add_row(*(Text(cell, "bold" if is_sum else "") for cell in row))
+        return drawn
+
+    @property
+    def ellipsis(self) -> str:
+        return "..." if self.ascii_only else "…"
+
+    def column(self, column: Column) -> Column:
+        """Return the column with printable texts, and with bars as texts."""
+        cells = tuple(map(printable, column.cells))
+        if column.bars:
+            block = "#" if self.ascii_only else "█"
+            bars = (" " * round(_BAR * begin) + block * round(_BAR * (end - begin)) for begin, end in column.bars)
+            cells = (*bars, *cells[len(column.bars) :])
+        return replace(column, header=printable_lines(column.header), cells=cells)
+
+    def interleaved(self, table: Table) -> Iterator[RenderableType]:
+        """Draw a table with the texts below its rows, which are as wide as the page."""
+        console = _console(file=io.StringIO(), width=self.width, color_system=None)
+        with console.capture() as capture:
+            console.print(self.table(table))
+        header, _, *lines = capture.get().splitlines()
+        rule = Text(("-" if self.ascii_only else "─") * self.width)
+        yield from (Text(header.rstrip(), "bold"), rule)
+        for index, line in enumerate(lines):
+            is_sum = table.sums_from is not None and index > table.sums_from
+            yield rule if index == table.sums_from else Text(line.rstrip(), "bold" if is_sum else "")
+            if index < len(table.below) and table.below[index]:
+                for text in textwrap.wrap(printable(table.below[index]), self.width - _INDENT):
+                    yield Text(" " * _INDENT + text, "dim")
