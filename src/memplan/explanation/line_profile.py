@@ -73,7 +73,6 @@ class LineProfile(Saved, Displayed):
         name = self.file if self.function == "<module>" else f"{self.function} ({self.file})"
         return printable(f"{name}, line by line, {WORDS.get(self.origin, self.origin)} on {self.device}")
 
-
     def __repr__(self) -> str:
         return f"<LineProfile of {self.function}: {format_bytes(self.peak)} peak, {len(self.rows)} lines>"
 

@@ -52,7 +52,6 @@ class Why(Saved, Displayed):
     advice: tuple[str, ...]
 
 
-
 def why(text: str) -> Why:
     """Explain why memory ran out, from torch's out-of-memory message.
 

@@ -213,7 +213,6 @@ class Comparison(Saved, Displayed):
         return tuple(sorted(differing, key=lambda pair: -max(row.bytes for row in pair if row is not None)))
 
 
-
 def _by_name(parts: tuple[LayerPart, ...]) -> dict[str, LayerPart]:
     """Return layers by name; the root module, which is named after its class, as `WHOLE`."""
     roots = [part for part in parts if part.name == part.kind]
