@@ -65,7 +65,7 @@ def plan(
         UsageError, RecordingError: an argument is invalid, or the step cannot be captured.
 
     Example:
-        >>> print(memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget="1.5 MiB"))
+        >>> print(memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget="1.5 MiB").summary)
         A step on cpu in the budget of 1.5 MiB: predicted peak ...
     """
     options = PlanOptions(

@@ -264,11 +264,11 @@ def test_a_script_writes_a_page(tmp_path: Path) -> None:
         "for _ in range(3):\n    model(torch.randn(2, 4)).sum().backward()\n    optimizer.step()\n"
     )
     found = tmp_path / "page.html"
-    assert run("run", "--html", str(found), "--csv", str(tmp_path / "a.csv"), str(tmp_path / "train.py")) == 0
+    assert run("run", "--html", str(found), "--perfetto", str(tmp_path / "a.json"), str(tmp_path / "train.py")) == 0
     text = Parsed(found.read_text()).text
     assert "train.py" in text
     assert "training step on cpu" in text
-    assert (tmp_path / "a.csv").read_text().startswith("tick,step,phase,op,layer,at,allocated,reserved,")
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_script_writes_a_page(tmp_path: Path) -> None:
         (("--json", "a", "--html", "a"), "names the same file"),
         (("--html", "nowhere/a.html"), "there is no folder"),
         (("--perfetto", "-"), "--perfetto -. Expected a file"),
-        (("--csv", "a", "--html", "a"), "names the same file"),
+        (("--perfetto", "a", "--html", "a"), "names the same file"),
     ],
 )
 def test_outputs_without_a_place_end_in_one_line(

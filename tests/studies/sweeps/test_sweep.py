@@ -84,7 +84,6 @@ def test_a_point_that_fails_is_kept_with_its_reason() -> None:
     assert [row["status"] for row in swept.rows] == ["ok", "ok", "failed", "failed"]
     assert "step 1 raised RuntimeError" in swept.rows[2]["reason"]
     assert "peak" not in swept.rows[2]
-    assert "2 failed" in str(swept)
 
 
 def test_a_module_is_sent_without_its_data_and_left_as_it_is() -> None:

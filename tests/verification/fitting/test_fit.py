@@ -186,7 +186,7 @@ def test_the_collector_is_held_while_the_step_is_traced_and_on_again_afterwards(
 
 def tensor_bytes() -> int:
     gc.collect()
-    found = (one for one in gc.get_objects() if isinstance(one, Tensor) and type(one) in (Tensor, nn.Parameter))
+    found = (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter))
     strided = [one for one in found if one.layout is torch.strided and not one.is_meta]
     return resident(*strided, *[one.grad for one in strided if one.is_leaf and one.grad is not None])
 
@@ -194,10 +194,12 @@ def tensor_bytes() -> int:
 @pytest.mark.parametrize("with_loss", [False, True])
 def test_no_copy_of_a_weight_outlives_the_proof(with_loss: bool) -> None:
     model, inputs, targets, loss = resnet()
-    budget = int(0.8 * plan(model, inputs, budget="1 GiB").eager_peak)
     options: dict[str, Any] = {"targets": targets, "loss": loss} if with_loss else {}
+    options["optimizer"] = torch.optim.AdamW
+    with pytest.raises(BudgetError) as caught:  # what kernels take differs between processors
+        plan(model, inputs, budget=1, **options)
     before = tensor_bytes()
-    fitted = fit(model, inputs, budget=budget, optimizer=torch.optim.AdamW, **options)
+    fitted = fit(model, inputs, budget=caught.value.smallest_budget + 8192, **options)
     assert fitted.changed
     assert tensor_bytes() - before < min(one.nbytes for one in model.parameters() if one.ndim > 1)
 

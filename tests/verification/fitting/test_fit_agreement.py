@@ -17,9 +17,9 @@ def test_the_smallest_budget_of_a_plan_is_enough_for_its_fit() -> None:
     torch.manual_seed(0)
     model, x = nn.ConvTranspose1d(4, 5, 3), torch.randn(2, 4, 3, requires_grad=True)
     with pytest.raises(memplan.BudgetError) as caught:
-        plan(model, x, loss=torch.sum, budget=1, costs="roofline")
+        plan(model, x, loss=torch.sum, budget=1)
     least = caught.value.smallest_budget
-    made = plan(model, x, loss=torch.sum, budget=least, costs="roofline")
+    made = plan(model, x, loss=torch.sum, budget=least)
     for given in (made, None):
         fitted = fit(model, x, loss=torch.sum, budget=least, plan=given, pairs=1)
         assert fitted.proof.ok
