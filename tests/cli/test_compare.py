@@ -53,6 +53,15 @@ def test_options_of_one_side(models: Path) -> None:
     ]
 
 
+def test_one_side_is_without_the_autocast_of_both(models: Path) -> None:
+    plain = run("models.py:net", *INPUT, "--device", "cpu", "--b", "autocast=bf16", "--json", "-")
+    for own in (("--a", "autocast=none"), ("--a-precision", "fp32")):
+        done = run("models.py:net", *INPUT, "--device", "cpu", "--autocast", "bf16", *own, "--json", "-")
+        peaks = [[json.loads(each.stdout)[side]["peak"] for side in "ab"] for each in (plain, done)]
+        assert peaks[0] == peaks[1]
+        assert peaks[0][0] != peaks[0][1]
+
+
 def test_files_are_targets(models: Path) -> None:
     CliRunner().invoke(
         main, ["explain", "models.py:net", *INPUT, "--device", "cpu", "--json", "a.json", "--trace", "t"]

@@ -17,9 +17,9 @@ FORMER = [
     ("fit", "m.py:net --precision fp32 --budget 1GiB", "m.py:net --budget 1GiB"),
     ("export", "m.py:net --out device --on cortex-m4", "m.py:net --folder device --device cortex-m4"),
     ("measure", "--dry h100 --torch ~/env m.py:net", "--dry --device h100 --environment ~/env m.py:net"),
-    ("compare", "a b --b-precision bf16 --a-infer", "a b --b autocast=bf16 --a no-train"),
+    ("compare", "a b --b-precision bf16 --a-infer", "a b --b autocast=bf16 --b dtype=none --a no-train"),
     ("compare", "a --b-arg width=8 --b-batch=4", "a --b arg=width=8 --b batch=4"),
-    ("compare", "a --precision bf16 --b-precision fp32", "a --autocast bf16 --b dtype=float32"),
+    ("compare", "a --precision bf16 --b-precision fp32", "a --autocast bf16 --b autocast=none --b dtype=none"),
 ]  # fmt: skip
 PRESENT = [
     ("run", "train.py --precision bf16 --infer --dry h100"),  # the script's own

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from memplan.trace.trace import Trace
 
 _BATCH_NAMES = ("batch", "batch_size")
+_UNSET = (None, "none")
+"""What leaves autocast or the dtype as it is; one side of a comparison says so by name."""
 
 Decorated = Callable[..., Any]
 
@@ -291,7 +293,7 @@ def _read(arguments: StepArguments) -> StepOptions:
     from memplan.trace.spec import dtype_of
     from memplan.trace.step import StepOptions
 
-    dtype = None if arguments.dtype is None else dtype_of(arguments.dtype)
+    dtype = None if arguments.dtype in _UNSET else dtype_of(arguments.dtype)
     train = arguments.train
     if arguments.targets and arguments.loss is None and train:
         raise InputError(
@@ -305,7 +307,7 @@ def _read(arguments: StepArguments) -> StepOptions:
         targets=tuple(_spec(text, dtype) for text in arguments.targets) if train else (),
         loss=loss_of(arguments.loss, "--loss") if train and arguments.loss else None,
         optimizer=optimizer_of(arguments.optimizer, "--optimizer") if train and arguments.optimizer else None,
-        autocast=arguments.autocast,
+        autocast=None if arguments.autocast in _UNSET else arguments.autocast,
         train=train,
         dtype=dtype,
     ).checked()

@@ -61,10 +61,13 @@ def _present(command: str, option: str, value: str) -> tuple[list[str] | None, b
         return ["--dry", "--device", value], True
     side = re.fullmatch(r"--([ab])-([a-z]+)", option) if command == "compare" else None
     if side is not None:
-        words, has_value = _present("", f"--{side[2]}", value)
-        words = [f"--{side[2]}", value] if words is None else words
-        if not words:  # --b-precision fp32, against another precision of both
-            return [f"--{side[1]}", "dtype=float32"], True
-        return [f"--{side[1]}", "=".join(words).removeprefix("--")], has_value or len(words) == 2
+        own = f"--{side[1]}"
+        if side[2] == "infer":
+            return [own, "no-train"], False
+        if side[2] == "precision" and value in _PRECISIONS:  # in place of both options that the other side may have
+            precision = dict(zip(_PRECISIONS[value][::2], _PRECISIONS[value][1::2], strict=True))
+            pairs = (f"{name}={precision.get(f'--{name}', 'none')}" for name in ("autocast", "dtype"))
+            return [word for pair in pairs for word in (own, pair)], True
+        return [own, f"{side[2]}={value}"], True
     new = _RENAMED.get(command, {}).get(option)
     return ([new, value], True) if new is not None and value else (None, False)
