@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,17 @@ def test_two_saved_ones_take_no_options() -> None:
 def test_other_devices_are_told() -> None:
     found = memplan.compare(stack, stack, IMAGES, device="cpu", b_options={"device": "h100"})
     assert "A is for cpu, B for h100" in " ".join(str(found).split())
+
+
+def test_settings_are_those_of_a_recorded_trace_too() -> None:
+    def build() -> Callable[[], None]:
+        kept = [torch.randn(3 << 18) for _ in range(8)]
+        return lambda: kept.append(torch.randn(13 << 18))
+
+    settings = "expandable_segments:True"
+    trace = memplan.record(build, device="h100")
+    reserved = [memplan.simulate(trace, settings=each).peak_reserved for each in (settings, None)]
+    assert reserved[0] != reserved[1]
+    for each, peak in zip((settings, None), reserved, strict=True):
+        compared = memplan.compare(trace, build, device="h100", settings=each)
+        assert (compared.a.reserved, compared.b.reserved) == (peak, peak)

@@ -15,7 +15,7 @@ from memplan.errors import InputError, MemplanError, TargetError
 from memplan.studies.comparisons import output_errors
 from memplan.studies.comparisons.comparison import CAST_COPIES, Comparison, Side
 from memplan.studies.comparisons.pruned_weights import zeros_of
-from memplan.studies.comparisons.sides import KINDS, is_saved, of_trace, side_of
+from memplan.studies.comparisons.sides import KINDS, is_saved, of_trace, read, side_of
 from memplan.trace.measure import measure as measure_step
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
@@ -147,7 +147,7 @@ def _side_request(what: Any, common: Mapping[str, Any], title: str, side: str, o
                 expected="options only for a step that is still to be recorded",
                 do="Leave them out",
             )
-        return SideRequest(title, what, settings=options["settings"] if isinstance(what, Trace) else None)
+        return SideRequest(title, what, settings=options["settings"])
     named = ", ".join(f"{name}={_short(value)}" for name, value in own.items())
     return SideRequest(f"{title} with {named}" if named else title, what, step, **target_options)
 
@@ -167,7 +167,9 @@ def _title(what: Any) -> str:
 
 def _recorded_side(request: SideRequest) -> Side:
     if is_saved(request.what):
-        return side_of(request.what, request.title)
+        what = read(request.what) if isinstance(request.what, (str, os.PathLike)) else request.what
+        # settings of both sides are for those that are simulated here
+        return side_of(what, request.title, settings=request.settings if isinstance(what, Trace) else None)
     _check_callable(request)
     try:
         target = choose_target(request.device, request.assume, request.cudnn)
