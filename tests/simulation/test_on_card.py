@@ -55,7 +55,7 @@ def test_a_workspace_known_as_an_interval() -> None:
     trace = trace_of(storage(0, 64 * MIB, 1, 2, low=0, cause="workspace"), storage(1, 512, 3))
     assert memplan.simulate(trace, workspace="high").peak_allocated == 64 * MIB
     assert memplan.simulate(trace, workspace="low").peak_allocated == 512
-    with pytest.raises(UsageError, match="known as an interval only"):
+    with pytest.raises(UsageError, match="was not measured"):
         memplan.simulate(trace, workspace="measured")
     assert memplan.simulate(trace_of(storage(0, 512, 1)), workspace="measured").peak_allocated == 512
 

@@ -1,4 +1,4 @@
-"""Answers questions to cuDNN from stored answers and the cache, and all others by cuDNN itself, in one batch."""
+"""Answers questions to cuDNN: from stored answers and the cache, else by cuDNN itself, else by a model of its choice."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memplan.cudnn.answer_cache import AnswerCache
-from memplan.cudnn.cudnn_library import Cudnn, title_of
+from memplan.cudnn.cudnn_library import Cudnn
 from memplan.cudnn.described_card import properties
+from memplan.cudnn.expected_workspace import ExpectedWorkspace, expected_workspaces
 from memplan.cudnn.questions import Plans, Question
-from memplan.cudnn.stored_answers import measured, shipped, versions
+from memplan.cudnn.stored_answers import measured, shipped
 from memplan.cudnn.worker_process import WorkerError, ask_worker
 from memplan.devices import Device
 from memplan.errors import DeviceError
@@ -25,48 +26,66 @@ class Answers:
     notes: tuple[str, ...] = ()
     """Messages for the user: why questions have no answer."""
     measured: dict[Question, int] = field(default_factory=dict[Question, int])
-    """Bytes of workspace that a real card took with this version of cuDNN."""
+    """Bytes of workspace that a real card took with this version of cuDNN, or one that chooses alike."""
+    expected: dict[Question, ExpectedWorkspace] = field(default_factory=dict[Question, ExpectedWorkspace])
+    """The workspaces of questions without plans, by the model of cuDNN's choice; {}: none for this card."""
 
 
 def ask(library: Cudnn, card: Device, questions: Iterable[Question]) -> Answers:
     """Return cuDNN's plans for convolutions on a card, which this machine need not have.
 
-    Never raises: questions without an answer are left out of ``plans``, and ``notes`` say why.
+    Never raises: questions without an answer are left out of ``plans``. A library that is not installed has only the
+    stored answers, of its version or one that chooses alike.
 
     Example:
         >>> ask(find_cudnn("~/cuda-torch"), find("h100"), [question]).plans[question][0]
         ExecutionPlan(engine='eng38', workspace=13139984)
     """
     distinct = tuple(dict.fromkeys(questions))
-    workspaces = measured(card.name, library.version)
+    installed = library.packages is not None
+    workspaces = measured(card.name, library.version, exactly=installed)
     by_measurement = {question: workspaces[question.key] for question in distinct if question.key in workspaces}
     try:
         description = properties(card)
     except DeviceError as error:
-        return Answers({}, (f"{library.title} was not asked: {error.found}",), by_measurement)
+        reasons = Counter({f"it was not queried: {error.found}": len(distinct)})
+        return _with_expected(library, card, distinct, {}, (), by_measurement, reasons)
+    stored = dict(shipped(card.name, library.version, description, exactly=installed))
+    if not installed:
+        plans = {question: stored[question.key] for question in distinct if question.key in stored}
+        return _with_expected(library, card, distinct, plans, (), by_measurement, Counter())
     cache = AnswerCache(card.name, library.version, description)
-    stored = {**shipped(card.name, library.version, description), **cache.read()}
+    stored |= cache.read()
     plans = {question: stored[question.key] for question in distinct if question.key in stored}
     new, reasons = _ask_library(library, description, [question for question in distinct if question not in plans])
     if new:
         cache.add(new)
-    notes = tuple(
-        f"{library.title} did not answer for {count} of {len(distinct)} convolutions, whose workspaces stay intervals: "
+    return _with_expected(library, card, distinct, plans | new, cache.notes, by_measurement, reasons)
+
+
+def _with_expected(
+    library: Cudnn, card: Device, questions: Sequence[Question], plans: dict[Question, Plans], notes: tuple[str, ...],
+    by_measurement: dict[Question, int], reasons: Counter[str],
+) -> Answers:  # fmt: skip
+    """Return the answers, with the expected workspaces of the other questions, and a note for each reason."""
+    missing = [question for question in questions if question not in plans and question not in by_measurement]
+    expected = expected_workspaces(card, library.version, missing)
+    capability = ".".join(map(str, card.architecture))
+    if missing and not expected and not reasons:
+        reasons[f"there is no model of its choice for compute capability {capability}"] = len(missing)
+    consequence = "are expected by a model of its choice" if expected else "stay intervals"
+    texts = (
+        f"{library.title} did not answer for {count} of {len(questions)} convolutions, whose workspaces {consequence}: "
         f"{reason}" for reason, count in reasons.items()
     )  # fmt: skip
-    return Answers(plans | new, (*cache.notes, *notes), by_measurement)
+    return Answers(plans, (*notes, *texts), by_measurement, expected)
 
 
 def _ask_library(
     library: Cudnn, description: dict[str, Any], questions: Sequence[Question]
 ) -> tuple[dict[Question, Plans], Counter[str]]:
-    """Return the library's answers, and the number of questions without one by reason."""
+    """Return an installed library's answers, and the number of questions without one by reason."""
     plans, reasons = dict[Question, Plans](), Counter[str]()
-    if questions and library.packages is None:
-        stored = ", ".join(map(title_of, versions()))
-        reasons[f"its version alone was named, and memplan has stored answers of {stored} for its examples and zoo; "
-                "name an environment that has it"] = len(questions)  # fmt: skip
-        return plans, reasons
     try:
         for question, answer in ask_worker(library, description, questions) if questions else ():
             if isinstance(answer, str):

@@ -9,11 +9,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from memplan.dry.cuda_torch import packages_of, python_of
 from memplan.errors import DeviceError
 
 OLDEST = 90800
 """From cuDNN 9.8 on, a description of the card can replace the card (release notes)."""
+VERSION_OF_TORCH = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92400, (2, 15): 92600}
+"""cuDNN that PyPI's CUDA wheel of a torch version depends on."""
 _FILE = Path("nvidia", "cudnn", "lib", "libcudnn.so.9")
 _DEPENDENCIES = ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*")
 _DEFINED = re.compile(r"#define CUDNN_(?:MAJOR|MINOR|PATCHLEVEL) (\d+)")
@@ -26,12 +30,14 @@ _DO = (
 
 @dataclass(frozen=True)
 class Cudnn:
-    """An installed cuDNN 9, or a version of it of which only stored answers are known."""
+    """An installed cuDNN 9, or a version of it that is not installed: only stored answers and models are known."""
 
     packages: Path | None
     """The site-packages folder; None: not installed."""
     version: int
     """In cuDNN's own numbering: 91900 is 9.19.0."""
+    is_default: bool = False
+    """Whether it stands for the cuDNN of the CUDA build of this torch, as nothing was named and none is installed."""
 
     @property
     def file(self) -> Path:
@@ -63,11 +69,12 @@ def title_of(version: int) -> str:
 
 
 def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | None:
-    """Return the cuDNN to query; None if there is none, or an older one than 9.8.
+    """Return the cuDNN to query; None: workspaces of convolutions stay intervals.
 
     Args:
         environment: folder of a virtual environment or path of its Python; or a version such as "9.19.0", to use only
-            the answers that memplan has stored for it. None or True: this environment. False: no cuDNN.
+            stored answers and the model of its choice. None: that of this environment if it has cuDNN 9.8 or later,
+            else the version that the CUDA build of this torch comes with. True: the former only. False: no cuDNN.
 
     Raises:
         DeviceError: the named environment has no cuDNN from 9.8 on, or this system cannot load it.
@@ -75,11 +82,8 @@ def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | Non
     if environment is False:
         return None
     if environment is None or environment is True:
-        if not _is_supported():
-            return None
-        folders = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
-        libraries = (_library_in(folder) for folder in folders)
-        return next((library for library in libraries if library and library.version >= OLDEST), None)
+        installed = _installed() if _is_supported() else None
+        return installed if installed is not None or environment is True else _of_this_torch()
     if (named := _VERSION.fullmatch(str(environment))) is not None:
         major, minor, patch = (int(number or 0) for number in named.groups())
         return Cudnn(None, major * 10000 + minor * 100 + patch)
@@ -91,6 +95,19 @@ def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | Non
         title = "no cuDNN as pip installs it" if library is None else library.title
         raise DeviceError(f"the environment {environment} has {title}", expected="cuDNN 9.8 or later", do=_DO)
     return library
+
+
+def _installed() -> Cudnn | None:
+    folders = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
+    libraries = (_library_in(folder) for folder in folders)
+    return next((library for library in libraries if library and library.version >= OLDEST), None)
+
+
+def _of_this_torch() -> Cudnn:
+    """Return the version that the CUDA build of this torch depends on; of a newer torch the newest that is known."""
+    release = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    known = VERSION_OF_TORCH.get(release, VERSION_OF_TORCH[max(VERSION_OF_TORCH)])  # type: ignore[arg-type]
+    return Cudnn(None, known, is_default=True)
 
 
 def _is_supported() -> bool:

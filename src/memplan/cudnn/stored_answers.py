@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan._json import from_plain, parse
+from memplan.cudnn.expected_workspace import family_of
 from memplan.cudnn.questions import ExecutionPlan, Plans
 
 FOLDER = Path(__file__).with_name("answers")
@@ -63,25 +64,38 @@ def digest_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def shipped(card: str, version: int, description: Mapping[str, Any]) -> Mapping[str, Plans]:
-    """Return the answers of a version of cuDNN for a card with this description, by `Question.key`; {}: none stored."""
-    key = (card, version, digest_of(description))
-    stored = _shipped()
+def shipped(card: str, version: int, description: Mapping[str, Any], *, exactly: bool = True) -> Mapping[str, Plans]:
+    """Return the answers of a version of cuDNN for a card with this description, by `Question.key`; {}: none stored.
+
+    Args:
+        card: its name.
+        version: of cuDNN.
+        description: the card as it is described to cuDNN.
+        exactly: whether answers of other versions that choose alike (`family_of`) do not count.
+    """
+    stored, described = _shipped(), digest_of(description)
     for entry in stored.cards:
-        if (entry.card, entry.version, entry.described) == key:
+        if (entry.card, entry.described) == (card, described) and _counts(entry.version, version, exactly):
             return {question: plans for question, plans in zip(stored.questions, entry.answers, strict=True) if plans}
     return {}
 
 
-def measured(card: str, version: int) -> Mapping[str, int]:
-    """Return the bytes of workspaces measured on a real card with this version, by `Question.key`; {}: none stored."""
-    entries = (entry for entry in _measured().cards if (entry.card, entry.version) == (card, version))
+def measured(card: str, version: int, *, exactly: bool = True) -> Mapping[str, int]:
+    """Return the bytes of workspaces measured on a real card with this version, by `Question.key`; {}: none stored.
+
+    ``exactly`` is as in `shipped`.
+    """
+    entries = (e for e in _measured().cards if e.card == card and _counts(e.version, version, exactly))
     return next((entry.workspaces for entry in entries), {})
 
 
 def versions() -> tuple[int, ...]:
     """Return the versions of cuDNN with stored answers."""
     return tuple(sorted({entry.version for entry in _shipped().cards}))
+
+
+def _counts(stored: int, version: int, exactly: bool) -> bool:
+    return stored == version or (not exactly and family_of(stored) == family_of(version))
 
 
 @functools.cache

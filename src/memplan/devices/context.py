@@ -1,4 +1,4 @@
-"""What CUDA itself holds on a card, as an interval."""
+"""What CUDA itself holds on a card: an interval, and the expected bytes with torch's and the libraries' kernels."""
 
 from __future__ import annotations
 
@@ -50,3 +50,24 @@ def context_of(architecture: tuple[int, int], multiprocessors: int) -> tuple[int
     low = multiprocessors * (fewest * STACK + PER_MULTIPROCESSOR)
     high = multiprocessors * (most * STACK + PER_MULTIPROCESSOR) + KERNELS
     return low, high
+
+
+IDLE = 1.2
+"""Idle contexts take this multiple of the low end: the median of the published readings in `SOURCE`, 1.0 to 1.7."""
+TORCH_KERNELS, CUDNN, CUBLAS = 92 * MIB, 19 * MIB, 66 * MIB
+"""What the first kernels load. Source: NVML's bytes of 226 processes on an H100 and an H200 with torch 2.11 and CUDA 13
+(``goldens/``): 610 MiB with torch's own kernels, 628 to 630 with cuDNN, 676 to 678 with cuBLAS (740 on the H200), 694
+with both (758)."""
+READINGS = (0.8, 1.25)
+"""Those 226 and the published readings lie between these multiples of the expected bytes."""
+
+
+def expected_context(low: int, *, convolutions: bool, products: bool) -> int:
+    """Return the bytes that a CUDA context is expected to take once a step has run.
+
+    Args:
+        low: the least that it takes, of `context_of`.
+        convolutions: whether the step loads cuDNN's kernels.
+        products: whether it loads cuBLAS's.
+    """
+    return round(low * IDLE) + TORCH_KERNELS + CUDNN * convolutions + CUBLAS * products

@@ -2,50 +2,82 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
+from typing import Literal
+
 from memplan.cudnn.questions import Plans
 from memplan.devices import Device, catalogue
+from memplan.devices.context import READINGS, expected_context
 from memplan.explanation.layers import origin_word
 from memplan.explanation.model import Answer, CardUse, Charge, ChargeName, SmallerPlan, Verdict
-from memplan.simulation.allocator.settings import parse_settings
+from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.on_card import fits, room_for
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
 from memplan.simulation.workspace_bounds import reserved_bounds
-from memplan.trace.trace import Trace, at_least
+from memplan.trace.trace import Trace, at_least, band_end
 
 _NOT_MODELLED = (
     "what other processes hold, CUDA graphs, communication buffers (NCCL), workspaces of cuFFT, cuSOLVER and "
     "kernels of other libraries"
 )
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.linear.")
 _ORDER: tuple[ChargeName, ...] = ("context", "workspace", "tensors", "rounding", "fragmentation")
 """The bytes that the high case adds are attributed to the terms in this order."""
 
 
-def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = None) -> CardUse:
+def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | None = None) -> CardUse:
     """Return what a step takes from a card, and whether it fits there and on the other cards of the catalogue.
 
     Args:
         trace: the step, recorded for the card.
-        low: its timeline in the low case.
+        timeline: its timeline, in the low case where a workspace is known as an interval only.
         card: the card.
         settings: of the caching allocator.
     """
-    high, reserved = low, (low.peak_reserved, low.peak_reserved)
-    if any(s.low is not None or s.used_on for s in trace.counted):
+    parsed = parse_settings(settings or "")
+    if is_interval(trace):
         high = simulate(trace, settings=settings)
-        reserved = reserved_bounds(trace, parse_settings(settings or ""))
-    least = max(reserved[0], low.peak_allocated)
-    cases = (
-        Case(at_least(trace), low, least, card, settings, is_high=False),
-        Case(trace, high, max(reserved[1], least), card, settings, is_high=True),
-    )
-    charges = _charges(cases[0].terms, cases[1].terms)
-    verdicts = [_verdict(cases, other) for other in catalogue() if other.name not in trace.other_kernels]
-    smallest = next((verdict.device for verdict in verdicts if verdict.answer == "fits"), None)
+        reserved = reserved_bounds(trace, parsed)
+        least = max(reserved[0], timeline.peak_allocated)
+        cases = (
+            Case(at_least(trace), timeline, least, parsed, _Context.LOW),
+            Case(trace, high, max(reserved[1], least), parsed, _Context.HIGH),
+        )
+        band = None
+    else:
+        expected = Case(trace, timeline, timeline.peak_reserved, parsed, _Context.EXPECTED)
+        cases = (expected, expected)
+        band = _Band(expected, *(_band_case(trace, end, settings) for end in ("low", "high")))
+    charges = _charges(cases[0].terms_on(card), cases[1].terms_on(card))
+    others = [_verdict(cases, band, other) for other in catalogue() if other.name not in trace.other_kernels]
+    smallest = next((verdict.device for verdict in others if verdict.answer == "fits"), None)
+    allocated = max(case.timeline.peak_allocated for case in cases)
     return CardUse(
-        charges, _verdict(cases, card), tuple(verdicts), trace.other_kernels, smallest,
-        max(case.timeline.peak_allocated for case in cases), (_NOT_MODELLED,), cases[1].smaller_plans(card),
+        charges, _verdict(cases, band, card), tuple(others), trace.other_kernels, smallest, allocated, (_NOT_MODELLED,),
+        cases[1].smaller_plans(card), band.allocated if band is not None and trace.expected else None,
     )  # fmt: skip
+
+
+def context_of(trace: Trace, card: Device) -> int:
+    """Return the bytes of CUDA context that are expected on a card once the step has run."""
+    names = {op.name for op in trace.ops}
+    return expected_context(
+        card.context[0],
+        convolutions=any(name.startswith("aten.convolution") for name in names),
+        products=any(name.startswith(_PRODUCTS) for name in names),
+    )
+
+
+def is_interval(trace: Trace) -> bool:
+    """Return whether the bytes of the step are an interval: of a workspace, or of blocks that other streams use."""
+    return any(storage.low is not None or storage.used_on for storage in trace.counted)
+
+
+def _band_case(trace: Trace, end: Literal["low", "high"], settings: str | None) -> Case:
+    context = _Context.BAND_LOW if end == "low" else _Context.BAND_HIGH
+    timeline = simulate(trace, settings=settings, workspace=end)
+    return Case(band_end(trace, end), timeline, timeline.peak_reserved, parse_settings(settings or ""), context)
 
 
 def _charges(low: dict[ChargeName, int], high: dict[ChargeName, int]) -> tuple[Charge, ...]:
@@ -63,42 +95,77 @@ def _charges(low: dict[ChargeName, int], high: dict[ChargeName, int]) -> tuple[C
     return tuple(Charge(name, low[name], raised[name]) for name in high)
 
 
+class _Context(Enum):
+    """Which bytes of the CUDA context a case assumes: an end of the catalogue's interval, or the expected ones."""
+
+    LOW = auto()
+    HIGH = auto()
+    EXPECTED = auto()
+    BAND_LOW = auto()
+    BAND_HIGH = auto()
+
+
 class Case:
-    """A step in its low or its high case."""
+    """A step with one assumption about its workspaces and the CUDA context."""
 
     def __init__(
-        self, trace: Trace, timeline: Timeline, reserved: int, card: Device, settings: str | None, *, is_high: bool
+        self, trace: Trace, timeline: Timeline, reserved: int, settings: AllocatorSettings, context: _Context
     ) -> None:
         self.timeline = timeline
-        self._reserved = reserved
+        self.reserved = reserved
         self._trace = trace
-        self._settings = parse_settings(settings or "")
-        self._is_high = is_high
-        terms: dict[ChargeName, int] = {"context": card.context[is_high]}
-        self.terms = _terms(trace, timeline, reserved) | terms
+        self._settings = settings
+        self._context = context
+
+    def terms_on(self, card: Device) -> dict[ChargeName, int]:
+        """Return the terms of what the step takes from a card."""
+        return _terms(self._trace, self.timeline, self.reserved) | {"context": self.context_on(card)}
+
+    def context_on(self, card: Device) -> int:
+        """Return the bytes of the CUDA context on a card."""
+        if self._context in (_Context.LOW, _Context.HIGH):
+            return card.context[self._context is _Context.HIGH]
+        expected = context_of(self._trace, card)
+        if self._context is _Context.EXPECTED:
+            return expected
+        return round(expected * READINGS[self._context is _Context.BAND_HIGH])
 
     def needs(self, card: Device) -> int:
         """Return the bytes that the step takes from a card, including the CUDA context."""
-        return self._reserved + card.context[self._is_high]
+        return self.reserved + self.context_on(card)
 
     def fits(self, card: Device) -> bool:
         """Check whether the step runs in the memory of a card without the CUDA context."""
-        room = card.usable("high" if self._is_high else "low")
-        if self._reserved <= room:
+        room = card.capacity - self.context_on(card)
+        if self.reserved <= room:
             return True
         if self.timeline.peak_allocated > room and not self._trace.engines:
             return False
         # The allocator can release cached segments, and cuDNN can use smaller plans: that needs a simulation.
-        return fits(self._trace, room, self._settings, low=not self._is_high)
+        return fits(self._trace, room, self._settings, low=self._context is _Context.LOW)
 
     def smaller_plans(self, card: Device) -> tuple[SmallerPlan, ...]:
         """Return the convolutions that run with a smaller plan than their first, so that the step fits on a card."""
-        room = card.usable("high" if self._is_high else "low")
-        if self._reserved <= room or not self._trace.engines:
+        room = card.capacity - self.context_on(card)
+        if self.reserved <= room or not self._trace.engines:
             return ()
-        sizes = room_for(self._trace, room, self._settings, low=not self._is_high) or {}
+        sizes = room_for(self._trace, room, self._settings, low=self._context is _Context.LOW) or {}
         plans = {engine.storage: engine.plans for engine in self._trace.engines}
         return tuple(_smaller(self._trace, storage, plans[storage], size) for storage, size in sizes.items())
+
+
+class _Band:
+    """The expected case between the ends of its band. Equal workspaces can reserve more in the low case."""
+
+    def __init__(self, expected: Case, low: Case, high: Case) -> None:
+        self._expected, self._low, self._high = expected, low, high
+        peaks = [case.timeline.peak_allocated for case in (low, expected, high)]
+        self.allocated = min(peaks), max(peaks)
+
+    def needs(self, card: Device) -> tuple[int, int]:
+        """Return the ends of the band of what the step takes from a card."""
+        reserved = [case.reserved for case in (self._low, self._expected, self._high)]
+        return min(reserved) + self._low.context_on(card), max(reserved) + self._high.context_on(card)
 
 
 def _smaller(trace: Trace, storage: int, plans: Plans, size: int) -> SmallerPlan:
@@ -107,10 +174,11 @@ def _smaller(trace: Trace, storage: int, plans: Plans, size: int) -> SmallerPlan
     return SmallerPlan(op.layer, origin_word(op, trace), op.where, plans[0], plan)
 
 
-def _verdict(cases: tuple[Case, Case], card: Device) -> Verdict:
+def _verdict(cases: tuple[Case, Case], band: _Band | None, card: Device) -> Verdict:
     low, high = cases
     answer: Answer = "fits" if high.fits(card) else "low only" if low.fits(card) else "does not fit"
-    return Verdict(card.name, card.title, card.capacity, low.needs(card), high.needs(card), answer)
+    ends = None if band is None else band.needs(card)
+    return Verdict(card.name, card.title, card.capacity, low.needs(card), high.needs(card), answer, ends)
 
 
 def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[ChargeName, int]:

@@ -147,7 +147,11 @@ Answer = Literal["fits", "low only", "does not fit"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a step fits on a card: it needs ``low`` to ``high`` of ``capacity`` bytes, including the CUDA context."""
+    """Whether a step fits on a card: it needs ``low`` to ``high`` of ``capacity`` bytes, including the CUDA context.
+
+    With a ``band``, ``low`` and ``high`` are the same expected bytes, which decide, and the band holds the real ones
+    in 95 % of steps.
+    """
 
     device: str
     title: str
@@ -155,6 +159,7 @@ class Verdict:
     low: int
     high: int
     answer: Answer
+    band: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +196,13 @@ class CardUse:
     other_kernels: tuple[str, ...]
     smallest: str | None
     peak_allocated_high: int
-    """The allocated peak of the high case; the explanation's timeline is of the low case."""
+    """The allocated peak of the high case; the explanation's timeline is of the low case. With workspaces that are
+    known or expected there is one case."""
     not_modelled: tuple[str, ...]
     smaller: tuple[SmallerPlan, ...] = ()
     """The smaller plans that make the step fit, in the order in which they run."""
+    allocated_band: tuple[int, int] | None = None
+    """What holds the allocated peak in 95 % of steps, where workspaces are expected; None where all are known."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -269,8 +277,10 @@ def verdict_sentence(use: CardUse) -> str:
     """Return the sentence on whether the step fits on its card, and on which smallest card it fits."""
     verdict = use.verdict
     needs = format_bytes(verdict.low)
-    if verdict.low != verdict.high:
-        needs += f" to {format_bytes(verdict.high)}"
+    if verdict.band is not None:
+        needs = f"about {needs} (95 %: {_range(*verdict.band)})"
+    elif verdict.low != verdict.high:
+        needs = _range(verdict.low, verdict.high)
     words = {"fits": "fits", "low only": "fits in the low case, not in the high one", "does not fit": "does not fit"}
     smallest = (
         f"the smallest card with these kernels that it fits on: {use.smallest}"
@@ -284,6 +294,10 @@ def verdict_sentence(use: CardUse) -> str:
     else:
         usage = f"needs {needs} of {room}"
     return f"{words[verdict.answer]} on {verdict.title}: {usage}; {smallest}"
+
+
+def _range(low: int, high: int) -> str:
+    return f"{format_bytes(low)} to {format_bytes(high)}"
 
 
 def smaller_plans_sentence(use: CardUse, most: int = 3) -> str:
@@ -349,9 +363,15 @@ def _line(fixed: float, per_sample: float) -> str:
 
 
 def workspace_sentence(explanation: Explanation) -> str | None:
-    """Return the sentence on the peak with the largest workspaces, or None if all workspaces are known."""
+    """Return the sentence on the peak with other workspaces than the expected ones, or with the largest; None if all
+    workspaces are known, or if the others change nothing."""
     peak = explanation.timeline.peak_allocated
-    if explanation.card is None or explanation.card.peak_allocated_high == peak:
+    if explanation.card is None:
+        return None
+    if explanation.card.allocated_band is not None:
+        low, high = map(format_bytes, explanation.card.allocated_band)
+        return f"95 %: {low} to {high} peak, as cuDNN's workspaces are expected" if low != high else None
+    if explanation.card.peak_allocated_high == peak:
         return None
     most = format_bytes(explanation.card.peak_allocated_high)
     return f"with the largest workspaces of the algorithms known of cuDNN: up to {most} peak"

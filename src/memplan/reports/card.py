@@ -26,18 +26,22 @@ _STYLES: dict[str, Style] = {"fits": "good", "low only": "warning", "does not fi
 
 
 def parts(use: CardUse) -> Iterator[Part]:
-    """Yield what adds up to the memory that nvidia-smi would show, in a low and a high case; the verdict; the other
-    GPUs by answer; and what the sum leaves out."""
+    """Yield what adds up to the memory that nvidia-smi would show, as one number or in a low and a high case; the
+    verdict; the other GPUs by answer; and what the sum leaves out."""
 
     def why_not_one_number(charge: Charge) -> str:
         return _WHY.get(charge.name, "") if charge.low != charge.high else ""
 
-    fields = [
-        Field("On the card", lambda charge: _LABELS[charge.name]),
-        number_field("low", lambda charge: charge.low),
-        number_field("high", lambda charge: charge.high),
-        Field("why not one number", why_not_one_number, shrinks_to=10, drop=1),
-    ]
+    name = Field("On the card", lambda charge: _LABELS[charge.name])
+    if use.verdict.band is not None:
+        fields = [name, number_field("bytes", lambda charge: charge.low)]
+    else:
+        fields = [
+            name,
+            number_field("low", lambda charge: charge.low),
+            number_field("high", lambda charge: charge.high),
+            Field("why not one number", why_not_one_number, shrinks_to=10, drop=1),
+        ]
     charges = [charge for charge in use.charges if charge.high or charge.name in ("tensors", "context")]
     yield table_of(charges, fields, total="nvidia-smi would show")
     yield Line(verdict_sentence(use), _STYLES[use.verdict.answer])

@@ -11,12 +11,12 @@ from memplan.simulation.peaks import timeline_of
 from memplan.simulation.timeline import Timeline
 from memplan.trace.live_bytes import live_bytes
 from memplan.trace.records import HOST, Storage
-from memplan.trace.trace import Trace
+from memplan.trace.trace import Trace, band_end
 
-Workspace = Literal["low", "high", "measured"]
+Workspace = Literal["expected", "low", "high", "measured"]
 
 
-def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace = "high") -> Timeline:
+def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace = "expected") -> Timeline:
     """Return the bytes live over build and all steps of a trace.
 
     On the CPU these are the requested bytes: torch's CPU allocator neither rounds nor caches, so ``reserved`` equals
@@ -25,10 +25,11 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
     Args:
         trace: a recorded or measured step.
         settings: of the caching allocator, as in the variable ``PYTORCH_ALLOC_CONF``; by default torch's.
-        workspace: which size to assume for workspaces whose size is known as an interval: its lower or upper end, or
-            "measured", which needs all of them measured. The real ``peak_allocated`` lies between "low" and "high", up
-            to the 1 MiB that each block can keep unsplit; for ``peak_reserved`` see
-            `memplan.simulation.workspace_bounds`.
+        workspace: which size to assume for workspaces of convolutions that a model of cuDNN's choice expects
+            (``trace.expected``): the most probable, or that of the lower or upper end of the 95 % band. Workspaces
+            known as an interval only have its lower end with "low", else its upper end; then the real
+            ``peak_allocated`` lies between "low" and "high", up to the 1 MiB that each block can keep unsplit, and for
+            ``peak_reserved`` see `memplan.simulation.workspace_bounds`. "measured" needs all of them measured.
 
     Raises:
         UsageError: unknown ``settings``, or any for the CPU; an unknown ``workspace``; "measured" if a workspace was
@@ -45,7 +46,11 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
             f"settings={settings!r}", expected="a text such as 'expandable_segments:True'", do="Write it so."
         )
     if workspace not in get_args(Workspace):
-        raise UsageError(f"workspace {workspace!r}", expected="'low', 'high' or 'measured'", do="Choose one of these.")
+        raise UsageError(
+            f"workspace {workspace!r}", expected="'expected', 'low', 'high' or 'measured'", do="Choose one of these."
+        )
+    if workspace in ("low", "high"):
+        trace = band_end(trace, workspace)
     if trace.device != HOST:
         return _on_card(trace, parse_settings(settings) if settings else AllocatorSettings(), workspace)
     if settings is not None:
@@ -60,16 +65,17 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
 
 def _on_card(trace: Trace, settings: AllocatorSettings, workspace: Workspace) -> Timeline:
     unknown = [storage for storage in trace.counted if storage.low is not None and storage.low != storage.bytes]
-    if workspace == "measured" and unknown:
-        op = unknown[0].op
+    not_measured = [*unknown, *(trace.storages[size.storage] for size in trace.expected)]
+    if workspace == "measured" and not_measured:
+        op = not_measured[0].op
         name = "an op" if op is None else trace.ops[op].name
         raise UsageError(
-            f"workspace 'measured', and that of {name} is known as an interval only",
+            f"workspace 'measured', and that of {name} was not measured",
             expected="a step whose workspaces were all measured",
             do="Take 'low' and 'high', which bound it.",
         )
     timelines = [_run(trace, settings, low=workspace == "low", separate=False)]
-    if workspace == "high" and unknown:  # either of the two can reserve more
+    if workspace != "low" and unknown:  # either of the two can reserve more
         timelines.append(_run(trace, settings, low=False, separate=True))
     return max(timelines, key=lambda timeline: timeline.peak_reserved)
 

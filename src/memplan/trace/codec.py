@@ -9,7 +9,7 @@ from typing import Any
 from memplan._json import MOST_BYTES, Unreadable, row_of
 
 _HEAD = ("origin", "device", "torch", "steps", "end", "notes", "other_kernels", "calls", "assumptions")
-_OPTIONAL = ("counters", "engines", "measured", "lines", "passes", "collected", "optimized", "ungraded")
+_OPTIONAL = ("counters", "engines", "measured", "expected", "lines", "passes", "collected", "optimized", "ungraded")
 """Sections that are omitted when empty."""
 
 
@@ -79,6 +79,9 @@ def check(trace: Any) -> None:
         _within(f"storages of layer {layer.name!r:.40}", (*layer.weights, *layer.buffers), storages)
     _within("storages of engines", (engines.storage for engines in trace.engines), storages)
     _within("measured storages", trace.measured, storages)
+    _within("storages of expected workspaces", (size.storage for size in trace.expected), storages)
+    if not all(0 <= size.low <= trace.storages[size.storage].bytes <= size.high for size in trace.expected):
+        raise Unreadable("has an expected workspace outside of its band")
     if not all(engines.plans for engines in trace.engines):
         raise Unreadable("has a workspace without the name of its engine")
     _within(

@@ -162,6 +162,19 @@ class Engines:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedSize:
+    """A storage whose bytes are the expected workspace of a convolution.
+
+    With all of them at ``low``, or all at ``high``, the allocated peak is at the lower or the upper end of the band
+    that holds it in 95 % of steps.
+    """
+
+    storage: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
 class Assumption:
     """Something the recording had to assume, and where.
 

@@ -18,6 +18,7 @@ from memplan.trace.records import (
     Call,
     Counters,
     Engines,
+    ExpectedSize,
     Form,
     FunctionLines,
     Layer,
@@ -71,6 +72,8 @@ class Trace(Saved, Displayed):
     """Workspaces for which cuDNN was asked, in the order of their storages."""
     measured: tuple[int, ...] = ()
     """Storages in ``engines`` whose bytes were measured on a real card instead of answered by cuDNN."""
+    expected: tuple[ExpectedSize, ...] = ()
+    """Workspaces of convolutions whose bytes are expected by a model of cuDNN's choice, in the order of storages."""
     lines: tuple[FunctionLines, ...] = ()
     """Functions followed line by line (`memplan.profile`), in the order of their first calls."""
     passes: tuple[BackwardPass, ...] = ()
@@ -125,3 +128,15 @@ def at_least(trace: Trace) -> Trace:
         for storage in trace.storages
     )
     return dataclasses.replace(trace, storages=storages)
+
+
+def band_end(trace: Trace, end: Literal["low", "high"]) -> Trace:
+    """Return the trace with the expected workspaces replaced by those of one end of the 95 % band."""
+    if not trace.expected:
+        return trace
+    sizes = {size.storage: size.low if end == "low" else size.high for size in trace.expected}
+    storages = tuple(
+        dataclasses.replace(storage, bytes=sizes[storage.id]) if storage.id in sizes else storage
+        for storage in trace.storages
+    )
+    return dataclasses.replace(trace, storages=storages, expected=())

@@ -1,31 +1,38 @@
-"""Replaces the workspace intervals of convolutions in a trace by cuDNN's answers."""
+"""Replaces the workspace intervals of convolutions in a trace by cuDNN's answers, or by expected workspaces."""
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from itertools import accumulate
 
 from memplan._bytes import round_to_blocks
 from memplan.cudnn.ask import ask
 from memplan.cudnn.cudnn_library import Cudnn
-from memplan.cudnn.questions import ExecutionPlan, Plans, stairs
+from memplan.cudnn.expected_workspace import ExpectedWorkspace
+from memplan.cudnn.questions import ExecutionPlan, Plans, Question, stairs
 from memplan.devices import Device
-from memplan.trace.records import Engines
+from memplan.trace.live_bytes import live_bytes
+from memplan.trace.records import Engines, ExpectedSize
 from memplan.trace.semantics.kinds import Asked
 from memplan.trace.trace import Trace
 
 _DESCRIBED = "for a described card; a real one can choose others, mostly for weight gradients and kernels of 1"
 """Source: benchmarks/results/cudnn.md."""
+BAND = 0.95
+"""Probability with which the peak lies in the band of `ExpectedSize`."""
 
 
 def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
-    """Return the trace with workspaces in bytes where cuDNN answers; the others stay intervals.
+    """Return the trace with workspaces in bytes where cuDNN answers or a model of its choice; others stay intervals.
 
     A measurement on a real card of this name with this version of cuDNN takes precedence over cuDNN's answer for a
-    described card. ``queries``: storage -> what to ask.
+    described card, and that over an expected workspace. ``queries``: storage -> what to ask.
     """
     answers = ask(library, card, (query.question for query in queries.values()))
     storages, engines, measured, answered = list(trace.storages), list[Engines](), list[int](), 0
+    predicted = dict[int, Question]()
     for storage, query in queries.items():
         plans = answers.plans.get(query.question, ())
         if query.plan == "first" and query.question in answers.measured:
@@ -33,6 +40,11 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
             plans = _as_measured(answers.measured[query.question], plans)
         elif plans:
             answered += 1
+        elif query.plan == "first" and query.question in answers.expected:
+            predicted[storage] = query.question
+            size = answers.expected[query.question].bytes
+            storages[storage] = dataclasses.replace(storages[storage], bytes=size, low=None)
+            continue
         else:
             continue
         sizes = [plan.workspace for plan in plans]
@@ -45,13 +57,20 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
             engines.append(Engines(storage, tried))
             change = {"bytes": tried[0].workspace, "low": None}
         storages[storage] = dataclasses.replace(storages[storage], **change)
-    notes = [f"{library.title} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
-    notes += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with {library.title}, and these "
+    name = library.title + (", which the CUDA build of this torch comes with," if library.is_default else "")
+    notes = [f"{name} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
+    notes += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with {name} and these "
              "count"] * (len(measured) > 0)  # fmt: skip
-    return dataclasses.replace(
+    if predicted:
+        notes.append(
+            f"the workspaces of {len(predicted)} convolutions are those that {name} is expected to choose; for its own "
+            "answer: pip install memplan[cudnn], or --cudnn ENVIRONMENT (cudnn= in Python)"
+        )
+    trace = dataclasses.replace(
         trace, storages=tuple(storages), notes=(*trace.notes, *notes, *answers.notes), engines=tuple(engines),
         measured=tuple(measured),
     )  # fmt: skip
+    return dataclasses.replace(trace, expected=_band(trace, predicted, answers.expected)) if predicted else trace
 
 
 def _as_measured(size: int, plans: Plans) -> Plans:
@@ -59,3 +78,86 @@ def _as_measured(size: int, plans: Plans) -> Plans:
     same = (plan.engine for plan in plans if round_to_blocks(plan.workspace) == round_to_blocks(size))
     first = ExecutionPlan(next(same, "an engine that it did not name"), size)
     return (first, *(plan for plan in plans if plan.workspace < size))
+
+
+def _band(
+    trace: Trace, predicted: Mapping[int, Question], expected: Mapping[Question, ExpectedWorkspace]
+) -> tuple[ExpectedSize, ...]:
+    """Return the workspaces at both ends of the band that holds the allocated peak with the probability `BAND`.
+
+    The choices for different convolutions are independent, and equal ones get the same workspace. So the peak is at
+    most P with the probability that each convolution has at most what is left of P beside the other live storages:
+    the product of the convolutions' own probabilities. An end of the band takes the quantile of every workspace at
+    which the peak is that of the end.
+    """
+    others = _live_beside(trace, predicted)
+    peak_of_others = max((level for _, level in _levels(trace, predicted)), default=0)
+    distinct = {question: _Sizes(expected[question]) for question in predicted.values()}
+    most_beside = dict[Question, int]()
+    for storage, question in predicted.items():
+        most_beside[question] = max(most_beside.get(question, 0), others[storage])
+
+    def peak_at(quantile: float) -> int:
+        moments = (most_beside[question] + sizes.blocks_at(quantile) for question, sizes in distinct.items())
+        return max(peak_of_others, *moments)
+
+    def probability(peak: int) -> float:
+        product = 1.0
+        for question, sizes in distinct.items():
+            product *= sizes.probability_of_at_most(peak - most_beside[question])
+        return product
+
+    moments = (most_beside[question] + size for question, sizes in distinct.items() for size in sizes.blocks)
+    peaks = sorted({max(peak_of_others, moment) for moment in moments})
+    quantiles = sorted({0.0, *(quantile for sizes in distinct.values() for quantile in sizes.sums)})
+    tail = (1 - BAND) / 2
+    low, high = (peaks[min(bisect_left(peaks, p, key=probability), len(peaks) - 1)] for p in (tail, 1 - tail))
+    lowest = quantiles[max(0, bisect_right(quantiles, low, key=peak_at) - 1)]
+    highest = quantiles[min(bisect_left(quantiles, high, key=peak_at), len(quantiles) - 1)]
+    return tuple(
+        ExpectedSize(
+            storage,
+            min(distinct[question].at(lowest), trace.storages[storage].bytes),
+            max(distinct[question].at(highest), trace.storages[storage].bytes),
+        )
+        for storage, question in sorted(predicted.items())
+    )
+
+
+class _Sizes:
+    """The possible workspaces of a convolution, in ascending order, with the probability of at most each."""
+
+    def __init__(self, expected: ExpectedWorkspace) -> None:
+        self.sizes = expected.sizes
+        self.blocks = [round_to_blocks(size) for size in expected.sizes]
+        self.sums = [min(1.0, total) for total in accumulate(expected.probabilities)]
+        self.sums[-1] = 1.0
+
+    def at(self, quantile: float) -> int:
+        return self.sizes[bisect_left(self.sums, quantile)]
+
+    def blocks_at(self, quantile: float) -> int:
+        return self.blocks[bisect_left(self.sums, quantile)]
+
+    def probability_of_at_most(self, blocks: int) -> float:
+        number = bisect_right(self.blocks, blocks)
+        return self.sums[number - 1] if number else 0.0
+
+
+def _levels(trace: Trace, predicted: Mapping[int, Question]) -> list[tuple[int, int]]:
+    """Return (tick, live bytes in blocks after it) of the storages that count without the expected workspaces."""
+    counted = (storage for storage in trace.counted if storage.id not in predicted)
+    return list(live_bytes(counted, size=lambda storage: round_to_blocks(storage.bytes)))
+
+
+def _live_beside(trace: Trace, predicted: Mapping[int, Question]) -> dict[int, int]:
+    """Return the bytes that are live beside each expected workspace, most at any tick of its life."""
+    levels = _levels(trace, predicted)
+    ticks = [tick for tick, _ in levels]
+    beside = dict[int, int]()
+    for storage in predicted:
+        span = trace.storages[storage]
+        first = max(0, bisect_left(ticks, span.born) - 1)
+        last = len(ticks) if span.died is None else bisect_left(ticks, span.died)
+        beside[storage] = max((level for _, level in levels[first:last]), default=0)
+    return beside

@@ -59,7 +59,8 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
 
 
 def _cudnn_bytes(library: Cudnn, device: Device, extras: Sequence[Extra]) -> dict[Asked, int]:
-    """Return the workspaces that cuDNN reports, in bytes: that of its first plan, with benchmark the largest."""
+    """Return the workspaces that cuDNN reports, in bytes: that of its first plan, with benchmark the largest; else the
+    expected ones."""
     requests = dict.fromkeys(extra.asked for extra in extras if extra.asked is not None)
     answers = ask(library, device, (request.question for request in requests))
     workspaces = dict[Asked, int]()
@@ -70,6 +71,8 @@ def _cudnn_bytes(library: Cudnn, device: Device, extras: Sequence[Extra]) -> dic
         elif plans:
             largest = max(plan.workspace for plan in plans)
             workspaces[request] = plans[0].workspace if request.plan == "first" else largest
+        elif request.plan == "first" and request.question in answers.expected:
+            workspaces[request] = answers.expected[request.question].bytes
     return workspaces
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from memplan._bytes import format_bytes
 from memplan.devices import Device, read_budget
 from memplan.errors import InputError
+from memplan.explanation.card import context_of, is_interval
 from memplan.simulation import on_card
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
@@ -43,7 +44,8 @@ class Room:
         """Return the same as `fits` for a trace, about 100 times as fast: it is simulated, but not explained."""
         if self.target.card is None:
             return simulate(trace).peak_allocated <= self.limit
-        room = self.target.card.usable(self.case)
+        card = self.target.card
+        room = card.usable(self.case) if is_interval(trace) else card.capacity - context_of(trace, card)
         return on_card.fits(trace, room, settings, low=self.case == "low")
 
     @property

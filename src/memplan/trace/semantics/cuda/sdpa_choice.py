@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from memplan.cudnn.cudnn_library import VERSION_OF_TORCH
+
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Arch = tuple[int, int]
 """A card's compute capability: (9, 0) is sm_90."""
@@ -28,8 +30,6 @@ _NAMES = {
     "math": "the math path",
 }
 _RECENT = (2, 14)
-_CUDNN_OF_TORCH = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92400, (2, 15): 92600}
-"""cuDNN that PyPI's wheel of a torch version depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def versions() -> tuple[tuple[int, int], int]:
     A torch without CUDA has none: then that of its PyPI wheel.
     """
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    table = _CUDNN_OF_TORCH.get((major, minor), max(_CUDNN_OF_TORCH.values()))
+    table = VERSION_OF_TORCH.get((major, minor), max(VERSION_OF_TORCH.values()))
     installed = torch.backends.cudnn.version() if torch.version.cuda else None
     return (major, minor), installed or table
 

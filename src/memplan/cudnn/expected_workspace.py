@@ -1,0 +1,208 @@
+"""Predicts the workspace that cuDNN takes for a convolution, where cuDNN itself cannot be queried.
+
+cuDNN's heuristics choose an engine by the shape of the convolution and the compute capability of the card; clocks, size
+and number of multiprocessors do not matter to them. The workspace of an engine is mostly a formula: its operands in
+another layout, their channels padded to the width of the tensor cores, partial sums of a split product. So the choice
+is a classification: a small neural network for each compute capability and family of cuDNN versions gives the
+probability of each formula. ``tools/workspace_model/`` samples convolutions, queries cuDNN and fits the networks; how
+often they are right on convolutions that they have not seen is in ``docs/cuda.md``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memplan.cudnn.questions import Question
+from memplan.devices import Device
+
+FILE = Path(__file__).with_name("answers") / "expected.npz"
+
+FAMILIES = ((92400, "9.24"), (0, "9.19"))
+"""(first version, name) of the families of cuDNN versions whose heuristics choose alike: 9.19 and 9.20 gave the same
+workspace for each of 1,500 sampled convolutions, 9.24 and 9.26 for 98.6 to 100 % of them, by card."""
+
+_ITEMSIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+_NEAR = 0.02
+"""Sizes that differ by less than this share of the convolution's tensors count as one: the most probable is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWorkspace:
+    """The possible workspaces of a convolution with their probabilities, and the most probable."""
+
+    bytes: int
+    sizes: tuple[int, ...]
+    """In ascending order."""
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A classifier with two hidden layers, from `features` to the probabilities of workspace formulas."""
+
+    mean: Any
+    scale: Any
+    layers: tuple[tuple[Any, Any], ...]
+    """(weights, biases) of each layer."""
+    formulas: tuple[str, ...]
+    """See `workspace_of`."""
+
+    def probabilities(self, rows: Any) -> Any:
+        """Return the probability of each formula, for each row of features."""
+        values = np.clip((rows - self.mean) / self.scale, -5, 5)
+        for weights, biases in self.layers[:-1]:
+            values = np.maximum(values @ weights + biases, 0)
+        weights, biases = self.layers[-1]
+        scores = values @ weights + biases
+        exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return exponentials / exponentials.sum(axis=1, keepdims=True)
+
+
+def expected_workspaces(card: Device, version: int, questions: Sequence[Question]) -> dict[Question, ExpectedWorkspace]:
+    """Return the expected workspaces of convolutions; {}: there is no model for the card's compute capability.
+
+    Args:
+        card: the card, which this machine need not have.
+        version: of cuDNN, such as 92600.
+        questions: the convolutions.
+
+    Example:
+        >>> expected_workspaces(find("h100"), 92000, [question])[question].bytes
+        13139968
+    """
+    network = network_for(card.architecture, version)
+    if network is None or not questions:
+        return {}
+    rows = network.probabilities(np.array([features(question) for question in questions]))
+    return {question: _expected(question, network.formulas, row) for question, row in zip(questions, rows, strict=True)}
+
+
+def _expected(question: Question, formulas: Sequence[str], probabilities: Any) -> ExpectedWorkspace:
+    by_size: dict[int, float] = {}
+    operands = _Operands(question)
+    for formula, probability in zip(formulas, probabilities, strict=True):
+        size = operands.workspace_of(formula)
+        by_size[size] = by_size.get(size, 0.0) + float(probability)
+    near = _NEAR * operands.bytes
+    mass = {size: sum(p for other, p in by_size.items() if abs(other - size) <= near) for size in by_size}
+    center = max(by_size, key=lambda size: (mass[size], by_size[size], -size))
+    most_probable = max((s for s in by_size if abs(s - center) <= near), key=lambda size: (by_size[size], -size))
+    sizes = sorted(by_size)
+    return ExpectedWorkspace(most_probable, tuple(sizes), tuple(by_size[size] for size in sizes))
+
+
+def workspace_of(question: Question, formula: str) -> int:
+    """Return the bytes of workspace by a formula such as ``X8+Y8+W8,8+2P``.
+
+    ``X``, ``Y`` and ``W`` are the tensors of the convolution in another layout, with channels padded to a multiple of
+    the number after them (of ``W`` the output channels, then the input channels). ``2P`` are two weights of float32,
+    the partial sums of a split product. ``r0.5`` is that share of the bytes of all three tensors; ``0`` is none.
+    """
+    return _Operands(question).workspace_of(formula)
+
+
+class _Operands:
+    """The tensors of a convolution in bytes."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._itemsize = _ITEMSIZES[question.dtype]
+        self.bytes = sum(prod(sizes) for sizes in (question.x, question.w, question.y)) * self._itemsize
+
+    def workspace_of(self, formula: str) -> int:
+        if formula == "0":
+            return 0
+        if formula.startswith("r"):
+            return int(float(formula[1:]) * self.bytes)
+        return sum(map(self._term, formula.split("+")))
+
+    def _term(self, term: str) -> int:
+        if term.endswith("P"):
+            return int(term[:-1]) * prod(self._question.w) * 4
+        multiples = [int(number) for number in term[1:].split(",") if number] or [1]
+        if term[0] == "W":
+            outputs, inputs, *taps = self._question.w
+            block_out, block_in = multiples[0], multiples[-1]
+            return _padded(outputs, block_out) * _padded(inputs, block_in) * prod(taps) * self._itemsize
+        batch, channels, *positions = self._question.x if term[0] == "X" else self._question.y
+        return batch * _padded(channels, multiples[0]) * prod(positions) * self._itemsize
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def features(question: Question) -> list[float]:
+    """Return what the networks know of a convolution: logarithms of its sizes, and yes or no as 1 or 0.
+
+    Besides the sizes themselves these are the dimensions of the matrix product that computes it, how full tiles of
+    that product are, and the divisibility of channels and positions, which decides about vectorised loads.
+    """
+    q = question
+    groups = max(1, q.x[1] // q.w[1])
+    ins, outs = q.w[1], q.w[0] // groups
+    positions_in, positions_out, taps = prod(q.x[2:]), prod(q.y[2:]), prod(q.w[2:])
+    is_1d = len(q.x) == 4 and q.x[2] == q.w[2] == q.y[2] == 1
+    ranks = 1 if is_1d else len(q.x) - 2
+    rows, columns, depth = {
+        "forward": (q.x[0] * positions_out, outs, ins * taps),
+        "input gradient": (q.x[0] * positions_in, ins, outs * taps),
+        "weight gradient": (ins * taps, outs, q.x[0] * positions_out),
+    }[q.kind]
+    work = rows * columns * depth * groups
+    elements = prod(q.x) + prod(q.w) + prod(q.y)
+    flags = [
+        *(q.kind == kind for kind in ("forward", "input gradient", "weight gradient")),
+        *(ranks == count for count in (1, 2, 3)),
+        *(q.dtype == dtype for dtype in ("float32", "float64", "bfloat16")),
+        q.channels_last, q.tf32, q.deterministic, groups > 1, ins == outs == 1, ins == 1, outs == 1, ins <= 4, outs <= 4,
+        taps == 1, len(set(q.w[2:])) == 1, q.stride[-1] == q.w[-1] > 1, max(q.stride) > 1, max(q.dilation) > 1,
+        max(q.padding) == 0, q.x[2:] == q.y[2:], min(q.alignments) < 16,
+        *(count % divisor == 0 for count in (ins, outs) for divisor in (2, 4, 8, 16, 32, 64, 128)),
+        *(count % divisor == 0 for count in (positions_in, positions_out, q.x[-1], q.y[-1]) for divisor in (2, 4, 8)),
+    ]  # fmt: skip
+    sizes = [
+        q.x[0], ins, outs, groups, q.x[1], q.w[0], *_three(q.x[2:]), *_three(q.y[2:]), *_three(q.w[2:]), q.stride[0],
+        q.stride[-1], q.padding[0], q.padding[-1], q.dilation[-1], prod(q.x), prod(q.w), prod(q.y), positions_in,
+        positions_out, taps, rows, columns, depth, work, min(ins, outs), max(ins, outs), ins * taps, outs * taps,
+        q.x[0] * positions_out, q.x[0] * positions_in,
+    ]  # fmt: skip
+    ratios = [
+        log2(prod(q.x) / prod(q.y)), log2(ins / outs), log2(work / elements), log2(depth / columns), log2(rows / depth),
+        *(count / _padded(count, tile) for count in (ins, outs) for tile in (32, 64, 128, 256)),
+        columns / _padded(columns, 128), min(1.0, rows / _padded(rows, 128)), min(1.0, depth / _padded(depth, 32)),
+        2 * q.padding[-1] - q.dilation[-1] * (q.w[-1] - 1),
+    ]  # fmt: skip
+    return [*map(float, flags), *(log2(1 + size) for size in sizes), *ratios]
+
+
+def _three(sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Return the sizes of three spatial dimensions, the missing ones as 1."""
+    return (1,) * (3 - len(sizes)) + tuple(sizes)  # type: ignore[return-value]
+
+
+def family_of(version: int) -> str:
+    """Return the name of the family of a cuDNN version in `FAMILIES`."""
+    return next(name for first, name in FAMILIES if version >= first)
+
+
+@functools.cache
+def network_for(architecture: tuple[int, int], version: int) -> Network | None:
+    """Return the network for a compute capability; None: there is none."""
+    with np.load(FILE, allow_pickle=False) as arrays:
+        key = f"{architecture[0]}.{architecture[1]}/{family_of(version)}"
+        same = str(arrays["same"].item()).split() if "same" in arrays else []
+        key = dict(entry.split("=") for entry in same).get(key, key)
+        if f"{key}/formulas" not in arrays:
+            return None
+        part = {name.removeprefix(f"{key}/"): arrays[name] for name in arrays.files if name.startswith(f"{key}/")}
+    values = {name: part[name].astype(np.float64) for name in part if name != "formulas"}
+    layers = tuple((values[f"weights{i}"], values[f"biases{i}"]) for i in range(3))
+    return Network(values["mean"], values["scale"], layers, tuple(str(part["formulas"].item()).split()))
