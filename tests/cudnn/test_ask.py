@@ -1,4 +1,4 @@
-"""Questions for a card: from the cache, else from cuDNN, and what is said where there is no answer."""
+"""Questions for a card: from the cache, else from cuDNN, else by the model, and what is said of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.cudnn.questions import ExecutionPlan, Question
 from memplan.devices import find
 
-CARD, REAL = find("h100"), worker_process.SCRIPT
+CARD, REAL = find("a100-80gb"), worker_process.SCRIPT
 THIRD = replace(FORWARD, x=(3, 63, 56, 56), y=(3, 128, 56, 56))
 
 
@@ -34,9 +34,10 @@ def test_what_was_answered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     first = ask(NOWHERE, CARD, [FORWARD, FORWARD, THIRD])
     assert first.plans == {FORWARD: (ExecutionPlan("eng1", 16000), ExecutionPlan("eng2", 0))}
     assert first.notes == (
-        "cuDNN 9.19.0 did not answer for 1 of 2 convolutions, whose workspaces stay intervals: its process ended by "
-        "SIGSEGV",
+        "cuDNN 9.19.0 did not answer for 1 of 2 convolutions, whose workspaces are expected by a model of its choice: "
+        "its process ended by SIGSEGV",
     )
+    assert list(first.expected) == [THIRD]
     asked: list[Sequence[Question]] = []
 
     def noted(library: Cudnn, card: dict[str, Any], questions: Sequence[Question]) -> Iterator[Any]:
@@ -70,9 +71,13 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_that_cannot_be_described_is_said() -> None:
-    found = ask(NOWHERE, replace(find("v100"), name="unheard", bandwidth=None), [FORWARD])
+    found = ask(NOWHERE, replace(CARD, name="unheard", bandwidth=None), [FORWARD])
     assert found.plans == {}
-    assert found.notes[0].startswith("cuDNN 9.19.0 was not asked: the clocks of unheard")
+    assert found.notes[0].startswith(
+        "cuDNN 9.19.0 did not answer for 1 of 1 convolutions, whose workspaces are expected by a model of its choice: "
+        "it was not queried: the clocks of unheard"
+    )
+    assert list(found.expected) == [FORWARD]
 
 
 @needs_cuda_torch
@@ -106,27 +111,40 @@ def test_the_version_alone_gives_what_is_stored_of_it(monkeypatch: pytest.Monkey
         "forward", (32, 3, 224, 224), (64, 3, 7, 7), (32, 64, 112, 112), False, "float32", (3, 3), (2, 2), (1, 1),
         (32, 32, 32), True, False,
     )  # fmt: skip
-    found = ask(library, find("a100-80gb"), [known, FORWARD])
+    found = ask(library, CARD, [known, FORWARD])
     assert list(found.plans) == [known]
+    assert list(found.expected) == [FORWARD]
     assert found.measured == {}
-    assert found.notes == (
-        "cuDNN 9.19.0 did not answer for 1 of 2 convolutions, whose workspaces stay intervals: its version alone was "
-        "named, and memplan has stored answers of 9.19.0, 9.26.0 for its examples and zoo; name an environment that "
-        "has it",
-    )
+    assert found.notes == ()
+    near = ask(Cudnn(None, 92000), CARD, [known])
+    assert near.plans == {known: found.plans[known]}, "9.20 chooses as 9.19 does"
 
 
-def test_a_version_that_nothing_is_stored_of_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_nothing_is_stored_of_has_expected_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "ask_worker", None)
     library = find_cudnn("9.10.2")
     assert library is not None
     found = ask(library, CARD, [FORWARD])
     assert found.plans == found.measured == {}
-    assert found.notes[0].startswith("cuDNN 9.10.2 did not answer for 1 of 1 convolutions")
+    assert list(found.expected) == [FORWARD]
+
+
+def test_a_compute_capability_without_a_model_is_said() -> None:
+    """The oldest that has one is 7.0; cards of the Pascal series are 6.1."""
+    found = ask(Cudnn(None, 91900), replace(CARD, architecture=(6, 1)), [FORWARD, THIRD])
+    assert found.plans == found.measured == found.expected == {}
+    assert found.notes == (
+        "cuDNN 9.19.0 did not answer for 2 of 2 convolutions, whose workspaces stay intervals: there is no model of "
+        "its choice for compute capability 6.1",
+    )
 
 
 def test_what_a_real_card_took_is_of_that_card_and_version_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "measured", lambda card, version: {FORWARD.key: 77} if version == 91900 else {})
+    def took(card: str, version: int, *, exactly: bool) -> dict[str, int]:
+        return {FORWARD.key: 77} if version == 91900 or (version == 92000 and not exactly) else {}
+
+    monkeypatch.setattr(asking, "measured", took)
     monkeypatch.setattr(asking, "ask_worker", lambda *_: iter(()))
     assert ask(NOWHERE, CARD, [FORWARD, THIRD]).measured == {FORWARD: 77}
-    assert ask(replace(NOWHERE, version=92600), CARD, [FORWARD, THIRD]).measured == {}
+    assert ask(replace(NOWHERE, version=92000), CARD, [FORWARD, THIRD]).measured == {}
+    assert ask(Cudnn(None, 92000), CARD, [FORWARD, THIRD]).measured == {FORWARD: 77}, "what is not installed"

@@ -1,4 +1,4 @@
-"""Which cuDNN is found: of an environment that is named, of this one, or none."""
+"""Which cuDNN is found: of an environment that is named, of this one, else the default of this torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from environment import ENVIRONMENT, needs_cuda_torch
 
 from memplan.cudnn import cudnn_library
-from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
+from memplan.cudnn.cudnn_library import VERSION_OF_TORCH, Cudnn, find_cudnn
 from memplan.errors import DeviceError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cuDNN is asked on Linux")
@@ -49,17 +50,35 @@ def test_an_environment_that_is_named(tmp_path: Path) -> None:
 
 def test_what_is_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert find_cudnn(None) is None
+    assert find_cudnn(None) == default()
+    assert find_cudnn(True) is None
     packages = installed(tmp_path / "here")
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages)])
     assert find_cudnn(None) == find_cudnn(True) == Cudnn(packages, 91900)
     assert find_cudnn(False) is None
 
 
-def test_one_that_cannot_describe_a_card_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def default() -> Cudnn:
+    """What stands for the cuDNN of the CUDA build of this torch: a version that is not installed."""
+    return Cudnn(None, VERSION_OF_TORCH[tuple(int(part) for part in torch.__version__.split(".")[:2])], is_default=True)
+
+
+@pytest.mark.parametrize(("version", "title"), [("2.13.0+cpu", "9.20.0"), ("2.15.1", "9.26.0"), ("2.99.0", "9.26.0")])
+def test_the_default_is_what_the_cuda_build_of_this_torch_comes_with(
+    monkeypatch: pytest.MonkeyPatch, version: str, title: str
+) -> None:
+    """By the dependencies of PyPI's wheels; a torch that is not known yet has the newest."""
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(torch, "__version__", version)
+    found = find_cudnn(None)
+    assert found is not None
+    assert (found.title, found.packages, found.is_default) == (f"cuDNN {title}", None, True)
+
+
+def test_one_that_cannot_describe_a_card_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = installed(tmp_path, (9, 7, 1))
     monkeypatch.setattr(sys, "path", [str(packages)])
-    assert find_cudnn(None) is None
+    assert find_cudnn(None) == default()
     with pytest.raises(DeviceError, match=r"has cuDNN 9\.7\.1\. Expected cuDNN 9\.8 or later"):
         find_cudnn(tmp_path)
 
@@ -77,7 +96,7 @@ def test_other_systems_have_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     packages = installed(tmp_path)
     monkeypatch.setattr(sys, "path", [str(packages)])
     monkeypatch.setattr(cudnn_library.sys, "platform", "darwin")
-    assert find_cudnn(None) is None
+    assert find_cudnn(None) == default()
     with pytest.raises(DeviceError, match="Linux on x86-64"):
         find_cudnn(tmp_path)
 

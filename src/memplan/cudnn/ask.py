@@ -1,4 +1,4 @@
-"""Answers questions to cuDNN: from stored answers and the cache, else by cuDNN itself, else by a model of its choice."""
+"""Answers questions to cuDNN: by stored answers and the cache, else by cuDNN itself, else by a model of its choice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(library: Cudnn, card: Device, questions: Iterable[Question]) -> Answers:
     try:
         description = properties(card)
     except DeviceError as error:
-        reasons = Counter({f"it was not queried: {error.found}": len(distinct)})
+        reasons = Counter({f"it was not queried: {error.found}": len(distinct)} if installed else {})
         return _with_expected(library, card, distinct, {}, (), by_measurement, reasons)
     stored = dict(shipped(card.name, library.version, description, exactly=installed))
     if not installed:
