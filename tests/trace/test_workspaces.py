@@ -1,4 +1,4 @@
-"""Workspaces of convolutions in recorded steps: those that a worker in cuDNN's place names, expected ones, or intervals."""
+"""Workspaces of convolutions in recorded steps: of a worker in cuDNN's place, expected ones, or intervals."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ workspace for each of 1,500 sampled convolutions, 9.24 and 9.26 for 98.6 to 100 
 
 _ITEMSIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 _NEAR = 0.02
-"""Sizes that differ by less than this share of the convolution's tensors count as one; the most probable is expected."""
+"""Sizes that differ by less than this share of the tensors' bytes count as one. The most probable is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ def features(question: Question) -> list[float]:
         *(ranks == count for count in (1, 2, 3)),
         *(q.dtype == dtype for dtype in ("float32", "float64", "bfloat16")),
         q.channels_last, q.tf32, q.deterministic, groups > 1, ins == outs == 1, ins == 1, outs == 1, ins <= 4,
-        outs <= 4, taps == 1, len(set(q.w[2:])) == 1, q.stride[-1] == q.w[-1] > 1, max(q.stride) > 1, max(q.dilation) > 1,
-        max(q.padding) == 0, q.x[2:] == q.y[2:], min(q.alignments) < 16,
+        outs <= 4, taps == 1, len(set(q.w[2:])) == 1, q.stride[-1] == q.w[-1] > 1, max(q.stride) > 1,
+        max(q.dilation) > 1, max(q.padding) == 0, q.x[2:] == q.y[2:], min(q.alignments) < 16,
         *(count % divisor == 0 for count in (ins, outs) for divisor in (2, 4, 8, 16, 32, 64, 128)),
         *(count % divisor == 0 for count in (positions_in, positions_out, q.x[-1], q.y[-1]) for divisor in (2, 4, 8)),
     ]  # fmt: skip
