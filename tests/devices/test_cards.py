@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.devices.cards import ALIASES, CARDS
-from memplan.devices.context import KERNELS, MIB, context_of
+from memplan.devices.context import KERNELS, MIB, READINGS, TORCH_KERNELS, context_of, expected_context
 from memplan.devices.model import DTYPES, Device
 
 FIGURES = ["capacity", "bandwidth", "flops", "architecture", "multiprocessors", "l2", "context", "link"]
@@ -205,6 +205,18 @@ def test_what_is_usable_is_the_capacity_less_the_context(card: Device) -> None:
 def test_published_contexts_lie_within(architecture: tuple[int, int], multiprocessors: int, mib: int) -> None:
     low, high = context_of(architecture, multiprocessors)
     assert low <= mib * MIB <= high
+
+
+@pytest.mark.parametrize(("architecture", "multiprocessors", "mib"), CONTEXTS)
+def test_published_contexts_are_near_the_expected_ones(
+    architecture: tuple[int, int], multiprocessors: int, mib: int
+) -> None:
+    """All but the last were read before the first kernel was loaded, and that after work."""
+    low, _ = context_of(architecture, multiprocessors)
+    worked = (architecture, multiprocessors, mib) == CONTEXTS[-1]
+    read = mib * MIB + (0 if worked else TORCH_KERNELS)
+    least, most = (share * expected_context(low, convolutions=worked, products=worked) for share in READINGS)
+    assert least <= read <= most
 
 
 def test_kernels_cover_what_was_read() -> None:
