@@ -12,6 +12,7 @@ from torch import nn
 import memplan
 from memplan._bytes import format_bytes
 from memplan.cudnn.ask import Answers
+from memplan.cudnn.expected_workspace import ExpectedWorkspace
 from memplan.cudnn.questions import ExecutionPlan, Question
 from memplan.trace import workspaces
 
@@ -19,7 +20,8 @@ ID = "workspace-surprise"
 
 
 def found(make: Any, *inputs: str, device: str = "h100") -> list[memplan.Finding]:
-    return [finding for finding in memplan.check(make, *inputs, device=device) if finding.id == ID]
+    """Return the findings without a cuDNN: workspaces are intervals."""
+    return [finding for finding in memplan.check(make, *inputs, device=device, cudnn=False) if finding.id == ID]
 
 
 def deep() -> nn.Module:
@@ -28,7 +30,7 @@ def deep() -> nn.Module:
 
 def test_the_interval_is_that_of_the_simulation() -> None:
     (finding,) = found(deep, "1x64x24x24x24")
-    explained = memplan.explain(deep, "1x64x24x24x24", device="h100")
+    explained = memplan.explain(deep, "1x64x24x24x24", device="h100", cudnn=False)
     assert explained.card is not None
     assert finding.details["low"] == explained.timeline.peak_allocated
     assert finding.details["high"] == explained.card.peak_allocated_high
@@ -71,10 +73,37 @@ def test_batches_of_changing_sizes_under_benchmark() -> None:
     (finding,) = [f for f in found(build) if f.details["kind"] == "benchmark"]
     assert finding.severity == "info"
     assert [(row["layer"], row["sizes"]) for row in finding.details["layers"]] == [("0", 2), ("1", 2)]
-    trace = memplan.record(build, device="h100")
+    trace = memplan.record(build, device="h100", cudnn=False)
     bounds = [s.bytes for s in trace.storages if s.cause == "workspace" and s.op is not None and s.low is not None]
     assert finding.details["workspace"] == max(bounds) > 0
     assert "2 convolutions met inputs of 2 sizes in 2 steps" in finding.message
+
+
+def test_an_expected_workspace_is_not_called_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 MiB for tensors of 3.4 MiB each, in one of fifty cases none, in one of thirty 200 MiB."""
+    sizes = ExpectedWorkspace(100 << 20, (0, 100 << 20, 200 << 20), (0.02, 0.94, 0.04))
+
+    def ask(library: Any, card: Any, questions: Iterable[Question]) -> Answers:
+        return Answers({}, expected=dict.fromkeys(questions, sizes))
+
+    monkeypatch.setattr(workspaces, "ask", ask)
+    findings = memplan.check(deep, "1x64x24x24x24", device="h100", cudnn="9.20.0")
+    (finding,) = [finding for finding in findings if finding.id == ID]
+    ends = memplan.explain(deep, "1x64x24x24x24", device="h100", cudnn="9.20.0").card
+    assert ends is not None
+    assert ends.allocated_band is not None
+    peak = finding.details["high"]
+    assert peak == finding.details["low"] + (100 << 20), "the peak is beside one workspace"
+    low, high = ends.allocated_band
+    assert low <= peak < high
+    assert high == peak + (100 << 20), "several convolutions: at least one of them has 200 MiB in more than 2.5 %"
+    assert finding.message.startswith("cuDNN is expected to take 100.0 MiB of workspace for ")
+    assert (
+        f"the step's peak is about {format_bytes(peak)} (95 %: {format_bytes(low)} to {format_bytes(high)}), and"
+        in (finding.message)
+    )
+    assert "engine" not in finding.message
+    assert finding.advice == ("For cuDNN's own plan: pip install memplan[cudnn]; or measure it on the card",)
 
 
 def laid_out_deep() -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
@@ -32,11 +32,15 @@ def find(subject: Subject) -> list[Finding]:
 def _large_workspaces(subject: Subject) -> list[Finding]:
     trace = subject.trace
     plans_of = {answer.storage: answer.plans for answer in trace.engines}
-    by_layer = _larger_than_tensors(trace, plans_of)
+    expected = {size.storage for size in trace.expected}
+    by_layer = _larger_than_tensors(trace, {*plans_of, *expected})
     if not by_layer:
         return []
-    unplanned = tuple(replace(storage, bytes=0) if storage.id in plans_of else storage for storage in trace.storages)
-    low = simulate(replace(trace, storages=unplanned), workspace="low").peak_allocated
+    unplanned = tuple(
+        replace(storage, bytes=0) if storage.id in plans_of or storage.id in expected else storage
+        for storage in trace.storages
+    )
+    low = simulate(replace(trace, storages=unplanned, expected=()), workspace="low").peak_allocated
     high = simulate(trace).peak_allocated
     ordered = sorted(by_layer.items(), key=lambda item: -item[1][0].bytes)
     layer, (workspace, tensor_bytes, op) = ordered[0]
@@ -45,7 +49,10 @@ def _large_workspaces(subject: Subject) -> list[Finding]:
     if high - low < _MIN_SHARE[dimensions] * low:
         return []
     plans = plans_of.get(workspace.id, ())
-    message, advice = _message_and_advice(workspace, plans, layer, tensor_bytes, (low, high), is_3d=is_3d)
+    if workspace.id in expected:
+        message, advice = _of_expected(trace, workspace, layer, tensor_bytes, (low, high))
+    else:
+        message, advice = _message_and_advice(workspace, plans, layer, tensor_bytes, (low, high), is_3d=is_3d)
     tried = remedies(subject.remaker, dimensions) if plans and subject.remaker is not None else []
     rows = [
         {"layer": name, "where": op.where, "bytes": workspace.bytes}
@@ -57,13 +64,12 @@ def _large_workspaces(subject: Subject) -> list[Finding]:
     return [Finding(ID, "info", layer, op.where, high - low, message, (*advice, *_remedy_advice(tried, high)), details)]
 
 
-def _larger_than_tensors(trace: Trace, plans_of: Mapping[int, Plans]) -> dict[str, tuple[Storage, int, Op]]:
+def _larger_than_tensors(trace: Trace, sized: Collection[int]) -> dict[str, tuple[Storage, int, Op]]:
     """Return, by layer, the largest workspace that exceeds the tensors of its convolution, the bytes of these tensors,
-    and the op."""
+    and the op. ``sized``: the workspaces of one size, planned or expected."""
     by_layer: dict[str, tuple[Storage, int, Op]] = {}
     for storage in trace.counted:
-        planned = storage.id in plans_of
-        if storage.cause != "workspace" or storage.op is None or (storage.low is None and not planned):
+        if storage.cause != "workspace" or storage.op is None or (storage.low is None and storage.id not in sized):
             continue
         op = trace.ops[storage.op]
         if "convolution" not in op.name:
@@ -102,6 +108,20 @@ def _message_and_advice(
         *(known if is_3d else ()),
     )
     return message, advice
+
+
+def _of_expected(
+    trace: Trace, workspace: Storage, layer: str, tensor_bytes: int, peaks: tuple[int, int]
+) -> tuple[str, tuple[str, ...]]:
+    """Return the texts about a workspace that is expected by the model of cuDNN's choice."""
+    low, high = map(format_bytes, peaks)
+    ends = (format_bytes(simulate(trace, workspace=end).peak_allocated) for end in ("low", "high"))
+    message = (
+        f"cuDNN is expected to take {format_bytes(workspace.bytes)} of workspace for {layer}, whose tensors are "
+        f"{format_bytes(tensor_bytes)}; the step's peak is about {high} (95 %: {' to '.join(ends)}), and without such "
+        f"workspaces {low}"
+    )
+    return message, ("For cuDNN's own plan: pip install memplan[cudnn]; or measure it on the card",)
 
 
 def _remedy_advice(tried: Sequence[Remedy], peak: int) -> tuple[str, ...]:

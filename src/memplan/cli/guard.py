@@ -62,7 +62,8 @@ step that cannot be recorded, no baseline of it, or one of another torch.
 )  # fmt: skip
 @click.option(
     "--cudnn", "named_cudnn", metavar="PATH",
-    help="Environment whose cuDNN is asked for workspaces on a card. Default: none, they take their least.",
+    help="Environment whose cuDNN is asked for workspaces on a card, or a version such as 9.19.0: stored answers, else "
+    "expected workspaces. Default: none, they take their least.",
 )  # fmt: skip
 @click.option("--update", is_flag=True, help="Write what the step takes now into the baseline.")
 @top_option(12, "Changes")

@@ -66,7 +66,7 @@ can be recorded.
 @click.option("--most", type=Whole(min=1), metavar="N", help="The largest value to try.")
 @click.option(
     "--workspace", type=click.Choice(("high", "low")), default="high", show_default=True,
-    help="Of cuDNN's workspaces, known as an interval: count the upper or the lower bound.",
+    help="The bound to count of cuDNN's workspaces that are known as an interval only (--cudnn off).",
 )  # fmt: skip
 @click.option("--fit", "planned", is_flag=True, help="Also the largest after planning, with its time.")
 @click.option("--window", metavar="SIZES", help="Infer a volume of these sizes in patches: 512x512x320.")

@@ -133,8 +133,8 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     ),
     click.option(
         "--cudnn", metavar="PATH",
-        help="Environment whose cuDNN is asked for workspaces on a card, or a version, as 9.19.0: memplan's stored "
-        "answers; off: give intervals. Default: this one.",
+        help="Environment whose cuDNN is asked for workspaces on a card. A version such as 9.19.0: its stored answers, "
+        "else expected workspaces. off: intervals. Default: this environment, else the version of torch's CUDA build.",
     ),
     show_output_option,
     debug_option,

@@ -81,7 +81,9 @@ def unprotected_option(command: Any) -> Any:
 )  # fmt: skip
 @click.option("--settings", metavar="CONF", help="Of the card's caching allocator, as in PYTORCH_ALLOC_CONF.")
 @click.option("--assume", multiple=True, metavar="FILE:LINE=SHARE", help="How much is selected by value at a line.")
-@click.option("--cudnn", metavar="PATH", help="Environment whose cuDNN is asked for workspaces on a card; off: none.")
+@click.option(
+    "--cudnn", metavar="PATH", help="Environment or version of cuDNN for a card's workspaces; off: intervals."
+)
 @contribute_option
 @click.option(
     "--lines", "places", multiple=True, metavar="FILE.py[:FUNCTION]",

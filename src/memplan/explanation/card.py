@@ -119,7 +119,9 @@ class Case:
 
     def terms_on(self, card: Device) -> dict[ChargeName, int]:
         """Return the terms of what the step takes from a card."""
-        return _terms(self._trace, self.timeline, self.reserved) | {"context": self.context_on(card)}
+        terms = _terms(self._trace, self.timeline, self.reserved)
+        terms["context"] = self.context_on(card)
+        return terms
 
     def context_on(self, card: Device) -> int:
         """Return the bytes of the CUDA context on a card."""

@@ -13,6 +13,7 @@ from memplan.simulation.timeline import Timeline
 from memplan.trace.record import record_for
 from memplan.trace.recording.boundaries import Build
 from memplan.trace.recording.session import Target
+from memplan.trace.trace import at_least
 
 _MANY_EVENTS = 20_000
 """Above this number of events the second recording runs a single step, to halve its time."""
@@ -39,7 +40,7 @@ def scaled(
     steps = 1 if len(explanation.timeline.events) > _MANY_EVENTS else 2
 
     def timeline_at(size: int) -> Timeline:
-        return simulate(record_for(build_at(size), target, steps), workspace="low")
+        return simulate(at_least(record_for(build_at(size), target, steps)))
 
     try:
         doubled = timeline_at(2 * batch)

@@ -55,6 +55,8 @@ def _remarks(result: Largest) -> Iterator[str]:
             f"{format_bytes(answer.bytes.aggregation)}, the volume {format_bytes(answer.bytes.causes['input'])}, the "
             f"model and its patches {format_bytes(model_bytes)}."
         )
+    if answer is not None and answer.bytes is not None and answer.bytes.needs_band is not None:
+        yield _at_the_bands_end(result, answer.bytes.needs_band[1])
     if answer is not None and answer.need > result.room.limit:
         yield "Where that is more than the limit, the allocator gives cached segments back: it was recorded to fit."
     if result.unsteady is not None:
@@ -66,6 +68,16 @@ def _remarks(result: Largest) -> Iterator[str]:
     yield from _failures(result)
     if result.value == 0 and result.least.bytes is not None and result.least.bytes.aggregation:
         yield "The aggregation can lie on the host: sliding_window_inference(..., device='cpu', sw_device='cuda')."
+
+
+def _at_the_bands_end(result: Largest, most: int) -> str:
+    """Return the line on the upper end of the band that holds what the answer needs in 95 % of steps."""
+    size = f"{format_bytes(most)}, the upper end of its 95 % band,"
+    if result.likely == result.value:
+        return f"With {size} {result.axis} {result.value} fits, too."
+    if not result.likely:
+        return f"With {size} {result.axis} {result.value} does not fit, nor does any smaller one."
+    return f"With {size} {result.axis} {result.value} does not fit; about {result.likely} does."
 
 
 def _failures(result: Largest) -> Iterator[str]:
@@ -93,7 +105,9 @@ def _table(result: Largest) -> Table:
     else:
         fields.append(_bytes_field("peak", "peak"))
     if result.room.target.card is not None and len(fields) == 2:
-        fields += [_bytes_field("with workspaces", "peak_high"), Field("reserved, with context", _need, right=True)]
+        if any(trial.bytes is not None and trial.bytes.peak_high != trial.bytes.peak for trial in result.tried):
+            fields.append(_bytes_field("with workspaces", "peak_high"))
+        fields.append(Field("reserved, with context", _need, right=True))
     return table_of(sorted(result.tried, key=lambda trial: trial.value), [*fields, Field("", _verdict)])
 
 

@@ -17,9 +17,9 @@ from memplan.simulation.on_card import fits as fits_in
 from memplan.studies.axes.axes import Axis, axis_of
 from memplan.studies.axes.sliding_window import Window
 from memplan.studies.axes.subject import Subject
-from memplan.studies.capacity.largest import Largest, find_largest
+from memplan.studies.capacity.largest import Largest, Tried, find_largest
 from memplan.studies.capacity.limit import Room, room_of
-from memplan.studies.sweeps.points import record_point
+from memplan.studies.sweeps.points import Bytes, record_point
 from memplan.trace.step import StepOptions, build_of
 
 
@@ -379,3 +379,55 @@ def test_what_is_found_knows_its_recordings() -> None:
     assert found.answer is not None
     assert found.following is not None
     assert found.answer.need <= 400_000 < found.following.need
+
+
+def in_band(*ends: tuple[int, int], value: int, step: int = 1) -> Largest:
+    """Return a search on a card of 1000 bytes with (value, upper end of the band) of what it recorded."""
+
+    def tried(at: int, most: int) -> Tried:
+        size = Bytes(most // 2, most // 2, 0, 0, most // 2, most // 2, 0, 0, {}, "fits", 0, (most // 4, most))
+        return Tried(at, at <= value, most // 2, size)
+
+    room = Room(room_of("h100", None).target, 1000)
+    return Largest("it", "batch", "", room, value, (), tuple(tried(*end) for end in ends), step)
+
+
+@pytest.mark.parametrize(
+    ("ends", "value", "step", "likely"),
+    [
+        (((4, 900), (8, 1000), (9, 1100)), 8, 1, 8),
+        (((4, 600), (8, 1100)), 8, 1, 7),  # 600 + 125 for each more: 7 is 975
+        (((4, 600), (6, 950), (8, 1100)), 8, 1, 6),  # 950 + 75
+        (((4, 600), (8, 1100)), 8, 2, 6),
+        (((4, 2000),), 4, 1, 2),  # 500 for each
+        (((1, 2000),), 1, 1, 0),
+    ],
+)
+def test_what_fits_at_the_bands_upper_end(
+    ends: tuple[tuple[int, int], ...], value: int, step: int, likely: int
+) -> None:
+    assert in_band(*ends, value=value, step=step).likely == likely
+
+
+def test_without_a_band_nothing_is_said_of_it() -> None:
+    of = find_largest(subject(convolutions, "4x3x16x16"), "batch", room_of("cpu", 3 << 20))
+    assert of.likely is None
+    assert "95 %" not in str(of)
+
+
+def test_the_answer_is_by_the_expected_number_and_the_bands_end_is_a_line() -> None:
+    def volume() -> nn.Module:
+        return nn.Sequential(nn.Conv3d(3, 23, 3, padding=1), nn.Conv3d(23, 29, 3, padding=1))
+
+    of = subject(volume, "2x3x21x22x23")
+    room = room_of("a100-80gb", "4 GiB", cudnn="9.26.0")
+    search = find_largest(of, "batch", room)
+    assert search.answer is not None
+    assert search.answer.bytes is not None
+    assert search.answer.bytes.needs == search.answer.bytes.needs_high
+    assert search.answer.bytes.needs_band is not None
+    assert search.answer.bytes.needs_band[0] < search.answer.need < search.answer.bytes.needs_band[1]
+    assert search.likely is not None
+    assert search.likely <= search.value
+    assert str(search).count("the upper end of its 95 % band") == 1
+    assert "with workspaces" not in str(search), "there is one number"

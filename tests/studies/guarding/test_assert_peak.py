@@ -72,3 +72,27 @@ def test_the_error_goes_through_pickle_as_pytest_xdist_sends_it() -> None:
     error = PeakError("it takes 2 bytes", expected="1", details=("by cause: weights",))
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "it takes 2 bytes. Expected 1.\n  by cause: weights"
+
+
+def test_a_limit_inside_of_the_band_is_said() -> None:
+    """Convolutions of sizes of which nothing is stored have expected workspaces."""
+
+    def volume() -> nn.Module:
+        return nn.Sequential(nn.Conv3d(3, 23, 3, padding=1), nn.Conv3d(23, 29, 3, padding=1))
+
+    def limited(limit: int) -> memplan.Explanation:
+        return memplan.assert_peak(volume, "2x3x21x22x23", at_most=limit, device="a100-80gb", cudnn="9.26.0")
+
+    explanation = limited(1 << 40)
+    assert explanation.card is not None
+    assert explanation.card.allocated_band is not None
+    low, high = explanation.card.allocated_band
+    peak = explanation.timeline.peak_allocated
+    assert low < peak < high, "the limits below lie on both sides"
+    assert limited(peak).timeline == explanation.timeline
+    with pytest.raises(PeakError) as inside:
+        limited(peak - 1)
+    assert any(line.strip().startswith("95 %: ") for line in str(inside.value).splitlines())
+    with pytest.raises(PeakError) as below:
+        limited(low - 1)
+    assert "95 %" not in str(below.value)

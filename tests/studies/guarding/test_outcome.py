@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,3 +141,13 @@ def test_what_cannot_be_compared_is_said_with_the_way_out(more: dict[str, Any], 
         baseline_of(baseline, figures({("a", "saved"): 1}, **more), "memory.json")
     assert why in str(raised.value)
     assert "--update" in str(raised.value)
+
+
+@pytest.mark.parametrize(("tolerance", "said"), [("0%", False), ("2 MiB", True), ("3 MiB", False)])
+def test_a_limit_inside_of_the_band_is_said(tolerance: str, said: bool) -> None:
+    """The baseline has 10 MiB, and the step is expected to take 12 MiB: from 11 to 13 MiB in 95 %."""
+    before, now = figures({("a", "workspace"): 10 * MIB}), taken({("a", "workspace"): 12 * MIB})
+    outcome = compare_with(before, replace(now, band=(11 * MIB, 13 * MIB)), tolerance)
+    text = "95 %: 11.0 MiB to 13.0 MiB allocated, as cuDNN's workspaces are expected: the limit of 12.0 MiB lies inside"
+    assert (text in outcome.notes) == said
+    assert any("95 %" in note for note in outcome.notes) == said

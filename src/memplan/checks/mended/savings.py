@@ -26,9 +26,9 @@ def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[
 
 
 def peak_of(trace: Trace) -> int:
-    """Return the peak of allocated bytes as `memplan.explain` does: on a card in the allocator's blocks, with the
-    smallest workspaces."""
-    return simulate(trace, workspace="low").peak_allocated
+    """Return the peak of allocated bytes as `memplan.explain` does: on a card in the allocator's blocks, with expected
+    workspaces, and the smallest of those that are known as an interval."""
+    return simulate(at_least(trace)).peak_allocated
 
 
 def matters(trace: Trace, size: int, share: float = 0.02) -> bool:

@@ -33,7 +33,7 @@ def changed(trace: Trace, changes: Changes) -> Trace | NotRecorded:
         return NotRecorded.by(error)
     storages = [replace(s, bytes=sizes[s.id][0], low=sizes[s.id][1]) if s.id in sizes else s for s in trace.storages]
     storages += [replace(workspace, id=len(storages) + number) for number, workspace in enumerate(workspaces)]
-    return replace(trace, storages=tuple(storages), engines=(), measured=())
+    return replace(trace, storages=tuple(storages), engines=(), measured=(), expected=())
 
 
 _CONSTANT = "aten.lift_fresh.default"
@@ -50,7 +50,7 @@ def _replayed_sizes(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage
         MemplanError: the replay failed.
     """
     program = Program(trace, changes)
-    target = choose_target(trace.device, cudnn=None if trace.engines else False)
+    target = choose_target(trace.device, cudnn=None if trace.engines or trace.expected else False)
     replay = record_for(program.build, target, steps=1)
     if program.grown:
         replay = record_for(program.build, target, steps=1)

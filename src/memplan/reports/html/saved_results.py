@@ -315,7 +315,8 @@ def _trials(data: Fields, axis: str) -> list[Part]:
     planned = any(row.maybe("least_budget", int) for row in rows)
     fields = [number_field(axis, lambda row: row.get("value", int), str)]
     fields += [_size_field("peak", "peak")] if recorded else []
-    fields += [_size_field("with workspaces", "peak_high")] if on_card else []
+    differ = any(row.maybe("peak_high", int) != row.maybe("peak", int) for row in rows)
+    fields += [_size_field("with workspaces", "peak_high")] if on_card and differ else []
     fields.append(_size_field("reserved, with context" if on_card else "least budget" if planned else "needs", "need"))
     fields += [Field("", _answer), Field("why", lambda row: row.maybe("reason", str) or "")]
     parts: list[Part] = [table_of(rows, fields)]

@@ -54,7 +54,7 @@ class Tried:
             return named(self, "value", "fits", "reason")
         row = named(self, "value", "fits", "reason", "need")
         if self.bytes is not None:
-            row |= self.bytes.row() | {"aggregation": self.bytes.aggregation}
+            row |= self.bytes.row() | {"aggregation": self.bytes.aggregation, "needs_band": self.bytes.needs_band}
         if self.plan is not None:
             row |= {"least_budget": self.plan.least, **named(self.plan, "seconds", "step_seconds")}
         return row
@@ -130,6 +130,24 @@ class Largest(Written, Displayed):
             "limit": self.room.limit,
             "workspace": self.room.case,
         }
+
+    @property
+    def likely(self) -> int | None:
+        """Return the largest value that fits in the upper end of its 95 % band, too; None where bytes have no band.
+
+        Between two recorded values the bytes of the band's upper end are interpolated by a line.
+        """
+        bands = {trial.value: trial.bytes.needs_band for trial in self.recorded if trial.bytes is not None}
+        ends = sorted((value, band[1]) for value, band in bands.items() if band is not None and value <= self.value)
+        if not ends or ends[-1][0] != self.value:
+            return None
+        if ends[-1][1] <= self.room.limit:
+            return self.value
+        fitting = [(value, size) for value, size in ends if size <= self.room.limit]
+        low, least = fitting[-1] if fitting else (0, 0)
+        high, most = next((value, size) for value, size in ends if value > low)
+        between = low + (high - low) * (self.room.limit - least) // (most - least)
+        return between // self.step * self.step
 
     def held_by(self, trial: Tried) -> str:
         """Return the three largest parts of a recorded value's need: ``1.2 GiB saved activations, ...``."""

@@ -14,7 +14,7 @@ from memplan.explanation.explain import explain
 from memplan.explanation.model import LABELS, Explanation, peak_sentence
 from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import LayerBytes
-from memplan.studies.guarding.taken import bytes_by_layer
+from memplan.studies.guarding.taken import bytes_by_layer, limit_in_band
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, public
 
@@ -59,7 +59,8 @@ def assert_peak(
         TargetError, InputError, DeviceError: the arguments do not describe a step.
         StepError, DataDependentError: the step cannot be recorded.
 
-    Where cuDNN's algorithm is unknown, the lower bound of its workspace counts, as in `memplan.explain`.
+    Where cuDNN's workspaces are expected, the expected peak counts, as in `memplan.explain`; where they are known as an
+    interval, the lower bound.
 
     Example:
         >>> memplan.assert_peak(model, images, optimizer=torch.optim.AdamW, at_most="80 MiB", device="h100")
@@ -95,12 +96,14 @@ def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
         expected=f"at most {bound} bytes, found {peak}",
         do="See what memplan.check finds, let memplan.fit plan the step for a budget, or raise the limit where the "
         "growth is meant",
-        details=tuple(_details(explanation, by_reserved=name == "reserved")),
+        details=tuple(_details(explanation, bound, by_reserved=name == "reserved")),
         explanation=explanation,
     )
 
 
-def _details(explanation: Explanation, *, by_reserved: bool) -> Iterator[str]:
+def _details(explanation: Explanation, bound: int, *, by_reserved: bool) -> Iterator[str]:
+    if explanation.card is not None and not by_reserved:
+        yield from limit_in_band(bound, explanation.card.allocated_band)
     by_cause = explanation.by_cause_reserved if by_reserved else explanation.by_cause
     causes = sorted(((size, cause) for cause, size in by_cause.items() if size), reverse=True)
     yield "by cause: " + ", ".join(f"{LABELS[cause]} {format_bytes(size)}" for size, cause in causes[:_CAUSES])

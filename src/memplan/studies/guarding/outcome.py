@@ -15,7 +15,7 @@ from memplan.errors import BaselineError, UnitError, UsageError
 from memplan.studies.comparisons.comparison import CAUSE_LABELS, CauseRow, Comparison, signed
 from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import UPDATE, Baseline, Figures
-from memplan.studies.guarding.taken import KernelChoice, Taken
+from memplan.studies.guarding.taken import KernelChoice, Taken, limit_in_band
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,8 @@ def compare_with(before: Figures, step: Taken, tolerance: str = "0%") -> Outcome
     """
     changes = tuple(sorted(_changes(before, step), key=lambda change: (-abs(change.difference), change.layers)))
     allowed = allowance(tolerance, before.peak), allowance(tolerance, before.reserved)
-    return Outcome(before, step.figures, *allowed, changes, tuple(_notes(before, step)))
+    notes = *_notes(before, step), *limit_in_band(before.peak + allowed[0], step.band)
+    return Outcome(before, step.figures, *allowed, changes, notes)
 
 
 def _changes(before: Figures, step: Taken) -> Iterator[Change]:

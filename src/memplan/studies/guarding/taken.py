@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from memplan._bytes import format_bytes
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.layers import OUTSIDE, op_word
 from memplan.explanation.model import Explanation, HolderRow
@@ -32,6 +33,8 @@ class Taken:
     """By layer, for those with attention."""
     assumptions: tuple[Assumption, ...]
     """Assumptions of the recording that the real step may not meet."""
+    band: tuple[int, int] | None = None
+    """What holds the allocated peak in 95 % of steps, where workspaces are expected."""
 
 
 def taken(
@@ -48,14 +51,25 @@ def taken(
     explanation = explain_trace(trace, title=target, train=train, settings=settings)
     timeline = explanation.timeline
     figures = Figures(
-        target, options, trace.device, trace.torch.partition("+")[0], bool(trace.engines), explanation.train,
-        timeline.peak_allocated, timeline.peak_reserved, _op_at_peak(explanation),
+        target, options, trace.device, trace.torch.partition("+")[0], bool(trace.engines or trace.expected),
+        explanation.train, timeline.peak_allocated, timeline.peak_reserved, _op_at_peak(explanation),
         bytes_by_layer(explanation.holders, explanation.by_cause.get("rounding", 0)), _forward_ops(trace),
     )  # fmt: skip
     where = {row.name: row.where for row in explanation.layers if row.where}
     where |= {row.layer: row.where for row in explanation.holders if row.where and row.layer not in where}
     where = {layer: slashed(line) for layer, line in where.items()}
-    return Taken(figures, where, _kernel_choices(trace), tuple(loud(trace.assumptions)))
+    band = None if explanation.card is None else explanation.card.allocated_band
+    return Taken(figures, where, _kernel_choices(trace), tuple(loud(trace.assumptions)), band)
+
+
+def limit_in_band(limit: int, band: tuple[int, int] | None) -> Iterator[str]:
+    """Yield a sentence if a limit of allocated bytes lies inside of the band of a step's peak."""
+    if band is not None and band[0] <= limit < band[1]:
+        low, high = map(format_bytes, band)
+        yield (
+            f"95 %: {low} to {high} allocated, as cuDNN's workspaces are expected: the limit of {format_bytes(limit)} "
+            "lies inside"
+        )
 
 
 def slashed(path: str) -> str:

@@ -36,7 +36,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Bytes:
     """Bytes of a step, for the lower bounds of its workspaces, and with ``_high`` for the upper bounds. These are equal
-    if every workspace is known, as on the CPU."""
+    if every workspace is known or expected, as on the CPU."""
 
     peak: int
     peak_high: int
@@ -53,6 +53,8 @@ class Bytes:
     """Whether it fits on its card; None on the CPU."""
     aggregation: int = 0
     """Bytes of the aggregation buffers of inference in patches, part of the causes."""
+    needs_band: tuple[int, int] | None = None
+    """What holds the memory needed from the card in 95 % of steps; None where its bytes are an interval."""
 
     @property
     def fragmentation(self) -> int:
@@ -136,6 +138,7 @@ def record_point(subject: Subject, target: Target, settings: str | None = None, 
     figures = Bytes(
         peak, card.peak_allocated_high, peak + fragmentation.low, card.peak_allocated_high + fragmentation.high,
         card.verdict.low, card.verdict.high, low, charges["workspace"].high, causes, card.verdict.answer, aggregation,
+        card.verdict.band,
     )  # fmt: skip
     planned = _planned_workspaces(trace, timeline.peak_tick)
     return Outcome(figures, None, notes, trace if keep else None, planned)
@@ -166,4 +169,5 @@ def of_steps(trace: Trace) -> Trace:
         replace(storage, bytes=0, low=None) if storage.died is not None and storage.died <= start else storage
         for storage in trace.storages
     )
-    return replace(trace, storages=storages)
+    expected = tuple(size for size in trace.expected if storages[size.storage].bytes)
+    return replace(trace, storages=storages, expected=expected)
