@@ -313,6 +313,9 @@ class _Planning:
         if settings.device is not None:
             kernels = "the CPU's kernels" if settings.home.card is None else f"kernels of {settings.home.card.title}"
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of {kernels}")
+        card = settings.home.card
+        if card is not None and (count := on_card(captured.graph, card).expected):
+            notes.append(f"cuDNN's workspaces of {count} ops are expected: memplan explain has the band of the peak")
         notes.extend(map(str, captured.opaque))
         notes.extend(foreign(captured.graph))
         if captured.printed:

@@ -12,6 +12,7 @@ from torch import nn
 
 from memplan.cudnn.ask import Answers
 from memplan.cudnn.cudnn_library import Cudnn
+from memplan.cudnn.expected_workspace import ExpectedWorkspace
 from memplan.cudnn.questions import ExecutionPlan, Question
 from memplan.devices import Device, find
 from memplan.planning.capture.capture import capture
@@ -54,6 +55,21 @@ def test_a_convolution_takes_what_this_environments_cudnn_says(monkeypatch: pyte
     ops = [op for op in on_card(graph, find("rtx4090")).graph.ops if "convolution" in op.target]
     found = {tuple(value is not None for value in op.outputs): op.scratch for op in ops}
     assert found == {(True,): 3 << 20, (False, True, True): (7 << 20) - 512, (True, False, False): 5 << 20}
+
+
+def test_without_cudnn_a_convolution_takes_the_expected_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ExpectedWorkspace(4 << 20, (0, 4 << 20), (0.1, 0.9))
+
+    def expecting(library: Cudnn, device: Device, questions: Iterable[Question]) -> Answers:
+        return Answers({}, expected=dict.fromkeys(questions, sizes))
+
+    monkeypatch.setattr(cuda_workspace, "ask", expecting)
+    monkeypatch.setattr(cuda_workspace, "find_cudnn", lambda environment: Cudnn(None, 92000, is_default=True))
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(64 * 32 * 32, 2))
+    graph = capture(model, call_of((torch.randn(2, 64, 32, 32),), {})).graph
+    found = on_card(graph, find("rtx4090"))
+    assert {op.scratch for op in found.graph.ops if op.target == "aten.convolution.default"} == {4 << 20}
+    assert found.expected == sum("convolution" in op.target for op in graph.ops) == 2
 
 
 def test_what_is_made_later_takes_the_place_of_an_earlier_workspace() -> None:

@@ -1,4 +1,4 @@
-"""Workspaces of a graph's ops on a CUDA card: from this environment's cuDNN, else from the formulas for recorded steps.
+"""Workspaces of a graph's ops on a CUDA card: of this environment's cuDNN, else the expected ones of recorded steps.
 
 Ops that were timed on the card have measured workspaces instead (see op_timing.py): measuring all would take too long.
 """
@@ -32,6 +32,8 @@ class OnCard:
     """Graph whose ops have the scratch of CUDA's kernels."""
     libraries: int
     """Bytes of workspaces that libraries keep after their first call."""
+    expected: int = 0
+    """Number of ops with a workspace that is expected by a model of cuDNN's choice."""
 
 
 def on_card(graph: JointGraph, device: Device) -> OnCard:
@@ -49,21 +51,27 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
         for op, own in zip(graph.ops, is_memplans, strict=True)
     ]
     all_extras = [extra for extras in workspaces for extra in extras]
-    cudnn_bytes = {} if library is None else _cudnn_bytes(library, device, all_extras)
+    cudnn_bytes, expected = ({}, set[Asked]()) if library is None else _cudnn_bytes(library, device, all_extras)
     persistent = sum(round_to_blocks(extra.bytes) for extra in all_extras if extra.held)
     ops = list[GraphOp]()
     for op, own, extras in zip(graph.ops, is_memplans, workspaces, strict=True):
         other = sum(round_to_blocks(extra.bytes) for extra in extras if not extra.held and extra.asked is None)
         ops.append(op if own else replace(op, scratch=other + _cudnn_scratch(graph, op, extras, cudnn_bytes)))
-    return OnCard(replace(graph, ops=tuple(ops)), persistent)
+    return OnCard(
+        replace(graph, ops=tuple(ops)),
+        persistent,
+        sum(any(extra.asked in expected for extra in extras) for extras in workspaces),
+    )
 
 
-def _cudnn_bytes(library: Cudnn, device: Device, extras: Sequence[Extra]) -> dict[Asked, int]:
+def _cudnn_bytes(
+    library: Cudnn, device: Device, extras: Sequence[Extra]
+) -> tuple[dict[Asked, int], set[Asked]]:  # fmt: skip
     """Return the workspaces that cuDNN reports, in bytes: that of its first plan, with benchmark the largest; else the
-    expected ones."""
+    expected ones, which are also named."""
     requests = dict.fromkeys(extra.asked for extra in extras if extra.asked is not None)
     answers = ask(library, device, (request.question for request in requests))
-    workspaces = dict[Asked, int]()
+    workspaces, expected = dict[Asked, int](), set[Asked]()
     for request in requests:
         plans = answers.plans.get(request.question, ())
         if request.plan == "first" and request.question in answers.measured:
@@ -73,7 +81,8 @@ def _cudnn_bytes(library: Cudnn, device: Device, extras: Sequence[Extra]) -> dic
             workspaces[request] = plans[0].workspace if request.plan == "first" else largest
         elif request.plan == "first" and request.question in answers.expected:
             workspaces[request] = answers.expected[request.question].bytes
-    return workspaces
+            expected.add(request)
+    return workspaces, expected
 
 
 def _cudnn_scratch(graph: JointGraph, op: GraphOp, extras: Sequence[Extra], cudnn_bytes: Mapping[Asked, int]) -> int:
