@@ -18,7 +18,12 @@ from memplan.reports.terminal import text_of
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    return text_of(report(memplan.explain(lambda: nn.Conv2d(8, 16, 3, padding=1), "4x8x64x64", device="t4")))
+    """Without a cuDNN: the workspaces are intervals."""
+    return text_of(explained("t4", cudnn=False))
+
+
+def explained(device: str, **more: Any) -> Any:
+    return report(memplan.explain(lambda: nn.Conv2d(8, 16, 3, padding=1), "4x8x64x64", device=device, **more))
 
 
 def _numbers(line: str) -> list[int]:
@@ -38,6 +43,16 @@ def test_the_verdict_and_what_is_left_out_are_told(text: str) -> None:
     assert "the smallest card with these kernels that it fits on: rtx4060" in " ".join(text.split())
     assert "not in this sum: what other processes hold" in text
     assert "with the largest workspaces of the algorithms known of cuDNN" in text
+
+
+def test_with_expected_workspaces_there_is_one_number_with_its_band() -> None:
+    text = text_of(explained("a100-80gb", cudnn="9.26.0"))
+    table = text.split("On the card")[1].split("fits")[0].splitlines()
+    assert "low" not in table[0]
+    *terms, total = [number for line in table for number in _numbers(line)]
+    assert sum(terms) == pytest.approx(total, rel=0.01)
+    assert re.search(r"needs about [\d.]+ MiB \(95 %: [\d.]+ MiB to [\d.]+ MiB\)", " ".join(text.split()))
+    assert "with the largest workspaces" not in text
 
 
 def test_what_cuda_would_refuse_stands_at_the_head() -> None:

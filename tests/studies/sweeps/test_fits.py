@@ -119,8 +119,7 @@ def test_where_another_part_becomes_the_largest() -> None:
     assert (found.below, found.above, found.between) == ("workspace", "saved", (16, 32))
     assert found.value == pytest.approx(20)  # 100 * 20 ** 2 is 40,000
     assert str(found) == (
-        "size: below about 20 workspaces (at their most) are the largest part, above it saved activations "
-        "(between 16 and 32)"
+        "size: below about 20 workspaces are the largest part, above it saved activations (between 16 and 32)"
     )
     assert crossings_of([Size()], [at(8), at(16)]) == []
 

@@ -155,6 +155,8 @@ class Largest(Written, Displayed):
             return f"{format_bytes(trial.need)} even when planned"
         parts = part_bytes({**trial.bytes.row()})
         parts = {LABELS[part]: size for part, size in parts.items() if self.room.case == "high" or part != "workspace"}
+        if trial.bytes.workspace_low != trial.bytes.workspace_high and LABELS["workspace"] in parts:
+            parts["workspaces (at their most)"] = parts.pop(LABELS["workspace"])
         overhead = trial.need - sum(parts.values())
         parts |= {"CUDA context and segments": overhead} if overhead > 0 else {}
         if trial.bytes.aggregation:

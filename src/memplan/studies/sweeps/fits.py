@@ -153,7 +153,7 @@ LABELS = {
     "gradients": "gradients",
     "optimizer": "optimizer states",
     "temporaries": "temporaries",
-    "workspace": "workspaces (at their most)",
+    "workspace": "workspaces",
     "rounding": "roundings",
 }
 
