@@ -9,11 +9,14 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputError, StepError
+from memplan.simulation.simulate import simulate
 from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
-from memplan.studies.sweeps.points import PARTS, record_point
+from memplan.studies.sweeps.points import PARTS, of_steps, record_point
 from memplan.trace.recording.session import choose_target
+from memplan.trace.records import ExpectedSize, Storage
 from memplan.trace.step import StepOptions
+from memplan.trace.trace import Trace
 
 
 def convolutions() -> nn.Module:
@@ -66,3 +69,18 @@ def test_layers_made_anew_take_what_they_take_from_the_start(kernel: int) -> Non
     found = record_point(changed, target).bytes
     assert found is not None
     assert found.peak == max(step.peak_allocated for step in memplan.simulate(trace).steps)
+
+
+def test_expected_workspaces_of_what_is_emptied_have_no_band() -> None:
+    """A build that runs a convolution: its workspace is freed before the first step."""
+    storages = (
+        Storage(0, 1024, born=1, died=2, device="cuda:0", cause="workspace", op=None),
+        Storage(1, 2048, born=4, died=5, device="cuda:0", cause="workspace", op=None),
+    )
+    trace = Trace(
+        origin="recorded", device="a100-80gb", torch="2.13", ops=(), storages=storages, layers=(), steps=(3,), end=6,
+        expected=(ExpectedSize(0, 512, 1 << 20), ExpectedSize(1, 1024, 4096)),
+    )  # fmt: skip
+    steps = of_steps(trace)
+    assert steps.expected == (ExpectedSize(1, 1024, 4096),)
+    assert simulate(steps, workspace="high").peak_allocated == 4096
