@@ -73,9 +73,10 @@ def record(
             there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
         cudnn: for a card, whose cuDNN is asked for the workspaces of convolutions: of an environment with a CUDA build
             of torch or with ``memplan[cudnn]``, by its folder or its Python; or a version, such as ``"9.19.0"``: then
-            the answers count that memplan has stored, of its examples and zoo. None: of this environment, if it has
-            one; False, and where there is none: workspaces are intervals. What a real card of that name took with that
-            version comes before what cuDNN says.
+            the answers count that memplan has stored, of its examples and zoo, and other workspaces are expected
+            (``Trace.expected``). None: of this environment, or else the version that the CUDA build of this torch
+            comes with. False: workspaces are intervals. What a real card of that name took with that version comes
+            before what cuDNN says.
         show_output: whether what ``build`` and step print is shown. By default it is held back and counted, as values
             are stand-ins; an error brings the last lines along.
 

@@ -72,7 +72,8 @@ class Target:
 
 
 Environment = str | os.PathLike[str] | bool | None
-"""Where to find cuDNN: folder or Python of an environment, or a version; None: this environment; False: do not ask."""
+"""Where to find cuDNN: folder or Python of an environment, or a version; None: this environment, else the version of
+torch's CUDA build; True: this environment; False: none."""
 
 
 def choose_target(
