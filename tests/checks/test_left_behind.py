@@ -126,7 +126,7 @@ def test_outputs_in_a_list(device: str) -> None:
 
 
 def concatenated(*, by_hand: bool) -> Build:
-    """Outputs behind those of earlier steps, by `torch.cat`, or in a new tensor as transformers pads and concatenates."""
+    """Outputs behind those of earlier steps: by `torch.cat`, or in a new tensor, as transformers does it."""
 
     def build() -> Callable[[], Any]:
         model, x, kept = net(), torch.randn(ROWS, WIDTH), list[torch.Tensor]()

@@ -1,4 +1,4 @@
-"""Check: gradients set to zero instead of freed, models that no step uses, and optimizer states that no step updates."""
+"""Check: gradients set to zero instead of freed, models that no step uses, optimizer states that none updates."""
 
 from __future__ import annotations
 
