@@ -12,7 +12,7 @@ from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 ID = "idle-state"
-TITLE = "Gradients are zeroed instead of freed, or states are held that nothing updates"
+TITLE = "Gradients are zeroed instead of freed, or models and states are held that no step uses"
 
 _ZEROING = ("zero", "_foreach_zero")
 
