@@ -330,3 +330,35 @@ def test_where_positions_depend_on_values_the_path_ends_and_begins_anew() -> Non
     assert [row["layer"] for row in finding.details["layers"]] == ["before.0", "before.1"]
     assert finding.message.startswith("what goes into grid_sampler_2d in Warped covers the input (the path ends")
     assert erosions(lambda: Warped(1, 2), "1x1x32x32") == []
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_model_that_runs_on_tiles_loses_its_own_border_alone(padding: int) -> None:
+    """The tiles cover the input together, so what one of them leaves out is not lost."""
+
+    def build() -> Any:
+        model, volume = nn.Conv2d(1, 1, 3, padding=padding), torch.randn(1, 1, 24, 24)
+
+        def step() -> None:
+            with torch.no_grad():
+                for row in (0, 8):
+                    for column in (0, 8):
+                        model(volume[:, :, row : row + 16, column : column + 16])
+
+        return step
+
+    found = [f.details["lost"] for f in memplan.check(build, device="cpu") if f.id == ID]
+    assert found == ([] if padding else [[(1, 1), (1, 1)]])
+
+
+def test_a_single_crop_of_the_input_is_lost() -> None:
+    def build() -> Any:
+        model, image = nn.Conv2d(1, 1, 3, padding=1), torch.randn(1, 1, 24, 24)
+
+        def step() -> None:
+            with torch.no_grad():
+                model(image[:, :, 4:20, :20])
+
+        return step
+
+    assert [f.details["lost"] for f in memplan.check(build, device="cpu") if f.id == ID] == [[(4, 4), (0, 4)]]

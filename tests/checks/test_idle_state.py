@@ -78,3 +78,51 @@ def test_states_that_nothing_updates(device: str) -> None:
     saved = later_peak(freezing(dropped=False), device) - later_peak(freezing(dropped=True), device)
     assert finding.bytes == pytest.approx(saved, rel=0.01)
     assert found(freezing(dropped=True), device) == []
+
+
+def beside_others(others: int, *, trained: bool) -> Build:
+    """A benchmark that keeps the models and optimizers of its earlier rows."""
+
+    def build() -> Callable[[], Any]:
+        x = torch.randn(8, 1024)
+        models = [nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)) for _ in range(others + 1)]
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+
+        def step(row: int = -1) -> None:
+            optimizers[row].zero_grad()
+            models[row](x).sum().backward()
+            optimizers[row].step()
+
+        for row in range(others if trained else 0):
+            step(row)
+        return step
+
+    return build
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_models_that_no_step_uses(device: str, trained: bool) -> None:
+    """Weights, gradients and two moments each: what the step takes less without the others."""
+    (finding,) = found(beside_others(2, trained=trained), device)
+    saved = later_peak(beside_others(2, trained=trained), device) - later_peak(beside_others(0, trained=False), device)
+    assert finding.bytes == pytest.approx(saved, rel=0.01)
+    assert finding.bytes == pytest.approx(2 * (1024 * 1024 + 3 * 1024) * 4 * (4 if trained else 1), rel=0.01)
+    assert (finding.details["kind"], len(finding.details["models"])) == ("unused models", 2)
+    assert found(beside_others(0, trained=False), device) == []
+
+
+def test_a_layer_that_the_model_skips_is_no_model() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    def build() -> Callable[[], Any]:
+        model, x = Net(), torch.randn(8, 1024)
+        return lambda: model(x).sum().backward()
+
+    assert found(build, "cpu") == []

@@ -174,3 +174,46 @@ def test_shared_with_a_layer_that_needs_it_it_costs_nothing() -> None:
             return F.avg_pool2d(x, 2), self.other(x)
 
     assert findings(Shared, "4x1x64x64") == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_outputs_that_accelerate_converts_and_nothing_reads(device: str) -> None:
+    """The loss is computed inside of the model, from its own logits; bytes as the step that lets go of the copy."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 4000)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.head(x)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def build(*, converted: bool = True, kept: bool = True) -> Any:
+        def made() -> Any:
+            model, x, labels = Model().bfloat16(), torch.randn(512, 64).bfloat16(), torch.randint(0, 4000, (512,))
+            forward: Any = convert_outputs_to_fp32(model.forward) if converted else model.forward
+
+            def step() -> None:
+                outputs = forward(x, labels)
+                loss = outputs["loss"]
+                if not kept:
+                    del outputs
+                loss.backward()
+
+            return step
+
+        return made
+
+    def findings(build: Any) -> list[memplan.Finding]:
+        return [f for f in memplan.check(build, device=device) if f.details.get("kind") == "unread casts"]
+
+    def peak(build: Any) -> int:
+        return memplan.explain(build, device=device).timeline.peak_allocated
+
+    (finding,) = findings(build())
+    assert finding.details["kept"] == 512 * 4000 * 4
+    assert str(finding.where).startswith("accelerate/")
+    assert finding.bytes == peak(build()) - peak(build(kept=False))
+    assert findings(build(kept=False)) == findings(build(converted=False)) == []

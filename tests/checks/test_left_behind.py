@@ -125,6 +125,36 @@ def test_outputs_in_a_list(device: str) -> None:
     assert (".cpu()" in finding.advice[0]) == (device != "cpu")
 
 
+def concatenated(*, by_hand: bool) -> Build:
+    """Outputs behind those of earlier steps: by `torch.cat`, or in a new tensor, as transformers does it."""
+
+    def build() -> Callable[[], Any]:
+        model, x, kept = net(), torch.randn(ROWS, WIDTH), list[torch.Tensor]()
+
+        def step() -> None:
+            with torch.no_grad():
+                y = model(x)
+                if kept and by_hand:
+                    both = y.new_full((len(kept[0]) + len(y), WIDTH), -100)
+                    both[: len(kept[0])] = kept[0]
+                    both[len(kept[0]) :] = y
+                    kept[0] = both
+                else:
+                    kept[:] = [torch.cat((kept[0], y)) if kept else y]
+
+        return step
+
+    return build
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_outputs_behind_those_of_earlier_steps(by_hand: bool) -> None:
+    (finding,) = found(concatenated(by_hand=by_hand), "h100")
+    assert (finding.details["kind"], finding.layer) == ("kept", "2")
+    assert finding.bytes == really_left(concatenated(by_hand=by_hand)) == EACH
+    assert finding.details["bytes_per_step"] == [EACH] * 2
+
+
 def test_features_of_a_hook() -> None:
     (finding,) = found(features(True))
     assert (finding.details["kind"], finding.layer, finding.bytes) == ("kept", "0", really_left(features(True)))
@@ -150,6 +180,19 @@ def test_a_tensor_that_the_next_step_replaces() -> None:
         def step() -> None:
             with torch.no_grad():
                 last["out"] = model(x)
+
+        return step
+
+    assert found(build) == []
+
+
+def test_a_state_that_each_step_computes_from_the_last() -> None:
+    def build() -> Callable[[], Any]:
+        model, state = net(), [torch.randn(ROWS, WIDTH)]
+
+        def step() -> None:
+            with torch.no_grad():
+                state[0] = model(torch.cat((state[0], state[0])))[:ROWS].clone()
 
         return step
 

@@ -4,6 +4,7 @@ import io
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -11,33 +12,41 @@ from memplan.cli import progress as module
 from memplan.cli.progress import progress
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds, a minute at most."""
+    end = time.monotonic() + 60
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-def run(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, seconds: float) -> str:
-    monkeypatch.setattr(module, "AFTER", 0.05)
+def run(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, after: float, shown: str = "") -> str:
+    """Return what is written while a task runs until ``shown`` is there. The line appears after ``after`` seconds."""
+    monkeypatch.setattr(module, "AFTER", after)
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")
     before = sys.stdout
     with progress("recording [a] model"):
-        time.sleep(seconds)
+        until(lambda: shown in stderr.getvalue())
         print("from the model")
     assert sys.stdout is before
     return stderr.getvalue()
 
 
 def test_a_line_appears_on_a_terminal_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "recording [a] model" in run(monkeypatch, Terminal(), 0.5)
+    assert "recording [a] model" in run(monkeypatch, Terminal(), 0.05, "recording [a] model")
 
 
 def test_nothing_appears_when_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, Terminal(), 0) == "from the model\n"
+    assert run(monkeypatch, Terminal(), 3600) == "from the model\n"
 
 
 def test_nothing_appears_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, io.StringIO(), 0.3) == "from the model\n"
+    assert run(monkeypatch, io.StringIO(), 0) == "from the model\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -52,7 +61,7 @@ def test_the_line_says_what_is_being_done(
     with progress("fitting"):
         logger.info("planning for 1 GiB")
         logger.warning("a warning")
-        time.sleep(0.4)
+        until(lambda: not terminal or "fitting: planning" in stderr.getvalue())
     assert (logger.level, logger.handlers) == before
     assert ("fitting: planning for 1 GiB" in stderr.getvalue()) == terminal
     assert "a warning" in caplog.text

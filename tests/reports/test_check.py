@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import pytest
 
 from memplan.checks.finding import Finding, Findings
+from memplan.errors import FormatError
 from memplan.reports.check import report
 from memplan.reports.terminal import text_of
 
@@ -57,3 +61,24 @@ def test_a_line_number_is_never_cut() -> None:
     rows = [{"layer": f"transformer.encoder.{k}.attention.self", "where": where, "bytes": 25165824} for k in range(3)]
     long = Finding("a-trap", "warning", "x", None, 3 << 20, "something costs", (), {"layers": rows})
     assert sum(line.endswith("_attention.py:193") for line in printed(long).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"layer": 7}, {"where": 7}, {"lost": 513}, {"lost": [[1]]}, {"lost": [[1, "x"]]}, {"bytes": "1"}, {"bytes": 1}],
+    ids=str,
+)
+def test_rows_of_layers_in_a_file_are_checked(wrong: dict[str, Any]) -> None:
+    """Each has the columns of the others: ``bytes`` in one alone are refused, too."""
+    data = json.loads(Findings("net.py:make", (finding(2),)).to_json())
+    data["findings"][0]["details"]["layers"][1] |= wrong
+    with pytest.raises(FormatError, match=r"^The text is no findings .* it\.findings\[0\]\.details\.layers\[[01]\]"):
+        Findings.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("layers", [7, [7, 7]])
+def test_layers_in_a_file_are_rows(layers: Any) -> None:
+    data = json.loads(Findings("net.py:make", (finding(2),)).to_json())
+    data["findings"][0]["details"]["layers"] = layers
+    with pytest.raises(FormatError, match=r"it\.findings\[0\]\.details\.layers"):
+        Findings.from_json(json.dumps(data))

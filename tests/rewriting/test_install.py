@@ -333,9 +333,9 @@ def test_the_calls_of_large_models_are_told_apart_fast() -> None:
     plan._keys.key(model, call)
     times = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         plan._keys.key(model, call)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert min(times) < 5e-3
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from memplan._display import Displayed
-from memplan._json import Saved, by_field
+from memplan._json import Saved, Signed, Unreadable, by_field, read_part
 from memplan.checks.mended.changed_step import Remaker
 from memplan.devices import Device
 from memplan.trace.trace import Trace
@@ -52,6 +52,10 @@ class Finding(Displayed):
         return f"{self.severity} {self.id}{f' ({place})' if place else ''}: {self.message}"
 
 
+_ROW = {"layer": str | None, "where": str | None, "bytes": int, "lost": tuple[tuple[Signed, Signed], ...]}
+"""Types of what reports show of ``details["layers"]``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Findings(Saved):
     """The findings about a step, as JSON has them."""
@@ -60,6 +64,22 @@ class Findings(Saved):
 
     target: str
     findings: tuple[Finding, ...]
+
+    @classmethod
+    def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        findings = plain.get("findings")
+        for at, finding in enumerate(findings if isinstance(findings, list) else []):
+            details = finding.get("details") if isinstance(finding, dict) else None
+            layers = details.get("layers", []) if isinstance(details, dict) else []
+            place = f".findings[{at}].details.layers"
+            read_part(tuple[Mapping[str, Any], ...], layers, place)
+            columns = {name for row in layers for name in row} | {"layer", "where"}
+            for number, row in enumerate(layers):
+                for name in (name for name in _ROW if name in columns):
+                    if name not in row:
+                        raise Unreadable(f"lacks {name!r}").within(f"{place}[{number}]")
+                    read_part(_ROW[name], row[name], f"{place}[{number}].{name}")
+        return plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Check: gradients set to zero instead of freed, and optimizer states that no step updates."""
+"""Check: gradients set to zero instead of freed, models that no step uses, optimizer states that none updates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 ID = "idle-state"
-TITLE = "Gradients are zeroed instead of freed, or states are held that nothing updates"
+TITLE = "Gradients are zeroed instead of freed, or models and states are held that no step uses"
 
 _ZEROING = ("zero", "_foreach_zero")
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return a finding for gradients that are zeroed in place, and one for optimizer states that no step uses."""
-    return [*_zeroed_gradients(subject.trace), *_unused_states(subject.trace)]
+    """Return a finding for gradients that are zeroed in place, and one for models and optimizer states that no step
+    uses."""
+    return [*_zeroed_gradients(subject.trace), *_unused(subject.trace)]
 
 
 def _zeroed_gradients(trace: Trace) -> list[Finding]:
@@ -75,19 +76,58 @@ def _freed_instead_of_zeroed(trace: Trace, gradient: Storage) -> list[Storage]:
     return allocations or [replace(gradient, died=gradient.born + 1)]
 
 
-def _unused_states(trace: Trace) -> list[Finding]:
-    """Return a finding for optimizer states that no step reads or writes: their parameters no longer get gradients."""
+def _unused(trace: Trace) -> list[Finding]:
+    """Return a finding for what was made while building and no step reads or writes: models with their gradients, and
+    optimizer states, of such models or of parameters that no longer get gradients."""
     used: set[int] = set()
     for op in trace.ops:
         if op.step >= 0:
             used.update((*(operand.storage for operand in op.reads), *op.writes))
-    idle = [s for s in trace.counted if s.cause == "optimizer_state" and s.id not in used and s.died is None]
-    size = saving(trace, {storage.id: None for storage in idle})
+    models = _unused_models(trace, used)
+    weights = {number for numbers in models.values() for number in numbers}
+    prefixes = tuple(f"{model}." for model in models)
+    held = {"weight": 0, "parameter_gradient": 0, "optimizer_state": 0}
+    idle: dict[int, Storage | None] = {}
+    for storage in trace.counted:
+        cause = "weight" if storage.id in weights else storage.cause
+        if storage.id in used or storage.died is not None or cause not in held:
+            continue
+        if cause == "optimizer_state" or storage.id in weights or storage.name.startswith(prefixes):
+            idle[storage.id] = None
+            held[cause] += storage.bytes
+    size = saving(trace, idle)
     if not matters(trace, size):
         return []
-    message = f"the optimizer holds {format_bytes(size)} of state that no step updates: its parameters get no gradient"
-    advice = (
-        "Give the optimizer only parameters that require a gradient, or delete the state of those that were frozen "
-        "since: optimizer.state.pop(parameter)",
-    )
-    return [Finding(ID, "warning", "", None, size, message, advice, {"kind": "untouched state", "states": len(idle)})]
+    states = sum(trace.storages[number].cause == "optimizer_state" for number in idle)
+    details = {"kind": "untouched state", "states": states, "models": list(models)}
+    if models:
+        parts = " + ".join(
+            f"{format_bytes(held[cause])} of {name}"
+            for cause, name in zip(held, ("weights", "gradients", "optimizer state"), strict=True) if held[cause]
+        )  # fmt: skip
+        message = f"models that no step uses hold {format_bytes(size)}: {parts} ({', '.join(models)})"
+        advice = (
+            "Delete such a model and its optimizer before the step, or run each in a process of its own: "
+            "torch.cuda.reset_peak_memory_stats() frees nothing",
+        )
+        details["kind"] = "unused models"
+    else:
+        message = (
+            f"the optimizer holds {format_bytes(size)} of state that no step updates: its parameters get no gradient"
+        )
+        advice = (
+            "Give the optimizer only parameters that require a gradient, or delete the state of those that were frozen "
+            "since: optimizer.state.pop(parameter)",
+        )
+    return [Finding(ID, "warning", "", None, size, message, advice, details)]
+
+
+def _unused_models(trace: Trace, used: set[int]) -> dict[str, set[int]]:
+    """Return the storages of each model of which no step uses any. A root module is named as its class."""
+    titles = [layer.name for layer in trace.layers if layer.name.partition("#")[0] == layer.kind]
+    owned: dict[str, set[int]] = {title: set() for title in titles}
+    for layer in trace.layers:
+        root = layer.name.partition(".")[0]
+        if root in owned:
+            owned[root].update(layer.weights, layer.buffers)
+    return {title: numbers for title, numbers in owned.items() if numbers and not numbers & used}

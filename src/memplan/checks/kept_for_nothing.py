@@ -1,4 +1,4 @@
-"""Check: tensors saved for backward that no gradient reads, or of which it reads only the shape or the sign."""
+"""Check: tensors saved for backward of which no gradient reads the values, and casts that no op reads."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ _SHAPE_ALONE = frozenset({
 _NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
                     "batch_norm_with_update", "_batch_norm_with_update", "_native_batch_norm_legit"})  # fmt: skip
 _TEXTS = {
+    "unread casts": (
+        "tensors of the forward pass are cast, and no op reads the copies, which live through the backward pass",
+        "Let go of them before backward(), or do not make them: accelerate casts all outputs of a prepared model to "
+        "float32; accelerator.unwrap_model(model, keep_fp32_wrapper=False) under accelerator.autocast() does not",
+    ),
     "frozen": (
         "frozen layers keep their inputs for the gradient of a weight that gets none",
         "memplan.fit leaves them out (exact); or a torch.autograd.Function that saves the weight alone; or, where no "
@@ -74,7 +79,7 @@ def find(subject: Subject) -> list[Finding]:
             kind = _kind(trace, storage, forms, readers, dropouts)
             if kind is not None:
                 by_kind.setdefault(kind, []).append(storage)
-    groups: list[Copies] = []
+    groups = [_unread_casts(trace)]
     for kind in (kind for kind in _TEXTS if kind in by_kind):
         changed = without_saving(trace, by_kind[kind])
         if kind == "relu before dropout":
@@ -86,7 +91,7 @@ def find(subject: Subject) -> list[Finding]:
 def _finding(trace: Trace, group: Copies) -> list[Finding]:
     kind, storages = group.kind, group.storages
     size = saving(trace, group.changed, group.added)
-    rows = rows_of(trace, storages, {storage.id: storage.sharers[0].op for storage in storages})
+    rows = rows_of(trace, storages, {s.id: s.sharers[0].op if s.sharers else s.op or 0 for s in storages})
     if not rows or not matters(trace, size):
         return []
     what, advice = _TEXTS[kind]
@@ -95,6 +100,25 @@ def _finding(trace: Trace, group: Copies) -> list[Finding]:
     details = {"kind": kind, "kept": saved, "layers": rows}
     severity = "info" if kind in _NOTES else "warning"
     return [Finding(ID, severity, rows[0]["layer"], rows[0]["where"], size, message, (advice,), details)]
+
+
+def _unread_casts(trace: Trace) -> Copies:
+    """Return the results of casts in the forward pass that no op reads and that outlive the beginning of a backward
+    pass, and those results freed there."""
+    read = {operand.storage for op in trace.ops for operand in op.reads}
+    starts = {backward.step: backward.start for backward in reversed(trace.passes)}
+    unread: list[Storage] = []
+    freed: dict[int, Storage | None] = {}
+    for storage in trace.counted:
+        if storage.op is None or storage.id in read:
+            continue
+        op = trace.ops[storage.op]
+        start = starts.get(op.step, 0)
+        lives_on = storage.born < start and (storage.died is None or storage.died > start)
+        if op.phase == "forward" and base_name(op.name) == "_to_copy" and lives_on:
+            unread.append(storage)
+            freed[storage.id] = replace(storage, died=start)
+    return Copies("unread casts", tuple(unread), freed)
 
 
 def _dropout_before_relu(

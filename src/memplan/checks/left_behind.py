@@ -31,8 +31,8 @@ def _never_freed(trace: Trace) -> list[Finding]:
         else "Move them to the host as they come: outputs.append(output.cpu())"
     )
     message = (
-        f"every step leaves {format_bytes(size)} of tensors behind, as a list of outputs or the features of a hook "
-        "does; no graph holds them, so detach() would free nothing"
+        f"every step leaves {format_bytes(size)} of tensors behind, as a list of outputs, torch.cat onto earlier ones "
+        "or the features of a hook does; no graph holds them, so detach() would free nothing"
     )
     sizes = leaked.bytes_per_step
     return [_finding(trace, leaked.storages, size, message, advice, "kept", sizes)]

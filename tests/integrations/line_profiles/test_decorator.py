@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,12 @@ def calls_another() -> torch.Tensor:
     return Worker().method(1024)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_is_printed_at_the_end() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _as_if_no_test_had_run() -> Iterator[None]:
+    """Each test has all of the seconds to measure, and what it measures is not printed at the end."""
+    for function in vars(sys.modules[__name__]).values():
+        if isinstance(function, decorator.Profiled):
+            function._seconds_left = decorator._SECONDS
     yield
     decorator.forget()
 
@@ -201,12 +206,26 @@ def test_it_ends_after_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
                 clock[0] += 10
 
     clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.thread_time", lambda: clock[0])
     run()
     run()
     KEPT.clear()
     assert rows(run)[3].hits == 2
     assert run.lines.notes == ("it ran on after 10 s, the rest was not measured (memplan.profile(seconds=...))",)
+
+
+def test_time_in_which_others_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    @memplan.profile
+    def run() -> None:
+        KEPT.append(torch.ones(256))
+        clock[0] += 1000
+
+    clock, real = [0.0], time.monotonic
+    monkeypatch.setattr("time.monotonic", lambda: real() + clock[0])
+    run()
+    run()
+    KEPT.clear()
+    assert rows(run)[2].hits == 2
 
 
 def test_the_first_call_is_predicted_for_a_card() -> None:

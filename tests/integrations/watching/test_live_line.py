@@ -20,6 +20,7 @@ class Terminal(io.StringIO):
 
 def shown(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, quiet: bool = False) -> str:
     monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
     line = LiveLine(quiet=quiet)
     line.show(ROW, 1)
     line.show(ROW, 2)  # a moment later: not drawn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -101,13 +100,14 @@ def test_what_may_be_recomputed_is_measured_first(timed: list[str]) -> None:
 
 
 def test_when_the_time_is_up_the_rest_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, asked = graph_of(net(), 8, 32), list[str]()
+    graph, asked, clock = graph_of(net(), 8, 32), list[str](), [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
     def slow(graph: JointGraph, called: Any, on: str) -> float:
         op = op_of(graph, called)
         assert op is not None
         asked.append(signature(graph, op))
-        time.sleep(0.03)
+        clock[0] += 0.03
         return 7 * roofline.CPU.seconds(roofline.work_of(graph, op))
 
     monkeypatch.setattr(op_timing, "_fastest_run", slow)

@@ -75,9 +75,9 @@ def test_twenty_thousand_events_take_less_than_a_second() -> None:
 
 
 def timed(file: Path) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     memplan.replay(file)
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 @real

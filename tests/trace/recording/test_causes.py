@@ -42,6 +42,25 @@ def test_a_batch_that_is_moved_to_the_card_is_input() -> None:
     assert sorted(s.bytes for s in found(trace, "input")) == sorted(2 * [32 * 64 * 4, 32 * 8])
 
 
+def test_a_buffer_that_results_are_written_into_is_no_input() -> None:
+    """As a sliding window's output, which is stitched from tiles. Noise that is scaled in place stays an input."""
+
+    def build() -> Any:
+        model, volume = nn.Conv1d(1, 4, 3, padding=1), torch.randn(1, 1, 64)
+
+        def step() -> None:
+            with torch.no_grad():
+                output, counts = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
+                for start in (0, 32):
+                    output[:, :, start : start + 32] += model(volume[:, :, start : start + 32])
+                    counts[:, :, start : start + 32] += 1
+
+        return step
+
+    causes = {storage.shape: storage.cause for storage in memplan.record(build, device="h100").counted}
+    assert (causes[1, 4, 64], causes[1, 2, 64], causes[1, 1, 64]) == ("activation", "input", "input")
+
+
 def test_activations_that_come_back_to_the_card_are_none() -> None:
     """What the card made and the host kept is no input when it returns."""
 

@@ -297,10 +297,10 @@ def ends(call: Call, results: Sequence[Fields]) -> bool:
     no rule. Ops in which every position sees all others (an FFT, attention) do not count."""
     if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
         return False
-    return _any_windowed(fields for _, fields in call.reads) and not _any_windowed(results) and any(map(len, results))
+    return is_windowed(fields for _, fields in call.reads) and not is_windowed(results) and any(map(len, results))
 
 
-def _any_windowed(tensors: Iterable[Fields]) -> bool:
+def is_windowed(tensors: Iterable[Fields]) -> bool:
     """Return whether a kernel slid along any dimension of the tensors."""
     return any(field.windowed for fields in tensors for dim in fields for factor in dim for field in factor.axis)
 

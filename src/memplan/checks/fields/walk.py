@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from memplan.checks.fields.op_call import Call, shifted
-from memplan.checks.fields.rules import ends, fields_of
+from memplan.checks.fields.rules import ends, fields_of, is_windowed
 from memplan.checks.fields.tensor_fields import Factor, Field, Fields, resolved, size_of, union, unknown
 from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, View
@@ -13,6 +14,7 @@ from memplan.trace.trace import Trace
 
 _MIN_RANK = 3
 """Tensors with a spatial dimension have at least (batch, channels, length)."""
+_TILING = ("slice", "split", "split_with_sizes", "chunk")
 _REAL = ("float", "bfloat", "complex", "uint8", "double", "half")
 """Dtypes of data; those of indices are others."""
 
@@ -63,14 +65,27 @@ class Followed:
 def follow(trace: Trace) -> Followed:
     """Return the fields of every tensor of the first step's forward ops.
 
-    A trace without forms (hand-made, or of an older version) has no outputs.
+    Where a step calls a model on several tiles of an input, positions are those of the tile: the outputs together cover
+    the input. A trace without forms (hand-made, or of an older version) has no outputs.
     """
-    return _FieldPropagation(trace).run()
+    followed = _FieldPropagation(trace).run()
+    return _FieldPropagation(trace, tiled=True).run() if _are_of_tiles(followed.outputs) else followed
+
+
+def _are_of_tiles(outputs: tuple[Output, ...]) -> bool:
+    """Return whether outputs of a model's calls cover different positions of the same input."""
+    lost: dict[tuple[str, tuple[int, ...]], set[tuple[tuple[Fraction, Fraction], ...]]] = {}
+    for output in outputs:
+        sources = tuple(field.source for _, field in output.spatial)
+        lost.setdefault((output.layer, sources), set()).add(tuple(field.lost(size) for size, field in output.spatial))
+    return any(len(places) > 1 for places in lost.values())
 
 
 class _FieldPropagation:
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, tiled: bool = False) -> None:
         self._trace = trace
+        self._tiled = tiled
+        """Whether a slice of an input, outside of modules, is an input of its own."""
         self._models = _models(trace)
         self._sources: list[Source] = []
         self._fields_by_view: dict[View, Fields] = {}
@@ -111,6 +126,8 @@ class _FieldPropagation:
             return  # a constant or random numbers: an input, if something reads it
         call = Call(base_name(op.name), form, reads, self._makers)
         results = fields_of(call)
+        if self._tiled and not op.layer and call.name in _TILING and not is_windowed(fields for _, fields in reads):
+            results = [self._new_source(view) for view in form.writes]
         if ends(call, results):
             self._ended[form.op] = Output(op.layer, form.reads[0][1], reads[0][1])
             results = [self._new_source(view, form.op) for view in form.writes]

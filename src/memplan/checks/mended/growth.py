@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from memplan.checks.mended.savings import readers_of
 from memplan.trace.records import Op, Storage
@@ -13,7 +14,8 @@ HELD_FOR_GOOD = ("weight", "buffer", "optimizer_state", "parameter_gradient", "w
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Storages of the first step that outlive the second, and the bytes that each step leaves allocated at its end."""
+    """Storages of the first step that outlive the second, or are copied into a larger one that does, and the bytes that
+    each step leaves allocated at its end."""
 
     storages: tuple[Storage, ...]
     bytes_per_step: tuple[int, ...]
@@ -43,8 +45,29 @@ def growth(trace: Trace, *, graph: bool) -> Growth:
             and s.cause not in HELD_FOR_GOOD and s.op is not None
             and (op := trace.ops[s.op]).phase == "forward" and (op.layer or op.reads) and (s in graphs) == graph
         ])  # fmt: skip
-    first = [s for s in by_step[0] if s.died is None or s.died > part_of(trace, 1)[1]] if len(by_step) > 1 else []
-    return Growth(tuple(first), tuple(sum(storage.bytes for storage in storages) for storages in by_step))
+    copied = [_copied_into_larger(trace, *pair) for pair in pairwise(by_step)]
+    first = [
+        s for s in by_step[0] if s.id in copied[0] or s.died is None or s.died > part_of(trace, 1)[1]
+    ] if copied else []  # fmt: skip
+    sizes = [
+        sum(storage.bytes for storage in storages) - sum(trace.storages[number].bytes for number in earlier)
+        for storages, earlier in zip(by_step, [frozenset[int](), *copied], strict=True)
+    ]
+    return Growth(tuple(first), tuple(sizes))
+
+
+def _copied_into_larger(trace: Trace, earlier: list[Storage], later: list[Storage]) -> frozenset[int]:
+    """Return those of the earlier storages that are freed once an op has copied them into a larger, later storage, as
+    ``kept = torch.cat((kept, new))`` does."""
+    sizes = {storage.id: storage.bytes for storage in later}
+    freed = {storage.id: storage.bytes for storage in earlier if storage.died is not None}
+    return frozenset(
+        operand.storage
+        for op in trace.ops if not sizes.keys().isdisjoint(op.writes)
+        for operand in op.reads
+        if operand.storage in freed
+        and freed[operand.storage] < max(sizes.get(number, 0) for number in op.writes)
+    )  # fmt: skip
 
 
 class _LiveGraphs:

@@ -46,7 +46,8 @@ def profile(function: Any = None, /, *, device: str | None = None, seconds: floa
         function: the function, method, generator or coroutine to decorate.
         device: a card (``"h100"``) or ``"cpu"``. Outside of a recording, the first call is predicted for this device
             instead of measured, on fake tensors in place of its arguments and of the globals it uses.
-        seconds: the longest time to measure, over all calls.
+        seconds: the longest time to measure, over all calls: CPU time of the calling thread, so that a busy machine
+            measures as much.
 
     Returns:
         The function, with ``print()`` and ``lines``.

@@ -75,7 +75,8 @@ class Session:
     """Measures this thread from `begin` to `end`.
 
     Args:
-        seconds: after which it stops by itself at the next line, because the profiler's record grows with each op.
+        seconds: of the thread's CPU time, after which it stops by itself at the next line, because the profiler's
+            record grows with each op.
     """
 
     def __init__(self, seconds: float = float("inf")) -> None:
@@ -89,11 +90,11 @@ class Session:
         self.thread = 0
         self.is_on = False
         self.took = 0.0
-        """Seconds from `begin` to `end`, including the search for resident storages and the reading of the record."""
+        """CPU seconds from `begin` to `end`, with the search for resident storages and the reading of the record."""
 
     def begin(self) -> None:
         """Find the resident storages, and measure from now on."""
-        self._began = time.monotonic()
+        self._began = time.thread_time()
         gc.collect()  # an older cycle would be freed at an arbitrary line
         self._resident = _ResidentStorages.now()
         self._card = _Card() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
@@ -105,7 +106,7 @@ class Session:
     def _on_line(self) -> None:
         if self._card is not None:
             self._card.mark()
-        if self.is_on and time.monotonic() > self._began + self._seconds:
+        if self.is_on and time.thread_time() > self._began + self._seconds:
             self.stop()
 
     def stop(self) -> None:
@@ -122,7 +123,7 @@ class Session:
             self.stop()
         assert self._watch is not None, "it has begun"
         measured = self._read(self._watch)
-        self.took = time.monotonic() - self._began
+        self.took = time.thread_time() - self._began
         return measured
 
     def _read(self, watch: LineWatch) -> Measured:

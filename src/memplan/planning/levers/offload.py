@@ -94,5 +94,6 @@ class Offload(Lever):
         ]
         if smaller:
             parts.append(f"{format_bytes(smaller)} of it stay ({', '.join(other.how for other in others)})")
-        details = {"copy_seconds": copy_seconds, "waits": wait, "host_bytes": size}
+        pinned = 1 << (size - 1).bit_length()  # CachingHostAllocator.h: blocks of pinned memory are powers of two
+        details = {"copy_seconds": copy_seconds, "waits": wait, "host_bytes": pinned}
         return Reason(max(0, size - smaller), "; ".join(parts), details)

@@ -126,7 +126,7 @@ class Plan(Saved, Displayed):
 
     @property
     def host_bytes(self) -> int:
-        """Upper bound of the bytes of pinned host memory for offloaded values."""
+        """Upper bound of the bytes of pinned host memory for offloaded values, each in a block of a power of two."""
         return sum(int(decision.details.get("host_bytes", 0)) for decision in self.decisions)
 
     def count(self, lever: str) -> int:

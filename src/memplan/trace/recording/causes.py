@@ -97,8 +97,9 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
         for op in ops
         if op.phase == "optimizer" and op.writes and op.writes[0] in {operand.storage for operand in op.reads}
     }
+    computed = _computed(ops, observer)
     for entry in observer.ledger.entries:
-        cause = _cause(entry, observer, ops, sharers, updated, ticks[0])
+        cause = _cause(entry, observer, ops, sharers, updated, computed, ticks[0])
         weight = observer.ownership.gradients.get(entry.id, entry.id)
         storages.append(Storage(
             entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, entry.device,
@@ -250,6 +251,19 @@ def _recomputed_roles(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
     return roles
 
 
+def _computed(ops: list[Op], observer: Observer) -> set[int]:
+    """Return the storages of results that modules compute, and those into which ops write such results in place, as
+    into the buffer of an output that is stitched from tiles."""
+    entries, computed = observer.ledger.entries, set[int]()
+    for op in ops:
+        if op.phase != "forward":
+            continue
+        in_place = op.name.split(".")[1].endswith("_")
+        if any(read.storage in computed for read in op.reads) or (op.layer and not in_place):
+            computed.update(number for number in op.writes if in_place or entries[number].op == op.index)
+    return computed
+
+
 def _is_input_copy(entry: Entry, op: Op, observer: Observer, ops: list[Op]) -> bool:
     """Return whether a storage is a copy on the card of what ops on the host computed: a batch moved there."""
     if entry.device == HOST or op.name != _COPY or not op.reads:
@@ -271,6 +285,7 @@ def _cause(
     ops: list[Op],
     sharers: dict[int, list[Sharer]],
     updated: set[int],
+    computed: set[int],
     first_step: int,
 ) -> Cause:
     ownership = observer.ownership
@@ -295,7 +310,8 @@ def _cause(
         return "temporary"
     if op.phase == "optimizer":
         return "temporary"
-    if op.phase == "forward" and ((not op.reads and not op.layer) or _is_input_copy(entry, op, observer, ops)):
+    created = not op.reads and not op.layer and entry.id not in computed
+    if op.phase == "forward" and (created or _is_input_copy(entry, op, observer, ops)):
         return "input"
     if entry.id in sharers:
         return "saved"

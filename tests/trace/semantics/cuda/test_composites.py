@@ -368,6 +368,38 @@ def test_recurrent_networks_are_cudnns(name: str) -> None:
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
+def weight_drop() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return an LSTM that computes one of its weights in each call, as AWD-LSTM does."""
+    model = nn.LSTM(8, 16)
+    raw = model._parameters.pop("weight_hh_l0")
+    assert raw is not None
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        model.weight_hh_l0 = raw * 2  # pyright: ignore[reportAttributeAccessIssue]
+        model._flat_weights = [getattr(model, name) for name in model._flat_weights_names]
+        return model(x)[0]
+
+    return call
+
+
+def test_computed_weights_are_copied_into_a_buffer_at_every_call() -> None:
+    """The graph keeps a copy of all weights, biases included: ``_cudnn_rnn``'s fifth result. The computed weight is
+    kept besides."""
+    weights = 4 * sum(weight.numel() for weight in nn.LSTM(8, 16).parameters())
+    with card():
+        x, flat, dropped = leaf(5, 2, 8), nn.LSTM(8, 16), weight_drop()
+        assert kept_bytes(lambda: dropped(x)) - kept_bytes(lambda: flat(x)[0]) == weights
+
+
+def test_autocast_makes_the_buffer_of_computed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cudnn/AutocastRNN.cpp casts them into a buffer of float16: no copy in float32 besides."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with autocast.installed(lambda t: True), card():
+        x, flat, dropped = leaf(5, 2, 8), nn.LSTM(8, 16), weight_drop()
+        with torch.autocast("cuda", dtype=F16):
+            assert kept_bytes(lambda: dropped(x)) == kept_bytes(lambda: flat(x)[0])
+
+
 def test_recurrent_networks_under_autocast_run_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever autocast's dtype: cudnn/AutocastRNN.cpp."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -435,6 +435,17 @@ def _repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
     return heads if heads.shape[-3] == count else heads.repeat_interleave(count // heads.shape[-3], -3)
 
 
+def _flattened(weights: list[torch.Tensor]) -> bool:
+    """cudnn/RNN.cpp, try_get_weight_buf: whether the weights of a recurrent network lie in one buffer.
+
+    A computed weight (weight drop, weight norm) never does, nor does a parameter that is used twice. Autocast makes the
+    buffer itself, when it casts.
+    """
+    if torch.is_autocast_enabled("cuda") and weights[0].dtype is not torch.float16:
+        return True
+    return all(weight.is_leaf for weight in weights) and len(set(map(id, weights))) == len(weights)
+
+
 def _cudnn_recurrent(
     mode: int,
     x: torch.Tensor,
@@ -455,8 +466,10 @@ def _cudnn_recurrent(
     number = (4 if biases else 2) + bool(projection)
     elements = rnn_weight_bytes(MODES[mode], x.shape[-1], hidden, layers, bidirectional, 1, projection)
     with torch.no_grad():
-        # the weights are views of this buffer already: it allocates nothing
-        buffer = weights[0].detach().reshape(-1)[:1].expand(elements)
+        if _flattened(weights):  # views of this buffer already: it allocates nothing
+            buffer = weights[0].detach().reshape(-1)[:1].expand(elements)
+        else:  # "RNN module weights are not part of single contiguous chunk": saved for the backward pass
+            buffer = weights[0].new_empty(elements)
     return _ATEN._cudnn_rnn.default(
         x, weights, number, buffer, hx, cx, mode, hidden, projection, layers, batch_first, dropout, train,
         bidirectional, list(batch_sizes), None,
