@@ -13,6 +13,7 @@ from torch import nn
 from truth.cpu_allocator import measured_peak
 
 import memplan
+from memplan._bytes import format_bytes
 from memplan.errors import InputError, StepError, TargetError
 from memplan.trace.step import StepOptions, build_of
 
@@ -318,3 +319,17 @@ def test_a_large_step_is_scaled_from_one_run_at_twice_the_batch(monkeypatch: pyt
     assert scaling.peak(32) == scaling.peaks[0]
     build = build_of(small_resnet, StepOptions(inputs=("64x3x32x32",), optimizer=torch.optim.AdamW).checked())
     assert scaling.peaks[1] == pytest.approx(memplan.simulate(memplan.record(build)).peak_allocated, rel=0.01)
+
+
+def test_the_headline_of_a_converted_model_is_its_step_and_building_beside_it() -> None:
+    def build() -> Any:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).to(torch.bfloat16)
+        for layer in model[:-1]:
+            layer.requires_grad_(False)
+        x = torch.randn(4, 256, dtype=torch.bfloat16)
+        return lambda: model(x).sum().backward()
+
+    sentence = memplan.explain(build).sentence
+    assert sentence.startswith("1.0 MiB of weights -> ")  # 8 * 256 * 256 * 2 bytes
+    assert " peak in a step: " in sentence
+    assert sentence.endswith(f"; {format_bytes(measured_peak(build))} while building")

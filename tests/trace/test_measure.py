@@ -358,3 +358,21 @@ def test_the_profiler_says_nothing() -> None:
     """In a process of its own: how much it says is settled once."""
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", QUIET], capture_output=True, text=True, check=True)
     assert "profiler" not in ran.stderr
+
+
+def test_a_compiled_step_is_measured_as_it_runs_compiled() -> None:
+    def with_scratch(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            torch.empty(1 << 20)
+            return graph(*args)
+
+        return run
+
+    def build() -> Callable[[], Any]:
+        torch._dynamo.reset()  # pyright: ignore[reportAttributeAccessIssue]  # torch.compile has imported it
+        model: Any = torch.compile(mlp(64), backend=with_scratch)
+        return plain(model, torch.randn(8, 64))
+
+    trace = memplan.measure(build)
+    assert memplan.simulate(trace).peak_allocated == measured_peak(build) > 4 << 20
+    assert any("torch.compile" in note for note in trace.notes)

@@ -60,29 +60,57 @@ KNOWN = {
 }
 
 
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, momentum=0.9, weight_decay=0.1, foreach=True),
+    "adam": lambda params: torch.optim.Adam(params, amsgrad=True, foreach=True),
+    "adamw": torch.optim.AdamW,
+    "adamw_fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "adamw_tensor_lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), foreach=False),
+    "adamax": lambda params: torch.optim.Adamax(params, foreach=True),
+    "adadelta": lambda params: torch.optim.Adadelta(params, foreach=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, centered=True, foreach=True),
+    "nadam": lambda params: torch.optim.NAdam(params, foreach=True),
+    "radam": lambda params: torch.optim.RAdam(params, foreach=True),
+    "rprop": lambda params: torch.optim.Rprop(params, foreach=True),
+    "asgd": lambda params: torch.optim.ASGD(params, foreach=True),
+}
+
+
+def _trained(start: str, optimizer: str, convert: Callable[[nn.Module], nn.Module]) -> Callable[[], Callable[[], None]]:
+    """A step of a norm whose weight has known values and is converted."""
+
+    def build() -> Callable[[], None]:
+        layer = nn.LayerNorm(16)
+        layer.weight = nn.Parameter(KNOWN[start]())
+        convert(layer)
+        updater = OPTIMIZERS[optimizer](layer.parameters())
+        x = torch.randn(2, 16, dtype=layer.weight.dtype)
+
+        def step() -> None:
+            layer(x).sum().backward()
+            updater.step()
+            updater.zero_grad()
+
+        return step
+
+    return build
+
+
 @pytest.mark.parametrize("start", KNOWN)
 @pytest.mark.parametrize(
     "convert", [lambda layer: layer.to(torch.bfloat16), lambda layer: layer.bfloat16(), lambda layer: layer.half()]
 )
 def test_known_values_are_converted_with_their_parameter(start: str, convert: Callable[[nn.Module], nn.Module]) -> None:
     """A norm's weight that is all ones, converted and trained: the updates read it."""
+    build = _trained(start, "adamw", convert)
+    assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 
-    def build() -> Callable[[], None]:
-        layer = nn.LayerNorm(16)
-        layer.weight = nn.Parameter(KNOWN[start]())
-        convert(layer)
-        optimizer = torch.optim.AdamW(layer.parameters())
-        x = torch.randn(2, 16, dtype=layer.weight.dtype)
 
-        def step() -> None:
-            layer(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    peaks = [memplan.simulate(trace).peak_allocated for trace in (memplan.record(build), memplan.measure(build))]
-    assert peaks[0] == peaks[1]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+def test_every_optimizer_updates_converted_known_values(optimizer: str, dtype: torch.dtype) -> None:
+    build = _trained("ones", optimizer, lambda layer: layer.to(dtype))
+    assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 
 
 def test_new_data_has_values_of_its_own() -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import dropwhile
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ import torch.nn.modules.module as _modules
 import torch.optim.optimizer as _optimizers
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import checkpoint as torch_checkpoint
+
+from memplan._frames import callers
 
 
 @contextlib.contextmanager
@@ -119,7 +122,9 @@ def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
 
     def python_of(compiles: Callable[..., Any]) -> Callable[..., Any]:
         def as_it_is(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] == "torch":  # which needs its own
+            # torch._dynamo, once imported, calls torch.jit.trace from a wrapper
+            callers_of_compiler = dropwhile(lambda frame: _module_of(frame) == "torch._dynamo.eval_frame", callers())
+            if _module_of(next(callers_of_compiler)).partition(".")[0] == "torch":  # which needs its own
                 return compiles(function, *args, **kwargs)
             notify()
             return function
@@ -134,6 +139,10 @@ def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
         patched(eval_frame.OptimizedModule, __call__=call_and_say),
     ):
         yield
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -23,7 +23,7 @@ from memplan.explanation.model import Explanation, PeakRow, headline
 from memplan.explanation.over_time import course_of
 from memplan.explanation.scaling import scaled
 from memplan.simulation.simulate import live_at, simulate
-from memplan.simulation.timeline import Timeline
+from memplan.simulation.timeline import StepPeak, Timeline
 from memplan.trace.held_output import output_shown
 from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.naming.step_parts import Loss, Optimizer
@@ -160,9 +160,8 @@ def explain_trace(
     trace = at_least(trace)  # the low case; `card_use` has what larger workspaces can add
     timeline = simulate(trace, settings=settings)
     by_cause = _by_cause(trace, timeline.peak_tick)
-    start, end = _representative_step(timeline)
-    saved = saved_rows(trace, fullest(trace, start, end))
-    weights = sum(s.bytes for s in live_at(trace, timeline.peak_tick) if s.cause == "weight")
+    step = _representative_step(timeline)
+    saved = saved_rows(trace, fullest(trace, step.start, step.end))
     rounding = timeline.peak_allocated - sum(by_cause.values())
     return Explanation(
         title,
@@ -172,12 +171,12 @@ def explain_trace(
         by_cause | {"rounding": rounding},
         _by_cause_reserved(trace, timeline),
         {cause: peak_live_bytes(s for s in trace.counted if s.cause == cause) for cause in CAUSES},
-        tuple(layer_rows(trace, saved, start, end)),
+        tuple(layer_rows(trace, saved, step.start, step.end)),
         tuple(saved),
         sum(row.bytes for row in saved if row.counted),
         _peak(trace, timeline),
         holders_at(trace, timeline.peak_tick),
-        headline(by_cause, weights, timeline.peak_allocated),
+        headline(_by_cause(trace, step.peak_tick), step.peak_allocated, timeline.peak_allocated),
         None,
         (*trace.notes, *_notes(recorded, timeline)),
         trace.assumptions,
@@ -216,10 +215,9 @@ def _title(what: Any) -> str:
     return getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", "step")
 
 
-def _representative_step(timeline: Timeline) -> tuple[int, int]:
-    """Return start and end of the step with the highest peak, the first among equals: the step of the tables."""
-    step = max(timeline.steps, key=lambda s: s.peak_allocated, default=timeline.build)
-    return step.start, step.end
+def _representative_step(timeline: Timeline) -> StepPeak:
+    """Return the step with the highest peak, the first among equals: the step of the tables and of the headline."""
+    return max(timeline.steps, key=lambda s: s.peak_allocated, default=timeline.build)
 
 
 def _by_cause(trace: Trace, tick: int) -> dict[str, int]:

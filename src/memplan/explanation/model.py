@@ -325,14 +325,23 @@ LABELS = {
 }
 
 
-def headline(by_cause: dict[str, int], weight_bytes: int, peak: int) -> str:
-    """Return the first sentence: ``44.7 MiB of weights -> 1.9 GiB peak: 61 % saved activations, ...``."""
+def headline(by_cause: dict[str, int], peak: int, whole: int) -> str:
+    """Return the first sentence: ``44.7 MiB of weights -> 1.9 GiB peak: 61 % saved activations, ...``.
+
+    Args:
+        by_cause: bytes at the peak of the steps.
+        peak: the peak of the steps.
+        whole: the peak with building. If that is larger, as where a model is converted, the sentence ends with it.
+    """
     largest = sorted(((size, cause) for cause, size in by_cause.items() if size), reverse=True)
     parts = [f"{format_share(size, peak)} {LABELS[cause]}" for size, cause in largest[:4]]
     other = peak - sum(size for size, _ in largest[:4])
     if other > 0:
         parts.append(f"{format_share(other, peak)} other")
-    return f"{format_bytes(weight_bytes)} of weights -> {format_bytes(peak)} peak: {', '.join(parts)}"
+    of_step = " in a step" if whole > peak else ""
+    building = f"; {format_bytes(whole)} while building" if whole > peak else ""
+    weights = format_bytes(by_cause["weight"])
+    return f"{weights} of weights -> {format_bytes(peak)} peak{of_step}: {', '.join(parts)}{building}"
 
 
 def scaling_sentence(explanation: Explanation) -> str | None:

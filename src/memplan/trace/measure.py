@@ -14,7 +14,7 @@ from memplan.errors import DeviceError, UsageError
 from memplan.trace.card_run import contribution
 from memplan.trace.card_run.observed import observed
 from memplan.trace.dry_run.process import run_dry
-from memplan.trace.measure_run import StepMarks, measurement, named_run
+from memplan.trace.measure_run import StepMarks, eager_if_program, measurement, named_run
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.causes import trace_of
 from memplan.trace.recording.followed.line_marks import LineClock
@@ -127,7 +127,7 @@ _UNENDED = "a thread that the step started is still running: what it allocates i
 def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...], LineWatch]:
     """Run the step under the profiler only, with the threads that it starts; return profile, notes and line watch."""
     profile = _torch.memory_profile()
-    with _torch.eager_instead_of_compiled(lambda: None), _torch.threads_watched() as threads, profile:
+    with eager_if_program(build), _torch.threads_watched() as threads, profile:
         place = Place()
         observer = Observer(place, real=True)
         marks = StepMarks(observer)

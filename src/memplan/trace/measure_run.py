@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from memplan import _torch
-from memplan.trace.recording.boundaries import Runs
+from memplan.trace.recording.boundaries import Program, Runs
 from memplan.trace.recording.causes import StepParts, finish
 from memplan.trace.recording.join_events import STEP
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.session import ObservedRun, Running, Target, recording_runs, run_steps
+from memplan.trace.recording.session import COMPILED, ObservedRun, Running, Target, recording_runs, run_steps
 from memplan.trace.recording.state_restore import OutsideState
 from memplan.trace.records import HOST
 
 _COMPILED = (
-    "torch.compile: the bytes are the compiled step's; layers and causes are from its run in eager mode, and what that "
-    "has not has neither"
+    "torch.compile or torch.jit: the bytes are those of the compiled step; layers and causes are from a run in eager "
+    "mode, and what that does not allocate has neither"
 )
 
 
@@ -36,6 +36,12 @@ class Named:
     notes: tuple[str, ...]
 
 
+def eager_if_program(build: Runs) -> AbstractContextManager[None]:
+    """Run a whole program as if eager: Dynamo cannot trace what memplan replaces in a script. A ``build`` runs compiled
+    where it compiles."""
+    return _torch.eager_instead_of_compiled(lambda: None) if isinstance(build, Program) else nullcontext()
+
+
 def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
     """Run the step under a dispatch mode and a memory profile of ``device``; on the CPU, undo what it changed."""
     place = Place()
@@ -44,13 +50,14 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
     profile = _torch.memory_profile()
     mode = _torch.EagerMode(_marked(observer, outside))
     compiled: list[str] = []
+    note = COMPILED if isinstance(build, Program) else _COMPILED
     finished: list[StepParts] = []
     entries: list[Entry] = []
     with ExitStack() as stack:
         with mode:
             observer.calibrate()
         stack.enter_context(place.following())
-        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(_COMPILED)))
+        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(note)))
         marks = StepMarks(observer)
 
         def ended() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures.process
+import multiprocessing.pool
 import os
+from typing import Any
 
 import pytest
 
@@ -15,3 +18,27 @@ def test_where_there_is_no_fork_none_is_added(monkeypatch: pytest.MonkeyPatch) -
     with in_one_process("folder", values=True):
         assert not hasattr(os, "fork")
     assert not hasattr(os, "fork")
+
+
+def test_pools_of_processes_are_base_classes_and_run_here() -> None:
+    with in_one_process("folder", values=True):
+
+        class NotDaemons(multiprocessing.pool.Pool):
+            """Of processes with a context of their own, as for pools within pools."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, context=multiprocessing.get_context("spawn"), **kwargs)
+
+        class Executor(concurrent.futures.process.ProcessPoolExecutor):
+            pass
+
+        for make in (NotDaemons, multiprocessing.Pool, multiprocessing.pool.ThreadPool):
+            with make(2) as pool:
+                assert isinstance(pool, multiprocessing.pool.Pool)
+                assert set(pool.map(_process, range(9))) == {os.getpid()}
+        with Executor(2) as executor:
+            assert set(executor.map(_process, range(9))) == {os.getpid()}
+
+
+def _process(_: object) -> int:
+    return os.getpid()

@@ -194,8 +194,9 @@ assert list(Mine(2).map(abs, [-1])) == [1]
 faulthandler.dump_traceback_later(3600)
 assert subprocess.check_output(['echo', 'x']) == b'x\\n'
 libc = ctypes.CDLL(None); libc.fopen.restype = ctypes.c_void_p; assert libc.fopen(b'out.h5', b'w')
-compiled = torch.compile(model)
+compiled = torch.compile(model); compiled(torch.randn(8, 64))
 scripted = torch.jit.script(nn.Linear(2, 2)); scripted(torch.randn(1, 2))
+traced = torch.jit.trace(nn.Linear(2, 2), torch.randn(1, 2)); traced(torch.randn(3, 2))
 torch.distributed.init_process_group('gloo', f'file://{os.getcwd()}/group', rank=0, world_size=1)
 torch.distributed.all_reduce(torch.ones(3)); torch.distributed.barrier()
 """

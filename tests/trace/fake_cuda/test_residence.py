@@ -119,6 +119,9 @@ def test_a_tensors_own_device_is_no_name(device: Callable[[torch.Tensor], Any]) 
         lambda: nn.Linear(3, 7, bias=False).to("cuda").weight.sum(1),
         lambda: torch.zeros(7).cuda().cpu().cuda(),
         lambda: torch.zeros(7).type("torch.cuda.FloatTensor"),
+        lambda: _with_new_data(torch.zeros(7, dtype=torch.bfloat16, device="cuda"), torch.Tensor.float),
+        lambda: _with_new_data(torch.zeros(7), torch.Tensor.cuda),
+        lambda: _with_new_data(nn.Parameter(torch.zeros(7)), torch.Tensor.cuda),
     ],
 )
 def test_ways_to_the_card(make: Callable[[], torch.Tensor]) -> None:
@@ -136,6 +139,12 @@ def test_ways_to_the_card(make: Callable[[], torch.Tensor]) -> None:
 
     record(build, steps=1)
     assert seen == [(torch.device("cuda:0"), True, False, 0)]
+
+
+def _with_new_data(x: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """As libraries convert the parameters of a model that was loaded in few bits."""
+    x.data = convert(x.data)
+    return x
 
 
 def test_a_default_device_and_its_context() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
+import concurrent.futures.process
 import multiprocessing.pool
 import multiprocessing.process
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel
@@ -18,14 +16,10 @@ from memplan import _torch
 from memplan.errors import StepError
 from memplan.integrations.scripts.lines import script_line
 
-
-class _Pool(multiprocessing.pool.ThreadPool):
-    """Thread pool with the signature of `multiprocessing.Pool`."""
-
-    def __init__(
-        self, processes: int | None = None, initializer: Any = None, initargs: Any = (), *_: Any, **__: Any
-    ) -> None:
-        super().__init__(1, initializer, initargs)
+_THREADS = (
+    "Process", "_setup_queues", "_get_sentinels", "_get_worker_sentinels", "_help_stuff_finish", "_wrap_exception",
+)  # fmt: skip
+"""Attributes of `ThreadPool` that let a `multiprocessing.pool.Pool` run in threads."""
 
 
 class _Executor(concurrent.futures.ThreadPoolExecutor):
@@ -63,6 +57,15 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
             where=script_line(folder),
         )
 
+    # the class stays, since scripts subclass it, and runs in threads
+    make_pool, of_threads = multiprocessing.pool.Pool.__init__, vars(multiprocessing.pool.ThreadPool)
+
+    def pool_of_one_thread(
+        pool: Any, processes: int | None = None, initializer: Any = None, initargs: Any = (), *_: Any, **__: Any
+    ) -> None:
+        threads = isinstance(pool, multiprocessing.pool.ThreadPool)
+        make_pool(pool, processes if threads else 1, initializer, initargs)
+
     with ExitStack() as stack:
         if not values:
             stack.enter_context(_torch.patched(DistributedDataParallel, __init__=refuse_wrapper))
@@ -70,9 +73,12 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
         for owner, new in (
             (multiprocessing.process.BaseProcess, {"start": refuse}),
             (os, {"fork": refuse} if hasattr(os, "fork") else {}),
-            (BaseContext, {"Pool": lambda _, *args, **kwargs: _Pool(*args, **kwargs)}),
-            (multiprocessing, {"Pool": _Pool}),
+            (
+                multiprocessing.pool.Pool,
+                {"__init__": pool_of_one_thread, **{name: of_threads[name] for name in _THREADS}},
+            ),
             (concurrent.futures, {"ProcessPoolExecutor": _Executor}),
+            (concurrent.futures.process, {"ProcessPoolExecutor": _Executor}),
         ):
             stack.enter_context(_torch.patched(owner, **new))
         yield
