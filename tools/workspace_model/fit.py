@@ -25,10 +25,12 @@ from memplan.cudnn import expected_workspace as model
 from memplan.cudnn.questions import Question
 
 WIDTH = 160
-EPOCHS = 40
-FORMULAS, SHARES = 56, 24
+EPOCHS = 50
+PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
+"""Numbers of partial sums of a split product among the formulas."""
+FORMULAS, SHARES = 96, 24
 """Most formulas of operands, and number of classes by the share of the operands, for workspaces without a formula."""
-TOLERANCE, SLACK = 0.004, 16384
+TOLERANCE, SLACK = 0.008, 16384
 """A formula explains a workspace if it is off by at most this share or these bytes."""
 NOTHING = 65536
 """Workspaces up to this count as 0."""
@@ -66,7 +68,7 @@ def candidates() -> list[str]:
         (x, y, w, f"{count}P")
         for x, y in (("", ""), ("X", "Y"), ("X", ""), ("", "Y"), ("X4", "Y4"), ("X8", "Y8"), ("X8", "Y"), ("X", "Y8"))
         for w in ("", "W", "W8,8")
-        for count in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+        for count in PARTS
     ]
     return ["0", *("+".join(filter(None, terms)) for terms in (*plain, *summed) if any(terms))]
 
@@ -92,12 +94,12 @@ def explains(sizes: Any, workspaces: Any) -> Any:
 
 
 def covering(near: Any, limit: int) -> list[int]:
-    """Return the formulas that explain most, greedily, until one explains fewer than 0.1 % more."""
+    """Return the formulas that explain most, greedily, until one explains fewer than 0.05 % more."""
     left, chosen = near.copy(), list[int]()
     while len(chosen) < limit:
         counts = left.sum(0)
         best = int(counts.argmax())
-        if counts[best] < 0.001 * len(near):
+        if counts[best] < 0.0005 * len(near):
             break
         chosen.append(best)
         left[left[:, best]] = False
