@@ -84,10 +84,10 @@ def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
     """Raise PeakError if a peak of the step is above its bound, in bytes by ``allocated`` and ``reserved``."""
     __tracebackhide__ = True
     peaks = {"allocated": explanation.timeline.peak_allocated, "reserved": explanation.timeline.peak_reserved}
-    over = [name for name, bound in bounds.items() if peaks[name] > bound]
-    if not over:
+    exceeded = [name for name, bound in bounds.items() if peaks[name] > bound]
+    if not exceeded:
         return
-    name = over[0]
+    name = exceeded[0]
     peak, bound = peaks[name], bounds[name]
     more = f"{format_bytes(peak - bound)} more than the {format_bytes(bound)} that it may"
     raise PeakError(
