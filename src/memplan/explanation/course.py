@@ -91,6 +91,7 @@ class Course:
     AS_ROWS: ClassVar[bool] = True
 
     def _check(self) -> None:
+        """Raise Unreadable if columns of a loaded file contradict each other."""
         count = len(self.ticks)
         columns = [*(getattr(self, name) for name in _COLUMNS), *self.causes.values()]
         if any(len(column) != count for column in columns):

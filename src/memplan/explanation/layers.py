@@ -111,6 +111,7 @@ class _Draft:
         return not (self.output_bytes or self.weight_bytes or self.saved)
 
     def row(self, name: str, kind: str) -> LayerRow:
+        """Return the finished row; reasons of equal storages are listed once, the largest first."""
         distinct = {(row.bytes, row.shape, row.shared_with, row.role): row for row in self.saved}
         return LayerRow(
             name,

@@ -135,6 +135,7 @@ def _live_at_peak(trace: Trace, tick: int) -> tuple[tuple[Alive, ...], dict[int,
 
 
 def _live_row(trace: Trace, storage: Storage, owner: str, engine: str | None) -> Alive:
+    """Return the row of a storage; ``owner`` is the layer whose weight or buffer it is, if any."""
     op = None if storage.op is None else trace.ops[storage.op]
     name = storage.name or ("" if op is None else origin_word(op, trace))
     layer = owner or ("" if op is None else op.layer)
@@ -158,6 +159,7 @@ def _segments(
 
 
 def _segment(segment: Segment, causes: Mapping[int, str], alive_indices: Mapping[int, int]) -> PeakSegment:
+    """Return a segment for the picture: each block with its cause, and the index of its storage in the list."""
     blocks = [
         PeakBlock(
             block.address - segment.address, block.size, block.requested, block.state,

@@ -168,6 +168,7 @@ class _ResidentStorages:
         return resident
 
     def _add(self, tensor: torch.Tensor, seen: set[int]) -> None:
+        """Add the storage of a tensor on the host, if it is real and not seen yet."""
         if isinstance(tensor, _torch.FakeTensor) or tensor.device.type != HOST or not _torch.has_shape(tensor):
             return
         if tensor.layout != torch.strided or "" not in _torch.inner_tensors(tensor):

@@ -70,6 +70,7 @@ def unplanned_memory(
     """
     planned = _PlannedMemory(trace, _layer_names(trace, kind, list(paths)), calls)
     counted = Counter((spec.shape, str(spec.dtype).removeprefix("torch.")) for spec in inputs)
+    # by tick: changes of all bytes, and storages that begin (1) or cease (-1) to be live and not counted by the plan
     changes, uncounted_changes = defaultdict[int, int](int), defaultdict[int, list[tuple[Storage, int]]](list)
     for storage in trace.counted:
         size, died = _size(storage, trace), _ALWAYS if storage.died is None else storage.died

@@ -104,6 +104,7 @@ def _protect_descriptors(*protected: int) -> None:
 
 
 def _write(channel: int, text: str) -> None:
+    """Write the answer; without a channel, tell the user on stderr and exit."""
     data, written = text.encode("utf-8", "replace"), 0
     try:
         while written < len(data):

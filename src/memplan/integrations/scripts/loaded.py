@@ -15,7 +15,7 @@ _KNOWN = 1024
 
 
 def shapes_of(saved: Any) -> Any:
-    """Return a saved object with meta tensors instead of its tensors; modules stay."""
+    """Return a saved object with meta tensors of the same shapes, so that it takes no memory until it is loaded."""
 
     def to_meta(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:

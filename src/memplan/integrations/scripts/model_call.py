@@ -101,6 +101,7 @@ class CallWatch:
         plain = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """Replace a module's ``__call__``: keep the first training call, and time the later ones of its model."""
             if is_suspended():
                 return plain(module, *args, **kwargs)
             if self.call is None:

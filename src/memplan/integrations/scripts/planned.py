@@ -104,6 +104,7 @@ def _fit_within(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[
 
 
 def _error_between_steps(fitting: Fitting, inner_plan: Plan) -> BudgetError:
+    """Return the error of a script that exceeds its budget outside of the model's steps, where no plan helps."""
     return BudgetError(
         f"{fitting.title} takes {format_bytes(fitting.outside)} where its model is not trained, as in a validation",
         expected=f"no more than {format_bytes(fitting.budget - fitting.surplus)} there: a plan is of training steps",
@@ -207,6 +208,7 @@ def _kwargs_text(kwargs: Mapping[str, Any]) -> str:
 
 
 def _python_text(value: Any) -> str:
+    """Return an argument as Python text, with specs in the notation of `memplan.spec`."""
     if isinstance(value, Spec):
         return f'"{text_of(value)}"'
     if isinstance(value, Mapping):

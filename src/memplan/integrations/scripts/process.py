@@ -233,6 +233,7 @@ class _Tail:
         return self.data.decode("utf-8", "replace")
 
     def _read(self) -> None:
+        """Body of the thread: read the stream to its end."""
         while block := self._stream.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]  # buffered
             if self._copy is not None:
                 self._copy.write(block)

@@ -191,6 +191,7 @@ class RedirectedFiles:
             real = self._absolute(path)
             if real is None:
                 return plain(path)
+            # without a folder in the shadow there is nothing to merge
             if not (_is_folder(self._shadow(real)) and _is_folder(os.fspath(self.path_to_read(real)))):
                 entries = self._not_removed(plain(self.path_to_read(path)), real)
                 return entries if plain is _listdir else _Entries(entries)
@@ -288,7 +289,7 @@ class RedirectedFiles:
             if not self._exists(source):
                 return plain(self.path_to_read(source), target, **kwargs)
             if _is_folder(os.fspath(self.path_to_read(source))) and real is not None:
-                self._copy_folder(real)
+                self._copy_folder(real)  # a shadow holds only what the script has written
             if real is not None and real == self._absolute(target):
                 return
             plain(self.path_to_write(source, copy=True), self.path_to_write(target, copy=False))

@@ -201,6 +201,7 @@ class _Run:
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        """Hook before each module's call; a call at the outermost level is a boundary between steps."""
         module = _torch.hooked_module(module)
         if not self._running:
             self._at_boundary()

@@ -174,6 +174,7 @@ class Owners:
         return self._owner_with_line(text, chain[:-3], kind, rf"\w+\.{name}")
 
     def _closure(self, function: types.FunctionType, chain: _Chain) -> Owner:
+        """Return a function as owner, by the variable of its closure through which it refers to the tensor."""
         code = function.__code__
         definition = format_frame((code.co_filename, code.co_firstlineno))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)

@@ -142,7 +142,7 @@ class Window:
         self._is_entered = self._is_recording = True
 
     def end_step(self) -> None:
-        """Record the end of a step."""
+        """Record the end of a step: its tick in the ledger, from which the next step begins."""
         if self._is_recording:
             self.observer.end_step()
         self._leave()

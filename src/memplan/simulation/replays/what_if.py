@@ -169,6 +169,7 @@ class _WhatIfRun:
             self.pending -= {event.owner for event in log if event.action == "free_completed"}
 
     def _record_oom(self, request: Request, error: OutOfMemory) -> None:
+        """Add the event of a request that ran out of memory, with the state of the allocator."""
         free = None if error.capacity is None else max(error.capacity - error.reserved, 0)
         self.ooms.append(
             OutOfMemoryEvent(

@@ -372,6 +372,7 @@ class _Reader:
         return index
 
     def frame(self, raw: Any) -> Frame:
+        """Return a frame of a stack; snapshots refer to the same frames many times."""
         frame = self.frame_by_id.get(id(raw))
         if frame is None:
             if not isinstance(raw, Mapping):

@@ -130,6 +130,7 @@ def _constructor_arguments(layer: nn.Module, name: str) -> dict[str, Any]:
 
 
 def _construct(layer: nn.Module, arguments: dict[str, Any], name: str) -> nn.Module:
+    """Construct a layer of the same class; InputError if the constructor raises."""
     try:
         return type(layer)(**arguments)
     except Exception as error:  # a constructor can raise anything

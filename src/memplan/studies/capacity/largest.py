@@ -370,6 +370,7 @@ def _error_of_all(error: StepError | None, name: str, tried: Sequence[Tried]) ->
 
 
 def _axis_with_aspect(subject: Subject, name: str, divisible: int, aspect: Sequence[float] | None) -> Axis:
+    """Return the axis of this name; if it is a size, with the aspect of its dimensions. Raises InputError."""
     if isinstance(divisible, bool) or not isinstance(divisible, int) or divisible < 1:
         raise InputError(f"divisible={divisible!r}", expected="a whole number above 0", do="Leave it out for 1")
     axis = axis_of(name, subject)

@@ -111,6 +111,7 @@ def room_of(
 
 
 def _parse_margin(margin: float | str) -> float:
+    """Return a margin such as 0.05 or "5%" as a share, from 0 to below 1."""
     text = str(margin).strip()
     try:
         share = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)

@@ -226,6 +226,7 @@ def _compare_measured(a: SideRequest, b: SideRequest) -> Comparison:
 
 
 def _measure_side(request: SideRequest) -> Side:
+    """Run a step on this CPU and return its side, with measured bytes and seconds."""
     try:
         build = build_of(request.what, request.options)
         trace = measure_step(build, device=HOST)

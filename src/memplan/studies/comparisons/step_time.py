@@ -90,6 +90,7 @@ def _torch_op(name: str) -> Any:
 
 
 def _forward_flops(op: Op, form: Form) -> int:
+    """Return the FLOPs of a forward op by torch's formula; 0 if there is none."""
     formula, torch_op = _torch.flop_formula(op.name), _torch_op(op.name)
     if formula is None or torch_op is None:
         return 0

@@ -101,6 +101,7 @@ def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
 
 
 def _details(explanation: Explanation, *, by_reserved: bool) -> Iterator[str]:
+    """Yield the lines below the error's message: causes, largest layers, and the op at the peak."""
     by_cause = explanation.by_cause_reserved if by_reserved else explanation.by_cause
     causes = sorted(((size, cause) for cause, size in by_cause.items() if size), reverse=True)
     yield "by cause: " + ", ".join(f"{LABELS[cause]} {format_bytes(size)}" for size, cause in causes[:_CAUSES])

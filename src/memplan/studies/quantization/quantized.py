@@ -109,6 +109,7 @@ def _quantized_layers(result: Quantized) -> str:
 
 
 def _unrun_sentences(result: Quantized) -> Iterator[str]:
+    """Yield the sentences for a scheme without a kernel here: the bytes are computed, not measured."""
     layers = [layer for layer in result.layers if layer.why is None]
     before = format_bytes(sum(layer.before for layer in layers))
     after = format_bytes(sum(layer.after for layer in layers))
@@ -117,6 +118,7 @@ def _unrun_sentences(result: Quantized) -> Iterator[str]:
 
 
 def _byte_sentences(result: Quantized, after: Side) -> Iterator[str]:
+    """Yield the sentences on bytes of weights and at the peak, if both models were run."""
     before = result.before
     weights = before.weight_bytes or 0, after.weight_bytes or 0
     sizes = " -> ".join(map(format_bytes, weights))

@@ -79,6 +79,7 @@ def _choose_jobs(tasks: Sequence[Task], outcomes: dict[int, Outcome], progress: 
 
 
 def _check_picklable(task: Task) -> None:
+    """Raise InputError if a task cannot be sent to another process."""
     import cloudpickle
 
     try:

@@ -237,6 +237,7 @@ def refuse_trace(what: Any) -> Any:
 
 
 def _check_arguments(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> None:
+    """Raise InputError if there is no axis, one twice or one named like a key of rows, or if ``jobs`` is no number."""
     if not axes:
         raise InputError("no axis to sweep over", expected="one at least, such as batch", do="Give its values")
     names = [axis.name for axis, _ in axes]
@@ -262,6 +263,7 @@ def _row(point: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
 
 
 def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]]) -> MemplanError:
+    """Return the error of a sweep without a successful point: that of its first point."""
     assert error is not None, "each point failed"
     first = error.about(f"at {place_of_all(points[0])}")
     if len(points) == 1:

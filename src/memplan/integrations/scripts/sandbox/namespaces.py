@@ -166,6 +166,7 @@ def _run_second_process(sandbox: SandboxedProgram, clones: Mapping[str, str], fa
 
 
 def _mount_devices(folder: str) -> None:
+    """Bind the permitted devices into the view's /dev, with terminals of its own and the usual links."""
     for name in device_names():
         if os.path.isdir(f"/dev/{name}"):
             os.mkdir(f"{folder}/{name}")

@@ -474,6 +474,7 @@ def _conflict(status: os.stat_result) -> OSError:
 
 
 def _write_new(path: str, copy: str) -> None:
+    """Copy a file to a path that does not exist; if the disk is full, nothing is left of it."""
     room = os.statvfs(os.path.dirname(path))
     if os.stat(copy).st_size > room.f_bavail * room.f_frsize:  # checked before, as holes of a sparse file become zeros
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

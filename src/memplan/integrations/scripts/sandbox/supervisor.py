@@ -83,6 +83,7 @@ def _run_job(job: Job, scratch: str) -> Outcome:
 
 
 def _run_in_namespaces(job: Job, folder: str, temporary: str) -> Outcome:
+    """Run the script in namespaces with overlays; raise OSError if these cannot be set up."""
     own_socket, script_socket = (end.detach() for end in socket.socketpair())
     failure_pipe, failures = os.pipe()
     outcome_pipe, outcome_end = os.pipe()
@@ -92,6 +93,7 @@ def _run_in_namespaces(job: Job, folder: str, temporary: str) -> Outcome:
         _execute(job, setting, inherited=(script_socket,))
 
     def follow(process: int, tree: Tree) -> None:
+        """Within the namespaces: wait for the script, commit its files, and send the outcome."""
         os.close(script_socket)
         room = Room(f"{folder}/layers")
         end = _follow(process, job.seconds, room, own_socket, lambda: _changes_of_run(tree, commit=job.commit))
@@ -157,6 +159,7 @@ _STARTS: dict[Protection, Callable[[Job, str, str], Outcome]] = {
 
 
 def _execute(job: Job, setting: Setting, inherited: tuple[int, ...] = ()) -> NoReturn:
+    """Become the script's process, in a session of its own; ``inherited`` descriptors stay open in it."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for descriptor in inherited:
