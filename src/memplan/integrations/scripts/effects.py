@@ -74,7 +74,7 @@ class Effects:
         return tuple(rows)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def auditing(self) -> Iterator[None]:
         """Within this context, note the effects that audit events announce."""
         _install_hook()
         _active.append(self)

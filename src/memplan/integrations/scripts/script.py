@@ -93,7 +93,7 @@ class Script:
             view.one_run(effects),
             checkpoints.hooked(),
             in_one_process(folder, values=request.really),
-            effects.noted(),
+            effects.auditing(),
         ):
             run.run()
         self.calls.append(run.calls.call)
