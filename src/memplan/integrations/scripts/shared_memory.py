@@ -38,7 +38,7 @@ class _Semaphore(_multiprocessing.SemLock):
 
 
 @contextmanager
-def shared_with_none(folder: str) -> Iterator[None]:
+def private_shared_memory(folder: str) -> Iterator[None]:
     """Within this context semaphores are private memory, and shared memory is files of a new folder."""
     os.mkdir(folder)
 

@@ -82,7 +82,7 @@ class RedirectedView(View):
     @contextmanager
     def one_run(self, effects: Effects) -> Iterator[None]:
         """Within this context, redirect writes to a new folder."""
-        from memplan.integrations.scripts.shared_memory import shared_with_none  # of POSIX
+        from memplan.integrations.scripts.shared_memory import private_shared_memory  # of POSIX
 
         self._changes = []
 
@@ -91,7 +91,7 @@ class RedirectedView(View):
             self._changes.append(Change(path, "removed" if removed else "file"))
 
         folder = tempfile.mkdtemp(dir=self._folder)
-        with shared_with_none(os.path.join(folder, "shm")), RedirectedFiles(folder, note).redirecting():
+        with private_shared_memory(os.path.join(folder, "shm")), RedirectedFiles(folder, note).redirecting():
             yield
 
     def changes(self) -> Changes:

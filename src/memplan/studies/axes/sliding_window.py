@@ -119,7 +119,7 @@ class Sliding(nn.Module):
                 part_weight = (
                     weight if same_size else functional.interpolate(weight, tuple(part.shape[2:]), mode="nearest-exact")
                 )
-                if len(sums) <= index:
+                if len(sums) <= index:  # the first batch: allocate the buffers, and count the patches over each voxel
                     whole = [int(size * factor) for size, factor in zip(volume.shape[2:], scale, strict=True)]
                     sums.append(torch.zeros((1, part.shape[1], *whole), dtype=volume.dtype, device=volume.device))
                     counts.append(torch.zeros((1, 1, *whole), dtype=volume.dtype, device=volume.device))
