@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.explanation.by_line import profiles_of
-from memplan.explanation.line_profile import LineProfile, LineRow, merged
+from memplan.explanation.line_profile import LineProfile, LineRow, merge_profiles
 from memplan.trace.recording.followed.line_watch import code_of, following
 from memplan.trace.records import FunctionLines, LineSpan
 
@@ -240,8 +240,8 @@ def test_a_profile_goes_through_json_and_the_trace_keeps_its_lines() -> None:
 def test_runs_of_several_sessions_are_one_profile() -> None:
     one = LineProfile("f", "f.py", "cpu", "measured", (LineRow(3, 2, 10, 5, 1, 20, "f()"),))
     two = LineProfile("f", "f.py", "cpu", "measured", (LineRow(3, 1, 12, 4, 2, 15, "f()"),), ("said",))
-    assert merged([one, two, one])[0].rows == (LineRow(3, 5, 12, 5, 2, 20, "f()"),)
-    assert merged([one, two])[0].notes == ("said",)
+    assert merge_profiles([one, two, one])[0].rows == (LineRow(3, 5, 12, 5, 2, 20, "f()"),)
+    assert merge_profiles([one, two])[0].notes == ("said",)
 
 
 def test_nothing_is_followed_that_nobody_asks_for() -> None:

@@ -18,7 +18,7 @@ from memplan.errors import InputError
 from memplan.explanation.course import Course, Span
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import Explanation
-from memplan.explanation.over_time import course_of, thinned
+from memplan.explanation.over_time import course_of, selected_moments
 from memplan.simulation.simulate import simulate
 
 
@@ -101,7 +101,7 @@ levels = st.lists(st.integers(0, 9), min_size=1, max_size=400)
 @given(levels, st.lists(st.integers(0, 400), max_size=8), st.integers(1, 60))
 def test_thinning_loses_no_peak(values: list[int], bounds: list[int], moments: int) -> None:
     column, other = np.array(values), np.array(values[::-1])
-    kept = thinned(column, [other], bounds, moments).tolist()
+    kept = selected_moments(column, [other], bounds, moments).tolist()
     assert kept == sorted(set(kept))
     assert {0, len(values) - 1} <= set(kept)
     edges = sorted({0, len(values), *(bound for bound in bounds if bound < len(values))})
@@ -116,7 +116,7 @@ def test_thinning_loses_no_peak(values: list[int], bounds: list[int], moments: i
 
 @given(st.integers(20, 5000))
 def test_thinning_keeps_about_as_many_as_asked(count: int) -> None:
-    kept = thinned(np.arange(count) % 17, [], [], 90)
+    kept = selected_moments(np.arange(count) % 17, [], [], 90)
     assert len(kept) <= min(count, 92)
 
 

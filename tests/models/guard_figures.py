@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memplan.studies.guarding.baseline import Figures, LayerBytes, LayerOps
-from memplan.studies.guarding.taken import Taken
+from memplan.studies.guarding.taken import RecordedFigures
 
 MIB = 1 << 20
 
@@ -22,9 +22,11 @@ def figures(held: dict[tuple[str, str], int], ran: dict[str, tuple[str, ...]] | 
     return Figures(**given | more)
 
 
-def taken(held: dict[tuple[str, str], int], ran: dict[str, tuple[str, ...]] | None = None, **more: Any) -> Taken:
+def taken(
+    held: dict[tuple[str, str], int], ran: dict[str, tuple[str, ...]] | None = None, **more: Any
+) -> RecordedFigures:
     """Return a step that holds these bytes, with lines of each layer."""
     layers = dict.fromkeys(layer for layer, _ in held)
     where = {layer: f"src/net.py:{10 + at}" for at, layer in enumerate(layers)}
     chosen, unsure = more.pop("chosen", {}), more.pop("unsure", ())
-    return Taken(figures(held, ran, **more), where, chosen, unsure)
+    return RecordedFigures(figures(held, ran, **more), where, chosen, unsure)

@@ -60,7 +60,7 @@ from memplan.studies.axes.ranges import values_of
 from memplan.studies.comparisons.sides import side_of
 from memplan.studies.guarding.baseline import Baseline, Figures, read_baseline
 from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
-from memplan.studies.guarding.taken import Taken, taken
+from memplan.studies.guarding.taken import RecordedFigures, figures_of_trace
 from memplan.studies.sweeps.points import KNOWN
 from memplan.trace.naming.step_parts import loss_of, optimizer_of
 from memplan.trace.naming.targets import resolve
@@ -166,7 +166,7 @@ def _use_trace(data: bytes, file: Path) -> Iterator[str]:
         yield _page(data, file)
         if trace.device != "cpu":
             memplan.simulate(trace, settings=_SETTINGS)
-        yield from _guarded(Baseline((_figures(),)), taken(trace, target="net", settings=None))
+        yield from _guarded(Baseline((_figures(),)), figures_of_trace(trace, target="net", settings=None))
 
 
 def _use_explanation(data: bytes, file: Path) -> Iterator[str]:
@@ -232,7 +232,7 @@ def _use_baseline(data: bytes, file: Path) -> Iterator[str]:
         yield str(error)
 
 
-def _guarded(baseline: Baseline, now: Taken) -> Iterator[str]:
+def _guarded(baseline: Baseline, now: RecordedFigures) -> Iterator[str]:
     for before in baseline.steps:
         outcome = compare_with(before, now, "1%")
         yield text_of(guard_report.report(outcome, 5))
@@ -506,8 +506,10 @@ def _good() -> memplan.Explanation:
 
 
 @cache
-def _taken() -> Taken:
-    return taken(saved_results.trace(), target="net.py:make", options="--input 8x3x32x32", train=True, settings=None)
+def _taken() -> RecordedFigures:
+    return figures_of_trace(
+        saved_results.trace(), target="net.py:make", options="--input 8x3x32x32", train=True, settings=None
+    )
 
 
 def _figures() -> Figures:

@@ -16,7 +16,7 @@ from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.changed_step import Change, ChangeError, module_at
 from memplan.checks.mended.savings import peak_of
 from memplan.checks.op_names import base_name
-from memplan.explanation.layers import fullest
+from memplan.explanation.layers import tick_of_most_saved
 from memplan.simulation.simulate import live_at
 from memplan.trace.trace import Trace
 
@@ -46,7 +46,7 @@ def find(subject: Subject) -> list[Finding]:
     if len(convolutions) < _MIN_RUN:
         return []
     begin, end = (*trace.steps, trace.end)[:2]
-    saved = [s for s in live_at(trace, fullest(trace, begin, end)) if s.cause == "saved"]
+    saved = [s for s in live_at(trace, tick_of_most_saved(trace, begin, end)) if s.cause == "saved"]
     shapes = {shape for layer in run for shape in layer.shapes}
     full_size = [s for s in saved if s.shape in shapes]
     total, full = sum(s.bytes for s in saved), sum(s.bytes for s in full_size)

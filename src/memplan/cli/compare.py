@@ -64,10 +64,10 @@ def command(
         )
     from memplan.reports.compare import report
     from memplan.reports.terminal import show
-    from memplan.studies.comparisons.compare import compare_given
+    from memplan.studies.comparisons.compare import compare_requests
 
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
-        comparison = compare_given(
+        comparison = compare_requests(
             _input(sides[0], _title(*sides)), _input(sides[1], _title(*reversed(sides))), measure=really
         )
     results.write(comparison.to_json)

@@ -30,7 +30,7 @@ from memplan.trace.naming.targets import contained, short
 if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Request
     from memplan.studies.guarding.baseline import Baseline
-    from memplan.studies.guarding.taken import Taken
+    from memplan.studies.guarding.taken import RecordedFigures
     from memplan.trace.trace import Trace
 
 HELP = """Fail where a step takes more memory than its baseline says.
@@ -124,7 +124,7 @@ def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
 def _update(arguments: StepArguments, request: Request | None, path: str) -> int:
     from memplan._bytes import format_bytes
     from memplan._text import printable
-    from memplan.studies.comparisons.comparison import changed
+    from memplan.studies.comparisons.comparison import change_text
     from memplan.studies.guarding.baseline import Baseline
 
     file = writable(path, "--baseline")
@@ -133,7 +133,9 @@ def _update(arguments: StepArguments, request: Request | None, path: str) -> int
     before = old.find(now.target, now.options, now.device)
     write(file, old.updated(now).to_json())
     text = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
-    text += f", was {format_bytes(before.peak)} ({changed(before.peak, now.peak)})" if before is not None else ", new"
+    text += (
+        f", was {format_bytes(before.peak)} ({change_text(before.peak, now.peak)})" if before is not None else ", new"
+    )
     click.echo(printable(f"{path}: {text}"))
     return 0
 
@@ -148,9 +150,9 @@ def _read(path: str) -> Baseline:
     return Baseline(tuple(replace(step, options=current(step.options)) for step in read_baseline(path).steps))
 
 
-def _snapshot(arguments: StepArguments, request: Request | None) -> Taken:
+def _snapshot(arguments: StepArguments, request: Request | None) -> RecordedFigures:
     """Record the target's step, load the trace that it names, or run the script, and return its figures."""
-    from memplan.studies.guarding.taken import taken
+    from memplan.studies.guarding.taken import figures_of_trace
 
     target, options = _portable(arguments.target), options_text(arguments)
     trains = None if arguments.train else False  # None: unknown, a step may run no backward pass
@@ -162,7 +164,7 @@ def _snapshot(arguments: StepArguments, request: Request | None) -> Taken:
         trace, trains = recorded(arguments), None
     else:
         trace = _recorded(arguments)
-    return taken(trace, target=target, options=options, train=trains, settings=arguments.settings)
+    return figures_of_trace(trace, target=target, options=options, train=trains, settings=arguments.settings)
 
 
 def _recorded(arguments: StepArguments) -> Trace:
@@ -185,13 +187,13 @@ def _named_cudnn(arguments: StepArguments) -> str | bool:
 
 def _portable(target: str) -> str:
     """Return a target with a relative path and forward slashes, the same on all systems and in all checkouts."""
-    from memplan.studies.guarding.taken import slashed
+    from memplan.studies.guarding.taken import with_forward_slashes
 
     module, colon, name = target.rpartition(":")
     if not colon:
         module, name = name, ""
     is_path = module.endswith(".py") or not colon
-    return (slashed(short(os.path.abspath(module))) if is_path else module) + colon + name
+    return (with_forward_slashes(short(os.path.abspath(module))) if is_path else module) + colon + name
 
 
 def options_text(arguments: StepArguments) -> str:

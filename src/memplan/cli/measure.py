@@ -106,7 +106,7 @@ def command(
     from memplan.reports.explain import dumps, report
     from memplan.reports.terminal import show
 
-    outputs.write(trace, explanation, partial(dumps, explanation, beside=comparison), _settings(trace))
+    outputs.write(trace, explanation, partial(dumps, explanation, compare_with_prediction=comparison), _settings(trace))
     if not outputs.takes_stdout:
         step = report(explanation, top)
         show(step if comparison is None else step + beside_report(comparison, top))
@@ -168,13 +168,13 @@ def _settings(trace: Trace) -> str | None:
 
 def _compare_with_prediction(arguments: StepArguments, measured: Trace, steps: int) -> Beside:
     """Record the measured step for the same card, and compare the peaks."""
-    from memplan.studies.comparisons.measured import beside
+    from memplan.studies.comparisons.measured import compare_with_prediction
     from memplan.trace.dry_run.process import allocator_settings
     from memplan.trace.record import record
 
     with progress(f"recording {arguments.target}"), contained(arguments.target):
         predicted = record(describe(arguments).build(on_card=True), device="cuda", steps=steps)
-    return beside(predicted, measured, arguments.target, settings=allocator_settings())
+    return compare_with_prediction(predicted, measured, arguments.target, settings=allocator_settings())
 
 
 class StepOfOptions:

@@ -102,7 +102,7 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.explanation.explain import explain_trace
-    from memplan.integrations.line_profiles.places import not_run
+    from memplan.integrations.line_profiles.places import unused_options
     from memplan.reports.run import dumps, report
     from memplan.reports.terminal import show
 
@@ -115,17 +115,17 @@ def command(
     outputs.write(ran.trace, explanation, as_json, settings)
     if not outputs.takes_stdout:
         show(report(str(ran.command), ran.facts, explanation, top, comparison))
-    for message in not_run(values["places"], explanation.lines):
+    for message in unused_options(values["places"], explanation.lines):
         click.echo(f"memplan: {message}", err=True)
     return warn_of_branches(explanation) or int(does_not_fit(explanation) or bool(ran.facts.unwritten))
 
 
 def _compare_with_prediction(request: Request, ran: Ran, settings: str | None) -> Beside:
     """Record a script that was measured on a card for the same card, and compare the peaks."""
-    from memplan.studies.comparisons.measured import beside
+    from memplan.studies.comparisons.measured import compare_with_prediction
 
     predicted = run(replace(request, really=False, contribute=None, device="cuda"))
-    return beside(predicted.trace, ran.trace, ran.command.name, settings=settings)
+    return compare_with_prediction(predicted.trace, ran.trace, ran.command.name, settings=settings)
 
 
 def request_of(values: dict[str, Any]) -> Request:
@@ -134,7 +134,7 @@ def request_of(values: dict[str, Any]) -> Request:
     Raises:
         InputError: an option is malformed, or contradicts another.
     """
-    from memplan.integrations.line_profiles.places import followed
+    from memplan.integrations.line_profiles.places import parse_lines_option
     from memplan.integrations.scripts.command import Command
     from memplan.integrations.scripts.loaders import Rules
     from memplan.integrations.scripts.request import Request
@@ -152,7 +152,7 @@ def request_of(values: dict[str, Any]) -> Request:
         command, values["device"], values["steps"], values["really"], rules, writes=values["writes"],
         unprotected=values["unprotected"], shows=values["shows"], limit=values["limit"],
         contribute=contribute, assume=tuple(arguments.assumed.items()), cudnn=arguments.environment,
-        lines=tuple(map(followed, values.get("places", ()))),
+        lines=tuple(map(parse_lines_option, values.get("places", ()))),
     )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def _sweep(
     jobs: int | None,
 ) -> Sweep:  # fmt: skip
     from memplan.studies.axes.axes import Argument, axis_of
-    from memplan.studies.sweeps.sweep import swept
+    from memplan.studies.sweeps.sweep import sweep_subject
     from memplan.trace.recording.session import choose_target
 
     described = described_at(arguments, named_axes.get("batch"), vary)
@@ -120,7 +120,7 @@ def _sweep(
     target = choose_target(arguments.device, arguments.assumed, arguments.environment)
     try:
         with bar(f"recording {arguments.target}") as progress:
-            return swept(
+            return sweep_subject(
                 subject, axes, target, settings=arguments.settings, jobs=jobs, progress=progress, title=arguments.target
             )
     except StepError as error:

@@ -77,6 +77,6 @@ class _Memory:
         added = sum(size for size, end in self._allocations[first:last] if end is None or end > span.end)
         freed = before + added - after
         return LineRow(
-            row.line, row.hits + span.hits, max(row.held, after), max(row.added, added), max(row.freed, freed),
-            max(row.peak, before, peak), row.source,
+            row.line, row.hits + span.hits, held=max(row.held, after), added=max(row.added, added),
+            freed=max(row.freed, freed), peak=max(row.peak, before, peak), source=row.source,
         )  # fmt: skip

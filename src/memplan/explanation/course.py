@@ -91,6 +91,7 @@ class Course:
     AS_ROWS: ClassVar[bool] = True
 
     def _check(self) -> None:
+        """Raise Unreadable if columns of a loaded file contradict each other."""
         count = len(self.ticks)
         columns = [*(getattr(self, name) for name in _COLUMNS), *self.causes.values()]
         if any(len(column) != count for column in columns):
@@ -113,9 +114,9 @@ class Course:
         spans = [span for span in self.spans if span.step == number]
         if not spans:
             return self
-        inside = [i for i, tick in enumerate(self.ticks) if spans[0].start < tick <= spans[-1].end]
-        causes = {name: tuple(column[i] for i in inside) for name, column in self.causes.items()}
-        columns = {name: tuple(getattr(self, name)[i] for i in inside) for name in _COLUMNS}
+        indices = [i for i, tick in enumerate(self.ticks) if spans[0].start < tick <= spans[-1].end]
+        causes = {name: tuple(column[i] for i in indices) for name, column in self.causes.items()}
+        columns = {name: tuple(getattr(self, name)[i] for i in indices) for name in _COLUMNS}
         return replace(self, **columns, causes=causes, spans=tuple(spans), alive=(), segments=())
 
     def beside(self, others: Mapping[str, int]) -> Course:

@@ -18,10 +18,10 @@ from memplan.explanation.by_line import line_profiles
 from memplan.explanation.card import card_use, levels_at
 from memplan.explanation.grad import with_training_note
 from memplan.explanation.holders import holders_at
-from memplan.explanation.layers import fullest, layer_rows, origin_word, saved_rows
+from memplan.explanation.layers import layer_rows, origin_word, saved_rows, tick_of_most_saved
 from memplan.explanation.model import Explanation, PeakRow, headline
 from memplan.explanation.over_time import course_of
-from memplan.explanation.scaling import scaled
+from memplan.explanation.scaling import with_scaling
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import StepPeak, Timeline
 from memplan.trace.held_output import output_shown
@@ -127,7 +127,7 @@ def explain_build(
     explanation = explain_trace(trace, title=title, train=None if train else False, card=target.card, settings=settings)
     if not train:
         explanation = with_training_note(explanation, build_of_step(None, True), target)
-    return trace, scaled(explanation, batch, lambda batch: build_of_step(batch, train), target)
+    return trace, with_scaling(explanation, batch, lambda batch: build_of_step(batch, train), target)
 
 
 def device_of(what: Any) -> str | None:
@@ -155,38 +155,38 @@ def explain_trace(
     """
     train = any(op.phase == "backward" for op in trace.ops) if train is None else train
     if card is None:
-        card = _known_card(trace.device)
+        card = _catalogue_card(trace.device)
     recorded = trace
     trace = at_least(trace)  # the low case; `card_use` has what larger workspaces can add
     timeline = simulate(trace, settings=settings)
     by_cause = _by_cause(trace, timeline.peak_tick)
     step = _representative_step(timeline)
-    saved = saved_rows(trace, fullest(trace, step.start, step.end))
+    saved = saved_rows(trace, tick_of_most_saved(trace, step.start, step.end))
     rounding = timeline.peak_allocated - sum(by_cause.values())
     return Explanation(
         title,
         trace.device,
         train,
         timeline,
-        by_cause | {"rounding": rounding},
-        _by_cause_reserved(trace, timeline),
-        {cause: peak_live_bytes(s for s in trace.counted if s.cause == cause) for cause in CAUSES},
-        tuple(layer_rows(trace, saved, step.start, step.end)),
-        tuple(saved),
-        sum(row.bytes for row in saved if row.counted),
-        _peak(trace, timeline),
-        holders_at(trace, timeline.peak_tick),
-        headline(_by_cause(trace, step.peak_tick), step.peak_allocated, timeline.peak_allocated),
-        None,
-        (*trace.notes, *_notes(recorded, timeline)),
-        trace.assumptions,
-        card_use(recorded, timeline, card, settings) if card is not None else None,
-        line_profiles(trace, timeline),
-        course_of(trace, timeline, settings),
+        by_cause=by_cause | {"rounding": rounding},
+        by_cause_reserved=_by_cause_reserved(trace, timeline),
+        by_cause_most={cause: peak_live_bytes(s for s in trace.counted if s.cause == cause) for cause in CAUSES},
+        layers=tuple(layer_rows(trace, saved, step.start, step.end)),
+        saved=tuple(saved),
+        saved_bytes=sum(row.bytes for row in saved if row.counted),
+        peak=_peak_op(trace, timeline),
+        holders=holders_at(trace, timeline.peak_tick),
+        sentence=headline(_by_cause(trace, step.peak_tick), step.peak_allocated, timeline.peak_allocated),
+        scaling=None,
+        notes=(*trace.notes, *_notes(recorded, timeline)),
+        assumptions=trace.assumptions,
+        card=card_use(recorded, timeline, card, settings) if card is not None else None,
+        lines=line_profiles(trace, timeline),
+        course=course_of(trace, timeline, settings),
     )
 
 
-def _known_card(name: str) -> Device | None:
+def _catalogue_card(name: str) -> Device | None:
     """Return the catalogue's card of this name; None for the CPU and unknown GPUs."""
     try:
         return None if name == HOST else find(name)
@@ -202,6 +202,7 @@ def _by_cause_reserved(trace: Trace, timeline: Timeline) -> dict[str, int]:
 
 
 def _refuse_options(options: StepOptions) -> None:
+    """Raise InputError if options of a module's step were given with a Trace."""
     if replace(options, train=True) != StepOptions():
         raise InputError(
             "a Trace and inputs or other options of a module's step",
@@ -210,6 +211,7 @@ def _refuse_options(options: StepOptions) -> None:
 
 
 def _title(what: Any) -> str:
+    """Return the name of what is explained: the module's class, or the function's name."""
     if isinstance(what, nn.Module):
         return type(what).__name__
     return getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", "step")
@@ -228,7 +230,7 @@ def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
     return totals
 
 
-def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
+def _peak_op(trace: Trace, timeline: Timeline) -> PeakRow | None:
     """Return the last op that began before the peak, or None if the peak is earlier than all ops."""
     before = list(takewhile(lambda op: op.start < timeline.peak_tick, trace.ops))
     if not before:
@@ -238,6 +240,7 @@ def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
 
 
 def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
+    """Return the notes on memory that is not counted, or is not known exactly."""
     notes: list[str] = []
     if trace.device == HOST and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
         notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
@@ -287,6 +290,7 @@ def _workspace_note(trace: Trace, timeline: Timeline) -> str:
 
 
 def _is_half_product(trace: Trace, op: Op) -> bool:
+    """Return whether an op is a matrix product or convolution that reads half precision."""
     products = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", *_OUTSIDE_LIBRARIES)
     return op.name.startswith(products) and any(
         trace.storages[operand.storage].dtype in ("bfloat16", "float16") for operand in op.reads

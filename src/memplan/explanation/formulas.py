@@ -38,7 +38,7 @@ class Formula:
 
     def reads(self, role: str) -> bool:
         """Check whether the formula reads the argument ``role``, or any result of the op for the role ``result``."""
-        if role == "kept":
+        if role == "kept":  # by a custom autograd function, whose formula is not known
             return True
         names = set(_NAME.findall(_METADATA.sub("", self.text)))
         return bool(names - set(self.variables)) if role == "result" else role in names
@@ -54,14 +54,14 @@ class Formula:
 def formulas(op: str) -> tuple[Formula, ...]:
     """Return the formulas of an op, by its overload name (``aten.convolution.default``); () if torch lists none."""
     name = op.removeprefix("aten.").removesuffix(".default")
-    table = _table()
+    table = _derivative_table()
     if name in table:
         return table[name]
     base, dot, overload = name.partition(".")  # an in-place op has the formula of the out-of-place op
     return table.get(base.removesuffix("_") + dot + overload, ())
 
 
-def needing(op: str, role: str, needs_grad: tuple[str, ...]) -> list[tuple[str, str]]:
+def gradients_reading(op: str, role: str, needs_grad: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return the gradients for which an op saves a tensor: (argument, name of the function that computes it).
 
     Args:
@@ -70,13 +70,13 @@ def needing(op: str, role: str, needs_grad: tuple[str, ...]) -> list[tuple[str, 
         needs_grad: the arguments that get a gradient.
     """
     base = op.removeprefix("aten.").split(".")[0]
-    exact = _READS.get(base, {})
+    reads_by_variable = _READS.get(base, {})
     gradients: list[tuple[str, str]] = []
     for formula in formulas(op):
         for variable in formula.variables:
             if variable not in needs_grad or not formula.reads(role):
                 continue
-            reads = exact.get(variable)
+            reads = reads_by_variable.get(variable)
             if reads is not None and role != "result" and role not in reads:
                 continue
             if variable == "bias" and len(formula.variables) > 1:
@@ -86,7 +86,7 @@ def needing(op: str, role: str, needs_grad: tuple[str, ...]) -> list[tuple[str, 
 
 
 @functools.cache
-def _table() -> dict[str, tuple[Formula, ...]]:
+def _derivative_table() -> dict[str, tuple[Formula, ...]]:
     """Return {op name: formulas} from torchgen's derivatives.yaml; {} if it is not installed."""
     torchgen = importlib.util.find_spec("torchgen")
     if torchgen is None or torchgen.origin is None:

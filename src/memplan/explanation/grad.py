@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memplan._bytes import format_bytes
 from memplan.errors import MemplanError
-from memplan.explanation.layers import fullest
+from memplan.explanation.layers import tick_of_most_saved
 from memplan.explanation.model import Explanation
 from memplan.simulation.simulate import live_at
 from memplan.trace.record import record_for
@@ -37,5 +37,5 @@ def with_training_note(explanation: Explanation, build: Build, target: Target) -
 
 def _peak_saved_bytes(trace: Trace) -> int:
     trace = at_least(trace)
-    tick = fullest(trace, trace.steps[0], trace.end)
+    tick = tick_of_most_saved(trace, trace.steps[0], trace.end)
     return sum(storage.bytes for storage in live_at(trace, tick) if storage.cause == "saved")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memplan.explanation.formulas import formulas, needing
+from memplan.explanation.formulas import formulas, gradients_reading
 from memplan.explanation.model import LayerRow, SavedRow
 from memplan.simulation.simulate import live_at
 from memplan.trace.live_bytes import live_bytes
@@ -52,7 +52,7 @@ def origin_word(op: Op, trace: Trace) -> str:
     return op_word(trace.ops[op.gradient_of], trace) + "'s gradient"
 
 
-def fullest(trace: Trace, start: int, end: int) -> int:
+def tick_of_most_saved(trace: Trace, start: int, end: int) -> int:
     """Return the first tick within a span at which the most bytes are saved."""
     saved = [storage for storage in trace.counted if storage.cause == "saved"]
     levels = [(tick, level) for tick, level in live_bytes(saved) if start < tick <= end]
@@ -98,6 +98,8 @@ def layer_rows(trace: Trace, saved: list[SavedRow], start: int, end: int) -> lis
 
 @dataclass(slots=True)
 class _Draft:
+    """The row of a layer while its bytes are added up."""
+
     output_bytes: int = 0
     weight_bytes: int = 0
     gradient_bytes: int = 0
@@ -109,6 +111,7 @@ class _Draft:
         return not (self.output_bytes or self.weight_bytes or self.saved)
 
     def row(self, name: str, kind: str) -> LayerRow:
+        """Return the finished row; reasons of equal storages are listed once, the largest first."""
         distinct = {(row.bytes, row.shape, row.shared_with, row.role): row for row in self.saved}
         return LayerRow(
             name,
@@ -164,12 +167,23 @@ def keepers_of(storage: Storage) -> list[Keeper]:
 def _saved_row(
     trace: Trace, storage: Storage, keeper: Keeper, keepers: list[Keeper], producer: str, counted: bool, is_mask: bool
 ) -> SavedRow:
+    """Return the row of a storage and one of the ops that save it.
+
+    Args:
+        trace: the step.
+        storage: that is saved.
+        keeper: the op that the row is of, by its roles.
+        keepers: all ops that save the storage.
+        producer: whose result the storage is, in words; "" if it is one of the keepers.
+        counted: whether the storage counts for this row.
+        is_mask: whether it is a mask of dropout.
+    """
     op = trace.ops[keeper[0].op]
     needs, needed_for = gradients_needing(trace, keeper)
-    others = tuple(dict.fromkeys(_title(trace, other, is_mask) for other in keepers if other is not keeper))
+    others = tuple(dict.fromkeys(_keeper_title(trace, other, is_mask) for other in keepers if other is not keeper))
     others = (*others, producer) if producer and producer not in others else others
     word = "dropout" if is_mask else op_word(op, trace)
-    role = _roles_in_words(op, keeper, is_mask)
+    role = _roles_text(op, keeper, is_mask)
     return SavedRow(
         op.layer or OUTSIDE,
         word,
@@ -180,7 +194,7 @@ def _saved_row(
         storage.dtype,
         needed_for,
         others,
-        _why(f"{word} saves {role}", needs, needed_for, others),
+        _why_text(f"{word} saves {role}", needs, needed_for, others),
         op.where,
     )
 
@@ -193,15 +207,15 @@ def gradients_needing(trace: Trace, keeper: Keeper) -> tuple[list[tuple[str, str
         ``input_gradient`` these are; the latter is () if no gradient reads the storage.
     """
     op = trace.ops[keeper[0].op]
-    needs = [need for sharer in keeper for need in needing(op.name, sharer.role, op.needs_grad)]
-    needed_for = tuple(sorted({_gradient(trace, op, variable) for variable, _ in needs}, reverse=True))
+    needs = [need for sharer in keeper for need in gradients_reading(op.name, sharer.role, op.needs_grad)]
+    needed_for = tuple(sorted({_gradient_kind(trace, op, variable) for variable, _ in needs}, reverse=True))
     reads = any(formula.reads(sharer.role) for formula in formulas(op.name) for sharer in keeper)
     if not needs and not reads:
         needed_for = ("input_gradient",)  # a custom autograd function, or an op without a formula in torch's table
     return needs, needed_for
 
 
-def _gradient(trace: Trace, op: Op, variable: str) -> str:
+def _gradient_kind(trace: Trace, op: Op, variable: str) -> str:
     """Return ``weight_gradient`` if an argument is a weight or a copy of weights, else ``input_gradient``."""
     storages = [trace.storages[operand.storage] for operand in op.reads if operand.name == variable]
     is_weight = bool(storages) and all(_is_weight(trace, storage) for storage in storages)
@@ -209,6 +223,7 @@ def _gradient(trace: Trace, op: Op, variable: str) -> str:
 
 
 def _is_weight(trace: Trace, storage: Storage) -> bool:
+    """Return whether a storage is a weight, or a copy, cast or concatenation of weights."""
     if storage.cause == "weight":
         return True
     if storage.op is None:
@@ -218,16 +233,17 @@ def _is_weight(trace: Trace, storage: Storage) -> bool:
     return is_copy and all(_is_weight(trace, trace.storages[r.storage]) for r in op.reads)
 
 
-def _roles_in_words(op: Op, keeper: Keeper, is_mask: bool) -> str:
+def _roles_text(op: Op, keeper: Keeper, is_mask: bool) -> str:
     if is_mask:
         return "its mask"
-    words = list(dict.fromkeys(_role_in_words(op, sharer) for sharer in keeper))
+    words = list(dict.fromkeys(_role_text(op, sharer) for sharer in keeper))
     if len(words) == 1:
         return words[0]
     return ", ".join(words[:-1]) + " and " + words[-1].removeprefix("its ")
 
 
-def _role_in_words(op: Op, sharer: Sharer) -> str:
+def _role_text(op: Op, sharer: Sharer) -> str:
+    """Return what a saved storage is to an op, in words: "its input", "its statistics"."""
     role, read_as = sharer.role, sharer.read_as
     if role == "result":
         if read_as in ("indices", "mask", "workspace"):
@@ -240,7 +256,8 @@ def _role_in_words(op: Op, sharer: Sharer) -> str:
     return _ROLES.get(role, f"its {role}")
 
 
-def _why(what: str, needs: list[tuple[str, str]], needed_for: tuple[str, ...], others: tuple[str, ...]) -> str:
+def _why_text(what: str, needs: list[tuple[str, str]], needed_for: tuple[str, ...], others: tuple[str, ...]) -> str:
+    """Return the sentence on why a storage is saved: for which gradients, by which function, shared with whom."""
     if needed_for:
         text = f"{what} for the {' and the '.join(need.replace('_', chr(39) + 's ') for need in needed_for)}"
     else:
@@ -253,14 +270,15 @@ def _why(what: str, needs: list[tuple[str, str]], needed_for: tuple[str, ...], o
     return text
 
 
-def _title(trace: Trace, keeper: Keeper, is_mask: bool) -> str:
+def _keeper_title(trace: Trace, keeper: Keeper, is_mask: bool) -> str:
+    """Return how other ops that share a storage call this one: "layer1.conv's input"."""
     op = trace.ops[keeper[0].op]
-    what = _roles_in_words(op, keeper, is_mask).removeprefix("its ").removeprefix("a ")
+    what = _roles_text(op, keeper, is_mask).removeprefix("its ").removeprefix("a ")
     return f"{op.layer or op_word(op, trace)}'s {what}"
 
 
 def _producer_title(trace: Trace, storage: Storage, sharers: list[Sharer], in_place: dict[int, list[Op]]) -> str:
-    """Return whose result a saved storage is, or "" if the op that produced it is among its sharers."""
+    """Return whose result a saved storage is ("layer1.relu's result"), or "" if that op is one of its sharers."""
     first = min(sharer.op for sharer in sharers)
     writers = [op for op in in_place.get(storage.id, ()) if op.index < first]
     producer = writers[-1] if writers else trace.ops[storage.op] if storage.op is not None else None

@@ -77,21 +77,21 @@ class LineProfile(Saved, Displayed):
         return f"<LineProfile of {self.function}: {format_bytes(self.peak)} peak, {len(self.rows)} lines>"
 
 
-def merged(profiles: Iterable[LineProfile]) -> tuple[LineProfile, ...]:
+def merge_profiles(profiles: Iterable[LineProfile]) -> tuple[LineProfile, ...]:
     """Merge the profiles of the same function from several runs: hits add up, and the largest of each size counts."""
     by_function: dict[tuple[str, str, int], LineProfile] = {}
     for profile in profiles:
         key = profile.file, profile.function, profile.rows[0].line if profile.rows else 0
         earlier = by_function.get(key)
-        by_function[key] = profile if earlier is None else _merged_pair(earlier, profile)
+        by_function[key] = profile if earlier is None else _merge_pair(earlier, profile)
     return tuple(by_function.values())
 
 
-def _merged_pair(a: LineProfile, b: LineProfile) -> LineProfile:
-    rows = tuple(_merged_rows(pair) for pair in zip(a.rows, b.rows, strict=True))
+def _merge_pair(a: LineProfile, b: LineProfile) -> LineProfile:
+    rows = tuple(_merge_rows(pair) for pair in zip(a.rows, b.rows, strict=True))
     return dataclasses.replace(a, rows=rows, notes=tuple(dict.fromkeys((*a.notes, *b.notes))))
 
 
-def _merged_rows(rows: Sequence[LineRow]) -> LineRow:
+def _merge_rows(rows: Sequence[LineRow]) -> LineRow:
     sizes = {name: max(getattr(row, name) for row in rows) for name in ("held", "added", "freed", "peak")}
     return dataclasses.replace(rows[0], hits=sum(row.hits for row in rows), **sizes)

@@ -254,6 +254,7 @@ class Explanation(Saved, Displayed):
         return plain
 
     def _check(self) -> None:
+        """Raise Unreadable if parts of a loaded file contradict each other."""
         causes = {
             *self.by_cause, *self.by_cause_reserved, *self.by_cause_most, *(row.cause for row in self.holders)
         }  # fmt: skip

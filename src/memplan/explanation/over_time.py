@@ -44,24 +44,24 @@ def course_of(trace: Trace, timeline: Timeline, settings: str | None = None, mom
     causes["rounding"] = allocated - sum(causes.values())
     spans = spans_of(trace)
     bounds = np.searchsorted(ticks, [span.start for span in spans], "right")
-    selected = thinned(allocated, [*causes.values(), reserved], bounds.tolist(), moments)
+    selected = selected_moments(allocated, [*causes.values(), reserved], bounds.tolist(), moments)
     ops, rows = _running_ops(trace, ticks[selected])
-    alive, indices = _alive(trace, timeline.peak_tick)
+    alive, indices = _live_at_peak(trace, timeline.peak_tick)
     return Course(
-        _column(ticks[selected]),
-        _column(allocated[selected]),
-        _column(reserved[selected]),
-        {cause: _column(column[selected]) for cause, column in causes.items() if column.any()},
-        ops,
-        rows,
-        spans,
-        len(ticks),
-        alive,
-        _segments(trace, timeline, settings, indices),
+        ticks=_column(ticks[selected]),
+        allocated=_column(allocated[selected]),
+        reserved=_column(reserved[selected]),
+        causes={cause: _column(column[selected]) for cause, column in causes.items() if column.any()},
+        ops=ops,
+        op_rows=rows,
+        spans=spans,
+        total=len(ticks),
+        alive=alive,
+        segments=_segments(trace, timeline, settings, indices),
     )
 
 
-def thinned(
+def selected_moments(
     levels: np.ndarray, others: Sequence[np.ndarray], bounds: Sequence[int], moments: int
 ) -> np.ndarray:  # fmt: skip
     """Return the sorted indices of the moments to keep.
@@ -123,18 +123,19 @@ def _running_ops(trace: Trace, ticks: np.ndarray) -> tuple[tuple[int, ...], tupl
     return _column(np.where(last < 0, -1, np.searchsorted(op_indices, last))), rows
 
 
-def _alive(trace: Trace, tick: int) -> tuple[tuple[Alive, ...], dict[int, int]]:
+def _live_at_peak(trace: Trace, tick: int) -> tuple[tuple[Alive, ...], dict[int, int]]:
     """Return the largest storages live after a tick, in order of size, and the row index of each by storage id."""
     storages = [storage for storage in live_at(trace, tick) if storage.bytes]
     storages.sort(key=lambda storage: (-storage.bytes, storage.born))
     del storages[ALIVE:]
     engines = {engine.storage: engine.plans[0].engine for engine in trace.engines}
     owners = {storage: layer.name for layer in trace.layers for storage in (*layer.weights, *layer.buffers)}
-    rows = [_alive_row(trace, s, owners.get(s.id, ""), engines.get(s.id)) for s in storages]
+    rows = [_live_row(trace, s, owners.get(s.id, ""), engines.get(s.id)) for s in storages]
     return tuple(rows), {storage.id: index for index, storage in enumerate(storages)}
 
 
-def _alive_row(trace: Trace, storage: Storage, owner: str, engine: str | None) -> Alive:
+def _live_row(trace: Trace, storage: Storage, owner: str, engine: str | None) -> Alive:
+    """Return the row of a storage; ``owner`` is the layer whose weight or buffer it is, if any."""
     op = None if storage.op is None else trace.ops[storage.op]
     name = storage.name or ("" if op is None else origin_word(op, trace))
     layer = owner or ("" if op is None else op.layer)
@@ -158,6 +159,7 @@ def _segments(
 
 
 def _segment(segment: Segment, causes: Mapping[int, str], alive_indices: Mapping[int, int]) -> PeakSegment:
+    """Return a segment for the picture: each block with its cause, and the index of its storage in the list."""
     blocks = [
         PeakBlock(
             block.address - segment.address, block.size, block.requested, block.state,

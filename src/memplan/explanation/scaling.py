@@ -21,7 +21,7 @@ _TOLERANCE = 0.02
 """How far the peak of a third batch may be from the line through two, as a share of it."""
 
 
-def scaled(
+def with_scaling(
     explanation: Explanation, batch: int | None, build_at: Callable[[int], Build], target: Target
 ) -> Explanation:
     """Add the scaling to an explanation: fixed bytes and bytes per sample, from another recording at twice the batch.
@@ -53,7 +53,7 @@ def scaled(
     low, high = map(format_bytes, scaling.peaks)
     if any(line.fixed < 0 or line.per_sample < 0 for line in scaling.lines):
         why = f"at batch {2 * batch} other kernels run ({low} at batch {batch}, {high} at {2 * batch})"
-    elif third is not None and not _is_near(third.peak_allocated, scaling, doubled):
+    elif third is not None and not _is_on_lines(third.peak_allocated, scaling, doubled):
         why = (
             f"a batch of 1 is treated apart ({low} at batch 1, {high} at 2, {format_bytes(third.peak_allocated)} at 3)"
         )
@@ -63,7 +63,7 @@ def scaled(
     return replace(explanation, notes=(*explanation.notes, note))
 
 
-def _is_near(third: int, scaling: Scaling, doubled: Timeline) -> bool:
+def _is_on_lines(third: int, scaling: Scaling, doubled: Timeline) -> bool:
     """Check whether the peak at batch 3 is that of the lines."""
     expected = scaling.peak(3)
     return abs(third + scaling.peaks[1] - doubled.peak_allocated - expected) <= _TOLERANCE * expected
@@ -86,12 +86,12 @@ def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:
     else:
         levels = {(once.peak_allocated, twice.peak_allocated + added_later)}
     lines = _envelope([((b - a) / batch, 2 * a - b) for a, b in levels])
-    own = next(line for line in reversed(lines) if line.batch <= batch)
+    current = next(line for line in reversed(lines) if line.batch <= batch)
     return Scaling(
         (batch, 2 * batch),
         (once.peak_allocated, twice.peak_allocated + added_later),
-        own.fixed,
-        own.per_sample,
+        current.fixed,
+        current.per_sample,
         tuple(lines),
     )
 

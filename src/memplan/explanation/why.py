@@ -94,7 +94,7 @@ def _free(message: OutOfMemoryMessage) -> int | None:
     return None
 
 
-def _own_and_others(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+def _memory_by_process(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tuple[int, int], ...]]:
     """Return the bytes of this process, or None, and (PID, bytes) of the other processes.
 
     In a container torch does not know its own PID and lists itself among the others. It is the process with the least
@@ -110,6 +110,7 @@ def _own_and_others(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tupl
 
 
 def _parts(message: OutOfMemoryMessage) -> list[Part]:
+    """Return the parts of the device's memory that the message tells apart, and what remains unexplained."""
     allocated, unallocated, reserved = message.allocated, message.unallocated, message.reserved
     parts: list[Part] = []
     if allocated is not None:
@@ -118,7 +119,7 @@ def _parts(message: OutOfMemoryMessage) -> list[Part]:
         parts += [Part("allocated by PyTorch in private pools (CUDA graphs)", pools)] if pools else []
     if unallocated is not None:
         parts.append(Part("reserved by PyTorch, in no tensor", unallocated))
-    own, others = _own_and_others(message)
+    own, others = _memory_by_process(message)
     if own is not None and reserved is not None and own > reserved:
         parts.append(Part("this process beside PyTorch's allocator (context, libraries)", own - reserved))
     parts += [Part(f"process {number}", size) for number, size in others]
@@ -157,11 +158,12 @@ def _verdict(message: OutOfMemoryMessage) -> tuple[Verdict, int | None]:
         return "refused", lack
     if lack <= 0:
         return "fragmentation", lack
-    by_others = sum(size for _, size in _own_and_others(message)[1]) + (message.beside or 0)
+    by_others = sum(size for _, size in _memory_by_process(message)[1]) + (message.beside or 0)
     return ("others" if by_others >= lack else "need"), lack
 
 
 def _reason(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> str:
+    """Return the verdict in a sentence; ``lack`` is the number of missing bytes."""
     requested, free, unallocated = message.requested or 0, _free(message) or 0, message.unallocated or 0
     missing = shown(max(lack or 0, 0))
     if verdict == "fragmentation":
@@ -199,9 +201,10 @@ def _is_nearly_full(message: OutOfMemoryMessage, lack: int | None) -> bool:
 
 
 def _advice(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> tuple[str, ...]:
+    """Return what the user can do, the most specific first."""
     advice: list[str] = []
     if verdict == "others":
-        numbers = ", ".join(str(number) for number, _ in _own_and_others(message)[1])
+        numbers = ", ".join(str(number) for number, _ in _memory_by_process(message)[1])
         advice.append(
             f"End the other processes, if they are yours: {numbers}" if numbers else "Close what else uses it"
         )

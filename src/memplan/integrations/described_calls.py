@@ -20,7 +20,7 @@ class Unknown(Exception):
     """An argument that is neither a tensor, a number, None, nor a list, tuple or mapping of these."""
 
 
-def described(value: Any) -> Any:
+def specs_of(value: Any) -> Any:
     """Return an argument with a `Spec` in place of each tensor; mappings become dicts.
 
     Raises:
@@ -31,9 +31,9 @@ def described(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if type(value) in (list, tuple):
-        return type(value)([described(item) for item in value])
+        return type(value)([specs_of(item) for item in value])
     if isinstance(value, Mapping):
-        return {key: described(item) for key, item in value.items()}
+        return {key: specs_of(item) for key, item in value.items()}
     raise Unknown(f"a {type(value).__name__}")
 
 
@@ -43,8 +43,8 @@ def text_of(value: Spec) -> str:
     return sizes if value.dtype is torch.float32 else f"{sizes}:{str(value.dtype)[6:]}"
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """Return a copy without hooks, which would write into the user's objects."""
+def copy_without_hooks(module: nn.Module) -> nn.Module:
+    """Return a copy of a module without its hooks, which would write into the user's objects."""
     copy = copy_module(module)
     for submodule in copy.modules():
         _torch.remove_hooks(submodule)
@@ -52,12 +52,12 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the defaults that its constructor takes: those of AdamW have a key of Adam that AdamW does not take."""
+    """Return the optimizer's defaults that its constructor accepts: AdamW's have one that it refuses."""
     parameters = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in parameters}
 
 
-def maker(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> Callable[[Any], Any]:
+def optimizer_factory(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> Callable[[Any], Any]:
     """Return a function that takes parameters and creates an optimizer of this class with these options."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:

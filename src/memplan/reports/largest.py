@@ -32,7 +32,7 @@ def report(result: Largest) -> Document:
 def _answer(result: Largest) -> str:
     room = f"in {result.room.title}"
     if result.value == 0:
-        return f"not even {result.axis} {result.least.value} fits {room}: {result.held_by(result.least)}"
+        return f"not even {result.axis} {result.least.value} fits {room}: {result.largest_parts(result.least)}"
     sizes = f" ({'x'.join(map(str, result.sizes))})" if result.sizes else ""
     count = f"{len(result.tried)} {'plan' if result.answer and result.answer.plan else 'recording'}"
     count += "s" * (len(result.tried) > 1)
@@ -47,7 +47,7 @@ def _answer(result: Largest) -> str:
 def _remarks(result: Largest) -> Iterator[str]:
     answer, next_trial = result.answer, result.following
     if next_trial is not None and next_trial.bytes is not None:
-        yield f"At {result.axis} {next_trial.value}, what holds it up is {result.held_by(next_trial)}."
+        yield f"At {result.axis} {next_trial.value}, what holds it up is {result.largest_parts(next_trial)}."
     if answer is not None and answer.bytes is not None and answer.bytes.aggregation:
         model_bytes = answer.bytes.peak - answer.bytes.aggregation - answer.bytes.causes["input"]
         yield (

@@ -11,7 +11,7 @@ import numpy as np
 from memplan._bytes import format_bytes_as_torch
 from memplan._json import named, text_of, to_plain
 from memplan._text import counted
-from memplan.explanation.over_time import MOMENTS, thinned
+from memplan.explanation.over_time import MOMENTS, selected_moments
 from memplan.reports.document import (
     Document,
     Field,
@@ -27,7 +27,7 @@ from memplan.reports.document import (
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.replays.out_of_memory import FreeBlocks, Holder, OomExplanation, holders
 from memplan.simulation.replays.replayed import Replay
-from memplan.simulation.replays.side_by_side import Cases, grouped
+from memplan.simulation.replays.side_by_side import Cases, group_segments
 from memplan.simulation.snapshots.read import Frame
 from memplan.simulation.snapshots.safe_pickle import shown
 from memplan.simulation.timeline import DEFAULT_POOL, Pool, Segment, Timeline
@@ -210,7 +210,7 @@ def _segments_table(cases: Cases) -> Table:
         _size_field("free", lambda row: row.free),
         Field("largest\nfree block", lambda row: largest([row]), largest, right=True, drop=1),
     ]  # fmt: skip
-    return table_of(grouped(cases.base.timeline.segments), fields, total="all")
+    return table_of(group_segments(cases.base.timeline.segments), fields, total="all")
 
 
 def _block_kind(small: bool, stream: int, pool: Pool, more: str) -> str:
@@ -261,7 +261,7 @@ def dumps(cases: Cases) -> str:
         "recorded": _case_dict(replay),
         "cases": [_case_dict(case) for case in (cases.base, *cases.others) if case is not replay],
         "fits": cases.all_fit,
-        "segments": to_plain(grouped(timeline.segments)),
+        "segments": to_plain(group_segments(timeline.segments)),
         "over_time": _over_time(timeline),
         "blocks": [_segment_dict(segment) for segment in timeline.segments],
         "out_of_memory": None if cases.explanation is None else _oom_dict(cases.explanation),
@@ -273,7 +273,7 @@ def dumps(cases: Cases) -> str:
 def _over_time(timeline: Timeline) -> dict[str, list[int]]:
     """Return columns of event indices and the bytes allocated and reserved after them, thinned but with each peak."""
     columns = np.array(timeline.events, np.int64).reshape(-1, 3).T
-    moments = thinned(columns[1], [columns[2]], [], MOMENTS)
+    moments = selected_moments(columns[1], [columns[2]], [], MOMENTS)
     return dict(zip(("events", "allocated", "reserved"), columns[:, moments].tolist(), strict=True))
 
 

@@ -101,6 +101,7 @@ def read_message(text: str) -> OutOfMemoryMessage:
 
 
 def _message(head: re.Match[str], text: str) -> OutOfMemoryMessage:
+    """Parse a single message, whose first words are ``head``."""
     sizes = {name: _size(pattern.search(text)) for name, pattern in _FIELDS.items()}
     reserved = sizes.pop("reserved")
     if sizes["unallocated"] is None and reserved is not None and sizes["allocated"] is not None:

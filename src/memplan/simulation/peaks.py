@@ -28,27 +28,27 @@ def timeline_of(
         segments: its segments at the end.
     """
     peaks = _peaks(events, bounds)
-    top = max(peaks, key=lambda peak: peak.peak_allocated)
+    highest = max(peaks, key=lambda peak: peak.peak_allocated)
     levels = {tick: allocated for tick, allocated, _ in events}
-    reserved = max(peaks, key=lambda peak: (peak.peak_reserved, levels.get(peak.reserved_tick, 0)))
+    most_reserved = max(peaks, key=lambda peak: (peak.peak_reserved, levels.get(peak.reserved_tick, 0)))
     return Timeline(
         device,
         tuple(events),
-        peaks[0],
-        tuple(peaks[1:]),
-        top.peak_allocated,
-        reserved.peak_reserved,
-        top.peak_tick,
-        reserved.reserved_tick,
-        log,
-        segments,
+        build=peaks[0],
+        steps=tuple(peaks[1:]),
+        peak_allocated=highest.peak_allocated,
+        peak_reserved=most_reserved.peak_reserved,
+        peak_tick=highest.peak_tick,
+        reserved_tick=most_reserved.reserved_tick,
+        log=log,
+        segments=segments,
     )
 
 
 def _peaks(events: Sequence[Level], bounds: Sequence[int]) -> list[StepPeak]:
     """Return the peak between consecutive bounds. The level when a step begins counts for that step.
 
-    Reserved bytes seldom fall, so their tick is the first at which the most of the peak is allocated.
+    Reserved bytes seldom fall, so the tick of their peak is the one at which the most is allocated, the first of these.
     """
     peaks: list[StepPeak] = []
     position, allocated, reserved = 0, 0, 0

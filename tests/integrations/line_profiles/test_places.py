@@ -9,7 +9,7 @@ import pytest
 
 from memplan.errors import InputError
 from memplan.explanation.line_profile import LineProfile
-from memplan.integrations.line_profiles.places import followed, not_run
+from memplan.integrations.line_profiles.places import parse_lines_option, unused_options
 from memplan.trace.recording.followed.line_watch import Followed
 
 SOURCE = "class Net:\n    def forward(self): ...\n\nasync def main():\n    def step(): ...\n"
@@ -26,7 +26,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("function", [None, "forward", "Net.forward", "main", "step", "main.step"])
 def test_a_file_and_its_functions(file: str, function: str | None) -> None:
     text = file if function is None else f"{file}:{function}"
-    assert followed(text) == Followed(os.path.realpath(file), function)
+    assert parse_lines_option(text) == Followed(os.path.realpath(file), function)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_a_file_and_its_functions(file: str, function: str | None) -> None:
 )
 def test_what_is_not_there_is_said(file: str, text: str, said: str) -> None:
     with pytest.raises(InputError) as error:
-        followed(text)
+        parse_lines_option(text)
     assert str(error.value).startswith(said)
 
 
 def test_places_of_which_no_line_ran_are_said() -> None:
     ran = [LineProfile("Net.forward", "sub/train.py", "cpu", "recorded", ())]
-    assert list(not_run(["train.py", "train.py:forward", "train.py:Net.forward"], ran)) == []
-    assert list(not_run(["train.py:main", "other.py"], ran)) == [
+    assert list(unused_options(["train.py", "train.py:forward", "train.py:Net.forward"], ran)) == []
+    assert list(unused_options(["train.py:main", "other.py"], ran)) == [
         f"--lines {text}: no line of it ran. Expected what the script calls until it is ended. "
         "Name another, or see more steps (--steps)."
         for text in ("train.py:main", "other.py")

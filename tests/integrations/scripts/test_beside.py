@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import memplan
 from memplan import _torch
-from memplan.integrations.scripts.beside import Beside, Calls, Span, held_beside
+from memplan.integrations.scripts.beside import Calls, Span, UnplannedMemory, unplanned_memory
 
 BATCH, WIDTH = 64, 100
 INPUT = memplan.spec(f"{BATCH}x{WIDTH}")
@@ -57,14 +57,14 @@ class Timed:
             after.remove()
 
 
-def both(build: Callable[[], Callable[[], Any]], *, updates: bool = False, device: str = "cpu") -> Beside:
+def both(build: Callable[[], Callable[[], Any]], *, updates: bool = False, device: str = "cpu") -> UnplannedMemory:
     timed = Timed(build, updates)
     trace = memplan.record(timed, device=device)
-    return held_beside(trace, "Sequential", ["0"], [INPUT], timed.calls)
+    return unplanned_memory(trace, "Sequential", ["0"], [INPUT], timed.calls)
 
 
 def beside(build: Callable[[], Callable[[], Any]], *, updates: bool = False, device: str = "cpu") -> int:
-    return both(build, updates=updates, device=device).inside
+    return both(build, updates=updates, device=device).in_steps
 
 
 def net() -> nn.Sequential:
@@ -166,6 +166,6 @@ def test_what_is_there_while_the_model_is_not_trained_is_apart() -> None:
         return step
 
     found, validated = both(build), 4 * 10 * BATCH * WIDTH
-    assert found.inside <= 2 * SCALARS
+    assert found.in_steps <= 2 * SCALARS
     weights = 4 * (WIDTH * WIDTH + WIDTH)
-    assert 2 * validated <= found.outside - 2 * weights <= 2 * validated + 4 * BATCH * WIDTH + 4 * SCALARS
+    assert 2 * validated <= found.between_steps - 2 * weights <= 2 * validated + 4 * BATCH * WIDTH + 4 * SCALARS

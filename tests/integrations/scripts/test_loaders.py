@@ -9,7 +9,7 @@ import torch
 from integrations.scripts.script_runs import run
 
 from memplan import spec
-from memplan.integrations.scripts.loaders import Rules, described, leading, resized
+from memplan.integrations.scripts.loaders import Rules, batch_size, resized, text_of_shapes
 
 TRAIN = """
 model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
@@ -89,9 +89,9 @@ def test_a_data_set_that_fails_in_both_ways_raises_its_own_error(tmp_path: Path)
 
 def test_leading_dimension_and_words() -> None:
     batch = {"image": torch.zeros(4, 3, 8, 8), "label": torch.zeros(4, dtype=torch.int64), "scale": torch.tensor(2.0)}
-    assert leading(batch) == 4
-    assert described(batch) == "4x3x8x8, 4 (int64), a number"
-    assert leading(["text"]) is None
+    assert batch_size(batch) == 4
+    assert text_of_shapes(batch) == "4x3x8x8, 4 (int64), a number"
+    assert batch_size(["text"]) is None
 
 
 def test_resizing_keeps_what_has_another_leading_dimension() -> None:

@@ -39,14 +39,14 @@ def call_of(folder: Path, text: str, **files: str) -> ModelCall | None:
 
     def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         made(optimizer, *args, **kwargs)
-        watch.made(optimizer)
+        watch.optimizer_created(optimizer)
 
     handles = [
         hooks.register_module_forward_pre_hook(moved(1)), hooks.register_module_forward_hook(moved(-1)),
-        register_optimizer_step_post_hook(lambda optimizer, *_: watch.updated(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: watch.update_ended(optimizer)),
     ]  # fmt: skip
     try:
-        with watch.followed(lambda: not depth[0]), _torch.patched(torch.optim.Optimizer, __init__=noted):
+        with watch.watching(lambda: not depth[0]), _torch.patched(torch.optim.Optimizer, __init__=noted):
             runpy.run_path(str(path), run_name="__main__")
     finally:
         for handle in handles:

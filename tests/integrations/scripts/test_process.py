@@ -445,7 +445,7 @@ def test_a_supervisor_that_cannot_start_leaves_no_descriptor(tmp_path: Path, mon
 def test_a_script_that_writes_too_much_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = SimpleNamespace(text="", lines=0)
     ended = SimpleNamespace(outcome=Outcome("namespaces", 9, room=20 << 30), answer=b"", out=said, err=said)
-    runs = "_supervised" if sys.platform == "linux" else "_alone"
+    runs = "_run_supervised" if sys.platform == "linux" else "_run_unsupervised"
     monkeypatch.setattr(f"memplan.integrations.scripts.process.{runs}", lambda _: ended)
     with pytest.raises(
         StepError, match=r"more than 20\.0 GiB of files.*under python beforehand.*TMPDIR=/path memplan run"

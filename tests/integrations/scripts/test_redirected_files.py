@@ -109,7 +109,7 @@ def test_what_a_script_sees_is_what_it_would_see(steps: list[tuple[str, str, str
         real, plain, world = _made(Path(place, "real")), _made(Path(place, "plain")), Path(place, "world")
         world.mkdir()
         before = _all(real)
-        with RedirectedFiles(str(world), _ignore).over_all():
+        with RedirectedFiles(str(world), _ignore).redirecting():
             seen = _outcomes(real, steps)
         assert _all(real) == before
         assert seen == _outcomes(plain, steps)
@@ -119,7 +119,7 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
     import builtins
 
     before = [builtins.open, io.open, os.open, os.stat, os.mkdir, shutil.rmtree, sqlite3.connect, tempfile.tempdir]
-    with pytest.raises(RuntimeError), RedirectedFiles(str(tmp_path), _ignore).over_all():
+    with pytest.raises(RuntimeError), RedirectedFiles(str(tmp_path), _ignore).redirecting():
         raise RuntimeError
     after = [builtins.open, io.open, os.open, os.stat, os.mkdir, shutil.rmtree, sqlite3.connect, tempfile.tempdir]
     assert after == before
@@ -128,7 +128,7 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
 def test_databases_and_temporary_files_are_held(tmp_path: Path) -> None:
     world, told = tmp_path / "world", list[str]()
     world.mkdir()
-    with RedirectedFiles(str(world), lambda path, *, removed=False: told.append(path)).over_all():
+    with RedirectedFiles(str(world), lambda path, *, removed=False: told.append(path)).redirecting():
         connection = sqlite3.connect(tmp_path / "log.db")
         connection.execute("create table t (x)")
         connection.commit()
@@ -143,7 +143,7 @@ def test_databases_and_temporary_files_are_held(tmp_path: Path) -> None:
 def test_descriptors_are_held_too(tmp_path: Path) -> None:
     world = tmp_path / "world"
     world.mkdir()
-    with RedirectedFiles(str(world), _ignore).over_all():
+    with RedirectedFiles(str(world), _ignore).redirecting():
         descriptor = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
         os.write(descriptor, b"held")
         os.close(descriptor)
@@ -161,7 +161,7 @@ def test_what_is_in_a_pipe_stays_for_its_reader(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     writer = os.open(pipe, os.O_WRONLY)
     os.write(writer, b"theirs")
-    with RedirectedFiles(str(world), _ignore).over_all():
+    with RedirectedFiles(str(world), _ignore).redirecting():
         own = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         assert os.read(own, 99) == b""
         with open(pipe, "wb", buffering=0) as file:

@@ -6,7 +6,7 @@ from simulation.histories import MIB, A, B, C, block, out_of_memory, segment
 
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.replays.replay import replay
-from memplan.simulation.replays.side_by_side import SegmentGroup, cases, grouped
+from memplan.simulation.replays.side_by_side import SegmentGroup, cases, group_segments
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 SPLIT = AllocatorSettings(max_split_size=64 * MIB)
@@ -46,9 +46,9 @@ def test_segments_by_kind() -> None:
             segment(C + (1 << 30), block(3 * MIB, live), stream=3),
         ]
     }
-    assert grouped(replay(data).timeline.segments) == [
+    assert group_segments(replay(data).timeline.segments) == [
         SegmentGroup(False, 0, (0, 0), False, 2, 71 * MIB, 50 * MIB, 7 * MIB),
         SegmentGroup(False, 3, (0, 0), False, 1, 3 * MIB, 3 * MIB, 0),
         SegmentGroup(True, 0, (0, 0), False, 1, 2 * MIB, 0, 2 * MIB),
     ]
-    assert grouped(replay(data).timeline.segments)[0].free == 21 * MIB
+    assert group_segments(replay(data).timeline.segments)[0].free == 21 * MIB

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import memplan
 from memplan.errors import InputError
-from memplan.studies.axes.changed_layers import LayerChange, change_layers, changed_layer
+from memplan.studies.axes.changed_layers import LayerChange, change_layers, rebuild_layer
 
 PAIRS: list[tuple[Callable[[], nn.Module], str, Any, Callable[[], nn.Module]]] = [
     (lambda: nn.Conv2d(3, 8, 3, padding=1, bias=False), "kernel_size", 5,
@@ -36,7 +36,7 @@ PAIRS: list[tuple[Callable[[], nn.Module], str, Any, Callable[[], nn.Module]]] =
 def test_a_layer_is_made_as_its_constructor_would(
     make: Callable[[], nn.Module], attribute: str, value: Any, wanted: Callable[[], nn.Module]
 ) -> None:
-    made, right = changed_layer(make(), attribute, value), wanted()
+    made, right = rebuild_layer(make(), attribute, value), wanted()
     assert repr(made) == repr(right)
     assert {n: p.shape for n, p in made.named_parameters()} == {n: p.shape for n, p in right.named_parameters()}
 
@@ -56,7 +56,7 @@ def test_the_step_of_a_changed_model_is_that_of_the_model_so_made() -> None:
 def test_what_a_layer_was_stays() -> None:
     layer = nn.Conv2d(3, 8, 3, dtype=torch.bfloat16).eval()
     layer.weight.requires_grad_(False)
-    made = changed_layer(layer, "kernel_size", 1)
+    made = rebuild_layer(layer, "kernel_size", 1)
     assert [p.dtype for p in made.parameters()] == [torch.bfloat16] * 2
     assert [p.requires_grad for p in made.parameters()] == [False, True]
     assert not made.training
@@ -123,25 +123,25 @@ def test_hooks_of_parts_stay_and_those_of_the_constructor_are_not_doubled() -> N
 
     model = Counted(2)
     model.inner.register_forward_hook(lambda *_: calls.append("inner"))
-    made = changed_layer(model, "width", 3)
+    made = rebuild_layer(model, "width", 3)
     made(torch.zeros(1, 2))
     assert calls == ["inner", "own"]
     model.register_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match="cannot be made anew: it has hooks, and made anew it has others"):
-        changed_layer(model, "width", 3)
+        rebuild_layer(model, "width", 3)
 
 
 def test_a_layer_with_another_forward_is_refused() -> None:
     layer = nn.Linear(2, 2)
     layer.forward = lambda input: input
     with pytest.raises(InputError, match="cannot be made anew: its forward was replaced"):
-        changed_layer(layer, "out_features", 3)
+        rebuild_layer(layer, "out_features", 3)
 
 
 def test_a_pruned_layer_is_refused() -> None:
     layer = prune.l1_unstructured(nn.Linear(2, 2, bias=False), "weight", amount=0.5)
     with pytest.raises(InputError, match="made again with the same arguments, its parameters differ"):
-        changed_layer(layer, "out_features", 3)
+        rebuild_layer(layer, "out_features", 3)
 
 
 def test_an_attribute_that_is_no_argument_is_set() -> None:

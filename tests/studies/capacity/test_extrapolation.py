@@ -9,7 +9,7 @@ from torch import nn
 
 import memplan
 from memplan.studies.capacity import extrapolation as module
-from memplan.studies.capacity.extrapolation import Sample, by_steps, padding_of
+from memplan.studies.capacity.extrapolation import Sample, extrapolate_storages, padding_of
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
@@ -29,8 +29,8 @@ def test_guesses_come_from_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     seen: list[Trace] = []
-    monkeypatch.setattr(module, "_last", last)
-    by_steps(samples, float, lambda trace: bool(seen.append(trace)))
+    monkeypatch.setattr(module, "_bisect", last)
+    extrapolate_storages(samples, float, lambda trace: bool(seen.append(trace)))
     asked = dict(zip((24, 100), seen, strict=True))
     for position, made in asked.items():
         real = attention(position)

@@ -175,7 +175,7 @@ def test_a_patch_counts_the_aggregation_of_the_volume() -> None:
     assert answer.bytes.aggregation == 4 * 6 * 64**3
     none = find_largest(of, "patch", room_of("cpu", 5 << 20), divisible=4)
     assert none.value == 0
-    assert none.held_by(none.least).startswith("6.0 MiB aggregation of the volume, 1.0 MiB inputs")
+    assert none.largest_parts(none.least).startswith("6.0 MiB aggregation of the volume, 1.0 MiB inputs")
 
 
 def test_where_not_even_one_fits_it_says_what_holds_it_up() -> None:

@@ -11,7 +11,7 @@ import memplan
 from memplan._bytes import format_bytes
 from memplan.reports.compare import beside_report
 from memplan.reports.terminal import text_of
-from memplan.studies.comparisons.measured import Peak, beside
+from memplan.studies.comparisons.measured import Peak, compare_with_prediction
 from memplan.trace.records import Counters
 from memplan.trace.trace import Trace
 
@@ -30,7 +30,7 @@ def measured(predicted: Trace, more: int) -> Trace:
 
 
 def test_what_is_as_predicted(predicted: Trace) -> None:
-    found = beside(predicted, measured(predicted, 0), "net")
+    found = compare_with_prediction(predicted, measured(predicted, 0), "net")
     assert found.same
     assert [row.part for row in found.peaks] == [
         "building", "building, reserved", "step 1", "step 1, reserved", "step 2", "step 2, reserved"
@@ -38,7 +38,7 @@ def test_what_is_as_predicted(predicted: Trace) -> None:
 
 
 def test_one_byte_more_is_a_difference(predicted: Trace) -> None:
-    found = beside(predicted, measured(predicted, 1), "net")
+    found = compare_with_prediction(predicted, measured(predicted, 1), "net")
     assert not found.same
     assert [row.measured - row.predicted for row in found.peaks] == [0, 0, 0, 0, 1, 0]
 
@@ -48,7 +48,7 @@ def test_the_two_steps_are_compared_by_cause(predicted: Trace) -> None:
     other = replace(predicted, storages=tuple(
         replace(one, bytes=2 * one.bytes) if one is largest else one for one in predicted.storages
     ))  # fmt: skip
-    found = beside(predicted, replace(other, origin="measured", counters=()), "net")
+    found = compare_with_prediction(predicted, replace(other, origin="measured", counters=()), "net")
     assert found.comparison.a.origin == "recorded"
     assert found.comparison.b.origin == "measured"
     rows = {row.cause: row.difference for row in found.comparison.by_cause}
@@ -68,7 +68,7 @@ def test_workspaces_that_are_not_known_make_an_interval() -> None:
     trace = memplan.record(STEPS["convolutions_3d"], device="h100", cudnn=False)
     low = memplan.simulate(trace, workspace="low")
     counters = tuple(Counters(one.peak_allocated, one.peak_reserved) for one in (low.build, *low.steps))
-    found = beside(trace, replace(trace, origin="measured", counters=counters), "net")
+    found = compare_with_prediction(trace, replace(trace, origin="measured", counters=counters), "net")
     last = found.peaks[-2]
     assert last.low == last.measured < last.predicted
     assert last.off == 0

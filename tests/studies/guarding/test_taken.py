@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.studies.guarding.outcome import compare_with
-from memplan.studies.guarding.taken import Taken, taken
+from memplan.studies.guarding.taken import RecordedFigures, figures_of_trace
 
 HEADS, LENGTH, WIDTH, BATCH = 8, 128, 64, 2
 
@@ -46,16 +46,16 @@ class Net(nn.Module):
         return x
 
 
-def step(make: Callable[[], nn.Module], *shape: int, device: str = "h100", bf16: bool = False) -> Taken:
+def step(make: Callable[[], nn.Module], *shape: int, device: str = "h100", bf16: bool = False) -> RecordedFigures:
     def build() -> Callable[[], None]:
         model, data = make().to(torch.bfloat16 if bf16 else torch.float32), torch.randn(*shape)
         data = data.to(torch.bfloat16) if bf16 else data
         return lambda: model(data).sum().backward()
 
-    return taken(memplan.record(build, device=device, cudnn=False), target="net.py:build")
+    return figures_of_trace(memplan.record(build, device=device, cudnn=False), target="net.py:build")
 
 
-def attention(biased: bool) -> Taken:
+def attention(biased: bool) -> RecordedFigures:
     return step(lambda: Net(biased), BATCH, LENGTH, WIDTH, bf16=True)
 
 
@@ -67,7 +67,7 @@ def test_layers_and_causes_add_up_to_the_peak_of_the_simulator(device: str) -> N
 
     trace = memplan.record(build, device=device)
     timeline = memplan.simulate(trace, workspace="low")
-    found = taken(trace, target="x").figures
+    found = figures_of_trace(trace, target="x").figures
     assert (found.peak, found.reserved) == (timeline.peak_allocated, timeline.peak_reserved)
     assert sum(part.bytes for part in found.held) == found.peak
     weights = {part.layer: part.bytes for part in found.held if part.cause == "weight"}

@@ -54,7 +54,7 @@ def allocated_by(make: Callable[[], Any]) -> int:
 
 def quantized_copy(model: nn.Module, weights: str, activations: str | None = None) -> nn.Module:
     made = copy.deepcopy(model)
-    schemes.apply(made, schemes.scheme_of(weights, activations))
+    schemes.quantize_weights(made, schemes.scheme_of(weights, activations))
     return made
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from memplan.errors import InputError
 from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps import parallel
-from memplan.studies.sweeps.parallel import Task, run
+from memplan.studies.sweeps.parallel import Task, record_points
 from memplan.studies.sweeps.points import Outcome, record_point
 from memplan.trace.recording.session import Target
 from memplan.trace.step import StepOptions
@@ -31,7 +31,7 @@ def test_what_cannot_be_sent_is_refused_where_processes_were_asked_for() -> None
             return nn.Linear(4, 4)
 
     with pytest.raises(InputError, match=r"make cannot be sent to another process \(TypeError: .*jobs=1"):
-        run(tasks(2, make), 2, lambda done, total: None)
+        record_points(tasks(2, make), 2, lambda done, total: None)
 
 
 def test_without_a_number_of_jobs_it_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,13 +42,13 @@ def test_without_a_number_of_jobs_it_runs_here(monkeypatch: pytest.MonkeyPatch) 
             return nn.Linear(4, 4)
 
     monkeypatch.setattr(parallel, "STARTING", 0.0)  # as if there were much to do
-    outcomes = run(tasks(3, make), None, lambda done, total: None)
+    outcomes = record_points(tasks(3, make), None, lambda done, total: None)
     assert [outcomes[n] for n in range(3)] == [record_point(*task) for task in tasks(3)]
 
 
 def test_progress_is_told_of_every_point() -> None:
     seen: list[tuple[int, int]] = []
-    run(tasks(3), 1, lambda done, total: seen.append((done, total)))
+    record_points(tasks(3), 1, lambda done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -58,7 +58,7 @@ def stop(done: int, total: int) -> None:
 
 
 def test_interrupted_it_keeps_what_is_done() -> None:
-    found = run(tasks(6), 1, stop)
+    found = record_points(tasks(6), 1, stop)
     assert found == {number: record_point(*task) for number, task in enumerate(tasks(2))}
 
 
@@ -66,8 +66,8 @@ def test_processes_give_what_this_one_gives_and_keep_what_is_done() -> None:
     width = 4  # a closure, which another process has to be sent
     given = tasks(6, lambda: nn.Linear(width, width))
     whole = {number: record_point(*task) for number, task in enumerate(given)}
-    assert run(given, 2, lambda done, total: None) == whole
-    found = run(given, 2, stop)  # in the same processes: starting them is what takes long
+    assert record_points(given, 2, lambda done, total: None) == whole
+    found = record_points(given, 2, stop)  # in the same processes: starting them is what takes long
     assert 2 <= len(found) <= 6
     assert all(found[number] == whole[number] for number in found)
 
@@ -82,7 +82,7 @@ def test_processes_count_what_the_threads_here_take() -> None:
             for n in (1, 3)
         ]
         here = {number: record_point(*task) for number, task in enumerate(given)}
-        assert run(given, 2, lambda done, total: None) == here
+        assert record_points(given, 2, lambda done, total: None) == here
         torch.set_num_threads(1)
         assert {number: record_point(*task) for number, task in enumerate(given)} != here
     finally:
@@ -95,4 +95,4 @@ def test_interrupted_before_anything_is_done_it_is_an_interrupt(monkeypatch: pyt
 
     monkeypatch.setattr(parallel, "record_point", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run(tasks(2), 1, lambda done, total: None)
+        record_points(tasks(2), 1, lambda done, total: None)

@@ -162,6 +162,7 @@ class Profiled:
                 _torch.profiler_turn.give()
 
     def _run_session(self) -> Iterator[None]:
+        """Measure the code within this context, and charge its time to the seconds that are left."""
         from memplan.integrations.line_profiles.line_session import Session, with_note
 
         session = Session(self._seconds_left)
@@ -196,13 +197,13 @@ def _key(lines: LineProfile) -> _Key:
 
 def _add_profiles(profiles: Sequence[LineProfile]) -> None:
     """Merge new profiles into those of earlier calls; all are printed when the program ends."""
-    from memplan.explanation.line_profile import merged
+    from memplan.explanation.line_profile import merge_profiles
 
     if not _profiles:
         atexit.register(_print_all)
     for lines in profiles:
         key = _key(lines)
-        _profiles[key] = merged([_profiles[key], lines])[0] if key in _profiles else lines
+        _profiles[key] = merge_profiles([_profiles[key], lines])[0] if key in _profiles else lines
         _unprinted[key] = None
 
 

@@ -104,6 +104,7 @@ class Session:
         self.thread, self.is_on = threading.get_ident(), True
 
     def _on_line(self) -> None:
+        """Called at each tick of the line clock: note the card's history, and stop after the time limit."""
         if self._card is not None:
             self._card.mark()
         if self.is_on and time.thread_time() > self._began + self._seconds:
@@ -130,7 +131,7 @@ class Session:
         """Return the measurement of the card if anything is allocated there, else of the host."""
         if self._card is not None and (self._card.before or self._card.events):
             return self._card.read(watch)
-        measured = _measured_on_host(_torch.Profile.of(self._profile), self._resident, watch)
+        measured = _host_measurement(_torch.Profile.of(self._profile), self._resident, watch)
         cuda_started = self._card is None and torch.cuda.is_available() and torch.cuda.is_initialized()
         return replace(measured, notes=(_CUDA_STARTED,)) if cuda_started else measured
 
@@ -168,6 +169,7 @@ class _ResidentStorages:
         return resident
 
     def _add(self, tensor: torch.Tensor, seen: set[int]) -> None:
+        """Add the storage of a tensor on the host, if it is real and not seen yet."""
         if isinstance(tensor, _torch.FakeTensor) or tensor.device.type != HOST or not _torch.has_shape(tensor):
             return
         if tensor.layout != torch.strided or "" not in _torch.inner_tensors(tensor):
@@ -230,7 +232,7 @@ def _event_count() -> int:
     return stats["allocation.all.allocated"] + stats["allocation.all.freed"]
 
 
-def _measured_on_host(profile: _torch.Profile, resident: _ResidentStorages, watch: LineWatch) -> Measured:
+def _host_measurement(profile: _torch.Profile, resident: _ResidentStorages, watch: LineWatch) -> Measured:
     """Return the measurement of the host from the profiler's record."""
     freed = ((number, profile.ranges.get(f"{_FREED}{number}")) for number in range(len(resident.sizes)))
     events = [(span[0], -resident.sizes[number], 0) for number, span in freed if span is not None]

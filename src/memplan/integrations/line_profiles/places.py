@@ -16,7 +16,7 @@ from memplan.trace.recording.followed.line_watch import Followed
 _EXPECTED = "FILE.py or FILE.py:FUNCTION, such as train.py:Trainer.step"
 
 
-def followed(text: str) -> Followed:
+def parse_lines_option(text: str) -> Followed:
     """Parse the option: return its file, and its function or None for all functions of the file.
 
     Raises:
@@ -44,7 +44,7 @@ def followed(text: str) -> Followed:
     return Followed(os.path.realpath(file), function)
 
 
-def not_run(texts: Sequence[str], profiles: Sequence[LineProfile]) -> Iterator[str]:
+def unused_options(texts: Sequence[str], profiles: Sequence[LineProfile]) -> Iterator[str]:
     """Yield a message for each option of which no line ran."""
     for text in texts:
         file, function = _split(text)
@@ -62,6 +62,7 @@ def _split(text: str) -> tuple[str, str | None]:
 
 
 def _functions(tree: ast.AST, prefix: str) -> Iterator[str]:
+    """Yield the qualified names of the functions and methods that are defined below a syntax node."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             if not isinstance(node, ast.ClassDef):

@@ -81,6 +81,7 @@ class MemoryMagics:
         return self._shell.user_ns
 
     def _code(self, name: str) -> CodeType:
+        """Return the code of the function that a value of the option ``-f`` names."""
         try:
             value = eval(name, self._namespace)
         except Exception as error:  # any expression may be typed
@@ -92,6 +93,7 @@ class MemoryMagics:
         return code_of(value, f"-f {name}")
 
     def _predict(self, source: str, device: str | None) -> Explanation:
+        """Record a cell on fake copies of the variables that it uses, and explain the recording."""
         text = self._shell.transform_cell(source)
         try:
             name = self._shell.compile.cache(text, 0, source)  # so that linecache finds the cell's source

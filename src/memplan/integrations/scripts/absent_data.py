@@ -15,31 +15,33 @@ SAMPLES = 100_000
 
 
 @contextmanager
-def absent_data(told: Callable[[str], None]) -> Iterator[None]:
+def absent_data(on_failure: Callable[[str], None]) -> Iterator[None]:
     """Let data sets of classes defined in this context be constructed without their files.
 
     Args:
-        told: called with the class name of each data set whose constructor failed.
+        on_failure: called with the class name of each data set whose constructor failed.
     """
 
-    def subclassed(cls: Any, **arguments: Any) -> None:
+    def init_subclass(cls: Any, **arguments: Any) -> None:
         super(Dataset, cls).__init_subclass__(**arguments)
-        make = vars(cls).get("__init__")
-        if make is not None:
-            cls.__init__ = _forgiving(make, told)
+        constructor = vars(cls).get("__init__")
+        if constructor is not None:
+            cls.__init__ = _tolerant(constructor, on_failure)
 
-    with _torch.patched(Dataset, __init_subclass__=classmethod(subclassed)):
+    with _torch.patched(Dataset, __init_subclass__=classmethod(init_subclass)):
         yield
 
 
-def _forgiving(make: Callable[..., None], told: Callable[[str], None]) -> Callable[..., None]:
-    def initialize(own: Any, *args: Any, **kwargs: Any) -> None:
+def _tolerant(constructor: Callable[..., None], on_failure: Callable[[str], None]) -> Callable[..., None]:
+    """Return a data set's constructor that does not raise; where it fails, the data set gets a length instead."""
+
+    def initialize(dataset: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            make(own, *args, **kwargs)
+            constructor(dataset, *args, **kwargs)
         except Exception:  # missing files raise errors of any type
-            kind = type(own)
-            told(kind.__name__)
-            length = {} if isinstance(own, IterableDataset) else {"__len__": lambda _: SAMPLES}
-            setattr(own, "__class__", type(kind.__name__, (kind,), length))  # noqa: B010  # with a length
+            kind = type(dataset)
+            on_failure(kind.__name__)
+            length = {} if isinstance(dataset, IterableDataset) else {"__len__": lambda _: SAMPLES}
+            setattr(dataset, "__class__", type(kind.__name__, (kind,), length))  # noqa: B010  # with a length
 
     return initialize

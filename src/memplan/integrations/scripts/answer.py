@@ -32,17 +32,17 @@ def text_of_run(ran: Ran, contributed: str | None) -> str:
         ran: the run.
         contributed: the text of the file that `memplan.measure` wrote for a contribution.
     """
-    largest = ran.largest and _fields_of(ran.largest, but=("room", "planned"))
-    fitting = ran.fitting and _fields_of(ran.fitting, but=("shortfall",))
+    largest = ran.largest and _plain_fields(ran.largest, omitted=("room", "planned"))
+    fitting = ran.fitting and _plain_fields(ran.fitting, omitted=("shortfall",))
     if ran.fitting is not None and fitting is not None:
-        fitting["shortfall"] = ran.fitting.shortfall and _error(ran.fitting.shortfall)
+        fitting["shortfall"] = ran.fitting.shortfall and _plain_error(ran.fitting.shortfall)
     head = {"facts": to_plain(ran.facts), "largest": largest, "fitting": fitting, "contributed": contributed}
     return json.dumps(head) + "\n" + ran.trace.to_json()
 
 
 def text_of_error(error: MemplanError) -> str:
     """Return an error as text."""
-    return json.dumps({"error": _error(error)})
+    return json.dumps({"error": _plain_error(error)})
 
 
 def read_answer(data: bytes, request: Request) -> tuple[Ran, str | None]:
@@ -57,7 +57,7 @@ def read_answer(data: bytes, request: Request) -> tuple[Ran, str | None]:
     if not isinstance(plain, dict):
         raise Unreadable("it is no mapping")
     if "error" in plain:
-        raise _raised(plain["error"])
+        raise _read_error(plain["error"])
     try:
         recorded = Trace.from_json(trace)
     except MemplanError as error:
@@ -68,25 +68,26 @@ def read_answer(data: bytes, request: Request) -> tuple[Ran, str | None]:
     if plain.get("largest") is not None and request.room is not None:
         ran = replace(ran, largest=Largest(room=request.room, **_read_fields(Largest, plain["largest"])))
     if plain.get("fitting") is not None:
-        ran = replace(ran, fitting=_fitting(plain["fitting"]))
+        ran = replace(ran, fitting=_read_fitting(plain["fitting"]))
     return ran, contributed
 
 
-def _fitting(plain: Any) -> Fitting:
+def _read_fitting(plain: Any) -> Fitting:
+    """Read the outcome of planning, whose shortfall is an error and has a form of its own."""
     values = dict(plain) if isinstance(plain, dict) else {}
     shortfall = values.pop("shortfall", None)
-    error = None if shortfall is None else _raised(shortfall)
+    error = None if shortfall is None else _read_error(shortfall)
     if error is not None and not isinstance(error, BudgetError):
         raise Unreadable("fitting.shortfall is no BudgetError")
     return Fitting(**_read_fields(Fitting, values), shortfall=error)
 
 
-def _fields_of(value: Any, but: tuple[str, ...]) -> dict[str, Any]:
-    return {field.name: to_plain(getattr(value, field.name)) for field in fields(value) if field.name not in but}
+def _plain_fields(value: Any, omitted: tuple[str, ...]) -> dict[str, Any]:
+    return {field.name: to_plain(getattr(value, field.name)) for field in fields(value) if field.name not in omitted}
 
 
 def _read_fields(kind: type, plain: Any) -> dict[str, Any]:
-    """Read some of a dataclass's fields, by their type hints."""
+    """Read the fields of a dataclass that are in ``plain``, by their type hints; the caller adds the others."""
     if not isinstance(plain, dict):
         raise Unreadable(f"{kind.__name__} is no mapping")
     hints = get_type_hints(kind, include_extras=True)
@@ -96,7 +97,7 @@ def _read_fields(kind: type, plain: Any) -> dict[str, Any]:
     return {name: from_plain(hints[name], value, name) for name, value in plain.items()}
 
 
-def _error(error: MemplanError) -> dict[str, Any]:
+def _plain_error(error: MemplanError) -> dict[str, Any]:
     """Return an error as plain data: its kind, its texts, and the attributes of its kind that messages need."""
     plain: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
     plain |= {name: getattr(error, name) for name in _TEXTS}
@@ -110,11 +111,11 @@ def _error(error: MemplanError) -> dict[str, Any]:
     return plain
 
 
-def _raised(plain: Any) -> MemplanError:
-    """Return the error that plain data describe.
+def _read_error(plain: Any) -> MemplanError:
+    """Return the error of which `_plain_error` made plain data.
 
     Raises:
-        Unreadable: they describe none.
+        Unreadable: these are not the data of an error.
     """
     values: Mapping[str, Any] = from_plain(dict[str, str | int | None], plain, "error")
     texts = {name: None if values.get(name) is None else str(values[name]) for name in (*_TEXTS, *_PLACES, "text")}

@@ -29,7 +29,7 @@ class Checkpoints:
     """Saves and loads of one run of a script.
 
     Args:
-        effects: told of each.
+        effects: gets a note of each save to a path.
         values: whether tensors have values, which are saved and loaded as they are.
         writes: whether a path that is saved to is written; if not, it is known by its path alone.
     """
@@ -44,14 +44,14 @@ class Checkpoints:
         """Texts of paths that were not written."""
 
     @contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Replace the functions that save and load tensors."""
+    def hooked(self) -> Iterator[None]:
+        """Within this context the functions of torch and safetensors that save and load go by way of this object."""
         with ExitStack() as stack:
-            stack.enter_context(_torch.patched(torch, save=self._saving(torch.save), load=self._loading(torch.load)))
+            stack.enter_context(_torch.patched(torch, save=self._saver(torch.save), load=self._loader(torch.load)))
             jit = torch.jit
-            stack.enter_context(_torch.patched(jit, save=self._saving(jit.save), load=self._loading(jit.load)))
+            stack.enter_context(_torch.patched(jit, save=self._saver(jit.save), load=self._loader(jit.load)))
             if not self._values:
-                stack.enter_context(_torch.pickled_fakes(self._pickled))
+                stack.enter_context(_torch.pickled_fakes(self._reduce))
                 # what torch.jit makes of a module runs as that module, and scripts save it by its method
                 stack.enter_context(
                     _torch.patched(nn.Module, save=lambda module, f, **kwargs: torch.jit.save(module, f))
@@ -59,7 +59,7 @@ class Checkpoints:
             with suppress(ImportError):
                 import safetensors.torch as tensors  # before the script's libraries take functions from it
 
-                save, load = self._saving(tensors.save_file), self._loading(tensors.load_file)
+                save, load = self._saver(tensors.save_file), self._loader(tensors.load_file)
                 storage_ptr = tensors.storage_ptr
                 if not self._values:  # storages without data all have the address 0: tell them apart by their identity
                     storage_ptr = lambda tensor: _torch.storage_key(tensor.untyped_storage())  # noqa: E731
@@ -67,26 +67,28 @@ class Checkpoints:
                     _torch.patched(
                         tensors, save_file=save, load_file=lambda filename, device="cpu": load(filename, str(device)),
                         save_model=lambda model, filename, *args, **kwargs: save(model.state_dict(), filename),
-                        save=tensors.save if self._values else lambda tensors, *args, **kwargs: self._kept(tensors),
-                        load=self._loading_bytes(tensors.load),
+                        save=tensors.save if self._values else lambda tensors, *args, **kwargs: self._store(tensors),
+                        load=self._bytes_loader(tensors.load),
                         storage_ptr=storage_ptr,
                     )
                 )  # fmt: skip
             yield
 
-    def _kept(self, saved: Any) -> bytes:
-        """Keep the shapes of what is saved, and return the text that stands for it."""
+    def _store(self, saved: Any) -> bytes:
+        """Remember the shapes of a saved object, and return the text to write to its file."""
         self._saved.append(shapes_of(saved))
         return MARK + f"{len(self._saved) - 1:0{_DIGITS}d}".encode()
 
-    def _found(self, text: bytes, device: Any) -> Any:
-        """Return what a text stands for, as new tensors; None where it is none of this run's."""
+    def _load_stored(self, text: bytes, device: Any) -> Any:
+        """Return the object for which `_store` wrote this text, with new tensors; None if it is another text."""
         if text[: len(MARK)] != MARK or not text[len(MARK) : _LENGTH].isdigit():
             return None
         number = int(text[len(MARK) : _LENGTH])
         return new_tensors(self._saved[number], device) if number < len(self._saved) else None
 
-    def _saving(self, plain: Callable[..., None]) -> Callable[..., None]:
+    def _saver(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """Return a replacement for ``plain`` that notes the effect, and without values writes a text of `_store`."""
+
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
             is_path = isinstance(f, (str, os.PathLike))
             path = os.path.abspath(os.fsdecode(f)) if is_path else str(getattr(f, "name", type(f).__name__))
@@ -94,7 +96,7 @@ class Checkpoints:
                 self._effects.note("checkpoint", path)
             if self._values:
                 return plain(obj, f, *args, **kwargs)
-            text = self._kept(obj)
+            text = self._store(obj)
             if not is_path:
                 f.write(text)
             elif self._writes:
@@ -105,23 +107,23 @@ class Checkpoints:
 
         return save
 
-    def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that loads; in a recording, as tensors of the recording."""
+    def _loader(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for ``plain`` that loads tensors of the recording, also from a real file."""
         if self._values:
             return plain
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            found = self._found(self._text_in(f), map_location)
-            if found is not None:
-                return found
+            stored = self._load_stored(self._read_mark(f), map_location)
+            if stored is not None:
+                return stored
             with _torch.no_modes():
                 loaded = plain(f, "cpu", *args, **kwargs)
             return as_recorded(loaded, map_location)
 
         return load
 
-    def _text_in(self, f: Any) -> bytes:
-        """Return what a file begins with; a file that is open goes on from where it was."""
+    def _read_mark(self, f: Any) -> bytes:
+        """Return the first bytes of a file, in which a text of `_store` would be; an open file keeps its position."""
         if isinstance(f, (str, os.PathLike)):
             path = os.path.abspath(os.fsdecode(f))
             if path in self._by_path:
@@ -130,28 +132,28 @@ class Checkpoints:
                 return file.read(_LENGTH)
             return b""
         try:
-            place = f.tell()
+            position = f.tell()
             text = f.read(_LENGTH)
-            f.seek(place)
-        except (AttributeError, io.UnsupportedOperation):  # what cannot be read twice
+            f.seek(position)
+        except (AttributeError, io.UnsupportedOperation):  # not seekable
             return b""
         return text if isinstance(text, bytes) else b""
 
-    def _loading_bytes(self, plain: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def _bytes_loader(self, plain: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         def load(data: bytes) -> Any:
-            found = None if self._values else self._found(data, "cpu")
-            return plain(data) if found is None else found
+            stored = None if self._values else self._load_stored(data, "cpu")
+            return plain(data) if stored is None else stored
 
         return load
 
-    def _pickled(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Return how pickle writes a tensor without values: with the mark, by which its file is known."""
+    def _reduce(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Return how to pickle a tensor without values: with `MARK`, by which the sandbox recognizes a checkpoint."""
         layout = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
-        return _unpickled, (MARK, *layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+        return _rebuild, (MARK, *layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 
 
-def _unpickled(
-    mark: bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, needs: bool, is_parameter: bool
+def _rebuild(
+    mark: bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, needs_grad: bool, is_parameter: bool
 ) -> torch.Tensor:
     tensor = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype))
-    return nn.Parameter(tensor, needs) if is_parameter else tensor.requires_grad_(needs)
+    return nn.Parameter(tensor, needs_grad) if is_parameter else tensor.requires_grad_(needs_grad)

@@ -20,7 +20,7 @@ from memplan.dry.library import cache_folder
 from memplan.errors import MemplanError
 from memplan.integrations.scripts.answer import text_of_error, text_of_run
 from memplan.integrations.scripts.landlock import refuse_effects
-from memplan.integrations.scripts.recorded import recorded
+from memplan.integrations.scripts.recorded import run_request
 from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.sandbox.messages import TRACEBACK, Setting
 from memplan.integrations.scripts.views import OverlaidView, RedirectedView, View
@@ -38,25 +38,25 @@ def answer(text: str) -> NoReturn:
     setting = Setting(**json.loads(text))
     with open(_INPUT, "rb", closefd=False) as file:
         request: Request = pickle.loads(file.read())
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, _INPUT)
-    os.close(nothing)
+    null_device = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_device, _INPUT)
+    os.close(null_device)
     if TRACEBACK is not None:
         faulthandler.register(TRACEBACK, file=_ERRORS, all_threads=True)
     sys.argv = [request.command.place]
     if request.contribute is not None:
         request = replace(request, contribute=os.path.join(setting.temporary, "contributed.json"))
-    # opened before the script can stand in the way
+    # opened now, as the script may close descriptors or change its working folder
     channel = os.open(setting.answer, os.O_WRONLY)
-    _keep_open(channel, *([] if setting.control is None else [setting.control]))
-    view = _protected(request, setting)
+    _protect_descriptors(channel, *([] if setting.control is None else [setting.control]))
+    view = _protect(request, setting)
 
     def give_up(error: MemplanError) -> NoReturn:
         _write(channel, text_of_error(error))
         _end()
 
     try:
-        ran = recorded(request, view, give_up)
+        ran = run_request(request, view, give_up)
         contributed = None
         if request.contribute is not None:
             contributed = Path(request.contribute).read_text(encoding="utf-8")
@@ -68,8 +68,8 @@ def answer(text: str) -> NoReturn:
     _end()
 
 
-def _protected(request: Request, setting: Setting) -> View:
-    """Return the files as the script will see them; with Landlock, protected from here on."""
+def _protect(request: Request, setting: Setting) -> View:
+    """Set up the protection of the real files, and return the view of them that the script gets."""
     tempfile.tempdir = setting.temporary
     own = (os.path.dirname(setting.temporary), str(cache_folder().parent))
     if setting.control is not None:
@@ -82,19 +82,19 @@ def _protected(request: Request, setting: Setting) -> View:
     return View()
 
 
-# of the real file system: a script may be in the middle of its run, when others stand in their place
+# the originals: when they are needed, the script or its sandbox may have replaced them in os
 _write_all, _exit, _close, _close_range = os.write, os._exit, os.close, os.closerange
 
 
-def _keep_open(*kept: int) -> None:
-    """Let a script close every descriptor that there is, as a daemon does when it begins, but these."""
+def _protect_descriptors(*protected: int) -> None:
+    """Make os.close and os.closerange spare these descriptors: a daemon closes all when it starts."""
 
     def close(fd: int) -> None:
-        if fd not in kept:
+        if fd not in protected:
             _close(fd)
 
     def close_range(low: int, high: int, /) -> None:
-        for descriptor in sorted(kept):
+        for descriptor in sorted(protected):
             if low <= descriptor < high:
                 _close_range(low, descriptor)
                 low = descriptor + 1
@@ -104,6 +104,7 @@ def _keep_open(*kept: int) -> None:
 
 
 def _write(channel: int, text: str) -> None:
+    """Write the answer; without a channel, tell the user on stderr and exit."""
     data, written = text.encode("utf-8", "replace"), 0
     try:
         while written < len(data):

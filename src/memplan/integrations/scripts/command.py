@@ -37,7 +37,7 @@ class Command(Printed):
         return os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.place))
 
     def checked(self) -> Command:
-        """Return the same, after a look whether the script is there.
+        """Return this command, after checking that the script exists.
 
         Raises:
             InputError: there is no such file.
@@ -54,7 +54,7 @@ class Command(Printed):
 
     def execute(self) -> None:
         """Run it as ``python`` would, as ``__main__``. Whatever it raises goes on."""
-        with _surroundings(self):
+        with _process_state(self):
             if self.is_module:
                 runpy.run_module(self.place, run_name="__main__", alter_sys=True)
             else:
@@ -62,8 +62,8 @@ class Command(Printed):
 
 
 @contextmanager
-def _surroundings(command: Command) -> Iterator[None]:
-    """Give a script the arguments and the import path that it has under ``python``; put back what it changed."""
+def _process_state(command: Command) -> Iterator[None]:
+    """Set arguments and import path as ``python`` does; at exit restore these, folder and environment."""
     arguments, path, folder, variables = sys.argv, sys.path[:], os.getcwd(), dict(os.environ)
     sys.argv = [command.place, *command.arguments]
     sys.path[:] = [command.folder, *path]

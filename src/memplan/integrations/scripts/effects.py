@@ -48,41 +48,43 @@ class Effects:
     def note_change(self, path: Any) -> None:
         """Note that the line that runs now changes a file."""
         if isinstance(path, (str, bytes, os.PathLike)):
-            text = _plain(os.fsdecode(path))
+            text = _absolute(os.fsdecode(path))
             if text not in self._lines:
                 self._lines[text] = script_line(self._script)
 
-    def rows(self, changes: Iterable[Change], *, but: tuple[str, ...] = (), writes: bool = False) -> tuple[Held, ...]:
-        """Return what was held back: checkpoints, connections, programs, and changes of files.
+    def rows(
+        self, changes: Iterable[Change], *, ignored_folders: tuple[str, ...] = (), writes: bool = False
+    ) -> tuple[Held, ...]:
+        """Return the prevented effects: checkpoints, connections, programs, and changes of files.
 
         Args:
             changes: of the files, as the sandbox has them.
-            but: folders that are not the script's.
-            writes: whether it writes, connects and starts programs: only checkpoints and removals are held back then.
+            ignored_folders: changes below these are not the script's.
+            writes: whether the script may write, connect and start programs: then only checkpoints and removals are.
         """
-        held = ("checkpoint", "removed") if writes else get_args(HeldKind)
-        rows = [Held(kind, what, where, count) for (kind, what, where), count in self._rows.items() if kind in held]
-        saved = {row.what for row in rows if row.kind == "checkpoint"}
+        kinds = ("checkpoint", "removed") if writes else get_args(HeldKind)
+        rows = [Held(kind, what, where, count) for (kind, what, where), count in self._rows.items() if kind in kinds]
+        checkpoints = {row.what for row in rows if row.kind == "checkpoint"}
         for change in changes:
-            path = _plain(change.path)
-            ignored = any(path == folder or path.startswith(folder + os.sep) for folder in but)
-            if path in saved or change.kind not in held or ignored:
+            path = _absolute(change.path)
+            is_ignored = any(path == folder or path.startswith(folder + os.sep) for folder in ignored_folders)
+            if path in checkpoints or change.kind not in kinds or is_ignored:
                 continue
             rows.append(Held(change.kind, change.path, self._lines.get(path)))
         return tuple(rows)
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Listen to audit events for a while."""
-        _install()
-        _following.append(self)
+    def auditing(self) -> Iterator[None]:
+        """Within this context, note the effects that audit events announce."""
+        _install_hook()
+        _active.append(self)
         try:
             yield
         finally:
-            _following.remove(self)
+            _active.remove(self)
 
-    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note what an audit event is about."""
+    def note_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Note the effect that an audit event announces."""
         if event == "open":
             if isinstance(arguments[2], int) and arguments[2] & _WRITES:
                 self.note_change(arguments[0])
@@ -92,18 +94,18 @@ class Effects:
             self.note_change(arguments[0])
             self.note_change(arguments[1])
         else:
-            _OTHERS[event](self, arguments)
+            _HANDLERS[event](self, arguments)
 
 
-def _plain(path: str) -> str:
-    """Return an absolute path; a relative one in a folder whose own path is longer than paths can be."""
+def _absolute(path: str) -> str:
+    """Return an absolute, normalized path; relative if the working folder's own path exceeds the system's limit."""
     try:
         return os.path.normpath(path if os.path.isabs(path) else os.path.join(working_folder(), path))
     except OSError:
         return os.path.normpath(path)
 
 
-def _connected(effects: Effects, arguments: tuple[Any, ...]) -> None:
+def _note_connection(effects: Effects, arguments: tuple[Any, ...]) -> None:
     address = arguments[1]
     if isinstance(address, tuple) and len(address) > 1:
         effects.note("network", f"{address[0]}:{address[1]}")
@@ -111,40 +113,40 @@ def _connected(effects: Effects, arguments: tuple[Any, ...]) -> None:
         effects.note("network", os.fsdecode(address))
 
 
-def _asked_name(effects: Effects, arguments: tuple[Any, ...]) -> None:
+def _note_lookup(effects: Effects, arguments: tuple[Any, ...]) -> None:
     if arguments[0]:
         effects.note("network", os.fsdecode(arguments[0]))
 
 
-def _started(effects: Effects, words: Any) -> None:
+def _note_process(effects: Effects, words: Any) -> None:
     listed = [words] if isinstance(words, (str, bytes, os.PathLike)) else list(words)
     effects.note("process", " ".join(map(os.fsdecode, listed))[:_LONGEST])
 
 
-_OTHERS: dict[str, Callable[[Effects, tuple[Any, ...]], None]] = {
-    "socket.connect": _connected,
-    "socket.sendto": _connected,
-    "socket.sendmsg": _connected,
-    "socket.getaddrinfo": _asked_name,
-    "socket.gethostbyname": _asked_name,
-    "subprocess.Popen": lambda effects, arguments: _started(effects, arguments[1]),
-    "os.posix_spawn": lambda effects, arguments: _started(effects, arguments[1]),
-    "os.exec": lambda effects, arguments: _started(effects, arguments[1]),
-    "os.system": lambda effects, arguments: _started(effects, arguments[0]),
+_HANDLERS: dict[str, Callable[[Effects, tuple[Any, ...]], None]] = {
+    "socket.connect": _note_connection,
+    "socket.sendto": _note_connection,
+    "socket.sendmsg": _note_connection,
+    "socket.getaddrinfo": _note_lookup,
+    "socket.gethostbyname": _note_lookup,
+    "subprocess.Popen": lambda effects, arguments: _note_process(effects, arguments[1]),
+    "os.posix_spawn": lambda effects, arguments: _note_process(effects, arguments[1]),
+    "os.exec": lambda effects, arguments: _note_process(effects, arguments[1]),
+    "os.system": lambda effects, arguments: _note_process(effects, arguments[0]),
 }
-_HEARD = frozenset({"open", "os.rename", *_CHANGED_PATH, *_OTHERS})
-_following: list[Effects] = []
-_installed: list[bool] = []
+_EVENTS = frozenset({"open", "os.rename", *_CHANGED_PATH, *_HANDLERS})
+_active: list[Effects] = []
+_hook_installed: list[bool] = []
 
 
-def _install() -> None:
-    """Add the hook: Python has none that can be removed again, so it does nothing while nobody follows."""
-    if not _installed:
-        _installed.append(True)
-        sys.addaudithook(_hear)
+def _install_hook() -> None:
+    """Add the audit hook once. Python cannot remove it, so it does nothing while there are no active effects."""
+    if not _hook_installed:
+        _hook_installed.append(True)
+        sys.addaudithook(_audit)
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    if _following and event in _HEARD:
-        for effects in tuple(_following):
-            effects.hear(event, arguments)
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _active and event in _EVENTS:
+        for effects in tuple(_active):
+            effects.note_event(event, arguments)

@@ -14,11 +14,11 @@ from memplan import _torch
 
 
 @contextmanager
-def imports_apart(folder: str) -> Iterator[None]:
-    """Tell a script's own modules, those below its folder, from those of libraries.
+def library_imports_unrecorded(folder: str) -> Iterator[None]:
+    """Within this context, import libraries outside of the recording; at its end, forget the script's own modules.
 
-    What a library makes when it is imported is real and stays for all runs. The script's own modules are forgotten at
-    the end: their code runs again in the next run, and the tensors of this one are of no use there.
+    Tensors that a library creates on import are real and stay for all runs. Modules below the script's folder run again
+    in the next run, as their tensors belong to the recording of this one.
     """
     with _torch.no_modes():
         pass  # imports what it needs, which it could not in the middle of another import
@@ -29,14 +29,14 @@ def imports_apart(folder: str) -> Iterator[None]:
     def is_own(file: object) -> bool:
         return isinstance(file, str) and os.path.realpath(file).startswith(root) and "-packages" not in file
 
-    def executed(loader: Any, module: ModuleType) -> None:
+    def execute_unrecorded(loader: Any, module: ModuleType) -> None:
         if is_own(loader.path):
             return execute(loader, module)
         with _torch.no_modes():
             return execute(loader, module)
 
     try:
-        with _torch.patched(SourceFileLoader, exec_module=executed):
+        with _torch.patched(SourceFileLoader, exec_module=execute_unrecorded):
             yield
     finally:
         for name in [name for name in sys.modules if name not in before]:

@@ -16,7 +16,7 @@ _MOVES, _TRUNCATES, _SCOPES = 2, 3, 6
 
 
 def refuse_effects(folder: str) -> None:
-    """Let this thread, and what it starts, write below a folder, to devices and to its own ``/proc`` only; for good.
+    """Restrict writes of this thread and its children, for good, to a folder, devices and its own ``/proc``.
 
     Raises:
         OSError: the kernel refuses.

@@ -30,7 +30,7 @@ class Rules:
     """Leading dimension of the first loader's batches, and of all that have the same."""
 
     @property
-    def given(self) -> bool:
+    def replaces_data(self) -> bool:
         """Return whether the batch is described, so that no data is loaded."""
         return bool(self.inputs or self.kwargs)
 
@@ -38,11 +38,13 @@ class Rules:
 class Loaders:
     """Follows the loaders of one run."""
 
-    def __init__(self, rules: Rules, most: int, before_batch: Callable[[], None], folder: str, *, really: bool) -> None:
+    def __init__(
+        self, rules: Rules, idle_limit: int, before_batch: Callable[[], None], folder: str, *, really: bool
+    ) -> None:
         self._rules = rules
-        self._really = really
+        self._has_values = really
         self._folder = folder
-        self._most = most
+        self._idle_limit = idle_limit
         """Limit of batches from a loader that trains nothing."""
         self._before_batch = before_batch
         self._seen: list[_Batches] = []
@@ -53,10 +55,10 @@ class Loaders:
 
     def batches(self) -> tuple[Batch, ...]:
         """Return the first batch of each loader, in the order in which the script iterated over them."""
-        return tuple(dict.fromkeys(loader.fact() for loader in self._seen if loader.text))
+        return tuple(dict.fromkeys(loader.summary() for loader in self._seen if loader.text))
 
-    def called(self, *, trains: bool) -> None:
-        """Note a call of a model, with ``trains`` if it trains on the batches."""
+    def model_called(self, *, trains: bool) -> None:
+        """Note a call of a model: ``trains`` says that it trains, so that no loader is idle."""
         for loader in self._seen:
             if trains:
                 loader.idle = 0
@@ -65,40 +67,41 @@ class Loaders:
             loader.fresh = False
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow all loaders of torch's class."""
+    def hooked(self) -> Iterator[None]:
+        """Within this context every `DataLoader` of the script yields its batches by way of `next_batch`."""
         iterate = DataLoader.__iter__
 
-        def followed(loader: Any) -> Iterator[Any]:
-            own = None if self._rules.given else iterate(loader)
-            if not self._really:
-                _torch.fetching(own, fetched)
-            batches = _Batches(self, loader, own, script_line(self._folder))
+        def iterate_hooked(loader: Any) -> Iterator[Any]:
+            iterator = None if self._rules.replaces_data else iterate(loader)
+            if not self._has_values:
+                _torch.fetching(iterator, fetch_for_recording)
+            batches = _Batches(self, loader, iterator, script_line(self._folder))
             self._seen.append(batches)
             return batches
 
-        forgiving = absent_data(lambda name: self.absent.setdefault(name)) if self._rules.given else nullcontext()
-        with forgiving, _torch.patched(DataLoader, __iter__=followed):
+        replaced = self._rules.replaces_data
+        tolerance = absent_data(lambda name: self.absent.setdefault(name)) if replaced else nullcontext()
+        with tolerance, _torch.patched(DataLoader, __iter__=iterate_hooked):
             yield
 
-    def next_of(self, loader: _Batches) -> Any:
-        """Return a loader's next batch, as the rules say.
+    def next_batch(self, loader: _Batches) -> Any:
+        """Return a loader's next batch: its own or one of the described shapes, and of the requested size.
 
         Raises:
             StopIteration: the loader is exhausted, or trains nothing and has reached its limit.
         """
         self._before_batch()
-        if loader.idle >= self._most:
-            loader.cut = True
+        if loader.idle >= self._idle_limit:
+            loader.ended_early = True
             raise StopIteration
-        if loader.own is not None:
-            batch = next(loader.own)
+        if loader.iterator is not None:
+            batch = next(loader.iterator)
         elif self._rules.kwargs:
             batch = realize(dict(self._rules.kwargs))
         else:
             batch = realize(self._rules.inputs[0] if len(self._rules.inputs) == 1 else list(self._rules.inputs))
         loader.fresh = True
-        size = leading(batch)
+        size = batch_size(batch)
         if self._first is None:
             self._first = size
         if self._rules.batch is not None and size is not None and size == self._first:
@@ -106,17 +109,17 @@ class Loaders:
         return batch
 
 
-def fetched(fetch: Callable[[Any], Any], indices: Any) -> Any:
-    """Fetch a batch; outside of the recording if the data set needs values."""
+def fetch_for_recording(fetch: Callable[[Any], Any], indices: Any) -> Any:
+    """Fetch a batch of a data set; if it fails on tensors without values, fetch it again outside of the recording."""
     try:
         return fetch(indices)
     except StopIteration:
         raise
-    except Exception as error:  # a data set can raise anything, and so can code of it that meets no values
+    except Exception as error:  # code that meets tensors without values can raise anything
         try:
             with _torch.no_modes():
                 batch = fetch(indices)
-        except Exception:  # missing values are not the cause
+        except Exception:  # then missing values were not the cause
             raise error from None
     return as_recorded(_plain(batch))
 
@@ -124,43 +127,46 @@ def fetched(fetch: Callable[[Any], Any], indices: Any) -> Any:
 class _Batches:
     """Iterator over a loader's batches; other attributes come from the loader's own iterator."""
 
-    def __init__(self, loaders: Loaders, loader: Any, own: Any, where: str | None) -> None:
+    def __init__(self, loaders: Loaders, loader: Any, iterator: Any, where: str | None) -> None:
         self._loaders = loaders
         self._loader = loader
-        self.own = own
+        self.iterator = iterator
         self.where = where
-        self.taken = 0
+        self.loaded = 0
         self.idle = 0
         """Batches used by a model since the last training call."""
         self.fresh = False
         """Whether no model was called since the last batch."""
         self.text = ""
         self.size: int | None = None
-        self.cut = False
+        self.ended_early = False
 
     def __iter__(self) -> _Batches:
         return self
 
     def __len__(self) -> int:
-        return len(self.own if self.own is not None else self._loader)
+        return len(self.iterator if self.iterator is not None else self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["own"], name)
+        return getattr(self.__dict__["iterator"], name)
 
     def __next__(self) -> Any:
-        batch = self._loaders.next_of(self)
-        self.taken += 1
-        if self.taken == 1:
-            self.text, self.size = described(batch), leading(batch)
+        batch = self._loaders.next_batch(self)
+        self.loaded += 1
+        if self.loaded == 1:
+            self.text, self.size = text_of_shapes(batch), batch_size(batch)
         return batch
 
-    def fact(self) -> Batch:
+    def summary(self) -> Batch:
         """Return the record of the loader's first batch."""
         try:
             length = len(self._loader)
         except Exception:  # a data set can refuse its length in any way
             length = None
-        return Batch(self.size, self.text, self.where, self.taken, length, self.cut, self.own is None)
+        return Batch(
+            self.size, self.text, self.where, taken=self.loaded, length=length, cut=self.ended_early,
+            given=self.iterator is None,
+        )  # fmt: skip
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
@@ -168,17 +174,17 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch that behaves like a dict as one."""
+    """Return a mapping of any class, such as a tokenizer's batch, as a dict: torch's pytrees know only that."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
-def leading(batch: Any) -> int | None:
-    """Return the leading dimension that most tensors of a batch have; None where no tensor has any."""
+def batch_size(batch: Any) -> int | None:
+    """Return the batch size: the leading dimension that most tensors have; None if no tensor has a dimension."""
     sizes = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
     return max(sizes, key=sizes.count) if sizes else None
 
 
-def described(batch: Any) -> str:
+def text_of_shapes(batch: Any) -> str:
     """Return the shapes of a batch's tensors as "32x3x224x224, 32 (int64)"."""
     rows = []
     for tensor in _tensors(batch):
@@ -189,11 +195,11 @@ def described(batch: Any) -> str:
 
 
 def resized(batch: Any, old: int, new: int) -> Any:
-    """Return a batch whose tensors and lists have another leading dimension where they have the old one."""
+    """Return a batch of another size: tensors whose leading dimension is ``old`` become zeros of size ``new``."""
 
-    def larger(leaf: Any) -> Any:
+    def resize(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != old:
             return leaf
         return leaf.new_zeros((new, *leaf.shape[1:]))
 
-    return _torch.tree_map(larger, batch)
+    return _torch.tree_map(resize, batch)

@@ -18,7 +18,7 @@ from torch import nn
 from memplan import _torch
 from memplan._frames import callers
 from memplan.errors import MemplanError
-from memplan.integrations.described_calls import Unknown, described, options_of
+from memplan.integrations.described_calls import Unknown, options_of, specs_of
 from memplan.integrations.scripts.beside import Calls, Span
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.subclassed import output_kinds
@@ -37,7 +37,7 @@ class ModelCall:
     refused: MemplanError | None = None
     """Why no plan of such a call would equal eager, if none does."""
     unknown: str = ""
-    """Argument that cannot be described, if any."""
+    """Argument that has no spec, if any."""
     autocast: torch.dtype | None = None
     """Where its first layer was called."""
     optimizer: type[torch.optim.Optimizer] | None = None
@@ -57,7 +57,7 @@ class ModelCall:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _OptimizerStatement:
     """The statement of the script that constructs an optimizer."""
 
     line: tuple[str, int]
@@ -88,12 +88,12 @@ class CallWatch:
         """None before the first training call."""
         self._inside = False
         """Whether the first layer of the kept call was called."""
-        self._made: _Made | None = None
+        self._optimizer_statement: _OptimizerStatement | None = None
         """Construction of the latest optimizer."""
 
     @contextmanager
-    def followed(self, is_outermost: Callable[[], bool]) -> Iterator[None]:
-        """Watch the calls of all modules.
+    def watching(self, is_outermost: Callable[[], bool]) -> Iterator[None]:
+        """Within this context, find the first training call, and note the ticks of each later call of that model.
 
         Args:
             is_outermost: returns whether no module runs.
@@ -101,11 +101,12 @@ class CallWatch:
         plain = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """Replace a module's ``__call__``: keep the first training call, and time the later ones of its model."""
             if is_suspended():
                 return plain(module, *args, **kwargs)
             if self.call is None:
                 if is_outermost() and _trains(module):
-                    self._keep(module, args, kwargs)
+                    self._store_first_call(module, args, kwargs)
                     if self._fits is not None:
                         self._fits(module)
             elif not self._inside and not is_outermost():
@@ -115,7 +116,7 @@ class CallWatch:
             if call is None or module is not call.module or self._running or not torch.is_grad_enabled():
                 return plain(module, *args, **kwargs)
             begin, self._running = self._tick(), True
-            call.calls.held |= any(p.requires_grad and p.grad is not None for p in module.parameters())
+            call.calls.start_with_gradients |= any(p.requires_grad and p.grad is not None for p in module.parameters())
             try:
                 return plain(module, *args, **kwargs)
             finally:
@@ -125,51 +126,53 @@ class CallWatch:
         with _torch.patched(nn.Module, __call__=called):
             yield
 
-    def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the script has constructed an optimizer."""
+    def optimizer_created(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the statement that constructs an optimizer: `memplan.fit` is to be inserted after it."""
         frame = next((frame for frame in self._frames() if not _statement(frame)[2]), None)
         if frame is not None and self.call is None:
-            self._made = _Made((frame.f_code.co_filename, frame.f_lineno), _statement(frame)[1], _modules(frame))
+            line = frame.f_code.co_filename, frame.f_lineno
+            self._optimizer_statement = _OptimizerStatement(line, _statement(frame)[1], _modules(frame))
 
-    def updates(self) -> None:
-        """Note that an optimizer begins an update."""
+    def update_begins(self) -> None:
+        """Remember the tick at which an optimizer begins an update."""
         self._update = self._tick()
 
-    def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has updated. The first optimizer of the model's parameters only becomes the plan's."""
+    def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record an update. The first optimizer that updates parameters of the model alone is the one to plan with."""
         call = self.call
         if call is None:
             return
         if call.optimizer is None:
             own = {id(parameter) for parameter in call.module.parameters()}
-            theirs = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-            if theirs and own.issuperset(theirs):
+            updated = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            if updated and own.issuperset(updated):
                 call.optimizer, call.options = type(optimizer), options_of(optimizer)
                 self._optimizer = weakref.ref(optimizer)
         if self._optimizer is not None and self._optimizer() is optimizer:
             call.calls.updates.append(Span(self._update, self._tick()))
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _store_first_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store the first training call: its arguments, why it cannot be planned, and the line for `memplan.fit`."""
         call = self.call = ModelCall(module, autocast=_autocast(module))
         try:
-            call.inputs = tuple(described(value) for value in args)
-            call.kwargs = {name: described(value) for name, value in kwargs.items()}
+            call.inputs = tuple(specs_of(value) for value in args)
+            call.kwargs = {name: specs_of(value) for name, value in kwargs.items()}
             with recording_suspended():
                 output_kinds(module, call_of(args, kwargs))
         except Unknown as error:
             call.unknown = str(error)
         except MemplanError as error:
             call.refused = error
-        frame, made = next(self._frames(), None), self._made
+        frame, statement = next(self._frames(), None), self._optimizer_statement
         if frame is None:
             return
         here = frame.f_code.co_filename, frame.f_lineno
-        if made is None or made.line == here:  # what trains makes the optimizer itself
+        if statement is None or statement.line == here:  # the line that trains also creates the optimizer
             call.before, call.line = True, format_frame((here[0], _statement(frame)[0]))
             call.name = _modules(frame).get(id(module), call.name)
         else:
-            call.line = format_frame((made.line[0], made.end))
-            call.name = made.names.get(id(module), call.name)
+            call.line = format_frame((statement.line[0], statement.end))
+            call.name = statement.names.get(id(module), call.name)
 
     def _frames(self) -> Iterator[FrameType]:
         """Yield the frames of the script's own code outside of its models, the innermost first."""
@@ -191,7 +194,7 @@ def _autocast(module: nn.Module) -> torch.dtype | None:
 
 
 def _modules(frame: FrameType) -> dict[int, str]:
-    """Return the names of the variables of a frame that hold modules, those of the function before the module's."""
+    """Return by id() of each module the variable that refers to it: a local one if there is one."""
     names: dict[int, str] = {}
     here = local_variables(frame)
     attributes = getattr(here.get("self"), "__dict__", {})
@@ -203,17 +206,17 @@ def _modules(frame: FrameType) -> dict[int, str]:
 
 
 def _statement(frame: FrameType) -> tuple[int, int, bool]:
-    """Return the first and the last line of the statement that a frame runs, and whether it returns."""
+    """Return the first and last line of the statement that a frame runs, and whether it is a ``return``."""
     line = frame.f_lineno
     try:
         tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
     except SyntaxError:
         return line, line, False
-    around = [
+    enclosing = [
         node for node in ast.walk(tree)
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]  # fmt: skip
-    inner = min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
-    if inner is None:
+    innermost = min(enclosing, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
+    if innermost is None:
         return line, line, False
-    return inner.lineno, inner.end_lineno or inner.lineno, isinstance(inner, ast.Return)
+    return innermost.lineno, innermost.end_lineno or innermost.lineno, isinstance(innermost, ast.Return)

@@ -38,7 +38,7 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
 
     Args:
         folder: of the script's own code.
-        values: whether tensors have values, which collective operations really reduce.
+        values: whether tensors have values that collective operations reduce; if not, process groups are fake.
     """
 
     def refuse(*_: Any) -> NoReturn:

@@ -14,8 +14,8 @@ from torch import nn
 from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, InputError, RecordingError
-from memplan.integrations.described_calls import copied, maker, text_of
-from memplan.integrations.scripts.beside import held_beside
+from memplan.integrations.described_calls import copy_without_hooks, optimizer_factory, text_of
+from memplan.integrations.scripts.beside import unplanned_memory
 from memplan.integrations.scripts.model_call import ModelCall
 from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.script import Script
@@ -60,24 +60,26 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
     recorded = timeline.peak_reserved + context
     if room.holds(trace, AllocatorSettings()):
         return Fitting(title, room.limit, recorded)
-    call = _checked(script.call(trace), title)
+    call = _plannable(script.call(trace), title)
     parts = [path for path, _ in call.module.named_modules() if path]
     tensors = [leaf for leaf in _torch.tree_leaves((call.inputs, call.kwargs)) if isinstance(leaf, Spec)]
-    unplanned = held_beside(trace, type(call.module).__name__, parts, tensors, call.calls)
+    unplanned = unplanned_memory(trace, type(call.module).__name__, parts, tensors, call.calls)
     fitting = Fitting(
-        title, room.limit, recorded, unplanned.inside, recorded - timeline.peak_allocated, outside=unplanned.outside
-    )
+        title, room.limit, recorded, unplanned.in_steps, recorded - timeline.peak_allocated,
+        outside=unplanned.between_steps,
+    )  # fmt: skip
     options = dict(request.plan or ())
-    if call.calls.held and not options.get("early"):
-        options = {"accumulate": call.calls.accumulated, **options}
+    if call.calls.start_with_gradients and not options.get("early"):
+        options = {"accumulate": call.calls.calls_per_update, **options}
     for _ in range(_ROUNDS):
-        fitting = _fitting(fitting, call, room, options)
-        if fitting.plan is None or room.target.card is not None:  # whose kernels are not those of a plan made here
+        fitting = _fit_within(fitting, call, room, options)
+        # the kernels of a planned model cannot be recorded for a card
+        if fitting.plan is None or room.target.card is not None:
             return fitting
-        over = _over(fitting, script, call, options, len(trace.steps))
-        if over is None or over <= 0:
+        excess = _bytes_above_bound(fitting, script, call, options, len(trace.steps))
+        if excess is None or excess <= 0:
             return fitting
-        fitting = replace(fitting, beside=fitting.beside + over)
+        fitting = replace(fitting, beside=fitting.beside + excess)
     raise RecordingError(
         f"{title} takes more with each of {_ROUNDS} plans than their bounds",
         expected="a script that holds beside the model what it holds without a plan",
@@ -85,23 +87,24 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
     )
 
 
-def _fitting(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[str, Any]) -> Fitting:
+def _fit_within(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[str, Any]) -> Fitting:
     """Plan the model within the budget that the script leaves; return the outcome with the plan or the shortfall."""
     budget = max(room.limit - fitting.beside - fitting.surplus, 1)
     try:
         inner_plan = plan(
-            lambda: copied(call.module), *_known(call.inputs), kwargs=_known(call.kwargs), budget=budget,
-            optimizer=_optimizer(call), autocast=call.autocast,
+            lambda: copy_without_hooks(call.module), *_with_ones(call.inputs), kwargs=_with_ones(call.kwargs),
+            budget=budget, optimizer=_optimizer(call), autocast=call.autocast,
             device=None if room.target.card is None else room.target.card.name, costs="roofline", **options,
         )  # fmt: skip
     except BudgetError as error:
         return replace(fitting, plan=None, shortfall=error, lines=None)
     if fitting.outside + fitting.surplus > room.limit:
-        return replace(fitting, plan=None, shortfall=_of_outside(fitting, inner_plan), lines=None)
+        return replace(fitting, plan=None, shortfall=_error_between_steps(fitting, inner_plan), lines=None)
     return replace(fitting, plan=inner_plan, lines=_lines(call, room, fitting.beside, options))
 
 
-def _of_outside(fitting: Fitting, inner_plan: Plan) -> BudgetError:
+def _error_between_steps(fitting: Fitting, inner_plan: Plan) -> BudgetError:
+    """Return the error of a script that exceeds its budget outside of the model's steps, where no plan helps."""
     return BudgetError(
         f"{fitting.title} takes {format_bytes(fitting.outside)} where its model is not trained, as in a validation",
         expected=f"no more than {format_bytes(fitting.budget - fitting.surplus)} there: a plan is of training steps",
@@ -110,9 +113,13 @@ def _of_outside(fitting: Fitting, inner_plan: Plan) -> BudgetError:
     )
 
 
-def _over(fitting: Fitting, script: Script, call: ModelCall, options: Mapping[str, Any], steps: int) -> int | None:
-    """Record the script with the planned model, and return the bytes above the bound. None if its calls fall back to
-    eager."""
+def _bytes_above_bound(
+    fitting: Fitting, script: Script, call: ModelCall, options: Mapping[str, Any], steps: int
+) -> int | None:
+    """Record the script with the planned model and return the bytes of its peak above the plan's bound.
+
+    None if no call of the model was planned: all fell back to eager.
+    """
     assert fitting.planned is not None, "there is a plan"
     fitted = list[Any]()
 
@@ -120,8 +127,8 @@ def _over(fitting: Fitting, script: Script, call: ModelCall, options: Mapping[st
         fitted.append(
             fit(
                 module,
-                *_known(call.inputs),
-                kwargs=_known(call.kwargs),
+                *_with_ones(call.inputs),
+                kwargs=_with_ones(call.kwargs),
                 budget=fitting.budget - fitting.beside,
                 optimizer=_optimizer(call),
                 autocast=call.autocast,
@@ -135,7 +142,8 @@ def _over(fitting: Fitting, script: Script, call: ModelCall, options: Mapping[st
     return simulate(with_lines).peak_allocated - fitting.planned
 
 
-def _checked(call: ModelCall | None, title: str) -> ModelCall:
+def _plannable(call: ModelCall | None, title: str) -> ModelCall:
+    """Return the call, or raise the reason for which there can be no plan of it."""
     if call is None:
         raise InputError(
             f"{title} called no model in training",
@@ -153,7 +161,7 @@ def _checked(call: ModelCall | None, title: str) -> ModelCall:
     return call
 
 
-def _known(arguments: Any) -> Any:
+def _with_ones(arguments: Any) -> Any:
     """Return arguments with ones for small tensors of integers, as a recording reads them: masks decide branches."""
 
     def with_values(leaf: Any) -> Any:
@@ -164,16 +172,16 @@ def _known(arguments: Any) -> Any:
 
 
 def _optimizer(call: ModelCall) -> Any:
-    return None if call.optimizer is None else maker(call.optimizer, call.options)
+    return None if call.optimizer is None else optimizer_factory(call.optimizer, call.options)
 
 
 def _lines(call: ModelCall, room: Room, beside: int, options: Mapping[str, Any]) -> Lines:
-    """Return what makes the model fit, as lines of the script. There a budget on a card is counted as here."""
+    """Return the lines that make the model fit, to be inserted into the script."""
     arguments = [call.name, *(_python_text(argument) for argument in call.inputs)]
     kwargs = {name: value for name, value in call.kwargs.items() if value is not None}
     arguments += [f"kwargs={_kwargs_text(kwargs)}"] if kwargs else []
     arguments.append(f"budget={room.limit - beside:_}")
-    arguments += [f"optimizer={_kind(call)}"] if call.optimizer is not None else []
+    arguments += [f"optimizer={_optimizer_text(call)}"] if call.optimizer is not None else []
     arguments += [f'autocast="{_LOWER[call.autocast]}"'] if call.autocast in _LOWER else []
     arguments += [f"{name}={value!r}" for name, value in options.items()]
     imports = ["import memplan"]
@@ -195,34 +203,35 @@ def _kwargs_text(kwargs: Mapping[str, Any]) -> str:
     short = _python_text(kwargs)
     if len(short) <= _WIDTH - len("    kwargs=,"):
         return short
-    rows = (f'        "{name}": {_named(name, value)},' for name, value in kwargs.items())
+    rows = (f'        "{name}": {_keyword_text(name, value)},' for name, value in kwargs.items())
     return "\n".join(("{", *rows, "    }"))
 
 
 def _python_text(value: Any) -> str:
+    """Return an argument as Python text, with specs in the notation of `memplan.spec`."""
     if isinstance(value, Spec):
         return f'"{text_of(value)}"'
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f'"{name}": {_named(name, item)}' for name, item in value.items()) + "}"
+        return "{" + ", ".join(f'"{name}": {_keyword_text(name, item)}' for name, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         inner = ", ".join(map(_python_text, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     return repr(value)
 
 
-def _named(name: str, value: Any) -> str:
-    """Return an argument by name as Python; a mask is all ones, as most are."""
+def _keyword_text(name: str, value: Any) -> str:
+    """Return a keyword argument's value as Python text; a mask is written as all ones, as most are."""
     if isinstance(value, Spec) and "mask" in name and not value.dtype.is_floating_point:
         return f"memplan.spec({_python_text(value)}, low=1)"
     return _python_text(value)
 
 
-def _kind(call: ModelCall) -> str:
-    """Return the optimizer as an argument of `memplan.fit`: its class, with the options that may cost memory."""
+def _optimizer_text(call: ModelCall) -> str:
+    """Return the optimizer as a Python argument of `memplan.fit`: its class, with the options that may cost memory."""
     kind = call.optimizer
-    assert kind is not None, "it was looked at"
-    torchs = kind.__module__.startswith("torch.optim")
-    name = f"torch.optim.{kind.__name__}" if torchs else f"{kind.__module__}.{kind.__qualname__}"
+    assert kind is not None, "the caller has checked"
+    is_torch = kind.__module__.startswith("torch.optim")
+    name = f"torch.optim.{kind.__name__}" if is_torch else f"{kind.__module__}.{kind.__qualname__}"
     name = kind.__qualname__ if kind.__module__ == "__main__" else name
     defaults = {key: parameter.default for key, parameter in inspect.signature(kind).parameters.items()}
     differing = {

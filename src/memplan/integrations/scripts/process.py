@@ -30,18 +30,18 @@ from memplan.integrations.scripts.sandbox.messages import SCRATCH, Job, Outcome,
 
 _START = "from memplan.integrations.scripts.child import answer; import sys; answer(sys.argv[1])"
 _SUPERVISOR = "from memplan.integrations.scripts.sandbox.supervisor import main; import sys; main(sys.argv[1])"
-_LATER = 30
+_EXTRA_SECONDS = 30
 """Seconds after its time limit at which a script is killed that has not reached a hook."""
-_LAST = 64 << 10
+_TAIL_BYTES = 64 << 10
 """Bytes of a script's output that are stored, counted from its end."""
 
 
-def run_script(request: Request, told: Callable[[str], None] = lambda _: None) -> Ran:
+def run_script(request: Request, warn: Callable[[str], None] = lambda _: None) -> Ran:
     """Run a script in a process of its own and return its steps.
 
     Args:
         request: what to run, and how.
-        told: called with a message for each file that was permitted but could not be written.
+        warn: called with a message for each file that was permitted but could not be written.
 
     Raises:
         InputError: there is no such script.
@@ -50,22 +50,22 @@ def run_script(request: Request, told: Callable[[str], None] = lambda _: None) -
         MemplanError: whatever `memplan.record` and `memplan.measure` raise.
     """
     request.command.checked()
-    ended = _supervised(request) if sys.platform == "linux" else _alone(request)
-    outcome, said = ended.outcome, ended.err.text
+    result = _run_supervised(request) if sys.platform == "linux" else _run_unsupervised(request)
+    outcome, errors = result.outcome, result.err.text
     if outcome.protection is None:
-        raise _unprotected(outcome, request)
+        raise _sandbox_error(outcome, request)
     for path, reason in outcome.unwritten:
-        told(f"{path} was not written: {reason}")
+        warn(f"{path} was not written: {reason}")
     if outcome.unwritten_more:
-        told(f"{outcome.unwritten_more:,} more files were not written")
+        warn(f"{outcome.unwritten_more:,} more files were not written")
     if outcome.room is not None:
-        raise _full(request.command, outcome.room, said)
-    if not ended.answer:
-        raise _ended(request.command, outcome, said)
+        raise _disk_error(request.command, outcome.room, errors)
+    if not result.answer:
+        raise _exit_error(request.command, outcome, errors)
     try:
-        ran, contributed = read_answer(ended.answer, request)
+        ran, contributed = read_answer(result.answer, request)
     except ScriptEnded as error:
-        error.said = "" if request.shows else ended.out.text + said
+        error.said = "" if request.shows else result.out.text + errors
         raise
     except Unreadable as error:
         raise StepError(
@@ -75,13 +75,13 @@ def run_script(request: Request, told: Callable[[str], None] = lambda _: None) -
         ) from None
     if request.contribute is not None and contributed is not None:
         Path(request.contribute).write_text(contributed, encoding="utf-8")
-    lines = 0 if request.shows else ended.out.lines + ended.err.lines
+    lines = 0 if request.shows else result.out.lines + result.err.lines
     facts = replace(ran.facts, lines=lines, protection=outcome.protection, unwritten=outcome.unwritten)
     return replace(ran, facts=facts)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ended:
+class _ProcessResult:
     """Outcome and output of a script's process."""
 
     outcome: Outcome
@@ -90,12 +90,12 @@ class _Ended:
     err: _Tail
 
 
-def _supervised(request: Request) -> _Ended:
-    """Run the script below a supervisor process, which dies with this process in any case."""
-    with _pipe() as (answered, answer), _pipe() as (told, report):
+def _run_supervised(request: Request) -> _ProcessResult:
+    """Run the script in a child of a supervisor process, which ends it whenever this process ends."""
+    with _pipe() as (answer_end, answer), _pipe() as (report_end, report):
         job = Job(
             tuple(_command()), _protections(request), not request.writes, request.writes and not request.really,
-            request.limit + _LATER, report.fileno(), f"/dev/fd/{answer.fileno()}", os.getpid(),
+            request.limit + _EXTRA_SECONDS, report.fileno(), f"/dev/fd/{answer.fileno()}", os.getpid(),
         )  # fmt: skip
         start = f"import sys; sys.path.insert(0, {_home()!r}); {_SUPERVISOR}"
         process = _popen(
@@ -105,7 +105,7 @@ def _supervised(request: Request) -> _Ended:
         answer.close()
         report.close()
         with process:
-            answer_bytes, report_text = _Tail(answered, None, MOST), _Tail(told, None, MOST)
+            answer_bytes, report_text = _Tail(answer_end, None, MOST), _Tail(report_end, None, MOST)
             out, err = _streams(process, request)
             try:
                 _send(process, request)
@@ -115,7 +115,7 @@ def _supervised(request: Request) -> _Ended:
                 raise
             outcome = json.loads(report_text.text or '{"protection": "none", "status": 9}')
             pairs = {name: tuple(map(tuple, outcome.get(name, ()))) for name in ("reasons", "unwritten")}
-            return _Ended(Outcome(**{**outcome, **pairs}), answer_bytes.data, out, err)
+            return _ProcessResult(Outcome(**{**outcome, **pairs}), answer_bytes.data, out, err)
 
 
 @contextmanager
@@ -126,11 +126,14 @@ def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         yield reads, writes
 
 
-def _alone(request: Request) -> _Ended:
+def _run_unsupervised(request: Request) -> _ProcessResult:
     """Run the script without a supervisor: on macOS and Windows, if that was allowed."""
     if "none" not in _protections(request):
-        return _Ended(
-            Outcome(None, reasons=((sys.platform, "has neither namespaces nor Landlock"),)), b"", _empty(), _empty()
+        return _ProcessResult(
+            Outcome(None, reasons=((sys.platform, "has neither namespaces nor Landlock"),)),
+            b"",
+            _empty_tail(),
+            _empty_tail(),
         )
     with tempfile.TemporaryDirectory(prefix="memplan-run-", ignore_cleanup_errors=True) as folder:
         answer = Path(folder, "answer")
@@ -142,27 +145,27 @@ def _alone(request: Request) -> _Ended:
             over = False
             try:
                 _send(process, request)
-                process.wait(request.limit + _LATER)
+                process.wait(request.limit + _EXTRA_SECONDS)
             except subprocess.TimeoutExpired:
                 over = True
             finally:
-                if os.name == "posix":  # with what it has started
+                if os.name == "posix":  # and all processes that it has started
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
             status = process.wait()
         text = answer.read_bytes()
-    return _Ended(Outcome("none", -status if status < 0 else status << 8, over), text, out, err)
+    return _ProcessResult(Outcome("none", -status if status < 0 else status << 8, over), text, out, err)
 
 
-def _empty() -> _Tail:
+def _empty_tail() -> _Tail:
     return _Tail(io.BufferedReader(io.BytesIO()), None)
 
 
 def _protections(request: Request) -> tuple[Protection, ...]:
-    """Return what may hold the script, the best first."""
+    """Return the protections under which the script may run, the strongest first."""
     if request.writes:
-        # with values, what it writes is what it writes; without, checkpoints are told from files in an overlay
+        # without values, an overlay is needed to tell checkpoints, which are not written, from other files
         overlaid: tuple[Protection, ...] = () if request.really else ("namespaces",)
         return (*overlaid, "none") if request.really or request.unprotected else overlaid
     return ("namespaces", "landlock", "none") if request.unprotected else ("namespaces", "landlock")
@@ -196,19 +199,25 @@ def _streams(process: subprocess.Popen[bytes], request: Request) -> tuple[_Tail,
 def _send(process: subprocess.Popen[bytes], request: Request) -> None:
     stream = process.stdin
     assert stream is not None, "it is a pipe"
-    with suppress(BrokenPipeError), stream:  # of a process that has ended before
+    with suppress(BrokenPipeError), stream:  # the process has ended already
         stream.write(pickle.dumps(request))
 
 
 class _Tail:
-    """The last bytes of a stream, and how many lines it had. ``shown``: where all of it goes besides."""
+    """Reads a stream in a thread, and stores its last bytes and the number of its lines.
 
-    def __init__(self, stream: IO[bytes], shown: IO[bytes] | None, most: int = _LAST) -> None:
-        self._stream, self._shown, self._most = stream, shown, most
+    Args:
+        stream: to read to its end.
+        copy: a stream to which all of it is written as well.
+        limit: greatest number of bytes to store.
+    """
+
+    def __init__(self, stream: IO[bytes], copy: IO[bytes] | None, limit: int = _TAIL_BYTES) -> None:
+        self._stream, self._copy, self._limit = stream, copy, limit
         self._blocks: deque[bytes] = deque()
         self._size = 0
         self.lines = 0
-        self._open = b""
+        self._unfinished = b""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -216,7 +225,7 @@ class _Tail:
     def data(self) -> bytes:
         """Return the last bytes, after the stream's end."""
         self._reader.join()
-        return b"".join(self._blocks)[-self._most :]
+        return b"".join(self._blocks)[-self._limit :]
 
     @property
     def text(self) -> str:
@@ -224,28 +233,29 @@ class _Tail:
         return self.data.decode("utf-8", "replace")
 
     def _read(self) -> None:
+        """Body of the thread: read the stream to its end."""
         while block := self._stream.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]  # buffered
-            if self._shown is not None:
-                self._shown.write(block)
-                self._shown.flush()
+            if self._copy is not None:
+                self._copy.write(block)
+                self._copy.flush()
             self._count(block)
             self._blocks.append(block)
             self._size += len(block)
-            while self._size - len(self._blocks[0]) >= self._most:
+            while self._size - len(self._blocks[0]) >= self._limit:
                 self._size -= len(self._blocks.popleft())
         self._count(b"\n")
 
     def _count(self, block: bytes) -> None:
-        """Count the lines that are not blank; of the one that goes on, only whether it is."""
+        """Count the lines that are not blank. Of the unfinished last one, a byte tells whether it is blank so far."""
         *whole, last = block.split(b"\n")
         if whole:
-            self.lines += sum(1 for line in (self._open + whole[0], *whole[1:]) if line.strip())
-            self._open = b""
-        self._open = (self._open + last.strip())[:1]
+            self.lines += sum(1 for line in (self._unfinished + whole[0], *whole[1:]) if line.strip())
+            self._unfinished = b""
+        self._unfinished = (self._unfinished + last.strip())[:1]
 
 
-def _unprotected(outcome: Outcome, request: Request) -> UsageError:
-    """Return the error of a script that was not run."""
+def _sandbox_error(outcome: Outcome, request: Request) -> UsageError:
+    """Return the error of a script that was not run, as no permitted protection is available."""
     reasons = "; ".join(f"{name}: {why}" for name, why in outcome.reasons)
     if SCRATCH in dict(outcome.reasons):
         return UsageError(
@@ -273,34 +283,34 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _stood(command: Command, said: str) -> str | None:
-    """Return the script's line in the traceback that its process wrote when it was to end."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', said)
+def _last_line(command: Command, errors: str) -> str | None:
+    """Return the line at which the script was when it was ended, from the traceback in its process's error output."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', errors)
     return next((f"{file}:{line}" for file, line in frames if file.startswith(command.folder)), None)
 
 
-def _full(command: Command, room: int, said: str) -> StepError:
+def _disk_error(command: Command, room: int, errors: str) -> StepError:
     return StepError(
         f"{command.name} wrote more than {format_bytes(room)} of files, and was ended",
         expected="a script that leaves room on the disk: half of it, and at most 20 GiB, is the script's",
         do="Nothing of it is left. Write these files under python beforehand, or fewer of them; if the disk has less "
         "than 40 GiB left, name another one: TMPDIR=/path memplan run ...",
-        where=_stood(command, said),
+        where=_last_line(command, errors),
     )
 
 
-def _ended(command: Command, outcome: Outcome, said: str) -> MemplanError:
-    """Return the error of a process that gave no answer."""
+def _exit_error(command: Command, outcome: Outcome, errors: str) -> MemplanError:
+    """Return the error of a process that ended, or was ended, without an answer."""
     if outcome.over:
         return StepError(
             f"{command.name} was not at its second update when its time was over",
             expected="a script that calls a torch.nn.Module, or loads a batch, now and then",
             do="Give it more time: --limit 1200; or run it under python to see what takes so long",
-            where=_stood(command, said),
+            where=_last_line(command, errors),
         )
     code = os.waitstatus_to_exitcode(outcome.status or 0)
     how = f"by {_signal_name(-code)}" if code < 0 else f"with exit code {code}"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
     last = f"; it said last: {lines[-1][:200]}" if lines else ""
     return StepError(
         f"the process of {command.name} ended {how}{last}",

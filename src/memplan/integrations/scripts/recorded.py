@@ -31,16 +31,16 @@ _OFFLINE_ERRORS = (ConnectionError, socket.gaierror)
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
 
-def recorded(request: Request, view: View, give_up: GiveUp) -> Ran:
+def run_request(request: Request, view: View, give_up: GiveUp) -> Ran:
     """Run a script as a request asks and return its steps and what else it did.
 
     Args:
         request: what to run, and for which device.
-        view: of the files, for the script.
+        view: the files as the script sees them.
         give_up: called with the error of a script that does not let itself be ended.
 
     Raises:
-        InputError: the largest batch is asked for, and no loader of torch's gives one; a plan, and no model is trained.
+        InputError: for the largest batch, the script uses no loader of torch; for a plan, it trains no model.
     """
     script = Script(request, view, give_up)
     if not request.writes:
@@ -53,7 +53,7 @@ def recorded(request: Request, view: View, give_up: GiveUp) -> Ran:
                 assume = dict(request.assume)
                 trace = record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
     except StepError as error:
-        raise error if error.__cause__ is None else _of_script(error) from error.__cause__
+        raise error if error.__cause__ is None else _script_error(error) from error.__cause__
     ran = Ran(request.command, trace, script.facts(trace))
     if request.room is None:
         return ran
@@ -65,16 +65,16 @@ def recorded(request: Request, view: View, give_up: GiveUp) -> Ran:
             expected="a loader, whose batches are made larger and smaller",
             do="Run it with its own argument for the batch: memplan run train.py --batch-size 64",
         )
-    batches = _Batches(request, view, give_up)
+    batches = _ScriptOfBatch(request, view, give_up)
     subject = Subject(batches, StepOptions(), {"batch": ran.facts.batch_size})
-    found = find_largest(
+    largest = find_largest(
         subject, "batch", request.room, most=request.most, settings=request.settings, title=script.title
     )
-    return replace(ran, largest=found)
+    return replace(ran, largest=largest)
 
 
-def _of_script(error: StepError) -> StepError:
-    """Return the error of a step with what to do about a script."""
+def _script_error(error: StepError) -> StepError:
+    """Return the error of a step with advice for a script; an error that already has other advice stays as it is."""
     if error.expected != RUNS:
         return error
     cause = error.__cause__
@@ -91,8 +91,8 @@ def _of_script(error: StepError) -> StepError:
     return script_error
 
 
-class _Batches(Programs):
-    """A script whose loaders give another batch."""
+class _ScriptOfBatch(Programs):
+    """A script as a function of its batch size, for the search for the largest one."""
 
     def __init__(self, request: Request, view: View, give_up: GiveUp) -> None:
         self._request, self._view, self._give_up = request, view, give_up
@@ -100,9 +100,9 @@ class _Batches(Programs):
         self.__signature__ = inspect.signature(lambda batch: None)
 
     def __call__(self) -> None:
-        """Do nothing: what is called has parameters, and these are its batch."""
+        """Do nothing: a subject of a search has to be callable, and its parameters are those of `program`."""
 
     def program(self, **arguments: Any) -> Script:
-        """Return the script with a ``batch``."""
+        """Return the script with loaders of ``batch`` samples at a time."""
         request = replace(self._request, rules=replace(self._request.rules, batch=arguments["batch"]))
         return Script(request, self._view, self._give_up)

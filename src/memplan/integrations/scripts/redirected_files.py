@@ -38,7 +38,7 @@ class Note(Protocol):
 
 
 class RedirectedFiles:
-    """A folder in which the files lie that a script writes.
+    """A shadow of the file system: a folder with the files that a script writes, each below its own absolute path.
 
     Args:
         folder: an empty one, which may be removed afterwards.
@@ -51,65 +51,65 @@ class RedirectedFiles:
         self._removed: set[str] = set()
 
     @contextmanager
-    def over_all(self) -> Iterator[None]:
-        """Let everything in here that Python writes go to the folder."""
+    def redirecting(self) -> Iterator[None]:
+        """Within this context Python's functions see the shadow above the real files and write to it alone."""
         temporary = os.path.join(self._folder, "tmp")
         os.makedirs(temporary, exist_ok=True)
-        patches = {name: self._reading(getattr(os, name)) for name in _READ if hasattr(os, name)}
-        patches |= {name: self._changing(getattr(os, name)) for name in _CHANGE if hasattr(os, name)}
-        patches |= {name: self._removing(getattr(os, name)) for name in _REMOVE}
-        patches |= {name: self._listing(getattr(os, name)) for name in ("listdir", "scandir")}
-        patches |= {"mkdir": self._making(os.mkdir), "open": self._opening_descriptor(os.open)}
+        patches = {name: self._reader(getattr(os, name)) for name in _READ if hasattr(os, name)}
+        patches |= {name: self._changer(getattr(os, name)) for name in _CHANGE if hasattr(os, name)}
+        patches |= {name: self._remover(getattr(os, name)) for name in _REMOVE}
+        patches |= {name: self._lister(getattr(os, name)) for name in ("listdir", "scandir")}
+        patches |= {"mkdir": self._mkdir(os.mkdir), "open": self._descriptor_opener(os.open)}
         patches |= {
-            "chdir": self._going,
-            "getcwd": self._folder_now,
-            "getcwdb": lambda: os.fsencode(self._folder_now()),
+            "chdir": self._change_folder,
+            "getcwd": self._current_folder,
+            "getcwdb": lambda: os.fsencode(self._current_folder()),
         }
-        patches |= {name: self._moving(getattr(os, name)) for name in ("rename", "replace")}
-        opened = self._opening(builtins.open)
+        patches |= {name: self._mover(getattr(os, name)) for name in ("rename", "replace")}
+        opened = self._opener(builtins.open)
         with ExitStack() as stack:
             for owner, new in (
                 (builtins, {"open": opened}),
                 (io, {"open": opened}),
-                (shutil, {"rmtree": self._removing_tree}),
-                (sqlite3, {"connect": self._changing(sqlite3.connect)}),
+                (shutil, {"rmtree": self._remove_tree}),
+                (sqlite3, {"connect": self._changer(sqlite3.connect)}),
                 (tempfile, {"tempdir": temporary}),
                 (os, patches),
             ):
                 stack.enter_context(_torch.patched(owner, **new))
             yield
 
-    def path_of(self, path: Any) -> Any:
-        """Return where a path's file is for the script."""
+    def path_to_read(self, path: Any) -> Any:
+        """Return the path at which the script sees a file: its shadow if it wrote or removed it, else itself."""
         real = self._absolute(path)
         if real is None:
             return path
         shadow = self._shadow(real)
-        if _is_there(shadow) or _is_file(os.path.dirname(shadow)) or self._is_gone(real):
+        if _exists_at(shadow) or _is_file(os.path.dirname(shadow)) or self._is_removed(real):
             return shadow
         return real if self._is_own(working_folder()) else path
 
-    def written(self, path: Any, *, copy: bool, silent: bool = False) -> Any:
-        """Return where a file is to be written; with what it holds until now, if ``copy``."""
+    def path_to_write(self, path: Any, *, copy: bool, silent: bool = False) -> Any:
+        """Return the shadow path to write a file to, with the present content if ``copy``; not noted if ``silent``."""
         real = self._absolute(path)
         if real is None:
             return path
         shadow = self._shadow(real)
-        if _is_folder(os.fspath(self.path_of(real))):
-            return self.path_of(real)  # whatever writes it says that it is none
-        if not _is_there(shadow):
-            self._parents(real, shadow)
+        if _is_folder(os.fspath(self.path_to_read(real))):
+            return self.path_to_read(real)  # the caller's open() raises that it is a folder
+        if not _exists_at(shadow):
+            self._make_parents(real, shadow)
             if not silent:
                 self._note(real)
-            if _is_pipe(real) and not self._is_gone(real):
+            if _is_pipe(real) and not self._is_removed(real):
                 os.mkfifo(shadow)
-            elif copy and not self._is_gone(real) and _is_file(real):
+            elif copy and not self._is_removed(real) and _is_file(real):
                 with _open(real, "rb") as source, _open(shadow, "wb") as target:
                     shutil.copyfileobj(source, target)
         return shadow
 
     def _absolute(self, path: Any) -> str | None:
-        """Return the absolute path of a file that is not the folder's own; None of descriptors and devices."""
+        """Return the absolute path of a file; None if it is not redirected: descriptors, devices, shadows."""
         if isinstance(path, int) or path is None:
             return None
         text = os.fsdecode(path)
@@ -124,181 +124,202 @@ class RedirectedFiles:
     def _shadow(self, real: str) -> str:
         return self._folder + os.sep + "root" + real
 
-    def _is_gone(self, real: str) -> bool:
-        """Return whether the script has removed a file, or a folder above it; what it made there since is in ours."""
+    def _is_removed(self, real: str) -> bool:
+        """Return whether the script has removed the real file or a folder above it; it may have a new shadow since."""
         return any(real == removed or real.startswith(removed + os.sep) for removed in self._removed)
 
-    def _read_from(self, path: Any) -> Any:
-        """Return what to open for reading; of a pipe, a new one: what is read of another is lost to its readers."""
-        at = self.path_of(path)
+    def _path_to_open(self, path: Any) -> Any:
+        """Return the path to open for reading. For a pipe, that of a new one: reading takes data from others."""
+        path_now = self.path_to_read(path)
         real = self._absolute(path)
-        return self.written(path, copy=False, silent=True) if real is not None and _is_pipe(at) else at
+        if real is not None and _is_pipe(path_now):
+            return self.path_to_write(path, copy=False, silent=True)
+        return path_now
 
-    def _parents(self, real: str, shadow: str) -> None:
-        """Make the folders above a file here, if they are there for the script."""
+    def _make_parents(self, real: str, shadow: str) -> None:
+        """Create the folders above a shadow if the script sees them; raise the system's error if it does not."""
         parent = os.path.dirname(real)
-        at = os.fspath(self.path_of(parent))
-        if not _is_folder(at):
-            raise _error(errno.ENOTDIR if _is_there(at) else errno.ENOENT, real)
+        path_now = os.fspath(self.path_to_read(parent))
+        if not _is_folder(path_now):
+            raise _error(errno.ENOTDIR if _exists_at(path_now) else errno.ENOENT, real)
         os.makedirs(os.path.dirname(shadow), exist_ok=True)
 
-    def _opening(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _opener(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for `open`."""
+
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if not set(mode) & set("wax+"):
-                return plain(self._read_from(file), mode, *args, **kwargs)
-            if "x" in mode and self._stands(file):
+                return plain(self._path_to_open(file), mode, *args, **kwargs)
+            if "x" in mode and self._exists(file):
                 raise _error(errno.EEXIST, file)
-            if "r" in mode and not self._stands(file):
-                return plain(self.path_of(file), mode, *args, **kwargs)
-            return plain(self.written(file, copy="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
+            if "r" in mode and not self._exists(file):
+                return plain(self.path_to_read(file), mode, *args, **kwargs)
+            return plain(self.path_to_write(file, copy="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
 
         return opened
 
-    def _opening_descriptor(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _descriptor_opener(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for `os.open`."""
+
         def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             if dir_fd is not None or not flags & _WRITES:
-                return plain(path if dir_fd is not None else self._read_from(path), flags, mode, dir_fd=dir_fd)
-            if flags & os.O_CREAT and flags & os.O_EXCL and self._stands(path):
+                return plain(path if dir_fd is not None else self._path_to_open(path), flags, mode, dir_fd=dir_fd)
+            if flags & os.O_CREAT and flags & os.O_EXCL and self._exists(path):
                 raise _error(errno.EEXIST, path)
-            if flags & os.O_TRUNC and self._stands(path):  # not copied before it is emptied
+            if flags & os.O_TRUNC and self._exists(path):  # the shadow is new: its content is not copied
                 flags |= os.O_CREAT
-            return plain(self.written(path, copy=not flags & os.O_TRUNC), flags & ~os.O_EXCL, mode)
+            return plain(self.path_to_write(path, copy=not flags & os.O_TRUNC), flags & ~os.O_EXCL, mode)
 
         return opened
 
-    def _stands(self, path: Any) -> bool:
-        return _is_there(self.path_of(path))
+    def _exists(self, path: Any) -> bool:
+        return _exists_at(self.path_to_read(path))
 
-    def _reading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _reader(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for a function of `os` that reads, such as `os.stat`."""
+
         def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            at = path if kwargs.get("dir_fd") is not None else self.path_of(path)
-            return plain(at, *args, **kwargs)
+            path_now = path if kwargs.get("dir_fd") is not None else self.path_to_read(path)
+            return plain(path_now, *args, **kwargs)
 
         return read
 
-    def _listing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `os.listdir`, or `os.scandir`, of what stands in a folder for the script."""
+    def _lister(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for `os.listdir` or `os.scandir` that merges the real folder and its shadow."""
 
         def listed(path: Any = ".") -> Any:
             real = self._absolute(path)
             if real is None:
                 return plain(path)
-            if not (_is_folder(self._shadow(real)) and _is_folder(os.fspath(self.path_of(real)))):
-                here = self._left(plain(self.path_of(path)), real)
-                return here if plain is _listdir else _Entries(here)
-            here = list(plain(self._shadow(real)))
-            names = {str(getattr(entry, "name", entry)) for entry in here}
-            below = list(plain(real)) if _is_folder(real) and not self._is_gone(real) else []
-            here += [entry for entry in self._left(below, real) if str(getattr(entry, "name", entry)) not in names]
-            return here if plain is _listdir else _Entries(here)
+            # without a folder in the shadow there is nothing to merge
+            if not (_is_folder(self._shadow(real)) and _is_folder(os.fspath(self.path_to_read(real)))):
+                entries = self._not_removed(plain(self.path_to_read(path)), real)
+                return entries if plain is _listdir else _Entries(entries)
+            entries = list(plain(self._shadow(real)))
+            names = {str(getattr(entry, "name", entry)) for entry in entries}
+            real_entries = list(plain(real)) if _is_folder(real) and not self._is_removed(real) else []
+            remaining = self._not_removed(real_entries, real)
+            entries += [entry for entry in remaining if str(getattr(entry, "name", entry)) not in names]
+            return entries if plain is _listdir else _Entries(entries)
 
         return listed
 
-    def _left(self, entries: Iterable[Any], real: str) -> list[Any]:
+    def _not_removed(self, entries: Iterable[Any], real: str) -> list[Any]:
         """Return the entries of a folder that the script has not removed."""
-        gone = {os.path.basename(path) for path in self._removed if os.path.dirname(path) == real}
-        return [path for path in entries if str(getattr(path, "name", path)) not in gone]
+        removed_names = {os.path.basename(path) for path in self._removed if os.path.dirname(path) == real}
+        return [path for path in entries if str(getattr(path, "name", path)) not in removed_names]
 
-    def _going(self, path: Any) -> None:
+    def _change_folder(self, path: Any) -> None:
         real = self._absolute(path)
-        _chdir(path if real is None else real if _is_folder(real) and not self._is_gone(real) else self.path_of(path))
+        if real is not None:
+            path = real if _is_folder(real) and not self._is_removed(real) else self.path_to_read(path)
+        _chdir(path)
 
-    def _folder_now(self) -> str:
-        """Return the working folder as the script sees it: it may have made that folder itself."""
+    def _current_folder(self) -> str:
+        """Return the working folder as the script sees it: without the prefix of the shadow, if it lies in there."""
         folder, root = working_folder(), self._shadow("")
         return folder[len(root) :] if folder.startswith(root + os.sep) else folder
 
-    def _changing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _changer(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for a function that changes a file, such as `os.chmod`."""
+
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self.written(path, copy=True), *args, **kwargs)
+            return plain(self.path_to_write(path, copy=True), *args, **kwargs)
 
         return changed
 
-    def _making(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _mkdir(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for `os.mkdir`."""
+
         def make_folder(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
             real = None if dir_fd is not None else self._absolute(path)
             if real is None:
                 return plain(path, mode, dir_fd=dir_fd)
-            if self._stands(path):
+            if self._exists(path):
                 raise _error(errno.EEXIST, path)
-            self._parents(real, self._shadow(real))
+            self._make_parents(real, self._shadow(real))
             self._note(real + os.sep)
             return plain(self._shadow(real), mode)
 
         return make_folder
 
-    def _removing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _remover(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for `os.remove` or `os.rmdir`: real files are only remembered as removed."""
+
         def removed(path: Any, *args: Any, dir_fd: int | None = None) -> None:
             real = None if dir_fd is not None else self._absolute(path)
             if real is None:
                 return plain(path, *args, dir_fd=dir_fd)
-            if not self._stands(path):
-                return plain(self.path_of(path), *args)
+            if not self._exists(path):
+                return plain(self.path_to_read(path), *args)
             self._check_removal(real, folder=plain is _rmdir)
-            if _is_there(self._shadow(real)):
+            if _exists_at(self._shadow(real)):
                 plain(self._shadow(real))
-            if _is_there(real) and not self._is_gone(real):
+            if _exists_at(real) and not self._is_removed(real):
                 self._note(real, removed=True)
                 self._removed.add(real)
 
         return removed
 
     def _check_removal(self, real: str, *, folder: bool) -> None:
-        """Raise what the system raises where it does not remove a file, or an empty folder."""
-        at = os.fspath(self.path_of(real))
-        if _is_folder(at) != folder:
+        """Raise the system's error if the path is not a file, or for ``folder`` not an empty folder."""
+        path_now = os.fspath(self.path_to_read(real))
+        if _is_folder(path_now) != folder:
             raise _error(errno.ENOTDIR if folder else errno.EISDIR, real)
         if folder and os.listdir(real):
             raise _error(errno.ENOTEMPTY, real)
 
-    def _removing_tree(self, path: Any, *args: Any, **kwargs: Any) -> None:
+    def _remove_tree(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Replace `shutil.rmtree`: a real folder is only remembered as removed."""
         real = self._absolute(path)
-        if real is None or not _is_folder(os.fspath(self.path_of(real))):
-            return _rmtree(self.path_of(path), *args, **kwargs)
+        if real is None or not _is_folder(os.fspath(self.path_to_read(real))):
+            return _rmtree(self.path_to_read(path), *args, **kwargs)
         _rmtree(self._shadow(real), ignore_errors=True)
-        if _is_there(real) and not self._is_gone(real):
+        if _exists_at(real) and not self._is_removed(real):
             self._note(real, removed=True)
             self._removed.add(real)
 
-    def _moving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _mover(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for `os.rename` or `os.replace`: the shadow moves, the source counts as removed."""
+
         def moved(source: Any, target: Any, **kwargs: Any) -> None:
             real = self._absolute(source)
             if real is None and self._absolute(target) is None:
                 return plain(source, target, **kwargs)
-            if not self._stands(source):
-                return plain(self.path_of(source), target, **kwargs)
-            if _is_folder(os.fspath(self.path_of(source))) and real is not None:
-                self._copied_folder(real)
+            if not self._exists(source):
+                return plain(self.path_to_read(source), target, **kwargs)
+            if _is_folder(os.fspath(self.path_to_read(source))) and real is not None:
+                self._copy_folder(real)  # a shadow holds only what the script has written
             if real is not None and real == self._absolute(target):
                 return
-            plain(self.written(source, copy=True), self.written(target, copy=False))
-            if real is not None and _is_there(real):
+            plain(self.path_to_write(source, copy=True), self.path_to_write(target, copy=False))
+            if real is not None and _exists_at(real):
                 self._removed.add(real)
 
         return moved
 
-    def _copied_folder(self, real: str) -> None:
-        """Have all that is in a folder here, so that it can be moved."""
+    def _copy_folder(self, real: str) -> None:
+        """Copy a folder with its files to its shadow, so that it can be moved there."""
         for name in os.listdir(real):
             path = os.path.join(real, name)
-            if _is_folder(os.fspath(self.path_of(path))):
-                self._copied_folder(path)
+            if _is_folder(os.fspath(self.path_to_read(path))):
+                self._copy_folder(path)
             else:
-                self.written(path, copy=True, silent=True)
+                self.path_to_write(path, copy=True, silent=True)
         os.makedirs(self._shadow(real), exist_ok=True)
 
 
 class _Entries:
-    """Entries of a folder, as `os.scandir` gives them."""
+    """Iterator and context manager over a folder's entries, as `os.scandir` returns."""
 
     def __init__(self, entries: list[Any]) -> None:
-        self._left = iter(entries)
+        self._remaining = iter(entries)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._left
+        return self._remaining
 
     def __next__(self) -> Any:
-        return next(self._left)
+        return next(self._remaining)
 
     def __enter__(self) -> _Entries:
         return self
@@ -308,10 +329,10 @@ class _Entries:
 
     def close(self) -> None:
         """Give no more entries."""
-        self._left = iter(())
+        self._remaining = iter(())
 
 
-# of the real file system, whatever stands over it
+# the originals, whatever replaces them in their modules
 _open, _listdir, _rmtree, _lstat, _stat = builtins.open, os.listdir, shutil.rmtree, os.lstat, os.stat
 _rmdir, _chdir = os.rmdir, os.chdir
 
@@ -320,7 +341,7 @@ def _error(number: int, path: Any) -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
-def _is_there(path: str) -> bool:
+def _exists_at(path: str) -> bool:
     try:
         _lstat(path)
     except (OSError, ValueError):

@@ -20,12 +20,14 @@ from memplan import _torch
 @contextmanager
 def renames_copied() -> Iterator[None]:
     """Let `os.rename` and `os.replace` copy what cannot be renamed, and remove the source."""
-    with _torch.patched(os, rename=_copying(os.rename), replace=_copying(os.replace)):
+    with _torch.patched(os, rename=_with_copy(os.rename), replace=_with_copy(os.replace)):
         yield
 
 
-def _copying(rename: Callable[..., None]) -> Callable[..., None]:
-    def renamed(src: Any, dst: Any, **folders: int | None) -> None:
+def _with_copy(rename: Callable[..., None]) -> Callable[..., None]:
+    """Return a replacement for ``rename`` that on EXDEV copies the source into place and removes it."""
+
+    def rename_or_copy(src: Any, dst: Any, **folders: int | None) -> None:
         try:
             return rename(src, dst, **folders)
         except OSError as error:
@@ -44,4 +46,4 @@ def _copying(rename: Callable[..., None]) -> Callable[..., None]:
                 rename(copy, target)
                 os.unlink(source)
 
-    return renamed
+    return rename_or_copy

@@ -18,7 +18,7 @@ from memplan import _torch
 from memplan.errors import MemplanError, StepError
 from memplan.integrations.scripts.checkpoints import Checkpoints
 from memplan.integrations.scripts.effects import Effects
-from memplan.integrations.scripts.imports import imports_apart
+from memplan.integrations.scripts.imports import library_imports_unrecorded
 from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.loaders import Loaders
 from memplan.integrations.scripts.model_call import CallWatch, ModelCall
@@ -89,16 +89,16 @@ class Script:
         effects = Effects(folder)
         checkpoints = Checkpoints(effects, values=request.really, writes=view.protects)
         with (
-            imports_apart(folder),
+            library_imports_unrecorded(folder),
             view.one_run(effects),
-            checkpoints.replaced(),
+            checkpoints.hooked(),
             in_one_process(folder, values=request.really),
-            effects.followed(),
+            effects.auditing(),
         ):
             run.run()
         self.calls.append(run.calls.call)
         changes = view.changes()
-        held = effects.rows(changes.rows, but=view.own, writes=request.writes)
+        held = effects.rows(changes.rows, ignored_folders=view.own, writes=request.writes)
         unlisted = changes.more + max(len(held) - LISTED, 0)
         facts = replace(run.facts(), held=held[:LISTED], unlisted=unlisted, really=request.really)
         self._runs.append((run.steps_made, facts))
@@ -122,21 +122,22 @@ class _Run:
         """Models that were called, referenced until the layers have their names."""
         self._running: list[nn.Module] = []
         """Stack of running modules, outermost first."""
-        self.steps_made = self._updated_last = 0
-        self._waited = 0.0
-        self._built = self._pending = self._over = False
+        self.steps_made = self._last_updates = 0
+        self._calls_since_update = 0.0
+        self._built = self._step_is_complete = self._over = False
         self._ending: Ending | None = None
-        self._code: int | str | None = None
-        self._raised = 0
+        self._exit_code: int | str | None = None
+        self._times_stopped = 0
         self.calls = CallWatch(request.command.folder, lambda: boundaries.tick, request.fits)
-        self._plans = request.plan is not None or request.fits is not None
+        self._keeps_call = request.plan is not None or request.fits is not None
 
     def facts(self) -> Facts:
         """Return the facts of this run."""
         loaders = self._loaders
         return Facts(
-            self._ending or "script", self._updated_last, self._code, loaders.batches(), (), 0, tuple(loaders.absent)
-        )
+            self._ending or "script", self._last_updates, self._exit_code, loaders.batches(), held=(), lines=0,
+            absent=tuple(loaders.absent),
+        )  # fmt: skip
 
     def run(self) -> None:
         """Run the script.
@@ -145,7 +146,7 @@ class _Run:
             StepError: it ended before its first step.
         """
         try:
-            with self._hooked():
+            with self._hooks():
                 self._command.execute()
         except _Over:
             return
@@ -158,7 +159,7 @@ class _Run:
             ) from None
         except SystemExit as error:
             self._ending = self._ending or "exit"
-            self._code = error.code
+            self._exit_code = error.code
         if self._ending is None:
             self._ending = "script"
         if not self._over:
@@ -167,63 +168,66 @@ class _Run:
     def _end_early(self) -> None:
         """End a run with fewer steps than requested."""
         if not self._models and not self._optimizers:
-            raise ScriptEnded(self._command.name, self._code)
+            raise ScriptEnded(self._command.name, self._exit_code)
         if not self._built:
             self._boundaries.built()
-        self._stepped()
+        self._end_step()
         self._finish()
 
     @contextmanager
-    def _hooked(self) -> Iterator[None]:
+    def _hooks(self) -> Iterator[None]:
+        """Within this context every optimizer, every module and every loader of the script reports to this run."""
         initialize = torch.optim.Optimizer.__init__
 
-        def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def initialize_and_count(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             initialize(optimizer, *args, **kwargs)
-            if is_suspended():  # memplan's own, which it plans or proves a step with
+            if is_suspended():  # memplan's own, with which it plans or proves a step
                 return
             self._optimizers.setdefault(optimizer, 0)
-            self.calls.made(optimizer)
+            self.calls.optimizer_created(optimizer)
 
         with ExitStack() as stack:
             for handle in (
                 module_hooks.register_module_forward_pre_hook(self._enter),
                 module_hooks.register_module_forward_hook(self._leave, always_call=True),
-                register_optimizer_step_pre_hook(lambda *_: self.calls.updates()),
-                register_optimizer_step_post_hook(self._updated),
+                register_optimizer_step_pre_hook(lambda *_: self.calls.update_begins()),
+                register_optimizer_step_post_hook(self._on_update),
             ):
                 stack.callback(handle.remove)
-            stack.enter_context(_torch.patched(torch.optim.Optimizer, __init__=noted))
-            stack.enter_context(self._loaders.followed())
-            if self._plans:
-                stack.enter_context(self.calls.followed(lambda: not self._running))
+            stack.enter_context(_torch.patched(torch.optim.Optimizer, __init__=initialize_and_count))
+            stack.enter_context(self._loaders.hooked())
+            if self._keeps_call:
+                stack.enter_context(self.calls.watching(lambda: not self._running))
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        """Hook before each module's call; a call at the outermost level is a boundary between steps."""
         module = _torch.hooked_module(module)
         if not self._running:
             self._at_boundary()
             if not any(module is model for model in self._models):
                 self._models.append(module)
-            self._loaders.called(trains=module.training and torch.is_grad_enabled())
+            self._loaders.model_called(trains=module.training and torch.is_grad_enabled())
         self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         module = _torch.hooked_module(module)
-        if any(module is running for running in self._running):  # those that raised before their own hook leave with it
+        if any(module is running for running in self._running):  # and the modules within it whose hook was not called
             while self._running.pop() is not module:
                 pass
 
-    def _updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.calls.updated(optimizer)
-        before = self._updates()
+    def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Count an update; the step is complete, up to the next boundary, once all optimizers have made one more."""
+        self.calls.update_ended(optimizer)
+        before = self._common_updates()
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
-        self._pending = self._pending or self._updates() > before
-        self._updated_last = self._updates()
-        self._waited = 0.0
-        self._loaders.called(trains=True)
+        self._step_is_complete = self._step_is_complete or self._common_updates() > before
+        self._last_updates = self._common_updates()
+        self._calls_since_update = 0.0
+        self._loaders.model_called(trains=True)
 
-    def _updates(self) -> int:
-        """Return the updates that all optimizers have made, ignoring those updated far less often than others."""
+    def _common_updates(self) -> int:
+        """Return the number of updates that each optimizer has made, but for those updated far less often."""
         counts = sorted(self._optimizers.values())
         most = counts[-1] if counts else 0
         return next((count for count in counts if most < _RARE * max(count, self._steps)), most)
@@ -235,40 +239,44 @@ class _Run:
         if not self._built:
             self._built = True
             self._boundaries.built()
-        self._waited += 1 if torch.is_grad_enabled() or not self._optimizers else 1 / _ROLLOUT
-        if self._pending:
-            self._pending = False
-            self._stepped()
+        self._calls_since_update += 1 if torch.is_grad_enabled() or not self._optimizers else 1 / _ROLLOUT
+        if self._step_is_complete:
+            self._step_is_complete = False
+            self._end_step()
             if self.steps_made == self._steps:
                 self._end("steps")
-        elif self._waited > _UNUSED:
+        elif self._calls_since_update > _UNUSED:
             self._end_unfinished("no update")
         elif time.monotonic() > self._deadline:
             self._end_unfinished("time")
 
     def _end_unfinished(self, ending: Ending) -> None:
-        self._stepped()
+        """End the run in the middle of a step, which counts as one."""
+        self._end_step()
         self._end(ending)
 
-    def _stepped(self) -> None:
+    def _end_step(self) -> None:
         self.steps_made += 1
         self._boundaries.stepped()
         if self.calls.call is not None:
             self.calls.call.end = self._boundaries.tick
 
     def _end(self, ending: Ending) -> None:
+        """End the run from within the script's code, by `_Over`."""
         self._ending = ending
         self._finish()
         self._stop()
 
     def _finish(self) -> None:
-        self._updated_last = self._updates() or self._updated_last  # optimizers may not live on
+        """Tell the recording that the run is over; from now on each boundary only raises `_Over`."""
+        self._last_updates = self._common_updates() or self._last_updates  # the weak dictionary may be empty by now
         self._boundaries.ended()
         self._over = True
 
     def _stop(self) -> None:
-        self._raised += 1
-        if self._raised > _CAUGHT:
+        """Raise `_Over` in the script's code; give up on a script that catches it again and again."""
+        self._times_stopped += 1
+        if self._times_stopped > _CAUGHT:
             self._give_up(
                 StepError(
                     f"{self._command.name} goes on after it was told to end: it catches every exception",

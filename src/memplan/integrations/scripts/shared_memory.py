@@ -38,8 +38,8 @@ class _Semaphore(_multiprocessing.SemLock):
 
 
 @contextmanager
-def shared_with_none(folder: str) -> Iterator[None]:
-    """Let multiprocessing's semaphores lie in this process's memory, and shared memory in files of a new folder."""
+def private_shared_memory(folder: str) -> Iterator[None]:
+    """Within this context semaphores are private memory, and shared memory is files of a new folder."""
     os.mkdir(folder)
 
     def opened(path: str, flags: int, mode: int = 0o777) -> int:

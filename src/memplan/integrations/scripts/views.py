@@ -21,20 +21,20 @@ class View:
     protects = False
     """Whether what is written does not reach the real files, or only after a look for checkpoints."""
     own: tuple[str, ...] = ()
-    """Folders that are memplan's, below which changes are not the script's."""
+    """memplan's own folders: changes below these are not the script's."""
 
     @contextmanager
     def one_run(self, effects: Effects) -> Iterator[None]:
-        """Show the files of one run in here."""
+        """Within this context one run sees these files, and notes its changes in ``effects``."""
         yield
 
     def changes(self) -> Changes:
-        """Return what the run that has ended has changed; the next one sees the real files again."""
+        """Return the changes of the run that has ended; the next run sees the real files again."""
         return Changes()
 
 
 class OverlaidView(View):
-    """Overlays, which the process at the other end of a socket lays."""
+    """Overlays, which the supervisor mounts: it is at the other end of the control socket."""
 
     protects = True
 
@@ -44,12 +44,12 @@ class OverlaidView(View):
 
     @contextmanager
     def one_run(self, effects: Effects) -> Iterator[None]:
-        """Let folders that were there be renamed in here, and files be moved from one overlay to another."""
+        """Within this context, copy where an overlay refuses a rename: of an older folder, or to another overlay."""
         with renames_copied():
             yield
 
     def changes(self) -> Changes:
-        """Have the overlays laid anew, and return what was written to those of the run that has ended."""
+        """Ask the supervisor for the changes in the overlays of the run that has ended, and for new overlays."""
         folder = os.getcwd()
         answer = b""
         try:
@@ -81,8 +81,8 @@ class RedirectedView(View):
 
     @contextmanager
     def one_run(self, effects: Effects) -> Iterator[None]:
-        """Redirect writes in here, to a new folder."""
-        from memplan.integrations.scripts.shared_memory import shared_with_none  # of POSIX
+        """Within this context, redirect writes to a new folder."""
+        from memplan.integrations.scripts.shared_memory import private_shared_memory  # of POSIX
 
         self._changes = []
 
@@ -91,7 +91,7 @@ class RedirectedView(View):
             self._changes.append(Change(path, "removed" if removed else "file"))
 
         folder = tempfile.mkdtemp(dir=self._folder)
-        with shared_with_none(os.path.join(folder, "shm")), RedirectedFiles(folder, note).over_all():
+        with private_shared_memory(os.path.join(folder, "shm")), RedirectedFiles(folder, note).redirecting():
             yield
 
     def changes(self) -> Changes:

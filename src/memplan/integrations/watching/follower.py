@@ -56,7 +56,7 @@ class Follower:
         self._counters.read()  # resets the card's peak
         if self._first_steps is not None:
             self._first_steps.start()
-        self._open()
+        self._open_window()
         self._began = time.perf_counter()
 
     def end_step(self) -> Row:
@@ -94,7 +94,7 @@ class Follower:
             return self.prediction, False
         window.end_step()
         window.stop()
-        prediction = self._simulated(window)
+        prediction = self._prediction_of(window)
         return (prediction, True) if prediction is not None else (self.prediction, False)
 
     def close(self) -> None:
@@ -106,20 +106,22 @@ class Follower:
             self._window.close()
             self._window = None
 
-    def _open(self) -> None:
+    def _open_window(self) -> None:
         self._schedule.opened()
         self._window = Window(self.subject, self.steps + 1)
         self._window.open()
 
     def _end_unobserved_step(self, row: Row, reading: Reading) -> None:
+        """Tell the schedule of the step, and open a window if it is due."""
         self._schedule.note(reading, row.seconds, observed=False)
         if row.drift is not None:
             self._first_drift = row.drift if self._first_drift is None else self._first_drift
             self._schedule.note_drift(row.drift - self._first_drift, row.predicted)
         if self._schedule.is_due(self.steps):
-            self._open()
+            self._open_window()
 
     def _end_step_in_window(self, window: Window) -> None:
+        """Stop recording after the observed steps, and close the window one step later, when leaks are visible."""
         window.end_step()
         if self._first_steps is not None:
             self._first_steps.end_step()
@@ -130,14 +132,15 @@ class Follower:
             self._close_window(window)
 
     def _predict(self, window: Window) -> None:
-        new, old = self._simulated(window), self.prediction
+        """Replace the prediction by that of a window's steps; report growth if its peak is clearly higher."""
+        new, old = self._prediction_of(window), self.prediction
         if new is None:
             self.notes.append(f"steps from {window.first} on could not be observed: {window.broken}")
             return
         self.prediction = new
         if old is None:
             for number, peak in enumerate(new.peaks()):
-                self._fill(window.first + number, predicted=peak)
+                self._set_row(window.first + number, predicted=peak)
         elif new.peak - old.peak > max(_NOISE, old.peak // 100):
             measured = self.rows[-1].peak
             growth = Growth(self.steps, measured or new.peak, old.peak, *grown(old, new))
@@ -145,7 +148,8 @@ class Follower:
             self._say(str(growth))
         self._first_drift = None
 
-    def _simulated(self, window: Window) -> Prediction | None:
+    def _prediction_of(self, window: Window) -> Prediction | None:
+        """Simulate the steps that a window has recorded; None, with the reason in the window, if that fails."""
         trace = window.trace()
         if trace is None or not trace.steps:
             return None
@@ -160,7 +164,7 @@ class Follower:
         leaks = [detected for detected in find_leaks(window, self.subject) if not self._is_known(detected.leak)]
         if self._first_steps is not None:
             for number, (peak, allocated) in enumerate(self._first_steps.stop(window)):
-                self._fill(window.first + number, peak=peak, held=allocated, source="profiler")
+                self._set_row(window.first + number, peak=peak, held=allocated, source="profiler")
             self._first_steps = None
         window.close()
         self._window = None
@@ -173,7 +177,7 @@ class Follower:
         place = leak.where, leak.layer, leak.op
         return any(place == (known.where, known.layer, known.op) and known.ended is None for known in self.leaks)
 
-    def _fill(self, step: int, **values: object) -> None:
+    def _set_row(self, step: int, **values: object) -> None:
         """Set values in the row of an earlier step."""
         for index, row in enumerate(self.rows):
             if row.step == step:

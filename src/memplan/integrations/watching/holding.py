@@ -90,7 +90,7 @@ class Owners:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
         self._globals = {id(vars(module)): module for module in modules}
-        self._locals = dict(_locals())
+        self._local_containers = dict(_local_containers())
         self._layers = dict[int, str]()
         self._hooks = list[tuple[types.CodeType, str]]()
         for model in models:
@@ -121,7 +121,7 @@ class Owners:
                 # no variable for the referents: it would be found as a referrer of the next level
                 position = next(positions[id(item)] for item in gc.get_referents(referrer) if id(item) in positions)
                 chain = (*chains[position], _Link.of(referrer, level[position]))
-                owner = self._named(referrer, level[position], chain)
+                owner = self._named_owner(referrer, level[position], chain)
                 if owner is not None:
                     named.append(owner)
                 nearest = Owner(chain[-1].text) if nearest is NOBODY else nearest
@@ -133,7 +133,7 @@ class Owners:
             level, chains = next_level[:_WIDEST], next_chains[:_WIDEST]
         return next((owner for owner in named if owner.stores), named[0] if named else nearest)
 
-    def _named(self, referrer: Any, referent: Any, chain: _Chain) -> Owner | None:
+    def _named_owner(self, referrer: Any, referent: Any, chain: _Chain) -> Owner | None:
         """Return the owner if the referrer has a name in the user's code, else None.
 
         Args:
@@ -146,10 +146,10 @@ class Owners:
             module = self._globals[id(referrer)]
             if not _is_of_user(module):
                 return None
-            return self._stored(f"{_kind(referent)} `{key}`, a global", chain[:-2], module, str(key))
-        if id(referrer) in self._locals and isinstance(referrer, _CONTAINERS):
-            name, code = self._locals[id(referrer)]
-            return self._stored(f"{_kind(referrer)} `{name}` of {code.co_name}", chain[:-1], code, name)
+            return self._owner_with_line(f"{_type_text(referent)} `{key}`, a global", chain[:-2], module, str(key))
+        if id(referrer) in self._local_containers and isinstance(referrer, _CONTAINERS):
+            name, code = self._local_containers[id(referrer)]
+            return self._owner_with_line(f"{_type_text(referrer)} `{name}` of {code.co_name}", chain[:-1], code, name)
         if isinstance(referrer, types.FunctionType):
             return self._closure(referrer, chain) if is_users(referrer.__code__.co_filename) else None
         if isinstance(referrer, (torch.Tensor, types.CellType, types.MethodType, *_CONTAINERS)):
@@ -163,16 +163,18 @@ class Owners:
             return None
         layer = self._layers.get(id(referrer))
         instance = f"layer {layer}" if layer is not None else f"a {type(referrer).__name__}"
-        owner = self._stored(f"the attribute `{name}` of {instance}", inner, type(referrer), rf"\w+\.{name}")
+        owner = self._owner_with_line(f"the attribute `{name}` of {instance}", inner, type(referrer), rf"\w+\.{name}")
         return replace(owner, stores=owner.stores or layer is not None)  # above a layer there are only its parents
 
     def _class_attribute(self, kind: type, chain: _Chain) -> Owner | None:
         name = next((link.key for link in reversed(chain) if link.key in vars(kind)), None)
         if name is None or not _is_of_user(sys.modules.get(kind.__module__)):
             return None
-        return self._stored(f"the attribute `{name}` of the class {kind.__name__}", chain[:-3], kind, rf"\w+\.{name}")
+        text = f"the attribute `{name}` of the class {kind.__name__}"
+        return self._owner_with_line(text, chain[:-3], kind, rf"\w+\.{name}")
 
     def _closure(self, function: types.FunctionType, chain: _Chain) -> Owner:
+        """Return a function as owner, by the variable of its closure through which it refers to the tensor."""
         code = function.__code__
         definition = format_frame((code.co_filename, code.co_firstlineno))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
@@ -180,13 +182,13 @@ class Owners:
         name = next((name for name, cell in cells if id(cell) in in_chain), None)
         if name is None:
             return Owner(f"the function {code.co_name}", definition)
-        owner = self._stored(f"`{name}` in the closure of {code.co_name}", (), code, name)
+        owner = self._owner_with_line(f"`{name}` in the closure of {code.co_name}", (), code, name)
         if owner.stored_at is not None:
             return owner
         is_tensor = len(chain) == 3  # cell, tuple of cells, function: the name stands for the tensor itself
         return Owner(owner.text, definition, is_tensor)
 
-    def _stored(self, text: str, chain: _Chain, source: Any, name: str) -> Owner:
+    def _owner_with_line(self, text: str, chain: _Chain, source: Any, name: str) -> Owner:
         """Return an owner with the first line of ``source`` that stores into ``name``.
 
         Args:
@@ -197,7 +199,7 @@ class Owners:
         """
         text += f" (in {' in '.join(link.text for link in chain)})" if chain else ""
         line, stores = _line_of(source, name)
-        by = next((layer for code, layer in self._hooks if line is not None and _contains(code, line)), None)
+        by = next((layer for code, layer in self._hooks if line is not None and _contains_line(code, line)), None)
         text += f", filled by a hook of {by}" if by is not None else ""
         return Owner(text, format_frame(line), stores)
 
@@ -207,7 +209,7 @@ def _is_of_user(module: Any) -> bool:
     return getattr(module, "__name__", "") == "__main__" or is_users(getattr(module, "__file__", None) or "<>")
 
 
-def _locals() -> Iterator[tuple[int, tuple[str, types.CodeType]]]:
+def _local_containers() -> Iterator[tuple[int, tuple[str, types.CodeType]]]:
     """Yield (id, (variable, function)) of each container in a local variable of the user's running functions."""
     for frame in callers():
         code = frame.f_code
@@ -246,7 +248,7 @@ def _attribute(instance: Any, value: Any) -> str | None:
     return next((name for name in slots if getattr(instance, name, None) is value), None)
 
 
-def _kind(value: Any) -> str:
+def _type_text(value: Any) -> str:
     return "the object" if type(value) is object else f"the {type(value).__name__}"
 
 
@@ -270,6 +272,6 @@ def _line_of(source: Any, name: str) -> tuple[tuple[str, int] | None, bool]:
     return None, False
 
 
-def _contains(code: types.CodeType, line: tuple[str, int]) -> bool:
+def _contains_line(code: types.CodeType, line: tuple[str, int]) -> bool:
     numbers = [number for _, _, number in code.co_lines() if number is not None]
     return code.co_filename == line[0] and bool(numbers) and min(numbers) <= line[1] <= max(numbers)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from memplan.integrations.described_calls import Unknown, described, text_of
+from memplan.integrations.described_calls import Unknown, specs_of, text_of
 from memplan.trace.spec import Spec
 
 
@@ -40,7 +40,7 @@ class LastInputs:
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            self._args = tuple([described(value) for value in args])
-            self._kwargs = {name: described(value) for name, value in kwargs.items()}
+            self._args = tuple([specs_of(value) for value in args])
+            self._kwargs = {name: specs_of(value) for name, value in kwargs.items()}
         except Exception:  # a user's container may raise anything: this call stays unknown
             self._args, self._kwargs = None, {}

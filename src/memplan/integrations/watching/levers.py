@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memplan.errors import BudgetError
-from memplan.integrations.described_calls import copied, maker, options_of
+from memplan.integrations.described_calls import copy_without_hooks, optimizer_factory, options_of
 from memplan.integrations.watching.inputs import LastInputs
 from memplan.integrations.watching.prediction import Prediction
 from memplan.integrations.watching.window import Subject
@@ -71,11 +71,11 @@ def failed_step(subject: Subject, inputs: LastInputs) -> Prediction | None:
 
 
 def _build_copy(subject: Subject) -> Callable[[], nn.Module]:
-    return lambda: copied(subject.models[0])
+    return lambda: copy_without_hooks(subject.models[0])
 
 
 def _optimizer(subject: Subject) -> Any:
     if not subject.optimizers:
         return None
     first = subject.optimizers[0]
-    return maker(type(first), options_of(first))
+    return optimizer_factory(type(first), options_of(first))

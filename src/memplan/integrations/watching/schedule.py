@@ -24,10 +24,13 @@ class Schedule:
         self._readings: deque[Reading] = deque(maxlen=_RISES + 1)
         self._unobserved_seconds: deque[float] = deque(maxlen=32)
         self._elapsed = self._window_seconds = self._past_windows_seconds = 0.0
+        """Seconds of all steps, of those in the current window, and of those in earlier windows except the first."""
         self._windows = self._growth_windows = self._wait_until = 0
+        """Closed windows, windows that growth has opened, and the step before which growth opens no other."""
         self._has_new_reading = False
         """Whether there are counters of the last step's end."""
         self._drifts: deque[bool] = deque(maxlen=2)
+        """Whether the peaks of the last steps have clearly moved from the prediction."""
 
     def note(self, reading: Reading, seconds: float, *, observed: bool) -> None:
         """Record a step's end.

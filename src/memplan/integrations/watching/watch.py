@@ -132,6 +132,7 @@ class Watch(Written, Printed):
         return self
 
     def _begin(self) -> None:
+        """Take the lock on watching, set the hooks and observe the first step; add a note if another thread watches."""
         global _watching_thread
         if not _running.acquire(blocking=False):
             if _watching_thread == threading.get_ident():
@@ -178,6 +179,7 @@ class Watch(Written, Printed):
             self._end_step()
 
     def _end_step(self) -> None:
+        """End a step of the follower; an error in it ends the watch, not the training."""
         try:
             if self._follower.is_observing and self._restart_if_moved():
                 return
@@ -287,6 +289,7 @@ class Watch(Written, Printed):
 
 
 def _models(target: Any) -> tuple[nn.Module, ...]:
+    """Return the modules of a module, a sequence of modules, or a trainer."""
     model = target if isinstance(target, nn.Module) else getattr(target, "model", target)  # of a trainer
     models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
     if not models or not all(isinstance(module, nn.Module) for module in models):
@@ -299,6 +302,7 @@ def _models(target: Any) -> tuple[nn.Module, ...]:
 
 
 def _optimizers(target: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of torch in an optimizer, a sequence of these, or None; wrappers are unwrapped."""
     if target is None:
         return ()
     unwrapped = list[torch.optim.Optimizer]()

@@ -117,8 +117,8 @@ class Window:
         return len(self.bounds) - 1
 
     def open(self) -> None:
-        """Begin to note. What the subject has now was there before."""
-        self._callbacks.enter_context(deferred(span=True))  # what dies or is noted in a step is not interrupted
+        """Begin to record. Tensors of the model and the optimizers count as allocated before."""
+        self._callbacks.enter_context(deferred(span=True))  # an interrupt waits until the bookkeeping is consistent
         ledger, marks = self.observer.ledger, self.observer.ownership
         for model in self._subject.models:
             self._place.add_modules(model)
@@ -142,7 +142,7 @@ class Window:
         self._is_entered = self._is_recording = True
 
     def end_step(self) -> None:
-        """Record the end of a step."""
+        """Record the end of a step: its tick in the ledger, from which the next step begins."""
         if self._is_recording:
             self.observer.end_step()
         self._leave()
@@ -188,6 +188,7 @@ class Window:
         return None if tick is None else bisect.bisect_left(self.bounds, tick) - 1
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
+        """Run an op exactly as called, and let the observer record it; an error of the observer ends the recording."""
         # while a CUDA graph is captured, other calls of the driver are not allowed
         is_capturing = self._subject.card is not None and torch.cuda.is_current_stream_capturing()
         if not self._is_recording or self.broken is not None or is_capturing:
@@ -223,6 +224,7 @@ class Window:
             self._is_entered = False
 
     def _on_collection(self, phase: str, info: Any) -> None:
+        """Callback of the garbage collector: note the ticks of a collection in which storages were freed."""
         clock = self.observer.ledger.clock
         if phase == "start":
             self._collection_start = clock

@@ -13,7 +13,7 @@ from memplan.checks.registry import CHECKS
 from memplan.reports.check import message_of
 from memplan.studies.comparisons.comparison import headline
 from memplan.studies.guarding.outcome import Outcome
-from memplan.studies.guarding.taken import slashed
+from memplan.studies.guarding.taken import with_forward_slashes
 
 Level = Literal["error", "warning", "note"]
 GROWTH = "memory-growth"
@@ -52,9 +52,9 @@ class Annotation:
         """Return (file with forward slashes, line); line 1 if only the file is known, None if not even that."""
         path, _, line = (self.where or "").rpartition(":")
         if path and (number := whole_number(line)):
-            return slashed(path).removeprefix("./"), number
+            return with_forward_slashes(path).removeprefix("./"), number
         path = self.target.rpartition(":")[0]
-        return (slashed(path).removeprefix("./"), 1) if path.endswith(".py") else None
+        return (with_forward_slashes(path).removeprefix("./"), 1) if path.endswith(".py") else None
 
 
 def is_absolute(path: str) -> bool:

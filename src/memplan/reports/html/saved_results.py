@@ -40,7 +40,7 @@ from memplan.reports.html import charts
 from memplan.reports.html.fields import Fields
 from memplan.reports.html.page_parts import Mood, Result
 from memplan.reports.html.palette import LOOKS
-from memplan.studies.comparisons.comparison import Comparison, changed
+from memplan.studies.comparisons.comparison import Comparison, change_text
 from memplan.studies.comparisons.measured import Beside, Peak
 from memplan.studies.guarding.outcome import Outcome
 from memplan.studies.quantization.quantized import Quantized
@@ -220,7 +220,7 @@ def _sweep(plain: Any, source: str) -> Result:
 def _compare(plain: Any, source: str) -> Result:
     comparison = Comparison.from_dict(plain, source)
     a, b = comparison.a, comparison.b
-    verdict = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {changed(a.peak, b.peak)}."
+    verdict = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {change_text(a.peak, b.peak)}."
     drawn = (charts.of_comparison(comparison),)
     return Result("comparison", f"{a.title} and {b.title}", verdict, "plain", compare.report(comparison, 0), drawn)
 
@@ -235,7 +235,7 @@ def _guard(plain: Any, source: str) -> Result:
     outcome = Outcome.from_dict(plain, source)
     text = guard.report(outcome, 0)
     before, now = outcome.before.peak, outcome.now.peak
-    verdict = f"{format_bytes(before)} -> {format_bytes(now)} peak: {changed(before, now)}."
+    verdict = f"{format_bytes(before)} -> {format_bytes(now)} peak: {change_text(before, now)}."
     return Result("guard", text.heading, verdict, "bad" if outcome.grew else "good", text)
 
 

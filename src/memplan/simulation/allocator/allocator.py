@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from memplan._bytes import round_to_blocks
 from memplan.errors import UsageError
 from memplan.simulation.allocator.blocks import BlockTable
-from memplan.simulation.allocator.device_memory import OutOfMemory, ascending
+from memplan.simulation.allocator.device_memory import OutOfMemory, ascending_addresses
 from memplan.simulation.allocator.free_lists import FREE, LIVE, Chunk, ChunkPool
 from memplan.simulation.allocator.rounding import LARGEST_SMALL, block_size, segment_size
 from memplan.simulation.allocator.segment_cache import SegmentCache
-from memplan.simulation.allocator.segments import restored
+from memplan.simulation.allocator.segments import build_chunks
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.timeline import DEFAULT_POOL, AllocatorEvent, Pool, Segment
 
@@ -58,7 +58,7 @@ class CachingAllocator(BlockTable):
             limit = int(settings.memory_fraction * float(total))
         self.settings = settings
         self.limit = limit
-        self._cache = SegmentCache(settings, self._device, place or ascending(), total, limit)
+        self._cache = SegmentCache(settings, self._device, place or ascending_addresses(), total, limit)
         self._has_divisions = bool(settings.roundup_power2_divisions)
 
     @property
@@ -117,7 +117,7 @@ class CachingAllocator(BlockTable):
         chunk = None if fresh else self._cache.take_free(chunks, stream, rounded)
         if chunk is None:
             chunk = self._allocate_chunk(chunks, stream, rounded, size)
-        if self._cache.splits(chunks, chunk.size - rounded, rounded):
+        if self._cache.should_split(chunks, chunk.size - rounded, rounded):
             chunks.add(chunk.split(rounded))
         chunk.state = LIVE
         chunk.requested = size
@@ -144,7 +144,7 @@ class CachingAllocator(BlockTable):
     def release_segment(self, address: int, *, tick: int = 0) -> bool:
         """Release the segment at ``address`` if no block in it is in use. Return whether it was released."""
         chunk = self._cache.firsts.get(address)
-        if chunk is None or chunk.state != FREE or not chunk.whole:
+        if chunk is None or chunk.state != FREE or not chunk.fills_segment:
             return False
         self._device.tick = tick
         self._cache.release(chunk)
@@ -179,7 +179,7 @@ class CachingAllocator(BlockTable):
         """
         if self._device.reserved or self.log:
             raise UsageError("an allocator that is in use cannot be given a state", expected="a new one")
-        for first in restored(
+        for first in build_chunks(
             segments, self._cache.expandable, lambda ident, small: self._cache.pool(ident)[0 if small else 1]
         ):
             if first.reservation is None:
@@ -200,7 +200,7 @@ class CachingAllocator(BlockTable):
         if self._cache.collects_garbage:
             self._cache.collect_garbage()
         chunk = self._cache.allocate(pool, stream, size)
-        if chunk is None and not (self.settings.reject_over_limit and self._cache.over_limit(size)):
+        if chunk is None and not (self.settings.reject_over_limit and self._cache.exceeds_limit(size)):
             if self._cache.release_oversize(pool, stream, size):
                 chunk = self._cache.allocate(pool, stream, size)
             if chunk is None and pool.ident == DEFAULT_POOL:
@@ -216,6 +216,7 @@ class CachingAllocator(BlockTable):
         self._cache.release_unused()
 
     def _out_of_memory(self, pool: ChunkPool, stream: int, size: int, requested: int) -> OutOfMemory:
+        """Log the failed request and return the error that describes it."""
         capacity = min(bound for bound in (self.capacity, self.limit) if bound is not None)
         left = max(capacity - self.reserved, 0)
         self.log.append(AllocatorEvent("oom", left, size, stream, pool.ident, None, self._device.tick))

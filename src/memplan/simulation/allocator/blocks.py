@@ -95,6 +95,7 @@ class BlockTable:
         pool.add(chunk)
 
     def _synchronize(self) -> None:
+        """Finish the free of all pending blocks."""
         pending = list(self._pending.values())
         self._pending.clear()
         for chunk in pending:

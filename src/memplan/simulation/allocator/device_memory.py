@@ -64,7 +64,7 @@ class Device:
         self.tick = 0
         """Of the events logged next."""
 
-    def has(self, size: int) -> bool:
+    def has_room(self, size: int) -> bool:
         """Check whether ``size`` bytes are left."""
         return self.capacity is None or self.reserved + size <= self.capacity
 
@@ -79,7 +79,7 @@ class Device:
         self.log.append(AllocatorEvent(action, address, size, stream, pool, None, self.tick))
 
 
-def ascending(above: int = 0) -> Callable[[int], int]:
+def ascending_addresses(above: int = 0) -> Callable[[int], int]:
     """Return a function from sizes to addresses that follow each other, in multiples of 2 MiB.
 
     Args:

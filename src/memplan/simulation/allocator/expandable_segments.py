@@ -88,7 +88,7 @@ class ExpandableSegments:
         assert reservation is not None
         start, pool = chunk.address, chunk.pool
         size = reservation.pages_from(start + size) - start
-        if not self._device.has(size):
+        if not self._device.has_room(size):
             return None
         pool.remove_unmapped(chunk)
         if size < chunk.size:
@@ -132,7 +132,7 @@ class ExpandableSegments:
         else:
             pool.add_unmapped(chunk)
         self._device.release("segment_unmap", start, end - start, chunk.stream, pool.ident)
-        if chunk.whole:
+        if chunk.fills_segment:
             pool.remove_unmapped(chunk)
             self.reservations.remove(reservation)
         return True

@@ -78,7 +78,7 @@ class Chunk:
             right.right.left = self
 
     @property
-    def whole(self) -> bool:
+    def fills_segment(self) -> bool:
         """Return whether it is its whole segment."""
         return self.left is None and self.right is None
 
@@ -121,7 +121,7 @@ class ChunkPool:
         by_stream = self._free if chunk.reservation is None or self.expandable else self._unusable
         by_stream[chunk.stream].remove(chunk.size << _ADDRESS_BITS | chunk.address)
 
-    def best(self, stream: int, size: int) -> Chunk | None:
+    def best_fit(self, stream: int, size: int) -> Chunk | None:
         """Return the smallest free chunk of at least ``size`` bytes, with the lowest address among equals.
 
         In an expandable segment a chunk can grow into unmapped addresses behind it. There the search goes on from the
@@ -138,14 +138,14 @@ class ChunkPool:
                 break
         return chunk
 
-    def of_stream(self, stream: int) -> list[Chunk]:
+    def chunks_of_stream(self, stream: int) -> list[Chunk]:
         """Return the free chunks of a stream, in order of size, then address."""
         keys = [*self._free.get(stream, ()), *self._unusable.get(stream, ())]
         return [self.chunks[key & _ADDRESS] for key in sorted(keys)]
 
-    def in_order(self) -> list[Chunk]:
+    def ordered_chunks(self) -> list[Chunk]:
         """Return all free chunks, in order of stream, size, address."""
-        return [chunk for stream in sorted({*self._free, *self._unusable}) for chunk in self.of_stream(stream)]
+        return [chunk for stream in sorted({*self._free, *self._unusable}) for chunk in self.chunks_of_stream(stream)]
 
     # Unmapped chunks
 

@@ -57,7 +57,7 @@ class SegmentCache:
 
     def take_free(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
         """Remove the free chunk that serves a request from its pool and return it, or return None."""
-        chunk = pool.best(stream, size)
+        chunk = pool.best_fit(stream, size)
         if chunk is None:
             return None
         split = self.settings.max_split_size
@@ -70,25 +70,25 @@ class SegmentCache:
         pool.remove(chunk)
         return chunk
 
-    def splits(self, pool: ChunkPool, remainder: int, size: int) -> bool:
+    def should_split(self, pool: ChunkPool, remainder: int, size: int) -> bool:
         """Check whether ``remainder`` bytes behind a request of ``size`` are split off as a free chunk."""
         if pool.small or self.settings.expandable_segments:
             return remainder >= ALLOCATOR_BLOCK
         split = self.settings.max_split_size
         return remainder > LARGEST_SMALL and (split is None or size < split)
 
-    def over_limit(self, size: int) -> bool:
+    def exceeds_limit(self, size: int) -> bool:
         """Check whether a segment for a request would exceed the process's limit."""
         return self.limit is not None and self.device.reserved + segment_size(self.settings, size) > self.limit
 
     def allocate(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
         """Return a chunk of new memory for a request, or None if the device or the limit has too little."""
-        if self.over_limit(size):
+        if self.exceeds_limit(size):
             return None
         if self.settings.expandable_segments:
             return self.expandable.allocate(pool, stream, size)
         segment = segment_size(self.settings, size)
-        if not self.device.has(segment):
+        if not self.device.has_room(segment):
             return None
         chunk = Chunk(pool, stream, self._place(segment), segment, None)
         self.firsts[chunk.address] = chunk
@@ -110,9 +110,10 @@ class SegmentCache:
                 self._release_pool(pool)
 
     def _release_pool(self, pool: ChunkPool) -> None:
-        chunks = pool.in_order()
+        """Release the unused segments of a pool and unmap its unused pages, in torch's order."""
+        chunks = pool.ordered_chunks()
         for chunk in chunks:
-            if chunk.reservation is None and chunk.whole:
+            if chunk.reservation is None and chunk.fills_segment:
                 self.release(chunk)
         for chunk in chunks:
             if chunk.reservation is not None:
@@ -128,17 +129,17 @@ class SegmentCache:
         if split is None:
             return False
         needed = max(size, split)
-        chunks = pool.of_stream(stream)
+        chunks = pool.chunks_of_stream(stream)
         index = bisect_left(chunks, needed, key=lambda chunk: chunk.size)
         if index < len(chunks) and chunks[index].reservation is None:
             # Chunks above the limit are whole segments in torch; in a restored state they may not be.
-            if chunks[index].whole:
+            if chunks[index].fills_segment:
                 self.release(chunks[index])
-            return chunks[index].whole
+            return chunks[index].fills_segment
         released = 0
         while index > 0 and released < needed and chunks[index - 1].size >= split:
             index -= 1
-            if chunks[index].reservation is None and chunks[index].whole:
+            if chunks[index].reservation is None and chunks[index].fills_segment:
                 released += chunks[index].size
                 self.release(chunks[index])
         return released >= needed
@@ -147,18 +148,18 @@ class SegmentCache:
         """Release unused segments of the large pool, those above average age first, until the threshold is met."""
         assert self.limit is not None
         threshold = int(self.settings.garbage_collection_threshold * float(self.limit))
-        surplus = self.device.reserved - threshold
-        unused = [chunk for chunk in self._large.in_order() if chunk.whole]
+        excess = self.device.reserved - threshold
+        unused = [chunk for chunk in self._large.ordered_chunks() if chunk.fills_segment]
         now = self._large.request_count
         total_age = sum(now - chunk.freed_at for chunk in unused)
         released = True
-        while surplus > 0 and unused and released:
+        while excess > 0 and unused and released:
             average = total_age / len(unused)
-            old = [chunk for chunk in unused if now - chunk.freed_at >= average and chunk.reservation is None]
+            expired = [chunk for chunk in unused if now - chunk.freed_at >= average and chunk.reservation is None]
             unused = [chunk for chunk in unused if now - chunk.freed_at < average or chunk.reservation is not None]
-            released = bool(old)
-            for chunk in old:
-                surplus -= chunk.size
+            released = bool(expired)
+            for chunk in expired:
+                excess -= chunk.size
                 total_age -= now - chunk.freed_at
                 self.release(chunk)
 

@@ -29,7 +29,7 @@ def segment_of(first: Chunk) -> Segment:
     return Segment(first.address, size, first.stream, first.pool.small, first.pool.ident, expandable, tuple(blocks))
 
 
-def restored(segments: Iterable[Segment], expandable: ExpandableSegments, find: FindPool) -> list[Chunk]:
+def build_chunks(segments: Iterable[Segment], expandable: ExpandableSegments, find_pool: FindPool) -> list[Chunk]:
     """Build linked chunks for segments. Return the first chunk of each segment, or of each expandable reservation.
 
     Free mapped chunks are in no pool yet.
@@ -50,12 +50,12 @@ def restored(segments: Iterable[Segment], expandable: ExpandableSegments, find: 
                 f"the segments at {left.address:#x} and {right.address:#x} overlap", expected="each byte once"
             )
     for index, segment in enumerate(ordered):
-        pool = find(segment.pool, segment.small)
+        pool = find_pool(segment.pool, segment.small)
         if not segment.expandable:
             first = Chunk(pool, segment.stream, segment.address, segment.size, None)
             _split_into_blocks(first, segment)
             firsts.append(first)
-        elif not (firsts and _continues(firsts[-1], segment, pool)):
+        elif not (firsts and _map_into_reservation(firsts[-1], segment, pool)):
             firsts.append(_reserve(segment, ordered[index + 1 :], expandable, pool))
     return firsts
 
@@ -83,7 +83,7 @@ def _split_into_blocks(chunk: Chunk, segment: Segment) -> None:
             chunk = remainder
 
 
-def _continues(last: Chunk, segment: Segment, pool: ChunkPool) -> bool:
+def _map_into_reservation(last: Chunk, segment: Segment, pool: ChunkPool) -> bool:
     """Map an expandable segment in the reservation of ``last``, if it is of the same kind and lies in it."""
     reservation = last.reservation
     if reservation is None or segment.stream != last.stream or last.pool is not pool:
@@ -105,8 +105,8 @@ def _reserve(segment: Segment, following: list[Segment], expandable: ExpandableS
     page = expandable.page(pool)
     kind = (segment.stream, segment.pool, segment.small)
     for other in following:
-        same = other.expandable and (other.stream, other.pool, other.small) == kind
-        if not same or (other.address - segment.address) % page:
+        same_kind = other.expandable and (other.stream, other.pool, other.small) == kind
+        if not same_kind or (other.address - segment.address) % page:
             size = min(size, (other.address - segment.address) // page * page)
             break
     size = max(size, -(-segment.size // page) * page)

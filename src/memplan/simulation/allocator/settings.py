@@ -88,7 +88,7 @@ def parse_settings(text: str) -> AllocatorSettings:
         >>> parse_settings("max_split_size_mb:128, expandable_segments:True").max_split_size
         134217728
     """
-    parsed = _Parsed()
+    parsed = _ParsedSettings()
     pairs = _pairs(_tokens(text), text)
     # torch reads large_segment_size_mb first, wherever it stands: other settings are checked against it.
     for name, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):
@@ -116,9 +116,9 @@ def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         text = recorded.get(name)
         if isinstance(text, str) and text:
-            settings = _parse_known(text)
+            settings = _parse_recorded(text)
     try:
-        return _with_entries(settings, recorded)
+        return _with_own_entries(settings, recorded)
     except (TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"the allocator settings of the snapshot cannot be read ({error})",
@@ -126,7 +126,8 @@ def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
         ) from error
 
 
-def _with_entries(settings: AllocatorSettings, recorded: Mapping[str, Any]) -> AllocatorSettings:
+def _with_own_entries(settings: AllocatorSettings, recorded: Mapping[str, Any]) -> AllocatorSettings:
+    """Return the settings with those replaced that have an entry of their own in the snapshot."""
     if (split := recorded.get("max_split_size")) is not None:
         size = int(split)  # no limit: -1, or its unsigned 64 bits
         settings = replace(settings, max_split_size=None if size < 0 or size >= 1 << 63 else size)
@@ -139,13 +140,13 @@ def _with_entries(settings: AllocatorSettings, recorded: Mapping[str, Any]) -> A
     if (table := recorded.get("roundup_power2_divisions")) is not None:
         parts_by_mib = {int(bucket): int(parts) for bucket, parts in table.items()}
         parts = [parts_by_mib.get(1 << k, 0) for k in range(BUCKETS)]
-        settings = replace(settings, roundup_power2_divisions=_as_divisions(parts))
+        settings = replace(settings, roundup_power2_divisions=_divisions_of_buckets(parts))
     return settings
 
 
-def _parse_known(text: str) -> AllocatorSettings:
+def _parse_recorded(text: str) -> AllocatorSettings:
     """Parse as `parse_settings` does, but skip what it refuses: the torch that wrote the string may be newer."""
-    parsed = _Parsed()
+    parsed = _ParsedSettings()
     try:
         pairs = _pairs(_tokens(text), text)
     except UsageError:
@@ -158,7 +159,7 @@ def _parse_known(text: str) -> AllocatorSettings:
     return parsed.settings()
 
 
-class _Parsed:
+class _ParsedSettings:
     """The settings parsed so far. As in torch, a repeated setting is overwritten, except that divisions accumulate."""
 
     def __init__(self) -> None:
@@ -171,16 +172,19 @@ class _Parsed:
         return self.fields.get("large_segment_size", LARGE_SEGMENT)
 
     def settings(self) -> AllocatorSettings:
-        return AllocatorSettings(roundup_power2_divisions=_as_divisions(self.divisions), **self.fields)
+        return AllocatorSettings(roundup_power2_divisions=_divisions_of_buckets(self.divisions), **self.fields)
 
 
-def _as_divisions(table: Sequence[int]) -> Divisions:
+def _divisions_of_buckets(table: Sequence[int]) -> Divisions:
+    """Return (lower end of the bucket in MiB, divisions) of each bucket; () if no bucket has divisions."""
     return tuple((1 << k, parts) for k, parts in enumerate(table)) if any(table) else ()
 
 
 def _divisions_text(divisions: Divisions) -> str:
-    """Return the shortest string that parses to these divisions. The first entry also covers all smaller buckets, and
-    ">" all larger ones."""
+    """Return the shortest string that parses to these divisions.
+
+    Its first entry also covers all smaller buckets, and ">" all larger ones.
+    """
     table = [parts for _, parts in divisions]
     if len(set(table)) == 1:
         return str(table[0])
@@ -213,42 +217,44 @@ Value = str | list[tuple[str, str]]
 
 
 def _pairs(tokens: list[str], text: str) -> list[tuple[str, Value]]:
+    """Parse tokens into (setting, value) pairs; ``text`` is what they come from, for error messages."""
     pairs: list[tuple[str, Value]] = []
-    at = 0
-    while at < len(tokens):
-        name = tokens[at]
-        if name in ",:[]" or tokens[at + 1 : at + 2] != [":"] or at + 2 >= len(tokens):
-            _refuse_text(text, at, tokens)
-        at += 2
-        if tokens[at] == "[":
-            value, at = _bracket(tokens, at, text)
-        elif tokens[at] in ",:]":
-            _refuse_text(text, at, tokens)
+    position = 0
+    while position < len(tokens):
+        name = tokens[position]
+        if name in ",:[]" or tokens[position + 1 : position + 2] != [":"] or position + 2 >= len(tokens):
+            _refuse_text(text, position, tokens)
+        position += 2
+        if tokens[position] == "[":
+            value, position = _bracketed_pairs(tokens, position, text)
+        elif tokens[position] in ",:]":
+            _refuse_text(text, position, tokens)
         else:
-            value = tokens[at]
+            value = tokens[position]
         pairs.append((name, value))
-        at += 1
-        if at < len(tokens) and tokens[at] != ",":
-            _refuse_text(text, at, tokens)
-        at += 1
+        position += 1
+        if position < len(tokens) and tokens[position] != ",":
+            _refuse_text(text, position, tokens)
+        position += 1
     return pairs
 
 
-def _bracket(tokens: list[str], at: int, text: str) -> tuple[list[tuple[str, str]], int]:
+def _bracketed_pairs(tokens: list[str], position: int, text: str) -> tuple[list[tuple[str, str]], int]:
     """Return the pairs in the brackets that open at token ``at``, and the index of the closing bracket."""
-    inside: list[tuple[str, str]] = []
-    at += 1
-    while tokens[at : at + 1] != ["]"]:
-        entry = tokens[at : at + 4]
+    pairs: list[tuple[str, str]] = []
+    position += 1
+    while tokens[position : position + 1] != ["]"]:
+        entry = tokens[position : position + 4]
         if len(entry) < 4 or entry[1] != ":" or entry[0] in ",:[]" or entry[2] in ",:[]" or entry[3] not in ",]":
-            _refuse_text(text, at, tokens)
-        inside.append((entry[0], entry[2]))
-        at += 4 if entry[3] == "," else 3
-    return inside, at
+            _refuse_text(text, position, tokens)
+        pairs.append((entry[0], entry[2]))
+        position += 4 if entry[3] == "," else 3
+    return pairs, position
 
 
-def _refuse_text(text: str, at: int, tokens: list[str]) -> NoReturn:
-    near = "".join(tokens[at : at + 3])
+def _refuse_text(text: str, position: int, tokens: list[str]) -> NoReturn:
+    """Raise the error of a text that cannot be parsed from the token at ``position`` on."""
+    near = "".join(tokens[position : position + 3])
     raise UsageError(
         f"allocator settings {text!r} cannot be read at {near!r}" if near else f"allocator settings {text!r} end early",
         expected="name:value pairs with commas between them",
@@ -273,13 +279,14 @@ def _refuse_value(name: str, value: Value, expected: str) -> NoReturn:
 # The parser of each setting
 
 
-def _number(name: str, value: Value, expected: str) -> int:
+def _parse_number(name: str, value: Value, expected: str) -> int:
+    """Parse the value of a setting as a whole number; ``expected`` is for the error message."""
     if not isinstance(value, str) or not value.isascii() or not value.isdigit() or len(value) > 19:
         _refuse_value(name, value, expected)
     return int(value)
 
 
-def _real(name: str, value: Value, expected: str) -> float:
+def _parse_real(name: str, value: Value, expected: str) -> float:
     try:
         number = float(value) if isinstance(value, str) else math.nan
     except ValueError:
@@ -289,71 +296,73 @@ def _real(name: str, value: Value, expected: str) -> float:
     return number
 
 
-def _flag(name: str, value: Value) -> bool:
+def _parse_flag(name: str, value: Value) -> bool:
     if value not in ("True", "False"):
         _refuse_value(name, value, "True or False, written so")
     return value == "True"
 
 
-def _ignored(parsed: _Parsed, name: str, value: Value) -> None:
+def _ignored(parsed: _ParsedSettings, name: str, value: Value) -> None:
     """Ignore a setting for host memory, locks or address reservation: it does not affect where a block is placed."""
 
 
-def _ignored_flag(parsed: _Parsed, name: str, value: Value) -> None:
-    _flag(name, value)
+def _ignored_flag(parsed: _ParsedSettings, name: str, value: Value) -> None:
+    _parse_flag(name, value)
 
 
-def _ignored_threads(parsed: _Parsed, name: str, value: Value) -> None:
+def _ignored_threads(parsed: _ParsedSettings, name: str, value: Value) -> None:
     expected = "a power of two up to 128"
-    if not _power_of_two(threads := _number(name, value, expected)) or threads > 128:
+    if not _power_of_two(threads := _parse_number(name, value, expected)) or threads > 128:
         _refuse_value(name, value, expected)
 
 
-def _ignored_size(parsed: _Parsed, name: str, value: Value) -> None:
-    if not _number(name, value, "a number of MiB above 0"):
+def _ignored_size(parsed: _ParsedSettings, name: str, value: Value) -> None:
+    if not _parse_number(name, value, "a number of MiB above 0"):
         _refuse_value(name, value, "a number of MiB above 0")
 
 
-def _large_segment(parsed: _Parsed, name: str, value: Value) -> None:
+def _large_segment(parsed: _ParsedSettings, name: str, value: Value) -> None:
     expected = "a number of MiB above 10"
-    if (size := _number(name, value, expected)) <= 10:
+    if (size := _parse_number(name, value, expected)) <= 10:
         _refuse_value(name, value, expected)
     parsed.fields["large_segment_size"] = size * MIB
 
 
-def _at_least_large(field: str) -> Callable[[_Parsed, str, Value], None]:
-    def parser(parsed: _Parsed, name: str, value: Value) -> None:
+def _parser_of_large_size(field: str) -> Callable[[_ParsedSettings, str, Value], None]:
+    """Return the parser of a size in MiB that must be at least that of a large segment."""
+
+    def parser(parsed: _ParsedSettings, name: str, value: Value) -> None:
         expected = f"a number of MiB from {parsed.large_segment_size // MIB}, the size of a large segment"
-        if (size := _number(name, value, expected) * MIB) < parsed.large_segment_size:
+        if (size := _parse_number(name, value, expected) * MIB) < parsed.large_segment_size:
             _refuse_value(name, value, expected)
         parsed.fields[field] = size
 
     return parser
 
 
-def _threshold(parsed: _Parsed, name: str, value: Value) -> None:
+def _threshold(parsed: _ParsedSettings, name: str, value: Value) -> None:
     expected = "a number between 0 and 1, both excluded"
-    if not 0 < (share := _real(name, value, expected)) < 1:
+    if not 0 < (share := _parse_real(name, value, expected)) < 1:
         _refuse_value(name, value, expected)
     parsed.fields["garbage_collection_threshold"] = share
 
 
-def _fraction(parsed: _Parsed, name: str, value: Value) -> None:
+def _fraction(parsed: _ParsedSettings, name: str, value: Value) -> None:
     expected = "a number from 0 to 1"
-    if not 0 <= (share := _real(name, value, expected)) <= 1:
+    if not 0 <= (share := _parse_real(name, value, expected)) <= 1:
         _refuse_value(name, value, expected)
     parsed.fields["memory_fraction"] = share
 
 
-def _expandable(parsed: _Parsed, name: str, value: Value) -> None:
-    parsed.fields["expandable_segments"] = _flag(name, value)
+def _expandable(parsed: _ParsedSettings, name: str, value: Value) -> None:
+    parsed.fields["expandable_segments"] = _parse_flag(name, value)
 
 
-def _reject(parsed: _Parsed, name: str, value: Value) -> None:
-    parsed.fields["reject_over_limit"] = _flag(name, value)
+def _reject(parsed: _ParsedSettings, name: str, value: Value) -> None:
+    parsed.fields["reject_over_limit"] = _parse_flag(name, value)
 
 
-def _backend(parsed: _Parsed, name: str, value: Value) -> None:
+def _backend(parsed: _ParsedSettings, name: str, value: Value) -> None:
     if value in ("cudaMallocAsync", "hipMallocAsync"):
         raise UsageError(
             f"allocator setting backend:{value}",
@@ -368,30 +377,30 @@ def _power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def _roundup(parsed: _Parsed, name: str, value: Value) -> None:
+def _roundup(parsed: _ParsedSettings, name: str, value: Value) -> None:
     """Parse a number for all sizes, or [bucket:number,...] with buckets in MiB, the last of which may be ">"."""
     expected = "powers of two, one for all sizes or like [256:1,512:2,>:4] with 0 for none"
     if isinstance(value, str):
-        if not _power_of_two(parts := _number(name, value, expected)):
+        if not _power_of_two(parts := _parse_number(name, value, expected)):
             _refuse_value(name, value, expected)
         parsed.divisions[:] = [parts] * BUCKETS
         return
-    last, first = 0, True
+    last, is_first = 0, True
     for bucket, text in value:
-        parts = _number(name, text, expected)
+        parts = _parse_number(name, text, expected)
         if parts and not _power_of_two(parts):
             _refuse_value(name, value, expected)
         if bucket == ">":
             parsed.divisions[last + 1 :] = [parts] * (BUCKETS - last - 1)
             continue
-        if not _power_of_two(start := _number(name, bucket, expected)):
+        if not _power_of_two(start := _parse_number(name, bucket, expected)):
             _refuse_value(name, value, expected)
         last = min(start.bit_length() - 1, BUCKETS - 1)
-        parsed.divisions[0 if first else last : last + 1] = [parts] * (last + 1 if first else 1)
-        first = False
+        parsed.divisions[0 if is_first else last : last + 1] = [parts] * (last + 1 if is_first else 1)
+        is_first = False
 
 
-_PARSERS: dict[str, Callable[[_Parsed, str, Value], None]] = {
+_PARSERS: dict[str, Callable[[_ParsedSettings, str, Value], None]] = {
     "backend": _backend,
     "expandable_segments": _expandable,
     "expandable_segments_reserve": _ignored,
@@ -399,8 +408,8 @@ _PARSERS: dict[str, Callable[[_Parsed, str, Value], None]] = {
     "garbage_collection_threshold": _threshold,
     "graph_capture_record_stream_reuse": _ignored_flag,
     "large_segment_size_mb": _large_segment,
-    "max_non_split_rounding_mb": _at_least_large("max_non_split_rounding"),
-    "max_split_size_mb": _at_least_large("max_split_size"),
+    "max_non_split_rounding_mb": _parser_of_large_size("max_non_split_rounding"),
+    "max_split_size_mb": _parser_of_large_size("max_split_size"),
     "per_process_memory_fraction": _fraction,
     "pinned_free_catch_all": _ignored_flag,
     "pinned_max_cached_size_mb": _ignored_size,

@@ -67,7 +67,7 @@ class ExactReplay:
         self.start = start
         self.suspect: tuple[int, int] | None = None
         """(owner, bytes) at the first wrong address: which block of the start must have been larger, by how much."""
-        self.allocator = start.allocator(snapshot.settings, place=self._place)
+        self.allocator = start.allocator(snapshot.settings, place=self._address_for_segment)
         self.mismatches = [Mismatch(index, "history", text, "nothing") for index, text in start.conflicts]
         self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]
         self.ooms: list[OutOfMemoryEvent] = []
@@ -87,19 +87,20 @@ class ExactReplay:
     def run(self) -> None:
         """Replay all events, or those before the first that contradicts the earlier ones."""
         try:
-            self._run()
+            self._replay_events()
         except (UsageError, LookupError, ValueError, AssertionError) as error:
             index = self.levels[-1][0]
-            self._mismatch(index, "history", f"{len(self.requests)} events", f"none beyond ({type(error).__name__})")
+            self._differs(index, "history", f"{len(self.requests)} events", f"none beyond ({type(error).__name__})")
 
-    def _run(self) -> None:
+    def _replay_events(self) -> None:
+        """Serve each request in order, with the recorded events of segments that belong to it."""
         levels, allocator = self.levels, self.allocator
         for index, (entry, request) in enumerate(zip(self.snapshot.entries, self.requests, strict=True)):
             if entry.action in SEGMENT_FREES:
                 self._segment_frees.append((index, entry))
                 continue
             if self._segment_frees:
-                self._release()
+                self._release_recorded()
                 levels.append((index, allocator.allocated, allocator.reserved))
             if entry.action in _SEGMENT_ALLOCS:
                 self._segment_allocs.append(entry)
@@ -108,12 +109,12 @@ class ExactReplay:
                 self._just_released = False
                 levels.append((index + 1, allocator.allocated, allocator.reserved))
         if self._segment_frees:
-            self._release()
+            self._release_recorded()
             levels.append((len(self.requests), allocator.allocated, allocator.reserved))
         if self._segment_allocs:
-            self._mismatch(len(self.requests) - 1, "segment", _describe_all(self._segment_allocs), "none")
+            self._differs(len(self.requests) - 1, "segment", _describe_all(self._segment_allocs), "none")
 
-    def _place(self, size: int) -> int:
+    def _address_for_segment(self, size: int) -> int:
         """Return the recorded address for a new segment of ``size`` bytes, or a high one if torch allocated none."""
         if self._segment_allocs:
             return self._segment_allocs[0].address
@@ -121,11 +122,12 @@ class ExactReplay:
         return self._next_unrecorded - size
 
     def _serve(self, request: Request, entry: Entry) -> None:
+        """Replay a request of the program on the simulated allocator."""
         tick = request.event + 1
         if request.kind == "alloc":
             self._alloc(request, entry, tick)
         elif request.kind == "oom":
-            self._oom(request, entry)
+            self._record_oom(request, entry)
         elif request.kind == "complete":
             self.allocator.complete(self._addresses.pop(request.owner), tick=tick)
         elif request.kind == "free":
@@ -135,6 +137,7 @@ class ExactReplay:
             self.allocator.free(self._addresses[request.owner], tick=tick)
 
     def _alloc(self, request: Request, entry: Entry, tick: int) -> None:
+        """Allocate a block, and compare its address and the segments allocated for it with the recorded ones."""
         log = self.allocator.log
         before = len(log)
         address = self.allocator.malloc(
@@ -150,12 +153,12 @@ class ExactReplay:
         if len(log) - before - 1 != len(self._segment_allocs) or self._segment_allocs:
             replayed = log[before:-1]
             if [event[:3] for event in replayed] != [recorded[:3] for recorded in self._segment_allocs]:
-                self._mismatch(request.event, "segment", _describe_all(self._segment_allocs), _describe_all(replayed))
+                self._differs(request.event, "segment", _describe_all(self._segment_allocs), _describe_all(replayed))
             self._segment_allocs.clear()
         if address != entry.address:
             if not self.mismatches:
                 self.suspect = self._block_of_wrong_size(address)
-            self._mismatch(request.event, "address", f"{entry.address:#x}", f"{address:#x}")
+            self._differs(request.event, "address", f"{entry.address:#x}", f"{address:#x}")
 
     def _block_of_wrong_size(self, address: int) -> tuple[int, int] | None:
         """Return (owner, bytes) of a block whose assumed size explains that torch did not use the block at ``address``.
@@ -171,15 +174,15 @@ class ExactReplay:
             block, left = segment.blocks[index], segment.blocks[index - 1]
             right = segment.blocks[index + 1 : index + 2]
             free = block.size + sum(block.size for block in right if block.state == "inactive")
-            more = free - block_size(settings, block.requested) + ALLOCATOR_BLOCK
-            remainder = left.size + more - block_size(settings, left.requested)
+            extra = free - block_size(settings, block.requested) + ALLOCATOR_BLOCK
+            remainder = left.size + extra - block_size(settings, left.requested)
             owner = left.owner
-            if owner is not None and owner in self.start.uncertain and remainder <= LARGEST_SMALL and more < free:
-                return owner, more
+            if owner is not None and owner in self.start.uncertain and remainder <= LARGEST_SMALL and extra < free:
+                return owner, extra
         return None
 
-    def _release(self) -> None:
-        """Release what torch released, all at once, as `empty_cache` does and an allocator that has run out."""
+    def _release_recorded(self) -> None:
+        """Release what torch released, all at once, as `empty_cache` and an allocator out of memory do."""
         frees, self._segment_frees, self._just_released = self._segment_frees, [], True
         index, allocator = frees[0][0], self.allocator
         before = len(allocator.log)
@@ -201,9 +204,9 @@ class ExactReplay:
             replayed = _unmapped_ranges(replayed, ())
             self._segment_allocs.clear()
         for missing in sorted(recorded - replayed):
-            self._mismatch(index, "segment", _describe(missing), "not all free")
+            self._differs(index, "segment", _describe(missing), "not all free")
         for surplus in sorted(replayed - recorded):
-            self._mismatch(index, "segment", "nothing", _describe(surplus))
+            self._differs(index, "segment", "nothing", _describe(surplus))
 
     def _pools_of(self, frees: list[tuple[int, Entry]]) -> set[Pool]:
         """Return the memory pools of released segments: as recorded, else those of the segments at their addresses."""
@@ -216,14 +219,14 @@ class ExactReplay:
                     pools.add(segment.pool)
         return pools
 
-    def _oom(self, request: Request, entry: Entry) -> None:
+    def _record_oom(self, request: Request, entry: Entry) -> None:
         """Record a request that ran out of memory; it is a mismatch if a block that is free here could serve it."""
         allocator = self.allocator
         if self._segment_allocs:
             self._map_failed_attempt(request)
         segments = allocator.segments()
         if not self._releases_partially and (block := _free_block_for(request, segments)) is not None:
-            self._mismatch(request.event, "free", "out of memory", f"{block.size} bytes at {block.address:#x}")
+            self._differs(request.event, "free", "out of memory", f"{block.size} bytes at {block.address:#x}")
         free = None if entry.address < 0 else entry.address
         event = AllocatorEvent("oom", free or 0, request.size, request.stream, request.pool, tick=request.event + 1)
         allocator.log.append(event)
@@ -246,11 +249,12 @@ class ExactReplay:
             allocator.free(address)
         allocator.capacity = None
         if allocator.reserved != reserved:
-            self._mismatch(request.event, "segment", f"{reserved} bytes held", f"{allocator.reserved}")
+            self._differs(request.event, "segment", f"{reserved} bytes held", f"{allocator.reserved}")
 
-    def _mismatch(
+    def _differs(
         self, index: int, what: Literal["address", "segment", "history", "free"], recorded: str, replayed: str
     ) -> None:
+        """Record that an event was replayed differently."""
         self.mismatches.append(Mismatch(index, what, recorded, replayed))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memplan.simulation.allocator.allocator import CachingAllocator
-from memplan.simulation.allocator.device_memory import ascending
+from memplan.simulation.allocator.device_memory import ascending_addresses
 from memplan.simulation.allocator.expandable_segments import UNKNOWN_CARD
 from memplan.simulation.allocator.rounding import LARGEST_SMALL, SMALL_SEGMENT, block_size
 from memplan.simulation.allocator.settings import AllocatorSettings
@@ -37,9 +37,9 @@ class Start:
     uncertain: frozenset[int] = frozenset()
     """Owners of blocks that may extend into the free block behind them."""
 
-    def enlarged(self, owner: int, more: int) -> Start:
+    def with_larger_block(self, owner: int, extra: int) -> Start:
         """Return this state with the block of ``owner`` ``more`` bytes larger and the free block behind it smaller."""
-        segments = tuple(_enlarged(segment, owner, more) for segment in self.segments)
+        segments = tuple(_with_larger_block(segment, owner, extra) for segment in self.segments)
         return replace(self, segments=segments)
 
     def allocator(
@@ -50,7 +50,7 @@ class Start:
         if place is None:  # above all segments, and above the addresses reserved for expandable ones
             end = max((segment.address + segment.size for segment in segments), default=0)
             expandable = any(segment.expandable for segment in segments)
-            place = ascending(end + (2 * (capacity or UNKNOWN_CARD) if expandable else 0))
+            place = ascending_addresses(end + (2 * (capacity or UNKNOWN_CARD) if expandable else 0))
         allocator = CachingAllocator(settings, capacity=capacity, place=place)
         allocator.restore(segments)
         for segment in self.below:
@@ -105,6 +105,8 @@ def rewind(snapshot: Snapshot) -> Start:
 
 
 class _Rewinder:
+    """The allocator's state while events are undone, from the last one on."""
+
     def __init__(self, snapshot: Snapshot) -> None:
         self.event_count = len(snapshot.entries)
         self.settings: AllocatorSettings = snapshot.settings
@@ -138,6 +140,7 @@ class _Rewinder:
                         segment.block_addresses.append(block.address)
 
     def undo(self, index: int, entry: Entry) -> None:
+        """Restore the state before an event."""
         self._undo[entry.action](index, entry)
 
     # Blocks
@@ -159,6 +162,7 @@ class _Rewinder:
             block.pending = False
 
     def _undo_free_completed(self, index: int, entry: Entry) -> None:
+        """Insert the freed block again, as pending; its size may be known from the gap behind it."""
         segment = self._segment_at(entry.address)
         rounded = block_size(self.settings, entry.size)
         if segment is None or entry.address + rounded > segment.end or entry.address in self.blocks:
@@ -231,6 +235,7 @@ class _Rewinder:
                 merged = self._insert(first)
 
     def _insert_range(self, index: int, entry: Entry, small: bool, *, expandable: bool) -> _Segment | None:
+        """Insert a segment at the addresses of an event; record a conflict and return None if they are in use."""
         addresses = self.segment_addresses
         position = bisect_right(addresses, entry.address)
         if (position and self.segments[addresses[position - 1]].end > entry.address) or (
@@ -262,6 +267,7 @@ class _Rewinder:
     # The result
 
     def start(self) -> Start:
+        """Return the present state, which is that before the history once all events are undone."""
         block_addresses = sorted(self.blocks)
         segments: list[Segment] = []
         stacks: list[int] = []
@@ -282,12 +288,13 @@ class _Rewinder:
         return Start(
             tuple(segments),
             tuple(stacks),
-            tuple(reversed(self.conflicts)),
-            tuple(self._unmapped_first_pages(segments)),
-            frozenset(self._owners_of_uncertain_size(segments)),
+            conflicts=tuple(reversed(self.conflicts)),
+            below=tuple(self._unmapped_first_pages(segments)),
+            uncertain=frozenset(self._uncertain_owners(segments)),
         )
 
-    def _owners_of_uncertain_size(self, segments: list[Segment]) -> Iterator[int]:
+    def _uncertain_owners(self, segments: list[Segment]) -> Iterator[int]:
+        """Yield the owners of live blocks in large segments whose size is only known from below."""
         if self.settings.expandable_segments:
             return
         for segment in segments:
@@ -297,6 +304,7 @@ class _Rewinder:
                         yield block.owner
 
     def _unmapped_first_pages(self, segments: list[Segment]) -> Iterator[Segment]:
+        """Yield the first page of each expandable range whose beginning was mapped only during the history."""
         for kind, low in self.lowest_map.items():
             stream, small, pool = kind
             first = min((s.address for s in segments if s.expandable and _kind(s) == kind), default=0)
@@ -322,17 +330,18 @@ class _Rewinder:
         return blocks
 
 
-def _enlarged(segment: Segment, owner: int, more: int) -> Segment:
+def _with_larger_block(segment: Segment, owner: int, extra: int) -> Segment:
+    """Return a segment with a block larger and the free block behind it smaller; unchanged without such a block."""
     blocks = list(segment.blocks)
     index = next((index for index, block in enumerate(blocks) if block.owner == owner), None)
     if index is None:
         return segment
     block, free = blocks[index : index + 2]
-    blocks[index] = replace(block, size=block.size + more)
-    blocks[index + 1] = replace(free, address=free.address + more, size=free.size - more)
+    blocks[index] = replace(block, size=block.size + extra)
+    blocks[index + 1] = replace(free, address=free.address + extra, size=free.size - extra)
     return replace(segment, blocks=tuple(blocks))
 
 
 def _kind(segment: _Segment | Segment) -> tuple[int, bool, Pool]:
-    """Expandable segments of the same kind share a range of addresses."""
+    """Return the kind of an expandable segment; those of the same kind share a range of addresses."""
     return segment.stream, segment.small, segment.pool

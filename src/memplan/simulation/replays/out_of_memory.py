@@ -169,11 +169,13 @@ def innermost(stack: Sequence[Frame]) -> Frame | None:
 
 
 def _stack_at(replay: Replay, oom: OutOfMemoryEvent) -> Sequence[Frame]:
+    """Return the stack of the failed request; () if it is not of the history."""
     entries = replay.snapshot.entries
     return replay.snapshot.stacks[entries[oom.index].stack] if 0 <= oom.index < len(entries) else ()
 
 
 def _remedies(replay: Replay, tried: Sequence[str], capacity: int) -> Iterable[Remedy]:
+    """Yield those of the tried settings under which all requests of the history fit."""
     for text in tried:
         settings = parse_settings(text)
         if settings == replay.settings:
@@ -184,6 +186,7 @@ def _remedies(replay: Replay, tried: Sequence[str], capacity: int) -> Iterable[R
 
 
 def _free_groups(free: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -> list[FreeBlocks]:
+    """Group free blocks by pool, stream and size class; those that the request could have used come first."""
     groups: dict[tuple[Pool, int, bool, int], list[int]] = {}
     for segment, block in free:
         least = max(step for step in _SIZE_CLASSES if step <= block.size)
@@ -198,7 +201,7 @@ def _free_groups(free: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -
 
 
 def _why_not(segment: Segment, size: int, oom: OutOfMemoryEvent) -> str:
-    """Return why a free block of a segment did not serve."""
+    """Return why a free block of a segment did not serve the request, as text of the report."""
     if segment.pool != oom.pool:
         return "of another memory pool" if segment.pool == DEFAULT_POOL else "of a private memory pool"
     if segment.stream != oom.stream:

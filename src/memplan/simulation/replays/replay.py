@@ -75,7 +75,7 @@ def replay_exactly(snapshot: Snapshot, start: Start, requests: Sequence[Request 
     for _ in range(_MAX_CORRECTIONS):
         if exact.suspect is None:
             break
-        start = start.enlarged(*exact.suspect)
+        start = start.with_larger_block(*exact.suspect)
         exact = ExactReplay(snapshot, start, requests)
         exact.run()
         if len(exact.mismatches) < len(best.mismatches):

@@ -38,6 +38,8 @@ def requests_of(snapshot: Snapshot, start: Start) -> list[Request | None]:
 
 
 class _Requests:
+    """Tracks the owners of blocks over the events of a snapshot, to identify the block of each free."""
+
     def __init__(self, snapshot: Snapshot, start: Start) -> None:
         self.snapshot = snapshot
         self.pools = _PrivatePools(snapshot, start)
@@ -48,10 +50,11 @@ class _Requests:
         """Addresses of blocks that were freed and are still in use on another stream."""
 
     def request(self, index: int, entry: Entry) -> Request | None:
+        """Return the request of the next event, None for an action of the allocator; events come in order."""
         entries, action, address = self.snapshot.entries, entry.action, entry.address
         if action == "alloc":
             self.owners[address] = index
-            return Request("alloc", index, index, entry.size, entry.stream, self.pools.of(entry))
+            return Request("alloc", index, index, entry.size, entry.stream, self.pools.pool_of(entry))
         if action == "free_requested":
             owner = self.owners.get(address)
             if owner is None or address in self.pending:
@@ -68,7 +71,7 @@ class _Requests:
             self.pending.remove(address)
             return Request("complete", index, self.owners.pop(address))
         if action == "oom":
-            return Request("oom", index, size=entry.size, stream=entry.stream, pool=self.pools.of(entry))
+            return Request("oom", index, size=entry.size, stream=entry.stream, pool=self.pools.pool_of(entry))
         self.pools.update(index, entry)
         first_free = action in SEGMENT_FREES and (not index or entries[index - 1].action not in SEGMENT_FREES)
         return Request("empty_cache", index) if first_free and _is_empty_cache(self.snapshot, index) else None
@@ -107,7 +110,7 @@ class _PrivatePools:
         self.starts: list[int] = []
         """The sorted keys of ``ends``."""
         private = [segment for segment in (*start.segments, *snapshot.segments) if segment.pool != DEFAULT_POOL]
-        for segment in _merged([segment for segment in private if segment.expandable]):
+        for segment in _merge_expandable([segment for segment in private if segment.expandable]):
             self._add(segment.address, segment.size, segment.pool)
         for segment in start.segments:
             if segment.pool != DEFAULT_POOL and not segment.expandable:
@@ -121,7 +124,8 @@ class _PrivatePools:
                 last_alloc[address]: segment for address, segment in final.items() if address in last_alloc
             }
 
-    def of(self, entry: Entry) -> Pool:
+    def pool_of(self, entry: Entry) -> Pool:
+        """Return the memory pool of an event."""
         if entry.pool is not None:
             return entry.pool
         position = bisect_right(self.starts, entry.address) if entry.action != "oom" else 0
@@ -145,7 +149,7 @@ class _PrivatePools:
         self.ends[address] = address + size, pool
 
 
-def _merged(segments: Sequence[Segment]) -> list[Segment]:
+def _merge_expandable(segments: Sequence[Segment]) -> list[Segment]:
     """Merge the expandable segments of each kind that follow each other, with the addresses between them.
 
     They belong to one reserved range, in which no other kind ever lies.

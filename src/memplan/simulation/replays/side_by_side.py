@@ -79,7 +79,7 @@ def cases(replay: Replay, settings: Sequence[AllocatorSettings] = (), capacity: 
     return Cases(replay, base, others, explain_oom(base, tried=tried) if base.ooms else None)
 
 
-def grouped(segments: Sequence[Segment]) -> list[SegmentGroup]:
+def group_segments(segments: Sequence[Segment]) -> list[SegmentGroup]:
     """Group segments by size class, stream, pool and expandability, the group with the most reserved bytes first."""
     groups: dict[tuple[bool, int, Pool, bool], list[Segment]] = {}
     for segment in segments:

@@ -60,7 +60,7 @@ def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity:
     settings = replay.recorded_settings if settings is None else settings
     if capacity is None and (recorded := recorded_capacity(replay)) is not None:
         capacity = recorded.bytes
-    run = _Run(replay.start, settings, capacity, as_recorded=settings == replay.recorded_settings)
+    run = _WhatIfRun(replay.start, settings, capacity, as_recorded=settings == replay.recorded_settings)
     run.serve_all(replay.requests)
     timeline = timeline_over(replay.snapshot, run.levels, run.allocator)
     return Replay(
@@ -69,7 +69,9 @@ def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity:
     )  # fmt: skip
 
 
-class _Run:
+class _WhatIfRun:
+    """Serves the requests of a history on a new allocator; `ended` once one fails that did not in the recording."""
+
     def __init__(self, start: Start, settings: AllocatorSettings, capacity: int | None, *, as_recorded: bool) -> None:
         self.ooms: list[OutOfMemoryEvent] = []
         self.ended = False
@@ -92,7 +94,7 @@ class _Run:
     def _allocate_live(self, blocks: Sequence[tuple[Segment, Block, int]]) -> None:
         """Allocate the blocks that were live at the start."""
         for segment, block, owner in blocks:
-            self._alloc(Request("alloc", -1, owner, block.requested, segment.stream, segment.pool))
+            self._serve_alloc(Request("alloc", -1, owner, block.requested, segment.stream, segment.pool))
             if self.ended:
                 return
             if block.state == "active_pending_free":
@@ -108,7 +110,7 @@ class _Run:
                 continue
             tick = request.event + 1
             if request.kind == "alloc":
-                self._alloc(request)
+                self._serve_alloc(request)
             elif request.kind == "free":
                 allocator.free(self.addresses.pop(request.owner), tick=tick)
             elif request.kind == "free_later":
@@ -126,7 +128,8 @@ class _Run:
                 self._retry(request)
             levels.append((tick, allocator.allocated, allocator.reserved))
 
-    def _alloc(self, request: Request) -> None:
+    def _serve_alloc(self, request: Request) -> None:
+        """Allocate the block of a request; the run ends if it does not fit."""
         address = self._malloc(request)
         if address is None:
             self.ended = True
@@ -166,6 +169,7 @@ class _Run:
             self.pending -= {event.owner for event in log if event.action == "free_completed"}
 
     def _record_oom(self, request: Request, error: OutOfMemory) -> None:
+        """Add the event of a request that ran out of memory, with the state of the allocator."""
         free = None if error.capacity is None else max(error.capacity - error.reserved, 0)
         self.ooms.append(
             OutOfMemoryEvent(

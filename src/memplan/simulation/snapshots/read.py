@@ -132,6 +132,7 @@ def _read_file(path: Path, source: str) -> bytes:
 
 
 def _gunzip(data: bytes, source: str) -> bytes:
+    """Unpack a gzip file; one that expands far more than any snapshot does is refused."""
     limit = min(LARGEST_FILE, max(_ALWAYS_UNPACKED, _MAX_GZIP_RATIO * len(data)))
     parts: list[bytes] = []
     size = 0
@@ -148,6 +149,7 @@ def _gunzip(data: bytes, source: str) -> bytes:
 
 
 def _parse(data: bytes, source: str, packed: int) -> Any:
+    """Return the plain data in a pickle or JSON; ``packed`` is the size of the file, which may be compressed."""
     if data.startswith(b"\x80"):
         return load_plain(data, source, packed)
     if not data:
@@ -187,6 +189,7 @@ class _Reader:
         """Name of an unknown action -> how many events."""
 
     def read(self, data: Any, gpu: int | None) -> Snapshot:
+        """Return the snapshot of one GPU in untrusted data."""
         if isinstance(data, list):
             self.fail("holds a list, not a snapshot (torch.cuda.memory_snapshot() returns one, without the history)")
         if isinstance(data, Mapping) and str(data.get("format")).startswith("memplan."):
@@ -218,12 +221,12 @@ class _Reader:
         return Snapshot(
             self.source,
             chosen,
-            tuple(checked),
-            tuple(entries),
-            settings,
-            tuple(self.stacks),
-            block_stacks,
-            self.notes(),
+            segments=tuple(checked),
+            entries=tuple(entries),
+            settings=settings,
+            stacks=tuple(self.stacks),
+            block_stacks=block_stacks,
+            notes=self.notes(),
         )
 
     def fail(self, what: str) -> NoReturn:
@@ -241,10 +244,11 @@ class _Reader:
             self.fail("is damaged: it lists more than it has room for")
         return value if isinstance(value, list) else list(value)
 
-    def number(self, row: Mapping[str, Any], name: str, least: int = 0, default: int | None = None) -> int:
+    def number(self, row: Mapping[str, Any], name: str, minimum: int = 0, default: int | None = None) -> int:
+        """Return the whole number of this name in a dict; anything else, or one out of range, is refused."""
         value = row.get(name, default)
-        if type(value) is not int or not least <= value < _MAX_NUMBER:
-            self.fail(f"is damaged: {name} is {_repr(value)}, not a number of {least} to 2**63")
+        if type(value) is not int or not minimum <= value < _MAX_NUMBER:
+            self.fail(f"is damaged: {name} is {_repr(value)}, not a number of {minimum} to 2**63")
         return value
 
     def stream(self, row: Mapping[str, Any]) -> int:
@@ -290,6 +294,7 @@ class _Reader:
         return gpu if gpu is not None else min(gpus, default=0)
 
     def segment(self, row: Mapping[str, Any], block_stacks: dict[int, int]) -> Segment:
+        """Return a segment with its blocks, and add the stacks of its live blocks to ``block_stacks``."""
         start = self.number(row, "address", 1)
         size = self.number(row, "total_size", 1)
         blocks: list[Block] = []
@@ -343,7 +348,7 @@ class _Reader:
                 self.unknown[name] = self.unknown.get(name, 0) + 1
             return None
         if action == "oom":
-            address = self.number(row, "device_free", default=-1, least=-1)
+            address = self.number(row, "device_free", default=-1, minimum=-1)
         else:
             address = self.number(row, "addr", 1)
         pool = row.get("pool_id")
@@ -367,6 +372,7 @@ class _Reader:
         return index
 
     def frame(self, raw: Any) -> Frame:
+        """Return a frame of a stack; snapshots refer to the same frames many times."""
         frame = self.frame_by_id.get(id(raw))
         if frame is None:
             if not isinstance(raw, Mapping):

@@ -80,7 +80,7 @@ def load_plain(data: bytes, source: str, packed: int | None = None) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except _Refused as refused:
-        raise SnapshotFormatError(f"{source} is a pickle that {_calls_for(str(refused))}", expected=EXPECTED) from None
+        raise SnapshotFormatError(f"{source} is a pickle that {_refusal(str(refused))}", expected=EXPECTED) from None
     except (
         pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError,
         MemoryError, RecursionError,
@@ -128,13 +128,13 @@ def _problem(data: bytes, offset: int) -> str:
     if offset + size >= len(data):
         return "ends in the middle"
     if code in _TEXT_GLOBALS:
-        return _calls_for(".".join(data[offset + 1 : offset + 1001].decode("utf-8", "replace").split("\n")[:2]))
+        return _refusal(".".join(data[offset + 1 : offset + 1001].decode("utf-8", "replace").split("\n")[:2]))
     if code == _STACK_GLOBAL:
-        return _calls_for(_name_on_stack(data))
+        return _refusal(_name_on_stack(data))
     if code in _OBJECTS:
-        return _calls_for("a class")
+        return _refusal("a class")
     if code in _PERSISTENT:
-        return _calls_for("a persistent id")
+        return _refusal("a persistent id")
     if code in _TUPLES:
         return "holds a tuple that is no pair of integers"
     if code in (_LONG1, _LONG4):
@@ -155,7 +155,8 @@ def _name_on_stack(data: bytes) -> str:
     return "a class"
 
 
-def _calls_for(name: str) -> str:
+def _refusal(name: str) -> str:
+    """Return the rest of the message on a class in a pickle, which follows "a pickle that"."""
     return f"calls for {shown(name)}; nothing of it was run"
 
 

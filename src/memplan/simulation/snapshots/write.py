@@ -123,6 +123,7 @@ class _Writer:
         self.stacks: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}
 
     def stack(self, owner: int | None) -> list[dict[str, Any]]:
+        """Return the frames of an owner as torch writes them."""
         frames = tuple(self.frames.get(owner, ())) if owner is not None else ()
         if not frames:
             return _NO_FRAMES
@@ -133,6 +134,7 @@ class _Writer:
         return self.stacks[frames]
 
     def event(self, event: AllocatorEvent) -> dict[str, Any]:
+        """Return an event of the log as torch writes it."""
         row: dict[str, Any] = {
             "action": event.action,
             "device_free" if event.action == "oom" else "addr": event.address,
@@ -147,6 +149,7 @@ class _Writer:
         return row
 
     def segment(self, segment: Segment, device: int) -> dict[str, Any]:
+        """Return a segment and its blocks as torch writes them."""
         live = [block for block in segment.blocks if block.state == "active_allocated"]
         active = [block for block in segment.blocks if block.state != "inactive"]
         return {

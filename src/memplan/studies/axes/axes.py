@@ -65,7 +65,7 @@ class Batch:
 
     def at(self, subject: Subject, value: Any) -> Subject:
         """See `Axis`."""
-        size = whole(value, self.name)
+        size = positive_integer(value, self.name)
         argument = next((name for name in _BATCH_NAMES if name in subject.parameters()), None)
         if argument is None and subject.options.batch is None:
             raise InputError(
@@ -105,11 +105,12 @@ class Size:
         """See `Axis`."""
         sizes = self.sizes(value)
         options = subject.options
-        old = _image(subject)
-        if old is None:
-            return _argument_instead(subject, self.name, value, "an image among its inputs: 1x3x224x224, 1x1x96x96x96")
-        change = lambda shape: (*shape[: -len(old)], *sizes) if shape[-len(old) :] == old else shape  # noqa: E731
-        return replace(subject, options=_reshaped(options, change))
+        current = _image(subject)
+        if current is None:
+            return _with_argument(subject, self.name, value, "an image among its inputs: 1x3x224x224, 1x1x96x96x96")
+        dims = len(current)
+        change = lambda shape: (*shape[:-dims], *sizes) if shape[-dims:] == current else shape  # noqa: E731
+        return replace(subject, options=_with_shapes(options, change))
 
     def sizes(self, value: Any) -> tuple[int, ...]:
         """Return the spatial dimensions at a value.
@@ -126,8 +127,8 @@ class Size:
                     expected=f"{self.dims}, as the input has",
                     do="Give one for each, or one number for all",
                 )
-            return tuple(whole(part, self.name) for part in value)
-        size = whole(value, self.name)
+            return tuple(positive_integer(part, self.name) for part in value)
+        size = positive_integer(value, self.name)
         if self.aspect is None:
             return (size,) * self.dims
         step = self.divisible
@@ -147,11 +148,12 @@ class Length:
 
     def at(self, subject: Subject, value: Any) -> Subject:
         """See `Axis`."""
-        length = whole(value, self.name)
+        length = positive_integer(value, self.name)
         tokens = _sequence(subject)
         if tokens is None:
-            return _argument_instead(subject, self.name, value, "a sequence among its inputs: 8x1024:int64<50257")
-        return replace(subject, options=_reshaped(subject.options, lambda shape: _lengthened(shape, tokens, length)))
+            return _with_argument(subject, self.name, value, "a sequence among its inputs: 8x1024:int64<50257")
+        change = lambda shape: _with_length(shape, tokens, length)  # noqa: E731
+        return replace(subject, options=_with_shapes(subject.options, change))
 
     def measure(self, value: Any) -> float | None:
         """See `Axis`."""
@@ -173,7 +175,7 @@ class Precision:
         options = replace(subject.options, autocast=autocast, dtype=dtype)
         if dtype is None:
             return replace(subject, options=options)
-        return replace(subject, options=_mapped(options, lambda leaf: _converted(leaf, dtype)))
+        return replace(subject, options=_map_tensors(options, lambda leaf: _with_dtype(leaf, dtype)))
 
     def measure(self, value: Any) -> float | None:
         """See `Axis`."""
@@ -193,10 +195,10 @@ class Argument:
 
     def at(self, subject: Subject, value: Any) -> Subject:
         """See `Axis`."""
-        known = subject.parameters()
-        any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        named = [name for name, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if self.name not in named and not any_keyword:
+        parameters = subject.parameters()
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if self.name not in named and not takes_any:
             near = difflib.get_close_matches(self.name, [*_NAMED_AXES, *named], n=3)
             raise InputError(
                 f"{subject.title} has no argument {self.name!r}",
@@ -208,7 +210,7 @@ class Argument:
 
     def measure(self, value: Any) -> float | None:
         """See `Axis`."""
-        return number(value)
+        return as_float(value)
 
 
 @dataclass(frozen=True)
@@ -235,21 +237,24 @@ class Layers:
 
     def measure(self, value: Any) -> float | None:
         """See `Axis`."""
-        return number(value)
+        return as_float(value)
 
 
 _NAMED_AXES: dict[str, Callable[[Subject], Axis]] = {
     "batch": lambda _: Batch(),
-    "size": lambda subject: _size("size", subject),
-    "patch": lambda subject: _size("patch", subject),
+    "size": lambda subject: _size_axis("size", subject),
+    "patch": lambda subject: _size_axis("patch", subject),
     "sequence": lambda _: Length(),
     "precision": lambda _: Precision(),
 }
 
 
 def axis_of(name: str, subject: Subject) -> Axis:
-    """Return the axis of a name: ``batch``, ``size``, ``patch``, ``sequence``, ``precision``, ``LAYERS.attribute`` if
-    there is a dot in it, else an argument of the callable."""
+    """Return the axis of this name.
+
+    A name is ``batch``, ``size``, ``patch``, ``sequence``, ``precision``, ``LAYERS.attribute``, or an argument of the
+    callable.
+    """
     if name in _NAMED_AXES:
         return _NAMED_AXES[name](subject)
     pattern, dot, attribute = name.rpartition(".")
@@ -257,8 +262,7 @@ def axis_of(name: str, subject: Subject) -> Axis:
 
 
 def value_of(axis: Axis, subject: Subject) -> int | None:
-    """Return the current value of a subject on an axis of integers (of a size the largest dimension); None if
-    unknown."""
+    """Return a subject's current value on an axis of integers, of a size the largest dimension; None if unknown."""
     image, tokens = _image(subject), _sequence(subject)
     if isinstance(axis, Size) and image is not None:
         return max(image)
@@ -267,13 +271,14 @@ def value_of(axis: Axis, subject: Subject) -> int | None:
     if isinstance(axis, Batch) and subject.options.batch is not None:
         return subject.options.batch
     names = _BATCH_NAMES if isinstance(axis, Batch) else (axis.name,)
-    known = subject.parameters()
-    name = next((name for name in names if name in known), None)
-    value = subject.arguments.get(name, known[name].default) if name is not None else None
+    parameters = subject.parameters()
+    name = next((name for name in names if name in parameters), None)
+    value = subject.arguments.get(name, parameters[name].default) if name is not None else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _size(name: str, subject: Subject) -> Axis:
+def _size_axis(name: str, subject: Subject) -> Axis:
+    """Return the axis of the image's size; without an image, that of the callable's argument of this name."""
     image = _image(subject)
     if image is None and name in subject.parameters():
         return Argument(name)
@@ -282,7 +287,7 @@ def _size(name: str, subject: Subject) -> Axis:
 
 def without_data(subject: Subject) -> Subject:
     """Return the same step with its module and tensors on the meta device, so that it is small to pickle."""
-    changed = replace(subject, options=_mapped(subject.options, _on_meta))
+    changed = replace(subject, options=_map_tensors(subject.options, _on_meta))
     if not isinstance(subject.what, nn.Module):
         return changed
     with torch.device("meta"):
@@ -296,7 +301,7 @@ def _on_meta(leaf: Spec | torch.Tensor) -> Spec | torch.Tensor:
     return tensor.requires_grad_(leaf.requires_grad)
 
 
-def whole(value: Any, name: str) -> int:
+def positive_integer(value: Any, name: str) -> int:
     """Return the value of axis ``name`` if it is a positive integer.
 
     Raises:
@@ -307,12 +312,12 @@ def whole(value: Any, name: str) -> int:
     return value
 
 
-def number(value: Any) -> float | None:
+def as_float(value: Any) -> float | None:
     """Return a value as a float, or None if it is not a number."""
     return None if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
 
 
-def _argument_instead(subject: Subject, name: str, value: Any, expected: str) -> Subject:
+def _with_argument(subject: Subject, name: str, value: Any, expected: str) -> Subject:
     """Set the callable's argument ``name``, for subjects without an input to change. Raises InputError without one."""
     if name in subject.parameters():
         return subject.with_arguments(**{name: value})
@@ -326,7 +331,7 @@ def _argument_instead(subject: Subject, name: str, value: Any, expected: str) ->
 def _tensors(subject: Subject) -> list[Any]:
     """Return the specs and tensors among inputs and keyword arguments."""
     leaves: list[Any] = []
-    _mapped(subject.options, lambda leaf: leaves.append(leaf) or leaf, targets=False)
+    _map_tensors(subject.options, lambda leaf: leaves.append(leaf) or leaf, targets=False)
     return leaves
 
 
@@ -348,7 +353,7 @@ def _sequence(subject: Subject) -> tuple[int, ...] | None:
     return tuple(map(int, sequences[0].shape)) if sequences else None
 
 
-def _lengthened(shape: tuple[int, ...], tokens: tuple[int, ...], new: int) -> tuple[int, ...]:
+def _with_length(shape: tuple[int, ...], tokens: tuple[int, ...], new: int) -> tuple[int, ...]:
     """Return a shape with the sequence length of ``tokens`` replaced, in dimension 1 or both dimensions of a mask."""
     old = tokens[1]
     if shape[-2:] == (old, old) and shape != tokens and len(shape) <= 4:  # a mask for each pair of positions
@@ -356,11 +361,13 @@ def _lengthened(shape: tuple[int, ...], tokens: tuple[int, ...], new: int) -> tu
     return (shape[0], new, *shape[2:]) if len(shape) >= 2 and shape[1] == old else shape
 
 
-def _reshaped(options: Any, change: Callable[[tuple[int, ...]], Sequence[int]]) -> Any:
-    return _mapped(options, lambda leaf: _with_shape(leaf, tuple(change(tuple(leaf.shape)))))
+def _with_shapes(options: Any, change: Callable[[tuple[int, ...]], Sequence[int]]) -> Any:
+    """Return options whose specs and tensors have the shapes that ``change`` returns for theirs."""
+    return _map_tensors(options, lambda leaf: _with_shape(leaf, tuple(change(tuple(leaf.shape)))))
 
 
 def _with_shape(leaf: Any, shape: tuple[int, ...]) -> Any:
+    """Return a spec or tensor with another shape; a tensor is then on the meta device, in the same memory format."""
     if tuple(leaf.shape) == shape:
         return leaf
     if isinstance(leaf, Spec):
@@ -374,7 +381,8 @@ def _with_shape(leaf: Any, shape: tuple[int, ...]) -> Any:
     return tensor.requires_grad_(leaf.requires_grad)
 
 
-def _converted(leaf: Any, dtype: torch.dtype) -> Any:
+def _with_dtype(leaf: Any, dtype: torch.dtype) -> Any:
+    """Return a float32 spec or tensor converted to a dtype; others are returned unchanged."""
     if leaf.dtype != torch.float32:
         return leaf
     if isinstance(leaf, Spec):
@@ -382,21 +390,22 @@ def _converted(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
 
 
-def _mapped(options: Any, function: Callable[[Any], Any], *, targets: bool = True) -> Any:
+def _map_tensors(options: Any, function: Callable[[Any], Any], *, targets: bool = True) -> Any:
     """Return options with a function applied to every spec and tensor of inputs, keyword arguments and targets."""
     return replace(
         options,
-        inputs=_walked(options.inputs, function),
-        kwargs=_walked(dict(options.kwargs), function),
-        targets=_walked(options.targets, function) if targets else options.targets,
+        inputs=_map_leaves(options.inputs, function),
+        kwargs=_map_leaves(dict(options.kwargs), function),
+        targets=_map_leaves(options.targets, function) if targets else options.targets,
     )
 
 
-def _walked(value: Any, function: Callable[[Any], Any]) -> Any:
+def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the specs and tensors in a value; unlike torch's pytrees it knows `Spec`."""
     if isinstance(value, (Spec, torch.Tensor)):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: _walked(item, function) for key, item in value.items()}
+        return {key: _map_leaves(item, function) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_walked(item, function) for item in value)
+        return type(value)(_map_leaves(item, function) for item in value)
     return value

@@ -35,13 +35,13 @@ def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module
     """
     for change in changes:
         matched = [(name, layer) for name, layer in model.named_modules() if fnmatchcase(name, change.pattern)]
-        having = [
+        affected = [
             (name, layer) for name, layer in matched
             if hasattr(layer, change.attribute) or change.attribute in _arguments(layer)
         ]  # fmt: skip
-        if not having:
+        if not affected:
             raise _no_such_layer(model, change, [type(layer).__name__ for _, layer in matched])
-        rebuilt = {id(layer): changed_layer(layer, change.attribute, change.value, name) for name, layer in having}
+        rebuilt = {id(layer): rebuild_layer(layer, change.attribute, change.value, name) for name, layer in affected}
         if id(model) in rebuilt:
             model = rebuilt[id(model)]
             continue
@@ -52,7 +52,7 @@ def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module
     return model
 
 
-def changed_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") -> nn.Module:
+def rebuild_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") -> nn.Module:
     """Return a new layer of the same class with a constructor argument changed, and with all hooks of the layer.
 
     If ``attribute`` is no argument of the constructor, it is set on the layer, which is returned.
@@ -86,6 +86,7 @@ def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _copy_hooks(old: nn.Module, new: nn.Module, name: str) -> None:
+    """Copy the hooks of a layer and its submodules to the rebuilt one, or raise if that has others."""
     new_modules = dict(new.named_modules())
     for path, module in old.named_modules():
         count = _torch.count_hooks(module)
@@ -129,6 +130,7 @@ def _constructor_arguments(layer: nn.Module, name: str) -> dict[str, Any]:
 
 
 def _construct(layer: nn.Module, arguments: dict[str, Any], name: str) -> nn.Module:
+    """Construct a layer of the same class; InputError if the constructor raises."""
     try:
         return type(layer)(**arguments)
     except Exception as error:  # a constructor can raise anything
@@ -149,23 +151,24 @@ def _cannot_rebuild(layer: nn.Module, name: str, why: str) -> InputError:
 
 
 def _no_such_layer(model: nn.Module, change: LayerChange, kinds: Sequence[str]) -> InputError:
+    """Return the error of a change without a layer to apply it to; ``kinds`` are the classes of the matching layers."""
     if kinds:
-        lacking = f"no {change.attribute!r} ({', '.join(sorted(set(kinds)))[:80]})"
+        missing = f"no {change.attribute!r} ({', '.join(sorted(set(kinds)))[:80]})"
         if not change.pattern:
             return InputError(
-                f"the model itself has {lacking}",
+                f"the model itself has {missing}",
                 expected="an attribute of its own",
                 do="Name another, or a layer of it",
             )
         return InputError(
-            f"the layers that {change.pattern!r} names have {lacking}",
+            f"the layers that {change.pattern!r} names have {missing}",
             expected="an attribute that one of them has, such as kernel_size of a convolution",
             do="Name another attribute, or other layers",
         )
     names = [name for name, _ in model.named_modules() if name]
-    near = difflib.get_close_matches(change.pattern, names, n=3) or names[:3]
+    similar = difflib.get_close_matches(change.pattern, names, n=3) or names[:3]
     return InputError(
         f"{type(model).__name__} has no layer {change.pattern!r}",
         expected="a name or a pattern of names, as model.named_modules() has them",
-        do=f"Such as {', '.join(near)}" if near else "It has no layers",
+        do=f"Such as {', '.join(similar)}" if similar else "It has no layers",
     )

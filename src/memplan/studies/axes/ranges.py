@@ -66,6 +66,7 @@ def parts_of(text: str, name: str) -> Iterator[str]:
 
 
 def _parse(part: str, name: str) -> Iterable[Any]:
+    """Return the values of a range ``first:last:step``, or the single value that the text is."""
     match = _RANGE.fullmatch(part)
     if match is None:
         return [literal(part)]

@@ -57,8 +57,8 @@ class Window:
         return self
 
 
-def windowed(make: Callable[[], Any], options: StepOptions, window: Window, *, on_card: bool) -> Build:
-    """Return a ``build`` whose step infers the volume.
+def sliding_build(make: Callable[[], Any], options: StepOptions, window: Window, *, on_card: bool) -> Build:
+    """Return a ``build`` whose step runs inference of a whole volume, patch by patch.
 
     Raises:
         InputError: the step's only input is not a patch with as many dimensions as the volume.
@@ -74,13 +74,13 @@ def windowed(make: Callable[[], Any], options: StepOptions, window: Window, *, o
     size = tuple(int(n) for n in patch.shape[2:])
     volume = Spec((1, int(patch.shape[1]), *window.volume), patch.dtype)
 
-    def make_sliding() -> Any:
+    def make_sliding_model() -> Any:
         model = make()
         return Sliding(model, size, window, RECORDED) if isinstance(model, nn.Module) else model
 
-    make_sliding.__qualname__ = getattr(make, "__qualname__", "the model")  # its name in messages
+    make_sliding_model.__qualname__ = getattr(make, "__qualname__", "the model")  # its name in messages
     inference = replace(options, inputs=(volume,), targets=(), loss=None, optimizer=None, train=False)
-    return build_of(make_sliding, inference, on_card=on_card)
+    return build_of(make_sliding_model, inference, on_card=on_card)
 
 
 class Sliding(nn.Module):
@@ -89,18 +89,18 @@ class Sliding(nn.Module):
     Allocates and frees in the order of MONAI 1.6's ``sliding_window_inference`` with ``mode="constant"``.
     """
 
-    def __init__(self, model: nn.Module, patch: Sequence[int], window: Window, most: int | None = None) -> None:
+    def __init__(self, model: nn.Module, patch: Sequence[int], window: Window, batch_limit: int | None = None) -> None:
         super().__init__()
-        self.model, self._patch, self._window, self._most = model, tuple(patch), window, most
+        self.model, self._patch, self._window, self._batch_limit = model, tuple(patch), window, batch_limit
 
     def forward(self, volume: torch.Tensor) -> Any:
-        """Run the model over all patches, or over the first ``most`` - 1 batches and the last."""
+        """Run the model over all patches, or over the first ``batch_limit`` - 1 batches and the last."""
         sizes = volume.shape[2:]
         missing = [max(size - int(extent), 0) for size, extent in zip(self._patch, sizes, strict=True)]
-        volume = _padded(volume, missing)
+        volume = _pad(volume, missing)
         regions = list(_regions(volume.shape[2:], self._patch, self._window.overlap))
-        if self._most is not None:
-            regions = _first_and_last(regions, self._window.batch, self._most)
+        if self._batch_limit is not None:
+            regions = _first_and_last(regions, self._window.batch, self._batch_limit)
         weight = torch.ones((1, 1, *self._patch), dtype=volume.dtype, device=volume.device)
         sums: list[torch.Tensor] = []
         counts: list[torch.Tensor] = []
@@ -111,6 +111,7 @@ class Sliding(nn.Module):
             # output and parts of the previous batch stay alive while the model runs, as in MONAI's loop
             data = torch.cat(patches) if self._window.batch > 1 else patches[0]
             output = self.model(data)
+            # each tensor of the output is added up over patches, at its own resolution
             parts, structure = _torch.tree_flatten(output)
             for index, part in enumerate(parts):
                 scale = [out / size for out, size in zip(part.shape[2:], self._patch, strict=True)]
@@ -118,22 +119,22 @@ class Sliding(nn.Module):
                 part_weight = (
                     weight if same_size else functional.interpolate(weight, tuple(part.shape[2:]), mode="nearest-exact")
                 )
-                if len(sums) <= index:
+                if len(sums) <= index:  # the first batch: allocate the buffers, and count the patches over each voxel
                     whole = [int(size * factor) for size, factor in zip(volume.shape[2:], scale, strict=True)]
                     sums.append(torch.zeros((1, part.shape[1], *whole), dtype=volume.dtype, device=volume.device))
                     counts.append(torch.zeros((1, 1, *whole), dtype=volume.dtype, device=volume.device))
                     for region in regions:
-                        counts[index][(slice(None), slice(None), *_scaled(region, scale))] += part_weight
+                        counts[index][(slice(None), slice(None), *_scale_region(region, scale))] += part_weight
                 part *= part_weight
                 for row, region in enumerate(batch):
-                    sums[index][(slice(None), slice(None), *_scaled(region, scale))] += part[row : row + 1]
+                    sums[index][(slice(None), slice(None), *_scale_region(region, scale))] += part[row : row + 1]
         for index in range(len(sums)):
             sums[index] /= counts.pop(0)
         if any(missing):
-            unpadded = [slice(less // 2, less // 2 + int(size)) for less, size in zip(missing, sizes, strict=True)]
+            unpadded = [slice(pad // 2, pad // 2 + int(size)) for pad, size in zip(missing, sizes, strict=True)]
             for index, part in enumerate(sums):
                 scale = [int(out) / int(size) for out, size in zip(part.shape[2:], volume.shape[2:], strict=True)]
-                sums[index] = part[(slice(None), slice(None), *_scaled(unpadded, scale))]
+                sums[index] = part[(slice(None), slice(None), *_scale_region(unpadded, scale))]
         return sums[0] if len(sums) == 1 else _torch.tree_unflatten(sums, structure)
 
 
@@ -149,17 +150,19 @@ def aggregation_bytes(trace: Trace) -> int:
     return total
 
 
-def _padded(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
+def _pad(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
     """Pad the volume on both sides by ``missing`` voxels per dimension in total."""
     if not any(missing):
         return volume
-    return functional.pad(volume, [side for less in reversed(missing) for side in (less // 2, less - less // 2)])
+    return functional.pad(volume, [side for pad in reversed(missing) for side in (pad // 2, pad - pad // 2)])
 
 
-def _first_and_last(regions: Sequence[Region], batch: int, most: int) -> list[Region]:
-    """Return the regions of the first ``most`` - 1 batches and the last: that may be smaller, and may need a larger
-    workspace."""
-    first, others = regions[: (most - 1) * batch], regions[(most - 1) * batch :]
+def _first_and_last(regions: Sequence[Region], batch: int, batch_limit: int) -> list[Region]:
+    """Return the regions of the first ``batch_limit`` - 1 batches and the last, which may be smaller.
+
+    It is kept because a smaller batch may need a larger workspace.
+    """
+    first, others = regions[: (batch_limit - 1) * batch], regions[(batch_limit - 1) * batch :]
     return [*first, *others[-(len(others) % batch or batch) :]]
 
 
@@ -174,7 +177,8 @@ def _regions(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Ite
         yield tuple(slice(first, first + size) for first, size in zip(corner, patch, strict=True))
 
 
-def _scaled(region: Sequence[slice], scale: Sequence[float]) -> Region:
+def _scale_region(region: Sequence[slice], scale: Sequence[float]) -> Region:
+    """Return a region of the volume in the coordinates of an output whose resolution differs by ``scale``."""
     return tuple(
         slice(int(extent.start * factor), int(extent.stop * factor))
         for extent, factor in zip(region, scale, strict=True)

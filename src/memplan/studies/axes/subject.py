@@ -11,7 +11,7 @@ from torch import nn
 
 from memplan.errors import InputError
 from memplan.studies.axes.changed_layers import LayerChange, change_layers
-from memplan.studies.axes.sliding_window import Window, windowed
+from memplan.studies.axes.sliding_window import Window, sliding_build
 from memplan.trace.recording.boundaries import Programs, Runs
 from memplan.trace.step import StepOptions, build_of, copy_module
 
@@ -35,7 +35,7 @@ class Subject:
             return self.what.program(**self.arguments)
         make = Maker(self.what, self.arguments, self.changes)
         if self.window is not None:
-            return windowed(make, self.options, self.window, on_card=on_card)
+            return sliding_build(make, self.options, self.window, on_card=on_card)
         return build_of(self.what if make.plain else make, self.options, on_card=on_card)
 
     def with_arguments(self, **arguments: Any) -> Subject:

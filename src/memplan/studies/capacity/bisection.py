@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from memplan.studies.capacity.extrapolation import MOST, Sample, by_needs, by_steps, roundest, roundness
+from memplan.studies.capacity.extrapolation import (
+    MOST,
+    Sample,
+    extrapolate_need,
+    extrapolate_storages,
+    roundest,
+    roundness,
+)
 from memplan.trace.trace import Trace
 
 Probe = Callable[[int], Sample | None]
@@ -26,7 +33,7 @@ class SearchResult:
     samples: tuple[Sample, ...]
     """Successful recordings, in order of the search."""
     failed: tuple[int, ...] = ()
-    """Places whose recording failed, in order of the search."""
+    """Positions whose recording failed, in order of the search."""
     step: int = 1
     """Only multiples of it can be recorded, as far as is known."""
 
@@ -43,8 +50,10 @@ class SearchResult:
 
     @property
     def following(self) -> int | None:
-        """Upper bound of the search: the first position above ``floor`` that does not fit, or fails though it is a
-        multiple of ``step``; None if there is none."""
+        """Upper bound of the search: the first position above ``floor`` that does not fit or fails, or None.
+
+        Failures at positions that are no multiple of ``step`` do not count.
+        """
         too_large = [sample.position for sample in self.samples if not sample.fits]
         return min(
             (position for position in (*too_large, *self._failed_multiples()) if position > self.floor), default=None
@@ -76,10 +85,10 @@ def last_fitting(
         limit: bytes.
         start: the first position to record; if it fails, the powers of two around it follow.
         most: the last position to consider, and the answer if it fits.
-        fits: whether a step fits; then guesses come from whole extrapolated steps (see `by_steps`).
+        fits: whether a step fits; then guesses come from whole extrapolated steps (see `extrapolate_storages`).
     """
     search = _Search(probe, measure, limit, most, fits)
-    first = next((position for position in _beginnings(min(start, most), most) if search.works(position)), None)
+    first = next((position for position in _first_positions(min(start, most), most) if search.works(position)), None)
     position = first
     while position is not None and first is not None:
         if not search.works(position) and search.step is None:
@@ -99,7 +108,7 @@ def step_of(works: Callable[[int], bool], position: int, most: int = MOST) -> in
         return works(position - distance) or (position + distance <= most and works(position + distance))
 
     step = position
-    for prime, power in _primes(position):
+    for prime, power in _prime_powers(position):
         # the whole power first: it works where failures have nothing to do with divisibility
         low, high, middle = 0, power, power
         while low < high:
@@ -109,7 +118,7 @@ def step_of(works: Callable[[int], bool], position: int, most: int = MOST) -> in
     return step
 
 
-def _beginnings(start: int, most: int) -> Iterator[int]:
+def _first_positions(start: int, most: int) -> Iterator[int]:
     """Yield the start, then the next powers of two, alternately above and below."""
     yield start
     above, below = 1 << start.bit_length(), (1 << (start - 1).bit_length()) // 2
@@ -121,7 +130,7 @@ def _beginnings(start: int, most: int) -> Iterator[int]:
         above, below = 2 * above, below // 2
 
 
-def _primes(number: int) -> Iterator[tuple[int, int]]:
+def _prime_powers(number: int) -> Iterator[tuple[int, int]]:
     """Yield (prime, power) for each prime factor of a number."""
     prime = 2
     while number > 1:
@@ -166,14 +175,14 @@ class _Search:
     def next(self) -> int | None:
         """Return the position to record next; None when the search is over."""
         result, step = self.result, self.step or 1
-        low, high = result.floor // step, result.following  # low and last are counted in steps, high in positions
+        low, high = result.floor // step, result.following  # low and last are multiples of the step, high is a position
         last = self.most // step if high is None else -(-high // step) - 1
         if low >= last:
             return None
         bounds = result.last, result.following
-        guess = None if self.fits is None else by_steps(result.samples, self.measure, self.fits, *bounds)
+        guess = None if self.fits is None else extrapolate_storages(result.samples, self.measure, self.fits, *bounds)
         if guess is None:
-            guess = by_needs(result.samples, self.limit, self.measure, *bounds)
+            guess = extrapolate_need(result.samples, self.limit, self.measure, *bounds)
         guess = None if guess is None else guess // step
         if len(result.samples) == 1 and high not in result.failed:
             return step * min(2 * low, last) if high is None else step * max(low + 1, (last + 1) // 2)
@@ -185,8 +194,11 @@ class _Search:
         return step * min(_FAR * low, last) if low * step < _FAR**2 * result.samples[0].position else None
 
     def _between(self, low: int, high: int, guess: int | None, fails: bool) -> int:
-        """Return a position between two bounds: the guess, unless the last two recordings left more than a third of the
-        interval, or the guess is next to an upper bound that ``fails``, about which bytes say nothing."""
+        """Return a position between two bounds: the guess if it can be trusted, else the middle or a round number.
+
+        A guess is not trusted if the last two recordings left more than a third of the interval, or if it is next to an
+        upper bound whose recording ``fails``, about which bytes say nothing.
+        """
         self.widths.append(high - low)
         stalled = len(self.widths) > 2 and 3 * self.widths[-1] > self.widths[-3]
         if guess is not None and not stalled and not (fails and guess >= high - 1):

@@ -28,10 +28,10 @@ class Sample:
     """Bytes needed from the device."""
     fits: bool
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    """The recorded step, for `by_steps`."""
+    """The recorded step, for `extrapolate_storages`."""
 
 
-def by_steps(
+def extrapolate_storages(
     samples: Sequence[Sample],
     measure: Callable[[int], float],
     fits: Callable[[Trace], bool],
@@ -51,34 +51,42 @@ def by_steps(
         high: a position that does not fit.
     """
     last = samples[-1]
-    alike = [sample for sample in samples if sample.trace is not None and _same_storages(sample.trace, last.trace)]
-    if last.trace is None or len({sample.measure for sample in alike}) < 2:
+    comparable = [sample for sample in samples if sample.trace is not None and _same_storages(sample.trace, last.trace)]
+    if last.trace is None or len({sample.measure for sample in comparable}) < 2:
         return None
-    trace, nearest = last.trace, _nearest(alike)
+    trace, nearest = last.trace, _nearest(comparable)
     rows = [sample.trace.storages for sample in nearest if sample.trace is not None]
-    upper = _storage_law(nearest, [[s.bytes for s in row] for row in rows], measure)
-    lower = _storage_law(nearest, [[s.bytes if s.low is None else s.low for s in row] for row in rows], measure)
+    upper = _storage_sizes(nearest, [[s.bytes for s in row] for row in rows], measure)
+    lower = _storage_sizes(nearest, [[s.bytes if s.low is None else s.low for s in row] for row in rows], measure)
 
-    def expected(position: int) -> bool:
+    def predicted_fits(position: int) -> bool:
         sizes = zip(trace.storages, upper(position), lower(position), strict=True)
         storages = [dataclasses.replace(s, bytes=b, low=None if s.low is None else min(low, b)) for s, b, low in sizes]
         return fits(dataclasses.replace(trace, storages=tuple(storages)))
 
-    if high is not None and (expected(high) or (low and not expected(low))):
+    if high is not None and (predicted_fits(high) or (low and not predicted_fits(low))):
         return None
-    return _last(expected, low, high)
+    return _bisect(predicted_fits, low, high)
 
 
-def by_needs(
+def extrapolate_need(
     samples: Sequence[Sample], limit: int, measure: Callable[[int], float], low: int = 0, high: int | None = None
 ) -> int | None:
-    """Predict the last position whose need is within a limit of bytes by extrapolating the need; None if it is flat."""
-    by_need = {sample.need: sample for sample in samples}  # the last of those with the same need
-    nearest = _nearest([sample for sample in samples if by_need[sample.need] is sample])
+    """Predict the last position that fits by extrapolating the needed bytes alone; None if they do not grow.
+
+    Args:
+        samples: the recordings, in order; the three nearest to the last are used.
+        limit: bytes.
+        measure: the number that bytes grow with, at a position.
+        low: a position that fits, or 0.
+        high: a position that does not fit.
+    """
+    last_by_need = {sample.need: sample for sample in samples}
+    nearest = _nearest([sample for sample in samples if last_by_need[sample.need] is sample])
     if len(nearest) < 2:
         return None
     need = _parabola(nearest, [[sample.need] for sample in nearest])
-    return _last(lambda position: float(need(measure(position))[0]) <= limit, low, high)
+    return _bisect(lambda position: float(need(measure(position))[0]) <= limit, low, high)
 
 
 def _nearest(samples: Sequence[Sample]) -> list[Sample]:
@@ -89,7 +97,7 @@ def _nearest(samples: Sequence[Sample]) -> list[Sample]:
     return list(by_measure.values())[:3]
 
 
-def _storage_law(
+def _storage_sizes(
     samples: Sequence[Sample], rows: Sequence[Sequence[int]], measure: Callable[[int], float]
 ) -> Callable[[int], list[int]]:
     """Return a function from a position to the bytes of each storage: by a parabola, or a step function if padded.
@@ -136,26 +144,29 @@ def padding_of(positions: Sequence[int], sizes: Sequence[int], power: int = 1) -
 
 
 def _parabola(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Callable[[float], Any]:
-    """Return a function from a measure to the values of parabolas through two or three samples (lines through two),
-    by divided differences. A parabola that opens downwards is replaced by a line: bytes do not fall."""
+    """Return a function from a measure to the values of parabolas through three samples, or of lines through two.
+
+    ``rows`` has the values of each sample. A parabola that opens downwards is replaced by a line: bytes do not fall.
+    """
     x, y = [sample.measure for sample in samples], numpy.array(rows, dtype=float)
     slope = (y[1] - y[0]) / (x[1] - x[0])
     bend = numpy.zeros_like(slope)
     if len(x) == 3:
         bend = numpy.maximum(((y[2] - y[0]) / (x[2] - x[0]) - slope) / (x[2] - x[1]), 0.0)
-    return lambda at: y[0] + slope * (at - x[0]) + bend * (at - x[0]) * (at - x[1])
+    # Newton's form of the interpolating polynomial
+    return lambda measure: y[0] + slope * (measure - x[0]) + bend * (measure - x[0]) * (measure - x[1])
 
 
-def _last(fits: Callable[[int], bool], low: int, high: int | None) -> int | None:
+def _bisect(fits: Callable[[int], bool], low: int, high: int | None) -> int | None:
     """Bisect for the last position that fits, given that ``low`` does and ``high`` does not; None if all fit."""
-    reach = 2 * low or 2
+    candidate = 2 * low or 2
     while high is None:
-        if not fits(reach):
-            high = reach
-        elif reach >= MOST:
+        if not fits(candidate):
+            high = candidate
+        elif candidate >= MOST:
             return None
         else:
-            low, reach = reach, 4 * reach
+            low, candidate = candidate, 4 * candidate
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -171,8 +182,9 @@ def _same_storages(trace: Trace, other: Trace | None) -> bool:
 
 
 def roundest(low: int, high: int) -> int:
-    """Return the number strictly between two that is divisible by the highest power of 2 or of 10: models pad sizes to
-    such numbers, and tables end at them.
+    """Return the number strictly between two that is divisible by the highest power of 2 or of 10.
+
+    Models pad sizes to such numbers, and tables of embeddings end at them.
 
     Example:
         >>> roundest(900, 1010), roundest(510, 520), roundest(4096, 6144)

@@ -24,7 +24,7 @@ from memplan.studies.capacity.extrapolation import MOST, Sample
 from memplan.studies.capacity.limit import Case, Room, room_of
 from memplan.studies.sweeps.fits import LABELS, part_bytes
 from memplan.studies.sweeps.points import Bytes, record_point
-from memplan.studies.sweeps.sweep import recordable
+from memplan.studies.sweeps.sweep import refuse_trace
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, public
 from memplan.trace.recording.values.known_indices import NoSuchRow
@@ -149,7 +149,7 @@ class Largest(Written, Displayed):
         between = low + (high - low) * (self.room.limit - least) // (most - least)
         return between // self.step * self.step
 
-    def held_by(self, trial: Tried) -> str:
+    def largest_parts(self, trial: Tried) -> str:
         """Return the three largest parts of a recorded value's need: ``1.2 GiB saved activations, ...``."""
         if trial.bytes is None:
             return f"{format_bytes(trial.need)} even when planned"
@@ -220,7 +220,7 @@ def largest(
         82096
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
-    subject = Subject(recordable(what), options, window=window.checked() if window is not None else None)
+    subject = Subject(refuse_trace(what), options, window=window.checked() if window is not None else None)
     device = device_of(what) if device is None and budget is None else device
     room = room_of(device, budget, margin, workspace, assume, cudnn)
     search = find_largest(
@@ -246,9 +246,9 @@ def find_largest(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Largest:
     """Search as `largest` does, and return all recordings; ``value`` is 0 if nothing fits."""
-    axis = _axis(subject, name, divisible, aspect)
+    axis = _axis_with_aspect(subject, name, divisible, aspect)
     subject = without_data(subject)
-    start = _start(subject, axis, divisible)
+    start = _current_value(subject, axis, divisible)
     if most is not None and most < divisible:
         raise InputError(f"most={most!r}", expected=f"{divisible} or more", do="Raise it, or leave it out")
     notes: dict[str, None] = {}
@@ -271,7 +271,7 @@ def find_largest(
         most = error.rows
         notes[f"the model has a table of {most} positions: it takes no more"] = None
         result = last_fitting(recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), fits)
-    unplanned = _largest(result, recorder, title or subject.title, room, most, tuple(notes))
+    unplanned = _search_outcome(result, recorder, title or subject.title, room, most, tuple(notes))
     return replace(unplanned, planned=_find_planned(unplanned, subject, axis, progress)) if fit else unplanned
 
 
@@ -287,10 +287,11 @@ def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Ca
     recorder = _Recorder(record, axis, unplanned.step)
     begin, last = max(1, unplanned.value // unplanned.step), _last_position(unplanned.most, unplanned.step)
     result = last_fitting(recorder, recorder.measure, room.for_plans, begin, last)
-    return _largest(result, recorder, unplanned.title, room, unplanned.most, ())
+    return _search_outcome(result, recorder, unplanned.title, room, unplanned.most, ())
 
 
 def _last_position(most: int | None, divisible: int) -> int:
+    """Return the last position to consider; a position is a value divided by ``divisible``."""
     return MOST if most is None else most // divisible
 
 
@@ -325,6 +326,7 @@ class _Recorder:
         return self.samples[position]
 
     def _sample(self, position: int) -> Sample | None:
+        """Record a position for the first time; see `__call__`."""
         value = position * self.divisible
         try:
             self.tried[value], trace = self.record(value)
@@ -341,20 +343,21 @@ class _Recorder:
         return Sample(position, self.measure(position), self.tried[value].need, self.tried[value].fits, trace)
 
 
-def _largest(
+def _search_outcome(
     result: SearchResult, recorder: _Recorder, title: str, room: Room, most: int | None, notes: tuple[str, ...]
 ) -> Largest:
+    """Return the result of a search; raise if nothing was recorded, or if the need does not grow along the axis."""
     axis, divisible, tried = recorder.axis, recorder.divisible, tuple(recorder.tried.values())
     if not result.samples:
-        raise _none_works(recorder.error, axis.name, tried)
+        raise _error_of_all(recorder.error, axis.name, tried)
     end, step = result.following, divisible * result.step
     if end is None and result.last + result.step <= _last_position(most, divisible):
-        raise _does_not_grow(axis.name, result, divisible)
+        raise _flat_axis_error(axis.name, result, divisible)
     value = result.last * divisible
     sizes = axis.sizes(value) if isinstance(axis, Size) and value else ()
     return Largest(
         title, axis.name, axis.unit, room, value, sizes, tried, step, most,
-        None if end is None else end * divisible, None, notes,
+        end=None if end is None else end * divisible, notes=notes,
     )  # fmt: skip
 
 
@@ -365,13 +368,13 @@ def does_not_fit(search: Largest) -> BudgetError:
     return BudgetError(
         f"{search.title} does not fit at {search.axis} {least.value}: it needs {format_bytes(least.need)} of "
         f"{format_bytes(search.room.limit)}" + (f" ({', '.join(failed)} cannot be recorded)" if failed else ""),
-        expected=f"a budget of {format_bytes(least.need)} at least: {search.held_by(least)}",
+        expected=f"a budget of {format_bytes(least.need)} at least: {search.largest_parts(least)}",
         do="Give more, vary something else, or plan the step (fit=True, --fit)",
         smallest_budget=least.need,
     )
 
 
-def _none_works(error: StepError | None, name: str, tried: Sequence[Tried]) -> StepError:
+def _error_of_all(error: StepError | None, name: str, tried: Sequence[Tried]) -> StepError:
     """Return the step's first error, with the list of all values that failed."""
     assert error is not None, "the first recording failed, as the step raised"
     if len(tried) == 1:
@@ -386,7 +389,8 @@ def _none_works(error: StepError | None, name: str, tried: Sequence[Tried]) -> S
     return joined
 
 
-def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] | None) -> Axis:
+def _axis_with_aspect(subject: Subject, name: str, divisible: int, aspect: Sequence[float] | None) -> Axis:
+    """Return the axis of this name; if it is a size, with the aspect of its dimensions. Raises InputError."""
     if isinstance(divisible, bool) or not isinstance(divisible, int) or divisible < 1:
         raise InputError(f"divisible={divisible!r}", expected="a whole number above 0", do="Leave it out for 1")
     axis = axis_of(name, subject)
@@ -402,7 +406,7 @@ def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] |
     return replace(axis, aspect=tuple(aspect), divisible=divisible)
 
 
-def _start(subject: Subject, axis: Axis, divisible: int) -> int:
+def _current_value(subject: Subject, axis: Axis, divisible: int) -> int:
     """Return the current value of the step, or ``divisible`` if unknown. Raises InputError if it has no such axis."""
     if axis.measure(divisible) is None:
         raise InputError(
@@ -413,7 +417,7 @@ def _start(subject: Subject, axis: Axis, divisible: int) -> int:
     return value or divisible
 
 
-def _does_not_grow(name: str, result: SearchResult, divisible: int) -> InputError:
+def _flat_axis_error(name: str, result: SearchResult, divisible: int) -> InputError:
     ordered = sorted(result.samples, key=lambda sample: sample.position)
     first, last = ordered[0], ordered[-1]
     return InputError(

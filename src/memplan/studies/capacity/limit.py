@@ -104,7 +104,7 @@ def room_of(
         budget = target.card.capacity
     elif target.card is not None:
         budget = min(budget, target.card.capacity)
-    limit = int(budget * (1 - _share(margin)))
+    limit = int(budget * (1 - _parse_margin(margin)))
     if target.card is not None:
         target = replace(target, card=replace(target.card, capacity=limit))
     if case not in ("low", "high"):
@@ -112,7 +112,8 @@ def room_of(
     return Room(target, limit, case)
 
 
-def _share(margin: float | str) -> float:
+def _parse_margin(margin: float | str) -> float:
+    """Return a margin such as 0.05 or "5%" as a share, from 0 to below 1."""
     text = str(margin).strip()
     try:
         share = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)

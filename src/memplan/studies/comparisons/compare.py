@@ -106,13 +106,14 @@ def compare(
         _refuse_options(common, measure)
     side_a = _side_request(a, common, _title(a), "a_options", a_options)
     side_b = _side_request(b, common, _title(b), "b_options", b_options)
-    return compare_given(side_a, side_b, measure=measure)
+    return compare_requests(side_a, side_b, measure=measure)
 
 
 _DEFAULTS = {"inputs": (), "kwargs": {}, "targets": (), "train": True}
 
 
 def _refuse_options(common: Mapping[str, Any], measure: bool) -> None:
+    """Raise InputError if there are options of a recording and both sides are saved."""
     options = [name for name, value in common.items() if value != _DEFAULTS.get(name) and name != "settings"]
     options += ["measure"] if measure else []
     if options:
@@ -123,17 +124,19 @@ def _refuse_options(common: Mapping[str, Any], measure: bool) -> None:
         )
 
 
-def compare_given(a: SideRequest, b: SideRequest, *, measure: bool = False) -> Comparison:
+def compare_requests(a: SideRequest, b: SideRequest, *, measure: bool = False) -> Comparison:
     """Compare two sides; see `compare` for ``measure`` and the errors."""
     if measure:
-        return _measured_comparison(a, b)
-    side_a, side_b = _recorded_side(a), _recorded_side(b)
+        return _compare_measured(a, b)
+    side_a, side_b = _record_side(a), _record_side(b)
     return Comparison(side_a, side_b, notes=_notes(side_a, side_b))
 
 
-def _side_request(what: Any, common: Mapping[str, Any], title: str, side: str, own: Mapping[str, Any]) -> SideRequest:
-    """Return the input of a side: options ``own``, else those in common."""
-    options = dict(common) | dict(own)
+def _side_request(
+    what: Any, common: Mapping[str, Any], title: str, side: str, own_options: Mapping[str, Any]
+) -> SideRequest:
+    """Return the request of a side, whose own options take precedence over those in common."""
+    options = dict(common) | dict(own_options)
     target_options = {name: options[name] for name in _OUTSIDE_STEP}
     step_options = {name: value for name, value in options.items() if name not in _OUTSIDE_STEP}
     inputs = step_options["inputs"]
@@ -141,18 +144,18 @@ def _side_request(what: Any, common: Mapping[str, Any], title: str, side: str, o
     step = StepOptions(**step_options).checked()
     if is_saved(what):
         # common options then apply to the other side
-        if own:
+        if own_options:
             raise InputError(
                 f"{side} for {title}, which was recorded before",
                 expected="options only for a step that is still to be recorded",
                 do="Leave them out",
             )
         return SideRequest(title, what, settings=options["settings"])
-    named = ", ".join(f"{name}={_short(value)}" for name, value in own.items())
+    named = ", ".join(f"{name}={_option_text(value)}" for name, value in own_options.items())
     return SideRequest(f"{title} with {named}" if named else title, what, step, **target_options)
 
 
-def _short(value: Any) -> str:
+def _option_text(value: Any) -> str:
     return getattr(value, "__qualname__", None) or str(value).removeprefix("torch.")[:40]
 
 
@@ -165,7 +168,8 @@ def _title(what: Any) -> str:
     return name or type(what).__name__
 
 
-def _recorded_side(request: SideRequest) -> Side:
+def _record_side(request: SideRequest) -> Side:
+    """Return a side of a comparison: read if it is saved, else recorded."""
     if is_saved(request.what):
         what = read(request.what) if isinstance(request.what, (str, os.PathLike)) else request.what
         # settings of both sides are for those that are simulated here
@@ -176,12 +180,12 @@ def _recorded_side(request: SideRequest) -> Side:
         trace = record_for(build_of(request.what, request.options, on_card=target.card is not None), target)
     except MemplanError as error:
         raise error.about(request.title) from error.__cause__
-    side = of_trace(trace, request.title, train=_train(request), settings=request.settings)
+    side = of_trace(trace, request.title, train=_trains(request), settings=request.settings)
     zeros = zeros_of(request.what) if isinstance(request.what, nn.Module) else ()
     return replace(side, zeros=zeros) if zeros else side
 
 
-def _train(request: SideRequest) -> bool | None:
+def _trains(request: SideRequest) -> bool | None:
     return None if request.options.train else False  # None: a ``build`` can run inference all the same
 
 
@@ -194,7 +198,7 @@ def _check_callable(request: SideRequest) -> None:
         )
 
 
-def _measured_comparison(a: SideRequest, b: SideRequest) -> Comparison:
+def _compare_measured(a: SideRequest, b: SideRequest) -> Comparison:
     """Run both sides on this CPU: memory, seconds and, of two networks of the same shape, their results."""
     for request in (a, b):
         if is_saved(request.what):
@@ -210,7 +214,7 @@ def _measured_comparison(a: SideRequest, b: SideRequest) -> Comparison:
                 expected="the CPU: only what it allocates is measured",
                 do="Leave the device out",
             )
-    side_a, side_b = _measured_side(a), _measured_side(b)
+    side_a, side_b = _measure_side(a), _measure_side(b)
     model_a, model_b = output_errors.make_model(a.what), output_errors.make_model(b.what)
     reason = output_errors.why_not_comparable(model_a, model_b, a.options, b.options)
     notes = _notes(side_a, side_b) + (() if reason is None else (reason,))
@@ -221,20 +225,22 @@ def _measured_comparison(a: SideRequest, b: SideRequest) -> Comparison:
     return Comparison(side_a, side_b, differences, same_weights, notes)
 
 
-def _measured_side(request: SideRequest) -> Side:
+def _measure_side(request: SideRequest) -> Side:
+    """Run a step on this CPU and return its side, with measured bytes and seconds."""
     try:
         build = build_of(request.what, request.options)
         trace = measure_step(build, device=HOST)
         seconds = output_errors.seconds_of(build())
     except MemplanError as error:
         raise error.about(request.title) from error.__cause__
-    side = of_trace(trace, request.title, train=_train(request))
+    side = of_trace(trace, request.title, train=_trains(request))
     model = output_errors.make_model(request.what)
     zeros = zeros_of(model) if model is not None else ()
     return replace(side, seconds=seconds, seconds_by="measured on this CPU", zeros=zeros or side.zeros)
 
 
 def _notes(a: Side, b: Side) -> tuple[str, ...]:
+    """Return the notes on what cannot be compared between two sides."""
     notes: list[str] = []
     if a.device != b.device:
         notes.append(f"A is for {a.device}, B for {b.device}: other kernels run, and other tensors are saved")

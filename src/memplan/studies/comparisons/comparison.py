@@ -229,13 +229,13 @@ _CHANGE = 0.005
 def headline(comparison: Comparison) -> str:
     """Return ``1.1 GiB -> 0.7 GiB peak: 412.3 MiB less, -36 % (...)``, with the causes that differ most."""
     a, b = comparison.a, comparison.b
-    text = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {changed(a.peak, b.peak)}"
+    text = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {change_text(a.peak, b.peak)}"
     rows = sorted((row for row in comparison.by_cause if row.difference), key=lambda row: -abs(row.difference))
     parts = [f"{CAUSE_LABELS.get(row.cause, row.cause)} {signed(row.difference)}" for row in rows[:_CAUSES]]
     return text + (f" ({', '.join(parts)})" if parts else "")
 
 
-def changed(a: int, b: int) -> str:
+def change_text(a: int, b: int) -> str:
     """Return the change from ``a`` to ``b`` bytes in words: ``412.3 MiB less, -36 %``."""
     if a == b:
         return "the same"
@@ -253,17 +253,17 @@ def remarks(comparison: Comparison) -> Iterator[str]:
     a, b = comparison.a, comparison.b
     if a.outputs is not None and b.outputs is not None:
         if a.outputs == b.outputs:
-            yield f"Both return {_listed(a.outputs)}."
+            yield f"Both return {_outputs_text(a.outputs)}."
         else:
-            yield f"A returns {_listed(a.outputs)}, B {_listed(b.outputs)}."
+            yield f"A returns {_outputs_text(a.outputs)}, B {_outputs_text(b.outputs)}."
     on = "On equal weights" if comparison.same_weights else "Each with its own weights"
     for difference in comparison.apart:
-        yield f"{on}, B's {difference.what} {off_by(difference, 'A')}."
+        yield f"{on}, B's {difference.what} {distance_text(difference, 'A')}."
     yield from zeros_of("A", a)
     yield from zeros_of("B", b)
 
 
-def off_by(difference: ResultDifference, reference: str) -> str:
+def distance_text(difference: ResultDifference, reference: str) -> str:
     """Return ``are 1.2 % from A's (relative, L2; 0.5 at most for one element)``, where ``reference`` is A."""
     if difference.relative == 0:
         return f"are {reference}'s bit for bit"
@@ -307,7 +307,7 @@ def _outputs_of_fewer(side: Side) -> int:
     return sum(output.get(zero.layer, 0) * zero.fewer_channels // zero.channels for zero in side.zeros)
 
 
-def _listed(outputs: tuple[str, ...]) -> str:
+def _outputs_text(outputs: tuple[str, ...]) -> str:
     return ", ".join(outputs[:4]) + (f" and {len(outputs) - 4} more" if len(outputs) > 4 else "")
 
 

@@ -44,7 +44,7 @@ class Beside:
         return all(peak.low == peak.predicted == peak.measured for peak in self.peaks)
 
 
-def beside(predicted: Trace, measured: Trace, title: str, *, settings: str | None = None) -> Beside:
+def compare_with_prediction(predicted: Trace, measured: Trace, title: str, *, settings: str | None = None) -> Beside:
     """Compare a measured step with its prediction.
 
     Args:

@@ -57,11 +57,11 @@ def make_model(what: Any) -> nn.Module | None:
 def seconds_of(step: Step) -> float:
     """Return the seconds of a step: the median of five runs after a first, or that first run if it takes long."""
     with undisturbed(real=True):
-        first = _timed(step)
-        return first if first > _LONG else median(_timed(step) for _ in range(_RUNS))
+        first = _run_seconds(step)
+        return first if first > _LONG else median(_run_seconds(step) for _ in range(_RUNS))
 
 
-def _timed(step: Step) -> float:
+def _run_seconds(step: Step) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

@@ -29,21 +29,24 @@ def zeros_of(model: nn.Module) -> tuple[Zeros, ...]:
                 continue
             base = name.removesuffix(ORIGINAL)
             mask = buffers.get(base + MASK) if base != name else None
-            row = _zeros(path or type(model).__name__, base, module, parameter, mask)
+            row = _count_zeros(path or type(model).__name__, base, module, parameter, mask)
             if row is not None:
                 rows.append(row)
     return tuple(rows)
 
 
-def _zeros(path: str, name: str, module: nn.Module, weight: torch.Tensor, mask: torch.Tensor | None) -> Zeros | None:
-    empty = (weight if mask is None else mask).detach() == 0
-    count = int(empty.sum())
+def _count_zeros(
+    path: str, name: str, module: nn.Module, weight: torch.Tensor, mask: torch.Tensor | None
+) -> Zeros | None:
+    """Count the zeros of a weight, or of its mask; None if it does not count as pruned."""
+    is_zero = (weight if mask is None else mask).detach() == 0
+    count = int(is_zero.sum())
     if mask is None and not LEAST <= count / max(1, weight.numel()) < 1:
         return None
     # the weight of a transposed convolution is (in_channels, out_channels, ...)
     channel_dim = 1 if "ConvTranspose" in type(module).__name__ else 0
     channels = weight.shape[channel_dim]
-    empty_channels = int(empty.transpose(0, channel_dim).reshape(channels, -1).all(1).sum())
+    empty_channels = int(is_zero.transpose(0, channel_dim).reshape(channels, -1).all(1).sum())
     mask_bytes = 0 if mask is None else mask.numel() * mask.element_size()
     size = weight.numel() * weight.element_size()
     return Zeros(path, name, weight.numel(), count, size, mask_bytes, channels, empty_channels)
@@ -58,6 +61,8 @@ def masks_of(trace: Trace) -> tuple[Zeros, ...]:
         mask = by_name.get(base + MASK)
         if base == name or mask is None or len(weight.shape) < 2:
             continue
-        layer, _, own = base.rpartition(".")
-        rows.append(Zeros(layer, own, math.prod(weight.shape), None, weight.bytes, mask.bytes, weight.shape[0], None))
+        layer, _, weight_part = base.rpartition(".")
+        rows.append(
+            Zeros(layer, weight_part, math.prod(weight.shape), None, weight.bytes, mask.bytes, weight.shape[0], None)
+        )
     return tuple(rows)

@@ -90,9 +90,9 @@ def read(name: str | os.PathLike[str]) -> Any:
     """
     text, point = split_point(os.fspath(name))
     path = Path(text)
-    saved = _read(path)
+    saved = _read_result(path)
     if isinstance(saved, Sweep):
-        return _point(saved, point)
+        return _find_point(saved, point)
     if point:
         raise InputError(
             f"{path} holds no sweep, and #{point} names a point of one", expected="the path alone", do="Leave it out"
@@ -100,14 +100,14 @@ def read(name: str | os.PathLike[str]) -> Any:
     return saved
 
 
-def _point(sweep: Sweep, which: str) -> Point:
+def _find_point(sweep: Sweep, query: str) -> Point:
     """Return the point of ``which``: its number, from 1 on, or values of axes as in ``batch=8,precision=bf16``."""
-    if not which:
+    if not query:
         return sweep.point()
-    if (number := whole_number(which)) is not None:
+    if (number := whole_number(query)) is not None:
         return sweep.point(number)
     values = {}
-    for pair in parts_of(which, "a point"):
+    for pair in parts_of(query, "a point"):
         name, equals, value = pair.rpartition("=")
         if not equals:
             raise InputError(f"the point {pair!r}", expected="its number, or batch=8,precision=bf16", do="Write it so")
@@ -115,7 +115,8 @@ def _point(sweep: Sweep, which: str) -> Point:
     return sweep.point(**values)
 
 
-def _read(path: Path) -> Any:
+def _read_result(path: Path) -> Any:
+    """Return the Trace, Sweep, Plan or Explanation in a file; of a saved fit, its plan."""
     try:
         text = _json.read_text(path)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path, or unreadable
@@ -158,11 +159,12 @@ def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: s
     activations = {s.id for s in low.counted if s.cause in ("saved", "activation")} - copies
     return Side(
         title, trace.origin, trace.device, explanation.train, explanation.timeline.peak_allocated,
-        explanation.timeline.peak_reserved, by_cause, _parts(explanation.layers), explanation.saved_bytes,
-        sum(storage.bytes for storage in weights), _peak(low, copies), _peak(low, activations),
-        sum(map(_elements, weights)), outputs_of(trace),
-        None if time is None else time.seconds, "" if time is None else rates_title,
-        masks_of(trace), notes=tuple(trace.notes),
+        explanation.timeline.peak_reserved, by_cause, _layer_parts(explanation.layers),
+        saved_bytes=explanation.saved_bytes, weight_bytes=sum(storage.bytes for storage in weights),
+        cast_bytes=_peak_of(low, copies), activation_bytes=_peak_of(low, activations),
+        parameters=sum(map(_elements, weights)), outputs=outputs_of(trace),
+        seconds=None if time is None else time.seconds, seconds_by="" if time is None else rates_title,
+        zeros=masks_of(trace), notes=tuple(trace.notes),
     )  # fmt: skip
 
 
@@ -179,7 +181,7 @@ def cast_copies(trace: Trace) -> set[int]:
     return copies
 
 
-def _peak(trace: Trace, storages: set[int]) -> int:
+def _peak_of(trace: Trace, storages: set[int]) -> int:
     """Return the peak of live bytes of some storages alone."""
     return peak_live_bytes(storage for storage in trace.counted if storage.id in storages)
 
@@ -188,21 +190,22 @@ def outputs_of(trace: Trace) -> tuple[str, ...] | None:
     """Return shape and dtype of each output of the model, as in ``8x10 float32``; None if no module was called."""
     for returned in trace.returned:
         if returned.tensors:
-            return tuple(_described(trace, view.shape, view.storage) for view in returned.tensors)
+            return tuple(_output_text(trace, view.shape, view.storage) for view in returned.tensors)
     return None
 
 
-def _described(trace: Trace, shape: tuple[int, ...], storage: int) -> str:
+def _output_text(trace: Trace, shape: tuple[int, ...], storage: int) -> str:
     sizes = "x".join(map(str, shape)) or "scalar"
     return f"{sizes} {trace.storages[storage].dtype}" if storage >= 0 else sizes
 
 
 def _elements(storage: Storage) -> int:
+    """Return the number of elements in a storage."""
     dtype = getattr(torch, storage.dtype, None)
     return storage.bytes // (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
 
 
-def _parts(rows: tuple[LayerRow, ...]) -> tuple[LayerPart, ...]:
+def _layer_parts(rows: tuple[LayerRow, ...]) -> tuple[LayerPart, ...]:
     return tuple(LayerPart(row.name, row.kind, row.output_bytes, row.saved_bytes, row.weight_bytes) for row in rows)
 
 
@@ -211,7 +214,7 @@ def of_explanation(explanation: Explanation, title: str) -> Side:
     timeline = explanation.timeline
     return Side(
         title, "explained", explanation.device, explanation.train, timeline.peak_allocated, timeline.peak_reserved,
-        dict(explanation.by_cause), _parts(explanation.layers), explanation.saved_bytes,
+        dict(explanation.by_cause), _layer_parts(explanation.layers), explanation.saved_bytes,
         explanation.by_cause_most.get("weight"),
     )  # fmt: skip
 

@@ -56,6 +56,7 @@ def step_time(trace: Trace, rates: Rates) -> StepTime | None:
 
 
 def _works(trace: Trace) -> Iterator[Work]:
+    """Yield the work of each kernel of the first step: its FLOPs, the bytes that it moves and the dtype of its rate."""
     forms = {form.op: form for form in trace.forms}
     flops: dict[int, int] = {}
     forward_flops: dict[tuple[str, str], int] = {}
@@ -69,18 +70,18 @@ def _works(trace: Trace) -> Iterator[Work]:
             flops[op.index] = forward_flops.get((op.name, op.layer), 0)
         elif op.gradient_of is not None:
             flops[op.index] = _backward_flops(op, trace.ops[op.gradient_of], flops)
-        foreign = op.name.partition(".")[0] not in _NAMESPACES
-        yield Work(flops.get(op.index, 0), _bytes_moved(trace, op, form), _rate(trace, op), foreign)
+        is_foreign = op.name.partition(".")[0] not in _NAMESPACES
+        yield Work(flops.get(op.index, 0), _bytes_moved(trace, op, form), _rate_dtype(trace, op), is_foreign)
 
 
 def _is_view(op: Op) -> bool:
     """Return whether an op runs no kernel: it is not in-place, and its outputs alias its inputs."""
-    torch_op = _op(op.name)
+    torch_op = _torch_op(op.name)
     mutable = torch_op is not None and _torch.is_mutable(torch_op)
     return not mutable and set(op.writes) <= {read.storage for read in op.reads}
 
 
-def _op(name: str) -> Any:
+def _torch_op(name: str) -> Any:
     """Return the torch op of a name such as ``aten.mm.default``, or None."""
     op: Any = torch.ops
     for part in name.split("."):
@@ -89,16 +90,18 @@ def _op(name: str) -> Any:
 
 
 def _forward_flops(op: Op, form: Form) -> int:
-    formula, torch_op = _torch.flop_formula(op.name), _op(op.name)
+    """Return the FLOPs of a forward op by torch's formula; 0 if there is none."""
+    formula, torch_op = _torch.flop_formula(op.name), _torch_op(op.name)
     if formula is None or torch_op is None:
         return 0
     try:
-        return _by_formula(formula, torch_op, form)
+        return _flops_of_formula(formula, torch_op, form)
     except Exception:  # torch's formulas check nothing, and the form in a file need not be one of that op
         return 0
 
 
-def _by_formula(formula: Callable[..., Any], torch_op: Any, form: Form) -> int:
+def _flops_of_formula(formula: Callable[..., Any], torch_op: Any, form: Form) -> int:
+    """Apply a FLOP formula of torch to a recorded call, whose tensors become meta tensors of the same shapes."""
     tensors: dict[str, list[Any]] = {}
     for name, view in form.reads:
         tensors.setdefault(name, []).append(torch.empty(view.shape, device="meta"))
@@ -128,10 +131,11 @@ def _bytes_moved(trace: Trace, op: Op, form: Form | None) -> int:
         storages = [*{read.storage for read in op.reads}, *dict.fromkeys(op.writes)]
         return sum(trace.storages[number].bytes for number in storages)
     reads = {view.storage: view for _, view in form.reads}
-    return sum(_bytes(trace, view) for view in (*reads.values(), *form.writes))
+    return sum(_view_bytes(trace, view) for view in (*reads.values(), *form.writes))
 
 
-def _bytes(trace: Trace, view: View) -> int:
+def _view_bytes(trace: Trace, view: View) -> int:
+    """Return the bytes of a view's distinct elements; those of expanded dimensions count once."""
     elements = math.prod(size for size, stride in zip(view.shape, view.strides, strict=True) if stride or not size)
     if view.storage < 0:  # measured, and not joined to an allocation
         return elements * torch.float32.itemsize
@@ -144,7 +148,7 @@ def _itemsize(dtype: str) -> int:
     return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else torch.float32.itemsize
 
 
-def _rate(trace: Trace, op: Op) -> str:
+def _rate_dtype(trace: Trace, op: Op) -> str:
     """Return the dtype whose FLOP/s apply: float32 convolutions run as TF32, torch's default on cards that have it."""
     storages = [read.storage for read in op.reads if read.name != "bias"] or list(op.writes)
     dtype = trace.storages[storages[0]].dtype if storages else "float32"

@@ -85,10 +85,10 @@ def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
     """Raise PeakError if a peak of the step is above its bound, in bytes by ``allocated`` and ``reserved``."""
     __tracebackhide__ = True
     peaks = {"allocated": explanation.timeline.peak_allocated, "reserved": explanation.timeline.peak_reserved}
-    over = [name for name, bound in bounds.items() if peaks[name] > bound]
-    if not over:
+    exceeded = [name for name, bound in bounds.items() if peaks[name] > bound]
+    if not exceeded:
         return
-    name = over[0]
+    name = exceeded[0]
     peak, bound = peaks[name], bounds[name]
     more = f"{format_bytes(peak - bound)} more than the {format_bytes(bound)} that it may"
     raise PeakError(
@@ -102,6 +102,7 @@ def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
 
 
 def _details(explanation: Explanation, bound: int, *, by_reserved: bool) -> Iterator[str]:
+    """Yield the lines below the error's message: band, causes, largest layers, and the op at the peak."""
     if explanation.card is not None and not by_reserved:
         yield from limit_in_band(bound, explanation.card.allocated_band)
     by_cause = explanation.by_cause_reserved if by_reserved else explanation.by_cause

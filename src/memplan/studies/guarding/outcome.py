@@ -15,7 +15,7 @@ from memplan.errors import BaselineError, UnitError, UsageError
 from memplan.studies.comparisons.comparison import CAUSE_LABELS, CauseRow, Comparison, signed
 from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import UPDATE, Baseline, Figures
-from memplan.studies.guarding.taken import KernelChoice, Taken, limit_in_band
+from memplan.studies.guarding.taken import KernelChoice, RecordedFigures, limit_in_band
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
     if before is None:
         others = [step for step in baseline.steps if step.same_step(now.target, now.options)]
         devices = ", ".join(step.device for step in others)
-        has = f"has it for {devices}, not for {now.device}" if others else f"has no figures of it{_steps(baseline)}"
+        has = (
+            f"has it for {devices}, not for {now.device}" if others else f"has no figures of it{_other_steps(baseline)}"
+        )
         raise BaselineError(
             f"{now.title}: the baseline {source} {has}",
             expected=f"figures of this target, with these options, on {now.device}",
@@ -109,7 +111,7 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
 _CUDNN = {True: "with", False: "without"}
 
 
-def _steps(baseline: Baseline) -> str:
+def _other_steps(baseline: Baseline) -> str:
     titles = list(dict.fromkeys(step.title for step in baseline.steps))
     return f"; it has {', '.join(titles[:3])}" + (" and others" if len(titles) > 3 else "") if titles else ""
 
@@ -140,7 +142,7 @@ def allowance(tolerance: str, size: int) -> int:
 _SHARE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*%", re.ASCII)
 
 
-def compare_with(before: Figures, step: Taken, tolerance: str = "0%") -> Outcome:
+def compare_with(before: Figures, step: RecordedFigures, tolerance: str = "0%") -> Outcome:
     """Compare a step with its baseline.
 
     Args:
@@ -157,7 +159,7 @@ def compare_with(before: Figures, step: Taken, tolerance: str = "0%") -> Outcome
     return Outcome(before, step.figures, *allowed, changes, notes)
 
 
-def _changes(before: Figures, step: Taken) -> Iterator[Change]:
+def _changes(before: Figures, step: RecordedFigures) -> Iterator[Change]:
     """Yield the differences between the two peaks, grouped by pattern of layers, reason and direction."""
     rows_of_layers: dict[str, dict[str, CauseRow]] = {}
     for part in before.held:
@@ -175,10 +177,10 @@ def _changes(before: Figures, step: Taken) -> Iterator[Change]:
     for (_, why, _), layers in groups.items():
         choice = step.kernel_choices.get(layers[0]) if why else None
         where = choice.where if choice is not None else step.where.get(layers[0])
-        yield Change(tuple(layers), _sums([rows_of_layers[layer] for layer in layers]), why, where)
+        yield Change(tuple(layers), _sum_by_cause([rows_of_layers[layer] for layer in layers]), why, where)
 
 
-def _sums(layers: list[dict[str, CauseRow]]) -> tuple[CauseRow, ...]:
+def _sum_by_cause(layers: list[dict[str, CauseRow]]) -> tuple[CauseRow, ...]:
     """Add up the rows of several layers by cause, without causes whose sums are equal."""
     sums: dict[str, CauseRow] = {}
     for rows in layers:
@@ -203,16 +205,20 @@ def op_change(before: tuple[str, ...] | None, now: tuple[str, ...] | None, choic
         return ""
     if before is None or now is None:
         return "" if before is now else _CALLS[now is not None]
-    gone, new = [op for op in before if op not in now], [op for op in now if op not in before]
+    removed, new = [op for op in before if op not in now], [op for op in now if op not in before]
     fused_before, fused_now = (
         [op for op in ops if op.startswith(_FUSED) and "attention" in op] for ops in (before, now)
     )
     if fused_before == fused_now:
-        return f"{_listed(gone)} became {_listed(new)}" if gone and new else f"{_listed(gone or new)} {_IS[bool(new)]}"
+        return (
+            f"{_ops_text(removed)} became {_ops_text(new)}"
+            if removed and new
+            else f"{_ops_text(removed or new)} {_APPEARS[bool(new)]}"
+        )
     because = f" ({choice.reason})" if choice is not None else ""
     if not fused_now:
-        return f"attention is no longer fused: {_listed(fused_before)} became {_listed(new)}{because}"
-    return f"{_listed(fused_before or gone)} became {_listed(fused_now)}{because}"
+        return f"attention is no longer fused: {_ops_text(fused_before)} became {_ops_text(new)}{because}"
+    return f"{_ops_text(fused_before or removed)} became {_ops_text(fused_now)}{because}"
 
 
 _FUSED = "scaled_dot_product_"
@@ -221,16 +227,17 @@ _NAMES = {
     "scaled_dot_product_efficient_attention": "memory-efficient attention",
     "scaled_dot_product_cudnn_attention": "cuDNN's attention",
 }
-_IS = {True: "is new", False: "is gone"}
+_APPEARS = {True: "is new", False: "is gone"}
 _CALLS = {True: "the layer ran nothing before", False: "the layer no longer runs"}
 
 
-def _listed(ops: list[str]) -> str:
+def _ops_text(ops: list[str]) -> str:
     words = [_NAMES.get(op, op) for op in ops]
     return (", ".join(words[:4]) + (f" and {len(words) - 4} more" if words[4:] else "")) or "nothing"
 
 
-def _notes(before: Figures, step: Taken) -> Iterator[str]:
+def _notes(before: Figures, step: RecordedFigures) -> Iterator[str]:
+    """Yield notes on other inputs, another place of the peak, reserved bytes, and assumptions of the recording."""
     now = step.figures
     old, new = before.by_cause.get("input", 0), now.by_cause.get("input", 0)
     if old and new and old != new:

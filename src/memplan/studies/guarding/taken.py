@@ -23,7 +23,7 @@ class KernelChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class RecordedFigures:
     """Figures of a step, with the details that baselines leave out."""
 
     figures: Figures
@@ -37,9 +37,9 @@ class Taken:
     """What holds the allocated peak in 95 % of steps, where workspaces are expected."""
 
 
-def taken(
+def figures_of_trace(
     trace: Trace, *, target: str, options: str = "", train: bool | None = None, settings: str | None = None
-) -> Taken:
+) -> RecordedFigures:
     """Return the figures of a recorded step: bytes at the peak by layer and cause, and the ops of each layer.
 
     Args:
@@ -51,15 +51,16 @@ def taken(
     explanation = explain_trace(trace, title=target, train=train, settings=settings)
     timeline = explanation.timeline
     figures = Figures(
-        target, options, trace.device, trace.torch.partition("+")[0], bool(trace.engines or trace.expected),
-        explanation.train, timeline.peak_allocated, timeline.peak_reserved, _op_at_peak(explanation),
-        bytes_by_layer(explanation.holders, explanation.by_cause.get("rounding", 0)), _forward_ops(trace),
+        target, options, trace.device, torch=trace.torch.partition("+")[0], cudnn=bool(trace.engines or trace.expected),
+        train=explanation.train, peak=timeline.peak_allocated, reserved=timeline.peak_reserved,
+        at=_op_at_peak(explanation), ran=_forward_ops(trace),
+        held=bytes_by_layer(explanation.holders, explanation.by_cause.get("rounding", 0)),
     )  # fmt: skip
     where = {row.name: row.where for row in explanation.layers if row.where}
     where |= {row.layer: row.where for row in explanation.holders if row.where and row.layer not in where}
-    where = {layer: slashed(line) for layer, line in where.items()}
+    where = {layer: with_forward_slashes(line) for layer, line in where.items()}
     band = None if explanation.card is None else explanation.card.allocated_band
-    return Taken(figures, where, _kernel_choices(trace), tuple(loud(trace.assumptions)), band)
+    return RecordedFigures(figures, where, _kernel_choices(trace), tuple(loud(trace.assumptions)), band)
 
 
 def limit_in_band(limit: int, band: tuple[int, int] | None) -> Iterator[str]:
@@ -72,7 +73,7 @@ def limit_in_band(limit: int, band: tuple[int, int] | None) -> Iterator[str]:
         )
 
 
-def slashed(path: str) -> str:
+def with_forward_slashes(path: str) -> str:
     """Return a path with forward slashes, so that baselines are the same on each system."""
     return path.replace("\\", "/")
 
@@ -87,6 +88,7 @@ def bytes_by_layer(holders: Iterable[HolderRow], rounding: int = 0) -> tuple[Lay
 
 
 def _op_at_peak(explanation: Explanation) -> str:
+    """Return the op that runs at the peak as text: ``backward: linear's gradient of head``."""
     peak = explanation.peak
     if peak is None:
         return ""
@@ -94,6 +96,7 @@ def _op_at_peak(explanation: Explanation) -> str:
 
 
 def _forward_ops(trace: Trace) -> tuple[LayerOps, ...]:
+    """Return the distinct forward ops of each layer in the first step."""
     ops_of_layers: dict[str, dict[str, None]] = {}
     for op in trace.ops:
         if op.phase == "forward" and op.step == 0 and not op.recomputed:
@@ -124,5 +127,5 @@ def _kernel_choices(trace: Trace) -> dict[str, KernelChoice]:
         math = [text for text in reasons if text.startswith("math:") and word.endswith("softmax")]
         if len(fused or math) == 1:
             reason = (fused or math)[0].partition(": ")[2]
-            choices[op.layer or OUTSIDE] = KernelChoice(reason, slashed(op.where or "") or None)
+            choices[op.layer or OUTSIDE] = KernelChoice(reason, with_forward_slashes(op.where or "") or None)
     return choices

@@ -15,8 +15,8 @@ from memplan.studies.comparisons import output_errors
 from memplan.studies.comparisons.comparison import Side
 from memplan.studies.comparisons.sides import of_trace
 from memplan.studies.quantization.quantized import Quantized
-from memplan.studies.quantization.schemes import apply, layers_of, scheme_of
-from memplan.studies.sweeps.points import of_steps
+from memplan.studies.quantization.schemes import layers_of, quantize_weights, scheme_of
+from memplan.studies.sweeps.points import without_build_temporaries
 from memplan.trace.measure import measure
 from memplan.trace.recording.boundaries import Step
 from memplan.trace.recording.session import public
@@ -71,7 +71,7 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
     model = _evaluated_model(what, options)
     after = copy_module(model) if scheme.config is not None else None
     if after is not None:
-        apply(after, scheme)
+        quantize_weights(after, scheme)
     layers = layers_of(model, scheme, after)
     if all(layer.why is not None for layer in layers):
         reasons = "; ".join(dict.fromkeys(f"{layer.name}: {layer.why}" for layer in layers[:3]))
@@ -82,12 +82,14 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
             do="Look at a lower precision instead: --dtype bf16",
         )
     options = replace(options, dtype=None)  # the model is converted already
-    before = _run(model, options, "as it is")[0]
-    with_grad = _run(model, options, "with grad", grad=True)[0]
+    before = _measure_inference(model, options, "as it is")[0]
+    with_grad = _measure_inference(model, options, "with grad", grad=True)[0]
     notes = () if scheme.config is not None else (scheme.why_not,)
     if after is None:
         return Quantized(scheme.title, before, None, with_grad, layers, None, None, notes)
-    quantized, quantizing_peak = _run(model, options, scheme.title, lambda copy: apply(copy, scheme))
+    quantized, quantizing_peak = _measure_inference(
+        model, options, scheme.title, lambda copy: quantize_weights(copy, scheme)
+    )
     differences = output_errors.result_differences(model, after, options, options)
     error = differences[0] if differences else None
     return Quantized(scheme.title, before, quantized, with_grad, layers, error, quantizing_peak)
@@ -111,7 +113,7 @@ def _evaluated_model(what: Any, options: StepOptions) -> nn.Module:
     return (model if options.dtype is None else model.to(options.dtype)).eval()
 
 
-def _run(
+def _measure_inference(
     model: nn.Module,
     options: StepOptions,
     title: str,
@@ -122,6 +124,7 @@ def _run(
     """Run inference of a copy changed by ``change``; return its side and the peak bytes of copying and changing it."""
 
     def build() -> Step:
+        """Copy and change the model, so that the build of the recording has the peak of that; return its inference."""
         copy = copy_module(model)
         if change is not None:
             change(copy)
@@ -134,6 +137,6 @@ def _run(
         seconds = output_errors.seconds_of(build())
     except MemplanError as error:
         raise error.about(title) from error.__cause__
-    side = of_trace(of_steps(trace), title, train=False)
+    side = of_trace(without_build_temporaries(trace), title, train=False)
     build_peak = simulate(trace).build.peak_allocated
     return replace(side, seconds=seconds, seconds_by="measured on this CPU"), build_peak

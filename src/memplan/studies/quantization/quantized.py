@@ -16,8 +16,8 @@ from memplan.studies.comparisons.comparison import (
     Comparison,
     ResultDifference,
     Side,
-    changed,
-    off_by,
+    change_text,
+    distance_text,
 )
 
 Weights = Literal["int8", "int4"]
@@ -88,11 +88,11 @@ class Quantized(Saved, Displayed):
 def sentences(result: Quantized) -> Iterator[str]:
     """Yield the sentences of the summary, in order."""
     if result.after is None:
-        yield from _not_run(result)
+        yield from _unrun_sentences(result)
     else:
         yield from _byte_sentences(result, result.after)
     if result.error is not None:
-        yield f"The quantized model's outputs {off_by(result.error, 'the model')}."
+        yield f"The quantized model's outputs {distance_text(result.error, 'the model')}."
     if result.after is not None and result.before.seconds and result.after.seconds:
         before, after = format_seconds(result.before.seconds), format_seconds(result.after.seconds)
         yield f"Time {before} -> {after}, measured on this CPU without a compiler."
@@ -108,7 +108,8 @@ def _quantized_layers(result: Quantized) -> str:
     return f"{count} of {len(result.layers)} layers with weights"
 
 
-def _not_run(result: Quantized) -> Iterator[str]:
+def _unrun_sentences(result: Quantized) -> Iterator[str]:
+    """Yield the sentences for a scheme without a kernel here: the bytes are computed, not measured."""
     layers = [layer for layer in result.layers if layer.why is None]
     before = format_bytes(sum(layer.before for layer in layers))
     after = format_bytes(sum(layer.after for layer in layers))
@@ -117,12 +118,13 @@ def _not_run(result: Quantized) -> Iterator[str]:
 
 
 def _byte_sentences(result: Quantized, after: Side) -> Iterator[str]:
+    """Yield the sentences on bytes of weights and at the peak, if both models were run."""
     before = result.before
     weights = before.weight_bytes or 0, after.weight_bytes or 0
     sizes = " -> ".join(map(format_bytes, weights))
-    yield f"Weights {sizes}: {changed(*weights)} ({_quantized_layers(result)} quantized)."
+    yield f"Weights {sizes}: {change_text(*weights)} ({_quantized_layers(result)} quantized)."
     peaks = f"{format_bytes(before.peak)} -> {format_bytes(after.peak)}"
-    yield f"Peak of inference {peaks}: {changed(before.peak, after.peak)}."
+    yield f"Peak of inference {peaks}: {change_text(before.peak, after.peak)}."
     if after.cast_bytes:
         most, at_peak = format_bytes(after.cast_bytes), format_bytes(after.by_cause.get(CAST_COPIES, 0))
         yield f"For a product a weight is written out in another dtype: {most} at most, {at_peak} of it at the peak."

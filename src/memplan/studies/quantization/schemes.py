@@ -52,7 +52,7 @@ def scheme_of(weights: str | None, activations: str | None) -> Scheme:
             expected=f"{' or '.join(get_args(Activations))}, or none",
             do="Leave it out for weights alone",
         )
-    api = _torchao()
+    api = _import_torchao()
     # set_inductor_config=True would set options of Inductor for the whole process, and here everything runs eagerly
     if weights == "int8" and activations is None:
         return Scheme(
@@ -62,11 +62,11 @@ def scheme_of(weights: str | None, activations: str | None) -> Scheme:
         dynamic = api.Int8DynamicActivationInt8WeightConfig
         return Scheme("int8", "int8", dynamic.__name__, lambda _: dynamic(set_inductor_config=False))
     if activations is None:
-        return _int4()
-    return _int4_dynamic()
+        return _int4_scheme()
+    return _int4_dynamic_scheme()
 
 
-def _int4() -> Scheme:
+def _int4_scheme() -> Scheme:
     title = "PrototypeInt4WeightOnlyConfig"
     try:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig as config
@@ -75,7 +75,7 @@ def _int4() -> Scheme:
     return Scheme("int4", None, title, lambda group: config(group_size=group, set_inductor_config=False))
 
 
-def _int4_dynamic() -> Scheme:
+def _int4_dynamic_scheme() -> Scheme:
     title = "Int8DynamicActivationInt4WeightConfig"
     try:
         from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig as config
@@ -86,7 +86,7 @@ def _int4_dynamic() -> Scheme:
     return Scheme("int4", "int8", title, lambda group: config(group_size=group, set_inductor_config=False))
 
 
-def _torchao() -> Any:
+def _import_torchao() -> Any:
     logger = logging.getLogger("torchao")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns about its GPU kernels that do not load here
@@ -103,17 +103,17 @@ def _torchao() -> Any:
     return api
 
 
-def apply(model: nn.Module, scheme: Scheme) -> None:
+def quantize_weights(model: nn.Module, scheme: Scheme) -> None:
     """Quantize a model in place.
 
     Raises:
         UsageError: torchao refuses a weight.
     """
     assert scheme.config is not None, "a scheme that does not run was refused"
-    api = _torchao()
+    api = _import_torchao()
     for group in GROUPS if scheme.weights == "int4" else GROUPS[:1]:
-        layers = {name for name, module in model.named_modules() if reason(module, scheme) is None
-                  and (scheme.weights == "int8" or _group(module) == group)}  # fmt: skip
+        layers = {name for name, module in model.named_modules() if why_not_quantized(module, scheme) is None
+                  and (scheme.weights == "int8" or _group_size(module) == group)}  # fmt: skip
         if not layers:
             continue
         try:
@@ -126,13 +126,13 @@ def apply(model: nn.Module, scheme: Scheme) -> None:
             ) from error
 
 
-def reason(module: nn.Module, scheme: Scheme) -> str | None:
+def why_not_quantized(module: nn.Module, scheme: Scheme) -> str | None:
     """Return why a scheme does not quantize a layer; None if it does."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "the attention around it reads its weight itself"
     if not isinstance(module, nn.Linear):
         return f"torchao quantizes nn.Linear, not {type(module).__name__}"
-    if scheme.weights == "int4" and _group(module) is None:
+    if scheme.weights == "int4" and _group_size(module) is None:
         return f"its {module.in_features} inputs are no multiple of {GROUPS[-1]}, the smallest group"
     outputs = 32 if scheme.activations else 16
     if scheme.weights == "int4" and module.out_features % outputs:
@@ -140,7 +140,7 @@ def reason(module: nn.Module, scheme: Scheme) -> str | None:
     return None
 
 
-def _group(module: nn.Module) -> int | None:
+def _group_size(module: nn.Module) -> int | None:
     inputs = module.in_features if isinstance(module, nn.Linear) else 1
     return next((group for group in GROUPS if inputs % group == 0), None)
 
@@ -150,7 +150,7 @@ def packed_bytes(module: nn.Linear, scheme: Scheme) -> int:
 
     With 8-bit activations, scales are float32 and zeros one byte each; padding by the kernel is not counted.
     """
-    groups = module.in_features // (_group(module) or module.in_features)
+    groups = module.in_features // (_group_size(module) or module.in_features)
     scale_and_zero = torch.float32.itemsize + 1 if scheme.activations else 2 * module.weight.element_size()
     return module.weight.numel() // 2 + groups * module.out_features * scale_and_zero
 
@@ -173,7 +173,7 @@ def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tup
         weights = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
         if not weights:
             continue
-        why = reason(module, scheme)
+        why = why_not_quantized(module, scheme)
         bytes_before = _new_bytes(weights.values(), seen_before)
         if after is not None:
             bytes_after = _new_bytes([getattr(modules_after[path], name) for name in weights], seen_after)
@@ -181,7 +181,7 @@ def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tup
             bytes_after = packed_bytes(module, scheme)
         else:
             bytes_after = bytes_before
-        quantized = [name for name, layer in sharing_layers.get(path, ()) if reason(layer, scheme) is None]
+        quantized = [name for name, layer in sharing_layers.get(path, ()) if why_not_quantized(layer, scheme) is None]
         if why is not None and quantized:
             why += f"; {quantized[0]} shares its weight and got one of its own in {scheme.weights}"
         rows.append(Layer(path or type(module).__name__, type(module).__name__, bytes_before, bytes_after, why))

@@ -99,7 +99,7 @@ class Fit(Printed):
 
     def __str__(self) -> str:
         prefix = f"{place_of(self.axis, self.at)}, {shown(self.values[0])} to {shown(self.values[-1])}: "
-        each = f"a {self.unit}" if self.unit in _COUNTED else f"times {self.unit}"  # or the name of an axis
+        each = f"a {self.unit}" if self.unit in _COUNTED_UNITS else f"times {self.unit}"  # or the name of an axis
         if self.square is not None:
             square = self.square
             return (
@@ -208,19 +208,20 @@ def rows_along(axis: str, axes: Iterable[str], rows: Sequence[Row]) -> list[tupl
 
 
 def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fit:
+    """Fit the points of one axis: a line in some power of the measure, and a parabola if the peak is on no line."""
     peaks = _column(points, "peak")
-    first, power = _straight(measures, peaks, (1, 2, 3) if isinstance(axis, (Argument, Layers)) else (1,))
-    used, x = points[first:], measures[first:] ** power
-    residual = _line(x, peaks[first:])[1]
-    lines = {name: _line(x, _column(used, name))[0] for name in FITTED}
+    first, power = _points_on_line(measures, peaks, (1, 2, 3) if isinstance(axis, (Argument, Layers)) else (1,))
+    fitted, x = points[first:], measures[first:] ** power
+    residual = _fit_line(x, peaks[first:])[1]
+    lines = {name: _fit_line(x, _column(fitted, name))[0] for name in FITTED}
     bends = residual > STRAIGHT and len(points) >= 5 and not isinstance(axis, Batch)
-    square = _square(measures, peaks) if bends else None
-    values = tuple(row[axis.name] for row in (points if square else used))
+    square = _fit_parabola(measures, peaks) if bends else None
+    values = tuple(row[axis.name] for row in (points if square else fitted))
     least = min(row["peak"] for row in points if row[axis.name] in values)
     return Fit(axis.name, axis.unit, at, values, power, lines, residual, square, least)
 
 
-def _straight(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, int]:
+def _points_on_line(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, int]:
     """Return (first, power) such that all points from ``first`` on, at least three, lie on a line in measure**power.
 
     Preferred are all points with the lowest power, then the fewest points left out; if nothing is straight, all points
@@ -228,8 +229,8 @@ def _straight(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, in
     """
     if len(peaks) == 2:
         return 0, 1
-    candidates = [(0, power, _line(measures**power, peaks)[1]) for power in powers]
-    candidates += [(first, 1, _line(measures[first:], peaks[first:])[1]) for first in range(1, len(peaks) - 2)]
+    candidates = [(0, power, _fit_line(measures**power, peaks)[1]) for power in powers]
+    candidates += [(first, 1, _fit_line(measures[first:], peaks[first:])[1]) for first in range(1, len(peaks) - 2)]
     straight = next((candidate for candidate in candidates if candidate[2] <= STRAIGHT), None)
     first, power, _ = straight or min(candidates[: len(powers)], key=lambda candidate: candidate[2])
     return first, power
@@ -239,16 +240,17 @@ def _column(rows: Sequence[Row], name: str) -> Any:
     return numpy.array([row[name] for row in rows], dtype=float)
 
 
-def _line(x: Any, y: Any) -> tuple[Line, float]:
+def _fit_line(x: Any, y: Any) -> tuple[Line, float]:
     """Return the least-squares line, and its largest error as a share of the point."""
     scale = float(numpy.abs(x).max()) or 1.0  # without it large powers lose digits
     slope, fixed = numpy.polyfit(x / scale, y, 1) if numpy.ptp(x) else (0.0, float(y.mean()))
-    off = numpy.abs(fixed + slope * x / scale - y)
-    share = float(off.max() / max(float(numpy.abs(y).max()), 1.0))
+    errors = numpy.abs(fixed + slope * x / scale - y)
+    share = float(errors.max() / max(float(numpy.abs(y).max()), 1.0))
     return Line(float(fixed), float(slope / scale), share), _residual(fixed + slope * x / scale, y)
 
 
-def _square(x: Any, y: Any) -> Square | None:
+def _fit_parabola(x: Any, y: Any) -> Square | None:
+    """Return the least-squares parabola; None if it opens downwards, or points are too far from it."""
     scale = float(x.max())  # without it sums of powers lose digits
     square, slope, fixed = numpy.polyfit(x / scale, y, 2)
     residual = _residual(fixed + slope * (x / scale) + square * (x / scale) ** 2, y)
@@ -258,10 +260,12 @@ def _square(x: Any, y: Any) -> Square | None:
 
 
 def _residual(fitted: Any, y: Any) -> float:
+    """Return the largest error of a point as a share of that point."""
     return float(numpy.max(numpy.abs(fitted - y) / numpy.maximum(numpy.abs(y), 1)))
 
 
 def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossing]:
+    """Return the places between neighboring points at which another part becomes the largest."""
     crossings: list[Crossing] = []
     for row, following in itertools.pairwise(points):
         before, after = part_bytes(row), part_bytes(following)
@@ -274,18 +278,18 @@ def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossi
             continue
         measure = start + (end - start) * ahead / (ahead + behind) if ahead + behind else start
         values = row[axis.name], following[axis.name]
-        crossings.append(Crossing(axis.name, at, below, above, values, _value(axis, measure, values)))
+        crossings.append(Crossing(axis.name, at, below, above, values, _value_of_measure(axis, measure, values)))
     return crossings
 
 
-def _value(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
+def _value_of_measure(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
     """Return the value with this measure; None if values of the axis are not single numbers."""
     if not all(isinstance(value, (int, float)) for value in values) or (isinstance(axis, Size) and axis.aspect):
         return None
     return measure ** (1 / axis.dims) if isinstance(axis, Size) else measure
 
 
-_COUNTED = ("sample", "position", "pixel", "voxel", "token")
+_COUNTED_UNITS = ("sample", "position", "pixel", "voxel", "token")
 
 
 def _bytes(number: float) -> str:

@@ -22,21 +22,21 @@ from memplan.trace.recording.session import Target
 
 Task = tuple[Subject, Target, str | None]
 """Arguments of `record_point`."""
-Done = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 """(points done, points in all)."""
 
 STARTING = 6.0
 """Seconds that new processes need to import torch; they must save at least this much."""
 
 
-def run(tasks: Sequence[Task], jobs: int | None, done: Done) -> dict[int, Outcome]:
+def record_points(tasks: Sequence[Task], jobs: int | None, progress: Progress) -> dict[int, Outcome]:
     """Return the outcomes by index of the task; after Ctrl-C only of the tasks that were done.
 
     Args:
         tasks: the points.
         jobs: number of processes; 1 to record in this one. None: this one for the first two points, then one per core
             if enough work is left.
-        done: called after each point.
+        progress: called after each point.
 
     Raises:
         InputError: ``jobs`` is not None, and the step cannot be pickled.
@@ -44,21 +44,21 @@ def run(tasks: Sequence[Task], jobs: int | None, done: Done) -> dict[int, Outcom
     outcomes: dict[int, Outcome] = {}
     try:
         if jobs is None:
-            jobs = _choose_jobs(tasks, outcomes, done)
+            jobs = _choose_jobs(tasks, outcomes, progress)
         if jobs > 1 and len(outcomes) < len(tasks):
             _check_picklable(tasks[len(outcomes)])
-            _run_in_processes(tasks, jobs, outcomes, done)
+            _run_in_processes(tasks, jobs, outcomes, progress)
         else:
             for number in range(len(outcomes), len(tasks)):
                 outcomes[number] = record_point(*tasks[number])
-                done(len(outcomes), len(tasks))
+                progress(len(outcomes), len(tasks))
     except KeyboardInterrupt:
         if not outcomes:
             raise
     return outcomes
 
 
-def _choose_jobs(tasks: Sequence[Task], outcomes: dict[int, Outcome], done: Done) -> int:
+def _choose_jobs(tasks: Sequence[Task], outcomes: dict[int, Outcome], progress: Progress) -> int:
     """Record the first two points and choose the number of processes by the second: the first loads much of torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     seconds = 0.0
@@ -66,7 +66,7 @@ def _choose_jobs(tasks: Sequence[Task], outcomes: dict[int, Outcome], done: Done
         start = time.perf_counter()
         outcomes[number] = record_point(*tasks[number])
         seconds = time.perf_counter() - start
-        done(len(outcomes), len(tasks))
+        progress(len(outcomes), len(tasks))
     remaining = len(tasks) - len(outcomes)
     jobs = min(cores, remaining)
     if jobs < 2 or remaining * seconds * (1 - 1 / jobs) < STARTING:
@@ -79,6 +79,7 @@ def _choose_jobs(tasks: Sequence[Task], outcomes: dict[int, Outcome], done: Done
 
 
 def _check_picklable(task: Task) -> None:
+    """Raise InputError if a task cannot be sent to another process."""
     import cloudpickle
 
     try:
@@ -92,7 +93,8 @@ def _check_picklable(task: Task) -> None:
         ) from error
 
 
-def _run_in_processes(tasks: Sequence[Task], jobs: int, outcomes: dict[int, Outcome], done: Done) -> None:
+def _run_in_processes(tasks: Sequence[Task], jobs: int, outcomes: dict[int, Outcome], progress: Progress) -> None:
+    """Record the other tasks in worker processes, and add their outcomes; after Ctrl-C those that are done."""
     from loky import get_reusable_executor
 
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -111,7 +113,7 @@ def _run_in_processes(tasks: Sequence[Task], jobs: int, outcomes: dict[int, Outc
                 finished, pending = wait(pending, return_when=FIRST_COMPLETED)
             for future in finished:
                 outcomes[futures[future]] = future.result()
-                done(len(outcomes), len(tasks))
+                progress(len(outcomes), len(tasks))
     except BaseException:  # mostly Ctrl-C: collect what is done
         for future, number in futures.items():
             future.cancel()

@@ -113,7 +113,7 @@ def record_point(subject: Subject, target: Target, settings: str | None = None, 
     try:
         trace = record_for(subject.build(on_card=target.card is not None), target)
         if subject.changes:  # building first makes the original layers, which a model written that way would not
-            trace = of_steps(trace)
+            trace = without_build_temporaries(trace)
         explanation = explain_trace(trace, card=target.card, settings=settings)
     except MemplanError as error:
         return Outcome(error=error)
@@ -162,7 +162,7 @@ def _assumption_note(assumption: Assumption) -> str:
     return f"assumed: {assumption.text.split(':')[0]}{where}"
 
 
-def of_steps(trace: Trace) -> Trace:
+def without_build_temporaries(trace: Trace) -> Trace:
     """Return the trace with storages that are freed before the first step emptied, so that the peak is in a step."""
     start = trace.steps[0]
     storages = tuple(

@@ -38,6 +38,7 @@ def _is_among(value: Any, known: frozenset[Any]) -> bool:
 
 
 def _check_row(row: Mapping[str, Any], axes: Mapping[str, frozenset[Any]]) -> None:
+    """Raise Unreadable if a row lacks a key, has a value that its axis lacks, or bytes that do not add up."""
     status = read_part(str, row.get("status"), ".status")
     if status not in ("ok", "failed"):
         raise Unreadable(f"is {status!r:.40}, not ok or failed").within(".status")

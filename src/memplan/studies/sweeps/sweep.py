@@ -18,7 +18,7 @@ from memplan.studies.axes.ranges import values_of
 from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps.engine_changes import EngineChange, engine_changes_of
 from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
-from memplan.studies.sweeps.parallel import Done, Task, run
+from memplan.studies.sweeps.parallel import Progress, Task, record_points
 from memplan.studies.sweeps.points import Outcome
 from memplan.studies.sweeps.rows import KEYS, SIZES, check_rows
 from memplan.trace.naming.step_parts import Loss, Optimizer
@@ -103,7 +103,7 @@ class Sweep(Saved, Displayed):
             raise InputError(f"the axis {unknown[0]!r} of {self.title}", expected=", ".join(self.axes), do="Name one")
         matches = [
             point for position, point in enumerate(points, 1)
-            if number in (None, position) and all(_is(point.values[name], value) for name, value in values.items())
+            if number in (None, position) and all(_matches(point.values[name], value) for name, value in values.items())
         ]  # fmt: skip
         if len(matches) != 1:
             query = " and ".join(f"{name} {shown(value)}" for name, value in values.items())
@@ -146,7 +146,7 @@ def sweep(
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
     jobs: int | None = None,
-    progress: Done | None = None,
+    progress: Progress | None = None,
 ) -> Sweep:
     """Record a step at every point of some axes, and fit how its bytes grow along each of them.
 
@@ -176,24 +176,24 @@ def sweep(
         Sequential on h100: 3 points of batch; ...
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
-    subject = Subject(recordable(what), options)
+    subject = Subject(refuse_trace(what), options)
     target = choose_target(device_of(what) if device is None else device, assume, cudnn)
     chosen = [(axis_of(str(name), subject), values_of(values, str(name))) for name, values in dict(axes).items()]
-    return swept(subject, chosen, target, settings=settings, jobs=jobs, progress=progress)
+    return sweep_subject(subject, chosen, target, settings=settings, jobs=jobs, progress=progress)
 
 
-def swept(
+def sweep_subject(
     subject: Subject,
     axes: Sequence[tuple[Axis, tuple[Any, ...]]],
     target: Target,
     *,
     settings: str | None = None,
     jobs: int | None = None,
-    progress: Done | None = None,
+    progress: Progress | None = None,
     title: str = "",
 ) -> Sweep:
     """Sweep a subject over axes with their values; see `sweep`. ``title`` replaces that of the subject."""
-    _check(axes, jobs)
+    _check_arguments(axes, jobs)
     subject = without_data(subject)
     for axis, values in axes:
         for value in values:
@@ -207,7 +207,7 @@ def swept(
         for axis, _ in axes:
             changed = axis.at(changed, point[axis.name])
         tasks.append((changed, target, settings))
-    outcomes = run(tasks, jobs, progress or (lambda done, total: None))
+    outcomes = record_points(tasks, jobs, progress or (lambda done, total: None))
     numbers = sorted(outcomes)  # fewer than points after Ctrl-C
     rows = [_row(points[number], outcomes[number]) for number in numbers]
     errors = [outcomes[number].error for number in numbers]
@@ -221,8 +221,8 @@ def swept(
     )  # fmt: skip
 
 
-def recordable(what: Any) -> Any:
-    """Return ``what`` unchanged unless it is a Trace, which cannot be recorded with other values.
+def refuse_trace(what: Any) -> Any:
+    """Return ``what`` unless it is a Trace, which cannot be recorded again with other values.
 
     Raises:
         InputError: it is a Trace.
@@ -236,13 +236,14 @@ def recordable(what: Any) -> Any:
     return what
 
 
-def _check(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> None:
+def _check_arguments(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> None:
+    """Raise InputError if there is no axis, one twice or one named like a key of rows, or if ``jobs`` is no number."""
     if not axes:
         raise InputError("no axis to sweep over", expected="one at least, such as batch", do="Give its values")
     names = [axis.name for axis, _ in axes]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"the axis {twice} twice", expected="each axis once", do="Join its values")
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InputError(f"the axis {repeated} twice", expected="each axis once", do="Join its values")
     reserved_name = next((name for name in names if name in (*KEYS, *SIZES)), None)
     if reserved_name is not None:
         raise InputError(
@@ -262,6 +263,7 @@ def _row(point: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
 
 
 def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]]) -> MemplanError:
+    """Return the error of a sweep without a successful point: that of its first point."""
     assert error is not None, "each point failed"
     first = error.about(f"at {place_of_all(points[0])}")
     if len(points) == 1:
@@ -272,6 +274,6 @@ def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]])
     )  # fmt: skip
 
 
-def _is(value: Any, query: Any) -> bool:
+def _matches(value: Any, query: Any) -> bool:
     """Return whether a value of an axis is equal to ``query``, or its text is."""
     return (value == query and type(value) is type(query)) or shown(value) == str(query)

@@ -67,9 +67,9 @@ _NO_TRUNCATION = os.O_TRUNC | os.O_WRONLY | os.O_RDWR
 
 @dataclass(frozen=True)
 class Rule:
-    """A system call that does not happen, and what it answers instead: an error's number, 0 for success.
+    """A system call that is skipped and returns ``answer`` instead: an error's number, or 0 for success.
 
-    ``argument`` and ``values``: it happens after all unless the argument, masked, is (``but``: is not) one of these.
+    With ``argument`` it is skipped only if that argument, masked, is one of ``values`` (``but``: is none of them).
     """
 
     call: str
@@ -81,12 +81,12 @@ class Rule:
 
 
 def available() -> bool:
-    """Return whether the calls of this machine's processor are known."""
+    """Return whether the numbers of the system calls are known for this processor."""
     return platform.machine() in _CALLS
 
 
 def own_network() -> tuple[Rule, ...]:
-    """Return the rules for a process in namespaces: what a namespace does not separate."""
+    """Return the rules for a process in namespaces: for what namespaces do not isolate, such as kernel keys."""
     families = (int(socket.AF_UNIX), int(socket.AF_INET), int(socket.AF_INET6), 16)  # 16: netlink
     return (
         Rule("socket", errno.EAFNOSUPPORT, 0, families, but=True),
@@ -96,14 +96,14 @@ def own_network() -> tuple[Rule, ...]:
 
 
 def no_effects(*, signals: bool, truncates: bool) -> tuple[Rule, ...]:
-    """Return the rules for a process that Landlock alone holds: what Landlock does not know of.
+    """Return the rules for a process under Landlock alone: for what Landlock does not restrict.
 
-    Changes of mode, owner, times and attributes answer that they were made, as a copy's are of no consequence; so do
-    locks, which would have others wait.
+    Changes of mode, owner, times and attributes do nothing and report success, as do locks, for which other processes
+    would wait.
 
     Args:
         signals: whether signals to other processes have to be refused.
-        truncates: whether files have to be kept from being emptied, by a call that opens them for reading.
+        truncates: whether calls that empty a file have to be refused, also one that opens it for reading.
     """
     pretended = (
         "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes",
@@ -118,7 +118,7 @@ def no_effects(*, signals: bool, truncates: bool) -> tuple[Rule, ...]:
     rules += [Rule("socket", errno.ENETUNREACH), Rule("io_uring_setup", errno.ENOSYS)]
     rules.append(Rule("ioctl", errno.EPERM, 1, _CHANGES))
     rules += [Rule("flock", 0), Rule("fcntl", 0, 1, _LOCKS), Rule("fcntl", errno.EAGAIN, 1, (_LEASE,))]
-    # of processes: 0 is the one that asks; threads of its own ask by number, and it does not matter what they get
+    # process 0 is the caller itself; its other threads are addressed by number, and lose nothing if nothing changes
     rules.append(Rule("ioprio_set", 0))
     rules += [Rule(f"sched_set{what}", 0, 0, (0,), but=True) for what in ("param", "scheduler", "affinity", "attr")]
     rules.append(Rule("prlimit64", errno.EPERM, 0, (0, os.getpid()), but=True))
@@ -138,7 +138,7 @@ def no_effects(*, signals: bool, truncates: bool) -> tuple[Rule, ...]:
 
 
 def program_of(rules: tuple[Rule, ...]) -> bytes:
-    """Return the filter of some rules, for `kernel.filter_calls`."""
+    """Compile rules to a BPF program for `kernel.filter_calls`."""
     machine = platform.machine()
     numbers = _CALLS[machine] | _EVERYWHERE
     program = [
@@ -158,8 +158,10 @@ def program_of(rules: tuple[Rule, ...]) -> bytes:
 
 
 def _body(rule: Rule) -> list[tuple[int, int, int, int]]:
-    """Return what follows where the call is the rule's: its answer, in any case, or by an argument's lower half. Where
-    it is not answered, the next rule follows, which may be of the same call."""
+    """Return the instructions for a call of this rule: return the answer, if given only for some arguments.
+
+    For others they load the number of the call again and go on with the next rule, which may be of the same call.
+    """
     refuse = (_RETURN, 0, 0, _FAIL | rule.answer)
     if rule.argument is None:
         return [refuse]

@@ -45,7 +45,7 @@ def _check(result: int, what: str) -> int:
 
 
 def unshare(kinds: int) -> None:
-    """Move this process (its children, for processes' numbers) into new namespaces. Raises OSError."""
+    """Move this process into new namespaces; for a process namespace only its children. Raises OSError."""
     _check(_libc().unshare(kinds), "unshare")
 
 
@@ -56,7 +56,7 @@ def mount(source: str | None, target: str, kind: str | None = None, flags: int =
 
 
 def unmount(target: str) -> None:
-    """Take a mount away; whoever has a file open there goes on with it. Raises OSError."""
+    """Detach a mount; files that are open there stay usable. Raises OSError."""
     _check(_libc().umount2(os.fsencode(target), _DETACH), f"umount {target}")
 
 
@@ -70,7 +70,7 @@ def make_read_only(target: str) -> None:
 
 
 def enter_root(folder: str) -> None:
-    """Make a mount the root of this mount namespace and let go of the old root. Raises OSError."""
+    """Make a mount the root of this mount namespace, and unmount the old root. Raises OSError."""
     os.chdir(folder)
     number = _PIVOT_ROOT.get(platform.machine())
     if number is None:
@@ -86,7 +86,7 @@ def _prctl(option: int, *arguments: int) -> int:
 
 
 def die_with_parent(signal: int) -> None:
-    """Have this process sent a signal as soon as the thread that started it is no more."""
+    """Let the kernel send this process a signal when the thread that started it ends."""
     _check(_prctl(_PARENT_DEATH_SIGNAL, signal), "prctl")
 
 
@@ -96,28 +96,30 @@ def adopt_orphans() -> None:
 
 
 def hide() -> None:
-    """Close what ``/proc`` shows of this process, and its memory, to processes with fewer capabilities."""
+    """Hide this process's memory and its files in ``/proc`` from processes with fewer capabilities."""
     _check(_prctl(_DUMPABLE, 0), "prctl")
 
 
 def gain_nothing() -> None:
-    """Let this process, and what it starts, gain no privileges by programs that it runs. Raises OSError."""
+    """Set no_new_privs: neither this process nor its children gain privileges by running a program. Raises OSError."""
     _check(_prctl(_NO_NEW_PRIVILEGES, 1), "prctl")
 
 
 def drop_capabilities() -> None:
-    """Give up what root may do beyond its files, for good. Raises OSError."""
+    """Give up, for good, all capabilities but those over own files and processes. Raises OSError."""
     for number in range(_CAPABILITIES):
         if number not in _KEPT_CAPABILITIES:
             _prctl(_DROP_BOUNDING, number)  # fails for numbers that this kernel does not have, and without root
     _prctl(_AMBIENT, _AMBIENT_CLEAR)
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
-    held = ctypes.create_string_buffer(24)
-    _check(_libc().capget(header, held), "capget")
-    sets = struct.unpack("=6I", held.raw)  # effective, permitted and inheritable of the lower half, then of the upper
-    kept = sum(1 << number for number in _KEPT_CAPABILITIES)
-    left = [number & kept for number in sets[:3]] + [0, 0, 0]
-    _check(_libc().capset(header, struct.pack("=6I", *left)), "capset")
+    current = ctypes.create_string_buffer(24)
+    _check(_libc().capget(header, current), "capget")
+    sets = struct.unpack(
+        "=6I", current.raw
+    )  # effective, permitted and inheritable of the lower half, then of the upper
+    mask = sum(1 << number for number in _KEPT_CAPABILITIES)
+    reduced = [number & mask for number in sets[:3]] + [0, 0, 0]
+    _check(_libc().capset(header, struct.pack("=6I", *reduced)), "capset")
 
 
 class _Program(ctypes.Structure):
@@ -125,10 +127,10 @@ class _Program(ctypes.Structure):
 
 
 def filter_calls(program: bytes) -> None:
-    """Add a seccomp filter, of instructions of 8 bytes, to this thread and what it starts. Raises OSError."""
-    given = _Program(len(program) // 8, program)
+    """Add a seccomp filter, a BPF program, to this thread and its children. Raises OSError."""
+    filter_program = _Program(len(program) // 8, program)
     result = _libc().prctl(
-        _SECCOMP, ctypes.c_ulong(_SECCOMP_FILTER), ctypes.byref(given), ctypes.c_ulong(0), ctypes.c_ulong(0)
+        _SECCOMP, ctypes.c_ulong(_SECCOMP_FILTER), ctypes.byref(filter_program), ctypes.c_ulong(0), ctypes.c_ulong(0)
     )
     _check(result, "seccomp")
 
@@ -143,7 +145,7 @@ def landlock_version() -> int:
 
 
 def landlock(rights: int, scopes: int, allowed: Iterable[tuple[str, int]]) -> None:
-    """Give up rights to files for good, except below some paths.
+    """Restrict this process by Landlock: give up rights to files for good, except below some paths.
 
     Args:
         rights: to give up, as bits of ``LANDLOCK_ACCESS_FS``.

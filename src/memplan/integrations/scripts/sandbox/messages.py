@@ -12,13 +12,13 @@ MARK = b"memplan: a checkpoint of tensors without values "
 NEXT = b"n"
 """What a script's process sends at the end of a run; the answer is the run's changes, as a line of JSON."""
 TRACEBACK = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
-"""At which a script's process writes where it stands."""
+"""Signal on which a script's process writes its traceback."""
 SCRATCH = "scratch folder"
 """Name, among the reasons for which nothing was started, of the folder for what a script writes."""
 LISTED = 10_000
 """Changes that are listed at most."""
 Protection = Literal["namespaces", "landlock", "none"]
-"""What holds a script: namespaces with an overlay; Landlock and seccomp alone; nothing, as was asked for."""
+"""Protection of the real files: namespaces with an overlay; Landlock and seccomp alone; none, on request."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Changes:
 
 @dataclass(frozen=True)
 class Job:
-    """What a supervisor is asked to do.
+    """A script to be run by a supervisor.
 
     Args:
-        command: the script's process; what it needs to know of its protection is added as a last argument.
+        command: of the script's process; a `Setting` as JSON is added as its last argument.
         protections: to try, in this order.
         own_network: whether it is cut off from the network.
         commit: whether what it writes is written to the real files at the end of each run, but for checkpoints.

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from memplan.integrations.scripts.sandbox import call_filter, kernel
 from memplan.integrations.scripts.sandbox.devices import device_names
-from memplan.integrations.scripts.sandbox.overlay import Tree, cloned, folders_above, mount_points
+from memplan.integrations.scripts.sandbox.overlay import Tree, clone_mounts, folders_above, mount_points
 
 _ALL = kernel.NEW_USER | kernel.NEW_MOUNTS | kernel.NEW_PID | kernel.NEW_IPC | kernel.NEW_UTS
 _EVERY_NUMBER = "0 0 4294967295"
@@ -30,7 +30,7 @@ _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # netdevice(7)
 
 
 @dataclass(frozen=True)
-class Inside:
+class SandboxedProgram:
     """What a process in the namespaces needs.
 
     Args:
@@ -46,33 +46,33 @@ class Inside:
     follow: Callable[[int, Tree], None]
 
 
-def start(inside: Inside, failures: int) -> int:
-    """Start the processes and return the number of the first.
+def start(sandbox: SandboxedProgram, failures: int) -> int:
+    """Start the processes and return the number of the first, which ends with the others.
 
     Args:
-        inside: what runs there.
-        failures: a pipe that is written to, if something fails before the script has started, and is closed then.
+        sandbox: what runs there.
+        failures: a pipe to which an error before the script's start is written; it is closed when the script starts.
     """
-    ready, told = os.pipe()
+    ready, unshared = os.pipe()
     mapped, go = os.pipe()
     first = os.fork()
     if not first:
         os.close(ready)
         os.close(go)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # number 1 of a namespace can be sent signals from inside
-        _guarded(failures, lambda: _enter(inside, told, mapped, failures))
-    os.close(told)
+        _run_and_exit(failures, lambda: _enter_namespaces(sandbox, unshared, mapped, failures))
+    os.close(unshared)
     os.close(mapped)
     if os.read(ready, 1):
-        _map_numbers(first)
+        _map_users(first)
         os.write(go, b"1")
     os.close(ready)
     os.close(go)
     return first
 
 
-def _guarded(failures: int, run: Callable[[], None]) -> NoReturn:
-    """Run something in a forked process, and end it; a failure is written to a pipe."""
+def _run_and_exit(failures: int, run: Callable[[], None]) -> NoReturn:
+    """Run a function in a forked process and end the process; its error is written to the pipe ``failures``."""
     try:
         run()
     except BaseException as error:
@@ -81,8 +81,8 @@ def _guarded(failures: int, run: Callable[[], None]) -> NoReturn:
     os._exit(0)
 
 
-def _map_numbers(process: int) -> None:
-    """Give the users and groups of a user namespace their numbers: all of them as root, else this user's own."""
+def _map_users(process: int) -> None:
+    """Map users and groups into the user namespace of a process: all of them for root, else this user alone."""
     for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
         try:
             _write(f"/proc/{process}/{name}", _EVERY_NUMBER)
@@ -100,23 +100,27 @@ def _write(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-def _enter(inside: Inside, told: int, mapped: int, failures: int) -> None:
+def _enter_namespaces(sandbox: SandboxedProgram, unshared: int, mapped: int, failures: int) -> None:
+    """First process: enter the namespaces, have the users mapped from outside, start the second and wait for it."""
     kernel.die_with_parent(signal.SIGKILL)
-    clones = _clone(f"{inside.scratch}/clones")
-    kernel.unshare(_ALL | (kernel.NEW_NET if inside.own_network else 0))
-    os.write(told, b"1")
-    os.close(told)
+    clones = _clone_folders(f"{sandbox.scratch}/clones")
+    kernel.unshare(_ALL | (kernel.NEW_NET if sandbox.own_network else 0))
+    os.write(unshared, b"1")
+    os.close(unshared)
     if not os.read(mapped, 1):
         raise OSError("numbers of users cannot be mapped")
     second = os.fork()
     if not second:
-        _guarded(failures, lambda: _lay(inside, clones, failures))
+        _run_and_exit(failures, lambda: _run_second_process(sandbox, clones, failures))
     os.close(failures)
     os.waitpid(second, 0)
 
 
-def _clone(scratch: str) -> dict[str, str]:
-    """Return clones of the folders with mounts below them, for root: before the mounts are locked together in here."""
+def _clone_folders(scratch: str) -> dict[str, str]:
+    """Return clones of the folders with mounts below them; {} if not root.
+
+    This has to come before a user namespace is entered, which locks its mounts together.
+    """
     try:
         kernel.unshare(kernel.NEW_MOUNTS)
         kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
@@ -125,43 +129,44 @@ def _clone(scratch: str) -> dict[str, str]:
     os.mkdir(scratch)
     mounts = mount_points() | {scratch}
     kernel.mount("tmpfs", scratch, "tmpfs", kernel.NO_SUID)
-    clones = cloned(mounts, scratch)
+    clones = clone_mounts(mounts, scratch)
     if {*folders_above(scratch)} - {*clones} == {"/"}:
         return clones
-    kernel.unmount(scratch)  # a mount itself, below which others cannot have an overlay
+    kernel.unmount(scratch)  # it lies below a mount, which then could have no overlay
     return {}
 
 
-def _lay(inside: Inside, clones: Mapping[str, str], failures: int) -> None:
-    """Lay the overlays, start the script, follow it. All processes of the namespace end with this one."""
+def _run_second_process(sandbox: SandboxedProgram, clones: Mapping[str, str], failures: int) -> None:
+    """Second process, number 1 in the namespace, whose end ends all: mount the view, start and follow the script."""
     kernel.die_with_parent(signal.SIGKILL)
     kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
-    mounts = {path for path in mount_points() if not path.startswith(inside.scratch)}
-    root = os.path.join(inside.scratch, "view")
+    mounts = {path for path in mount_points() if not path.startswith(sandbox.scratch)}
+    root = os.path.join(sandbox.scratch, "view")
     os.mkdir(root)
     kernel.mount("tmpfs", root, "tmpfs", kernel.NO_SUID, "mode=755,size=64m")
     kernel.mount(None, root, flags=kernel.SHARED)
-    tree = Tree(root, inside.scratch)
+    tree = Tree(root, sandbox.scratch)
     tree.build(mounts, clones)
-    _make_devices(f"{root}/dev")
-    _show_processes(f"{root}/proc")
+    _mount_devices(f"{root}/dev")
+    _mount_proc(f"{root}/proc")
     kernel.mount("/sys", f"{root}/sys", flags=kernel.BIND | kernel.RECURSIVE)
     kernel.make_read_only(f"{root}/sys")
-    # else a script could put a link in the place of a folder below which something is mounted anew
+    # else a script could replace a folder by a link, and the next run's mounts would follow that
     kernel.mount(None, root, flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SUID)
-    _write("/proc/sys/user/max_user_namespaces", "0")  # in which a script would have root's rights again
-    if inside.own_network:
+    _write("/proc/sys/user/max_user_namespaces", "0")  # in a new one, a script would have root's rights again
+    if sandbox.own_network:
         _bring_up_loopback()
-    _count_processes_from_high_up()
+    _start_with_high_process_numbers()
     kernel.hide()
     third = os.fork()
     if not third:
-        _guarded(failures, lambda: _become(inside, root))
+        _run_and_exit(failures, lambda: _become_script(sandbox, root))
     os.close(failures)
-    inside.follow(third, tree)
+    sandbox.follow(third, tree)
 
 
-def _make_devices(folder: str) -> None:
+def _mount_devices(folder: str) -> None:
+    """Bind the permitted devices into the view's /dev, with terminals of its own and the usual links."""
     for name in device_names():
         if os.path.isdir(f"/dev/{name}"):
             os.mkdir(f"{folder}/{name}")
@@ -174,7 +179,7 @@ def _make_devices(folder: str) -> None:
         os.symlink(target, f"{folder}/{name}")
 
 
-def _show_processes(folder: str) -> None:
+def _mount_proc(folder: str) -> None:
     kernel.mount("proc", folder, "proc")
     for path in (f"{folder}/{name}" for name in _SETTINGS):
         if os.path.exists(path):
@@ -182,13 +187,13 @@ def _show_processes(folder: str) -> None:
             kernel.make_read_only(path)
 
 
-def _count_processes_from_high_up() -> None:
-    """Let no number of a process in here be that of one outside: who reads it in the output may send it a signal."""
+def _start_with_high_process_numbers() -> None:
+    """Avoid process numbers that also exist outside: a user could read one in the output and send a signal to it."""
     try:
         with open("/proc/sys/kernel/pid_max", encoding="ascii") as file:
-            most = int(file.read())
-        _write("/proc/sys/kernel/ns_last_pid", str(most - most // 4))
-    except OSError:  # a kernel without checkpoints: numbers begin at 2
+            highest = int(file.read())
+        _write("/proc/sys/kernel/ns_last_pid", str(highest - highest // 4))
+    except OSError:  # a kernel without this setting: numbers begin at 2
         pass
 
 
@@ -199,14 +204,15 @@ def _bring_up_loopback() -> None:
         fcntl.ioctl(plug, _SET_FLAGS, name + struct.pack("H22x", flags | _UP))
 
 
-def _become(inside: Inside, root: str) -> None:
+def _become_script(sandbox: SandboxedProgram, root: str) -> None:
+    """Third process: make the view its root, give up privileges, and run the script."""
     folder = os.getcwd()
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount(None, "/", flags=kernel.SLAVE | kernel.RECURSIVE)
     kernel.enter_root(root)
     kernel.drop_capabilities()
     kernel.gain_nothing()
-    if inside.own_network and call_filter.available():
+    if sandbox.own_network and call_filter.available():
         kernel.filter_calls(call_filter.program_of(call_filter.own_network()))
     os.chdir(folder)
-    inside.program()
+    sandbox.program()

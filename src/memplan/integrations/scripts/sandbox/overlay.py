@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class _Part:
+class _OverlaidFolder:
     """A folder with an overlay of its own."""
 
     path: str
@@ -58,7 +58,7 @@ class Tree:
 
     root: str
     scratch: str
-    _parts: list[_Part] = field(default_factory=list[_Part])
+    _overlaid_folders: list[_OverlaidFolder] = field(default_factory=list[_OverlaidFolder])
     """A folder comes before those mounted below it."""
     _in_memory: bool = False
     """Whether what is written lies in memory."""
@@ -73,37 +73,37 @@ class Tree:
 
         Args:
             mounts: paths of all others.
-            clones: of folders with mounts below them, as `cloned` has them.
+            clones: of folders with mounts below them, as `clone_mounts` has them.
         """
-        folders, files = self._copy("/", self.root, most=0)
+        folders, files = self._copy_entries("/", self.root, size_limit=0)
         for path in files:
-            self._show_read_only(path)
+            self._bind_read_only(path)
         for path in folders:
             if path not in _OWN:
-                self._plan(path, mounts, clones)
+                self._plan_overlays(path, mounts, clones)
         os.makedirs(f"{self.root}{_SHARED_MEMORY}", mode=0o1777, exist_ok=True)
         if os.path.isdir(_SHARED_MEMORY):
-            self._parts.append(_Part(_SHARED_MEMORY, _SHARED_MEMORY))
+            self._overlaid_folders.append(_OverlaidFolder(_SHARED_MEMORY, _SHARED_MEMORY))
         self._mount()
 
-    def _plan(self, folder: str, mounts: set[str], clones: Mapping[str, str]) -> None:
-        """Plan the overlays over a folder and over what is mounted below it."""
-        part = _Part(folder, folder)
-        self._parts.append(part)
+    def _plan_overlays(self, folder: str, mounts: set[str], clones: Mapping[str, str]) -> None:
+        """Plan an overlay on a folder, and on each mount below it, which needs one of its own."""
+        covered = _OverlaidFolder(folder, folder)
+        self._overlaid_folders.append(covered)
         folders = list[str]()
         if folder in clones:
-            part.lower = clones[folder]
-            for path in _next_below(folder, mounts):
-                (folders if os.path.isdir(path) else part.files).append(path)
-        elif _next_below(folder, mounts) and os.access(folder, os.R_OK | os.X_OK):
-            part.lower = f"{self.scratch}/folders/{len(self._parts)}"
-            os.makedirs(part.lower)
-            folders, part.files = self._copy(folder, part.lower, most=_SMALL)
+            covered.lower = clones[folder]
+            for path in _outermost_below(folder, mounts):
+                (folders if os.path.isdir(path) else covered.files).append(path)
+        elif _outermost_below(folder, mounts) and os.access(folder, os.R_OK | os.X_OK):
+            covered.lower = f"{self.scratch}/folders/{len(self._overlaid_folders)}"
+            os.makedirs(covered.lower)
+            folders, covered.files = self._copy_entries(folder, covered.lower, size_limit=_SMALL)
         for path in folders:
-            self._plan(path, mounts, clones)
+            self._plan_overlays(path, mounts, clones)
 
-    def _copy(self, folder: str, copy: str, *, most: int) -> tuple[list[str], list[str]]:
-        """Copy what is in a folder: links, files of up to ``most`` bytes, and all others empty.
+    def _copy_entries(self, folder: str, copy: str, *, size_limit: int) -> tuple[list[str], list[str]]:
+        """Copy a folder's entries: links, files of up to ``size_limit`` bytes, and all others empty.
 
         Returns:
             Its folders, and those of its files that have been left empty.
@@ -113,7 +113,7 @@ class Tree:
             path, inside = os.path.join(folder, name), os.path.join(copy, name)
             try:
                 status = os.lstat(path)
-            except OSError:  # gone since, or a file system that does not answer
+            except OSError:  # removed meanwhile, or a file system that does not answer
                 continue
             if stat.S_ISLNK(status.st_mode):
                 os.symlink(os.readlink(path), inside)
@@ -124,7 +124,7 @@ class Tree:
             elif stat.S_ISREG(status.st_mode):
                 os.close(os.open(inside, os.O_CREAT | os.O_WRONLY, 0o600))
                 try:
-                    if status.st_size > most:
+                    if status.st_size > size_limit:
                         raise OSError("too large")
                     os.chown(inside, status.st_uid, status.st_gid)
                     shutil.copy2(path, inside)
@@ -132,78 +132,86 @@ class Tree:
                     files.append(path)
         return folders, files
 
-    def _show_read_only(self, path: str) -> None:
-        """Bind a file, or a folder with all below it; read-only before it reaches the script's namespace. Raises
-        OSError."""
+    def _bind_read_only(self, path: str) -> None:
+        """Mount a file or folder read-only into the view, from a staging mount, so that it is never writable there.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
         if os.path.isdir(path):
-            between, flags = f"{self.scratch}/folder", kernel.BIND | kernel.RECURSIVE
-            os.makedirs(between, exist_ok=True)
+            staging, flags = f"{self.scratch}/folder", kernel.BIND | kernel.RECURSIVE
+            os.makedirs(staging, exist_ok=True)
         else:
-            between, flags = f"{self.scratch}/file", kernel.BIND
-            os.close(os.open(between, os.O_CREAT | os.O_WRONLY, 0o600))
-        kernel.mount(path, between, flags=flags)
+            staging, flags = f"{self.scratch}/file", kernel.BIND
+            os.close(os.open(staging, os.O_CREAT | os.O_WRONLY, 0o600))
+        kernel.mount(path, staging, flags=flags)
         try:
-            kernel.make_read_only(between)
-            kernel.mount(between, f"{self.root}{path}", flags=kernel.MOVE)
+            kernel.make_read_only(staging)
+            kernel.mount(staging, f"{self.root}{path}", flags=kernel.MOVE)
         except OSError:
-            kernel.unmount(between)
+            kernel.unmount(staging)
             raise
 
     def _mount(self) -> None:
-        """Mount a fresh overlay on each folder. Raises OSError where the working folder cannot have one."""
-        self._runs += 1
-        here = os.getcwd()
-        for number, part in enumerate(self._parts):
-            if not os.path.isdir(part.path):  # gone since
-                continue
-            part.mounted = part.overlaid = True
-            try:
-                self._overlay(number, part)
-            except OSError as error:
-                if _is_below(here, part.path):
-                    raise OSError(f"no overlay can be laid over {part.path} ({error})") from None
-                part.overlaid = False
-                try:  # of a file system that cannot lie below an overlay
-                    self._show_read_only(part.path)
-                except OSError:
-                    kernel.mount("tmpfs", f"{self.root}{part.path}", "tmpfs", kernel.READ_ONLY)
-            for path in part.files:
-                with suppress(OSError):  # gone since
-                    self._show_read_only(path)
+        """Mount a new overlay on each folder; a folder that cannot have one becomes read-only.
 
-    def _overlay(self, number: int, part: _Part) -> None:
+        Raises:
+            OSError: it is the working folder, or above it.
+        """
+        self._runs += 1
+        working_folder = os.getcwd()
+        for number, covered in enumerate(self._overlaid_folders):
+            if not os.path.isdir(covered.path):  # gone since
+                continue
+            covered.mounted = covered.overlaid = True
+            try:
+                self._overlay(number, covered)
+            except OSError as error:
+                if _is_in(working_folder, covered.path):
+                    raise OSError(f"no overlay can be laid over {covered.path} ({error})") from None
+                covered.overlaid = False
+                try:  # its file system cannot be the lower layer of an overlay
+                    self._bind_read_only(covered.path)
+                except OSError:
+                    kernel.mount("tmpfs", f"{self.root}{covered.path}", "tmpfs", kernel.READ_ONLY)
+            for path in covered.files:
+                with suppress(OSError):  # gone since
+                    self._bind_read_only(path)
+
+    def _overlay(self, number: int, covered: _OverlaidFolder) -> None:
+        """Mount an overlay on a folder; what is written goes to the disk, or to memory if the disk cannot hold it."""
         upper, work = f"{self._layer(number)}/upper", f"{self._layer(number)}/work"
-        status = os.stat(part.path)
-        options = f"lowerdir={_quoted(part.lower)},upperdir={_quoted(upper)},workdir={_quoted(work)},userxattr"
+        status = os.stat(covered.path)
+        options = f"lowerdir={_escape(covered.lower)},upperdir={_escape(upper)},workdir={_escape(work)},userxattr"
         while True:
             os.makedirs(upper)
             os.makedirs(work)
-            with suppress(OSError):  # of an owner that has no number here
+            with suppress(OSError):  # the owner is not mapped into this user namespace
                 os.chown(upper, status.st_uid, status.st_gid)
             os.chmod(upper, stat.S_IMODE(status.st_mode))
             try:
-                return kernel.mount("overlay", f"{self.root}{part.path}", "overlay", options=options)
+                return kernel.mount("overlay", f"{self.root}{covered.path}", "overlay", options=options)
             except OSError:
                 if self._in_memory or number:
                     raise
-            # the disk of the scratch folder may be an overlay itself, on which none can write: a container's
+            # the scratch folder may be on an overlay itself, as in a container: that cannot hold an upper layer
             self._in_memory = True
             kernel.mount("tmpfs", f"{self.scratch}/layers", "tmpfs", kernel.NO_SUID)
 
     def renew(self, *, keep: bool = False) -> None:
-        """Show the next run the real files again. Raises OSError.
+        """Discard the run's writes, so that the next run sees the real files again. Raises OSError.
 
         Args:
-            keep: whether `commit` is to write what the first run wrote. Else, and of all later runs, that is removed.
+            keep: whether to keep what the first run wrote, for `commit`; that of later runs is always removed.
         """
-        first = keep and not self._first_run
-        if first:
+        keeps_first_run = keep and not self._first_run
+        if keeps_first_run:
             self._first_run = tuple(self._layers())
-        for part in reversed(self._parts):
-            if part.mounted:
-                kernel.unmount(f"{self.root}{part.path}")
-                part.mounted = part.overlaid = False
-        if not first:
+        for covered in reversed(self._overlaid_folders):
+            if covered.mounted:
+                kernel.unmount(f"{self.root}{covered.path}")
+                covered.mounted = covered.overlaid = False
+        if not keeps_first_run:
             remove_tree(f"{self.scratch}/layers/{self._runs}")
         self._mount()
 
@@ -211,20 +219,20 @@ class Tree:
         return f"{self.scratch}/layers/{self._runs}/{number}"
 
     def _layers(self) -> Iterator[tuple[str, str]]:
-        """Yield each covered folder with the folder of what was written below it."""
-        for number, part in enumerate(self._parts):
-            if part.overlaid:
-                yield part.path, f"{self._layer(number)}/upper"
+        """Yield each overlaid folder with its upper layer: the folder of what the run has written below it."""
+        for number, covered in enumerate(self._overlaid_folders):
+            if covered.overlaid:
+                yield covered.path, f"{self._layer(number)}/upper"
 
     def changes(self, *, commits: bool = False) -> Changes:
         """Return what the script wrote, removed or changed, in the order of paths.
 
-        ``commits``: a file that `commit` leaves as it was counts as a checkpoint.
+        ``commits``: a file that `commit` would not replace counts as a checkpoint.
         """
-        found = _Found()
+        changes = _ChangeList()
         for path, upper in self._layers():
-            _collect(path, upper, found, commits=commits)
-        return Changes(tuple(sorted(found.rows, key=lambda change: change.path)), found.more)
+            _collect(path, upper, changes, commits=commits)
+        return Changes(tuple(sorted(changes.rows, key=lambda change: change.path)), changes.more)
 
     def commit(self) -> None:
         """Write what the first run of the script wrote to the real files.
@@ -236,13 +244,13 @@ class Tree:
             folders = [(path, upper)]
             while folders:
                 folder, copies = folders.pop()
-                for name in self._tried(folder, lambda copies=copies: sorted(os.listdir(copies))) or ():
+                for name in self._try(folder, lambda copies=copies: sorted(os.listdir(copies))) or ():
                     inner, copy = os.path.join(folder, name), os.path.join(copies, name)
-                    if self._tried(inner, lambda inner=inner, copy=copy: _commit(inner, copy)):
+                    if self._try(inner, lambda inner=inner, copy=copy: _commit(inner, copy)):
                         folders.append((inner, copy))
 
-    def _tried(self, path: str, act: Callable[[], _T]) -> _T | None:
-        """Do something for a path; if it fails, note why."""
+    def _try(self, path: str, act: Callable[[], _T]) -> _T | None:
+        """Call ``act`` and return its result; on an OSError note the path as unwritten and return None."""
         try:
             return act()
         except OSError as error:
@@ -254,22 +262,22 @@ def mount_points() -> set[str]:
     """Return the paths at which something is mounted in this namespace."""
     with open("/proc/self/mountinfo", "rb") as file:
         rows = [line.split(b" ")[4] for line in file]
-    return {os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), row)) for row in rows}
+    return {os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), row)) for row in rows}
 
 
-def cloned(mounts: set[str], scratch: str) -> dict[str, str]:
-    """Clone the mounts of folders that have others below them, without those.
+def clone_mounts(mounts: set[str], scratch: str) -> dict[str, str]:
+    """Clone the mount of each folder that has others below it, without those.
 
     Args:
         mounts: paths of all mounts.
         scratch: a folder for the clones.
 
     Returns:
-        Each folder -> its clone, where there may be one: all of root's, but for file systems that let nobody in.
+        {folder: its clone}; without folders that cannot be cloned.
     """
     clones = dict[str, str]()
     for number, path in enumerate(sorted({path for mount in mounts for path in folders_above(mount)} - {"/"})):
-        if not _is_below(path, *_OWN):
+        if not _is_in(path, *_OWN):
             clone = f"{scratch}/{number}"
             os.mkdir(clone)
             with suppress(OSError):
@@ -283,24 +291,24 @@ def folders_above(path: str) -> list[str]:
     return [] if path == "/" else [os.path.dirname(path), *folders_above(os.path.dirname(path))]
 
 
-def _is_below(path: str, *folders: str) -> bool:
-    """Return whether a path is one of some folders, or below."""
+def _is_in(path: str, *folders: str) -> bool:
+    """Return whether a path is one of these folders, or below one."""
     return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
-def _next_below(folder: str, mounts: set[str]) -> list[str]:
-    """Return the mounts below a folder that are not below others there."""
-    below = [mount for mount in mounts if mount != folder and _is_below(mount, folder)]
-    return sorted(mount for mount in below if not any(_is_below(above, *below) for above in folders_above(mount)))
+def _outermost_below(folder: str, mounts: set[str]) -> list[str]:
+    """Return the mounts below a folder that are not below another one of these."""
+    below = [mount for mount in mounts if mount != folder and _is_in(mount, folder)]
+    return sorted(mount for mount in below if not any(_is_in(above, *below) for above in folders_above(mount)))
 
 
-def _quoted(path: str) -> str:
+def _escape(path: str) -> str:
     return path.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:")
 
 
 @dataclass
-class _Found:
-    """Changes, and how many more there are than are listed."""
+class _ChangeList:
+    """Changes, of which the first `LISTED` are stored and the others counted."""
 
     rows: list[Change] = field(default_factory=list[Change])
     more: int = 0
@@ -312,64 +320,71 @@ class _Found:
             self.more += 1
 
 
-def _collect(folder: str, upper: str, found: _Found, *, commits: bool) -> None:
-    """Add the changes below a folder: those of outer folders first."""
+def _collect(folder: str, upper: str, changes: _ChangeList, *, commits: bool) -> None:
+    """Add the changes in the upper layer of a folder, breadth first."""
     folders = deque([(folder, upper, False)])
     while folders:
         path, upper, new = folders.popleft()
         try:
             entries = sorted(os.scandir(upper), key=lambda entry: entry.name)
-        except OSError:  # its path is longer than paths can be
-            found.more += 1
+        except OSError:  # its path exceeds the system's limit
+            changes.more += 1
             continue
         for entry in entries:
-            _collect_entry(os.path.join(path, entry.name), entry, found, folders, new=new, commits=commits)
+            _collect_entry(os.path.join(path, entry.name), entry, changes, folders, new=new, commits=commits)
 
 
 def _collect_entry(
     path: str,
     entry: os.DirEntry[str],
-    found: _Found,
+    changes: _ChangeList,
     folders: deque[tuple[str, str, bool]],
     *,
     new: bool,
     commits: bool,
 ) -> None:
-    """Add the change of a path. ``new``: the script made the folder, so that there was nothing in it.
+    """Add the change that an entry of an upper layer stands for, and queue folders.
 
-    Adds to ``folders`` where to look next: paths, with their copies, and whether they are new.
+    Args:
+        path: the real path.
+        entry: of the upper layer.
+        changes: to add to.
+        folders: queue of (path, upper layer, whether the script created the folder).
+        new: whether the script created the folder of this entry, so that nothing was there before.
+        commits: as for `Tree.changes`.
     """
     status, before = _lstat(entry.path), None if new else _lstat(path)
     if status is None:
-        found.more += 1
-    elif stat.S_ISCHR(status.st_mode):  # how an overlay notes that a file is gone
-        found.add(lambda: Change(path, "removed"))
+        changes.more += 1
+    elif stat.S_ISCHR(status.st_mode):  # a whiteout: how an overlay stores a removal
+        changes.add(lambda: Change(path, "removed"))
     elif not stat.S_ISDIR(status.st_mode):
-        found.add(lambda: _file_change(path, entry.path, status, before, commits=commits))
+        changes.add(lambda: _file_change(path, entry.path, status, before, commits=commits))
     elif before is None or not stat.S_ISDIR(before.st_mode) or _is_opaque(entry.path):
         if before is not None and _is_opaque(entry.path):
-            found.add(lambda: Change(path + "/", "removed"))
-        found.add(lambda: Change(path + "/", "file"))
+            changes.add(lambda: Change(path + "/", "removed"))
+        changes.add(lambda: Change(path + "/", "file"))
         folders.append((path, entry.path, True))
     else:
         if _owner_and_mode(before) != _owner_and_mode(status) or not os.listdir(entry.path):
-            found.add(lambda: Change(path + "/", "changed"))
+            changes.add(lambda: Change(path + "/", "changed"))
         folders.append((path, entry.path, False))
 
 
 def _file_change(
     path: str, copy: str, status: os.stat_result, before: os.stat_result | None, *, commits: bool
 ) -> Change:
-    regular = before is not None and stat.S_ISREG(before.st_mode)
-    same = before is not None and regular and status.st_size == before.st_size
-    if same and status.st_size <= _SMALL and _read(path) == _read(copy):
+    """Return the change of a file: only metadata, its content, or a checkpoint that is not to be written."""
+    was_regular = before is not None and stat.S_ISREG(before.st_mode)
+    same_size = before is not None and was_regular and status.st_size == before.st_size
+    if same_size and status.st_size <= _SMALL and _read(path) == _read(copy):
         return Change(path, "changed")
-    stays = commits and regular and not _is_text(copy)
-    return Change(path, "checkpoint" if stays or _is_marked(copy) else "file")
+    is_kept = commits and was_regular and not _is_text(copy)
+    return Change(path, "checkpoint" if is_kept or _is_marked(copy) else "file")
 
 
 def _is_text(path: str) -> bool:
-    """Return whether a file holds text, and not too much of it."""
+    """Return whether a file is UTF-8 text of limited length."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode) or not 0 < status.st_size <= _LONGEST_TEXT:
         return False
@@ -386,15 +401,15 @@ def _is_marked(path: str) -> bool:
     except OSError:
         return False
     starts = {0, max(size - _SMALL, 0)} if size > 2 * _SMALL else set(range(0, size + 1, _SMALL // 2))
-    return any(MARK in _part(path, start, _SMALL) for start in sorted(starts))
+    return any(MARK in _read_part(path, start, _SMALL) for start in sorted(starts))
 
 
 def _read(path: str) -> bytes:
-    return _part(path, 0, _LONGEST_TEXT)
+    return _read_part(path, 0, _LONGEST_TEXT)
 
 
-def _part(path: str, start: int, length: int) -> bytes:
-    """Return a part of a file; nothing of links and pipes, which a script can put in a file's place meanwhile."""
+def _read_part(path: str, start: int, length: int) -> bytes:
+    """Return a part of a regular file; b"" for links and pipes, by which a script may have replaced it meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -425,42 +440,43 @@ def _is_opaque(path: str) -> bool:
 
 
 def _commit(path: str, copy: str) -> bool:
-    """Write a link, a file or a folder of the script's where it belongs. Return whether there is more to write in it.
+    """Write a link, file or folder of the script to its real path. Return whether it is a folder, to be descended into.
 
-    Raises OSError, also where a thing of another kind is in its way: that stays.
+    Raises OSError, also if an entry of another kind is there, which stays.
     """
     kind, before = os.lstat(copy).st_mode, _lstat(path)
     if stat.S_ISLNK(kind):
         if before is None:
             os.symlink(os.readlink(copy), path)
         elif not stat.S_ISLNK(before.st_mode) or os.readlink(path) != os.readlink(copy):
-            raise _in_the_way(before)
+            raise _conflict(before)
     elif stat.S_ISDIR(kind):
         if before is None:
             os.mkdir(path)
             with suppress(OSError):
                 shutil.copystat(copy, path)
         elif not stat.S_ISDIR(before.st_mode):
-            raise _in_the_way(before)
+            raise _conflict(before)
         return True
     elif stat.S_ISREG(kind) and not _is_marked(copy):
         if before is None:
             _write_new(path, copy)
         elif not stat.S_ISREG(before.st_mode):
-            raise _in_the_way(before)
+            raise _conflict(before)
         elif _is_text(copy):
             _replace_text(path, _read(copy))
     return False
 
 
-def _in_the_way(status: os.stat_result) -> OSError:
+def _conflict(status: os.stat_result) -> OSError:
     kind = "folder" if stat.S_ISDIR(status.st_mode) else "link" if stat.S_ISLNK(status.st_mode) else "file"
     return OSError(f"there is a {kind} in its place, which stays")
 
 
 def _write_new(path: str, copy: str) -> None:
+    """Copy a file to a path that does not exist; if the disk is full, nothing is left of it."""
     room = os.statvfs(os.path.dirname(path))
-    if os.stat(copy).st_size > room.f_bavail * room.f_frsize:  # its holes would be written as zeros
+    if os.stat(copy).st_size > room.f_bavail * room.f_frsize:  # checked before, as holes of a sparse file become zeros
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with open(path, "xb") as file, open(copy, "rb") as source:
         try:
@@ -474,11 +490,11 @@ def _write_new(path: str, copy: str) -> None:
 
 
 def _replace_text(path: str, text: bytes) -> None:
-    """Replace what a file holds, in place: it keeps its owner, and its other names."""
+    """Replace a file's content in place, so that it keeps its owner and its hard links."""
     with open(path, "r+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            os.posix_fallocate(file.fileno(), 0, len(text))  # there is room for all of it, or for nothing
+            os.posix_fallocate(file.fileno(), 0, len(text))  # reserve room for all of it, or fail before writing
         except OSError:
             file.truncate(size)
             raise
@@ -488,6 +504,6 @@ def _replace_text(path: str, text: bytes) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder or a file, however deep, and whatever its mode: an overlay's work folder lets nobody in."""
+    """Remove a folder or file of any depth and mode: an overlay's work folder has no permissions at all."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         subprocess.run([*command, "--", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import os
 
-_MOST = 20 << 30
+_LIMIT = 20 << 30
 """Bytes."""
 
 
 class Room:
-    """Half of what is free on a folder's file system, and at most 20 GiB.
+    """A limit on the bytes in a folder: half of its file system's free space, at most 20 GiB.
 
-    Free space is cheap to look at, and others use it up, too: only where it shrinks by that much is it counted what
-    lies in the folder.
+    The free space is cheap to read, but other processes use it too. So the files are counted only after it has shrunk
+    by the limit.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._before = _free(folder)
-        self.most = min(self._before // 2, _MOST)
+        self.most = min(self._before // 2, _LIMIT)
         """Bytes."""
         self._next_count = self.most
 
     def is_used_up(self) -> bool:
-        """Return whether the folder's files take more than that, or most of it where others write as well."""
+        """Return whether the file system has shrunk by the limit, and at least half of that is the folder's files."""
         used = self._before - _free(self._folder)
         if used <= self._next_count:
             return False

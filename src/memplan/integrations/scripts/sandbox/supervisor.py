@@ -23,13 +23,13 @@ from memplan.integrations.scripts.sandbox.messages import NEXT, SCRATCH, TRACEBA
 from memplan.integrations.scripts.sandbox.overlay import Tree, remove_tree
 from memplan.integrations.scripts.sandbox.room import Room
 
-_LAST_WORDS = 2.0
+_TRACEBACK_SECONDS = 2.0
 """Seconds that it has for that."""
-_LOOKS = 0.25
+_CHECK_SECONDS = 0.25
 """Seconds between looks at how much it has written, and that it has for its last words if that was too much."""
 _UNWRITTEN = 100
 """Files that are listed at most of those that could not be committed."""
-_GRACE = 60.0
+_GRACE_SECONDS = 60.0
 """Seconds after its time at which a script's namespaces are ended, whatever goes on in them."""
 
 
@@ -38,9 +38,9 @@ class _Stopped(BaseException):
 
 
 def main(text: str) -> None:
-    """Do a job, and write its outcome."""
-    given = json.loads(text)
-    job = Job(**{**given, "command": tuple(given["command"]), "protections": tuple(given["protections"])})
+    """Run the script of a job (JSON of a `Job`), end all its processes, and write the `Outcome` to the job's pipe."""
+    fields = json.loads(text)
+    job = Job(**{**fields, "command": tuple(fields["command"]), "protections": tuple(fields["protections"])})
     kernel.die_with_parent(signal.SIGTERM)
     kernel.adopt_orphans()
     os.set_inheritable(job.report, False)
@@ -51,7 +51,7 @@ def main(text: str) -> None:
     try:
         scratch = tempfile.mkdtemp(prefix="memplan-run-")
         os.mkdir(os.path.join(scratch, "tmp"))
-        outcome = _done(job, scratch)
+        outcome = _run_job(job, scratch)
     except OSError as error:
         outcome = Outcome(None, reasons=((SCRATCH, str(error)),))
     except _Stopped:
@@ -69,73 +69,77 @@ def _stop(*_: object) -> NoReturn:
     raise _Stopped
 
 
-def _done(job: Job, scratch: str) -> Outcome:
-    """Run the script under the first protection that can be had."""
+def _run_job(job: Job, scratch: str) -> Outcome:
+    """Run the script under the first protection that is available; if none is, return why not."""
     reasons = list[tuple[str, str]]()
     for protection in job.protections:
-        place = os.path.join(scratch, protection)
-        os.mkdir(place)
+        folder = os.path.join(scratch, protection)
+        os.mkdir(folder)
         try:
-            return _STARTS[protection](job, place, os.path.join(scratch, "tmp"))
+            return _STARTS[protection](job, folder, os.path.join(scratch, "tmp"))
         except OSError as error:
             reasons.append((protection, str(error)))
     return Outcome(None, reasons=tuple(reasons))
 
 
-def _in_namespaces(job: Job, place: str, temporary: str) -> Outcome:
-    ours, theirs = (end.detach() for end in socket.socketpair())
-    failed, failures = os.pipe()
-    ended, ends = os.pipe()
-    setting = Setting("namespaces", temporary, job.answer, theirs)
+def _run_in_namespaces(job: Job, folder: str, temporary: str) -> Outcome:
+    """Run the script in namespaces with overlays; raise OSError if these cannot be set up."""
+    own_socket, script_socket = (end.detach() for end in socket.socketpair())
+    failure_pipe, failures = os.pipe()
+    outcome_pipe, outcome_end = os.pipe()
+    setting = Setting("namespaces", temporary, job.answer, script_socket)
 
     def program() -> NoReturn:
-        _execute(job, setting, keeps=(theirs,))
+        _execute(job, setting, inherited=(script_socket,))
 
     def follow(process: int, tree: Tree) -> None:
-        os.close(theirs)
-        end = _follow(process, job.seconds, Room(f"{place}/layers"), ours, lambda: _changes(tree, commit=job.commit))
+        """Within the namespaces: wait for the script, commit its files, and send the outcome."""
+        os.close(script_socket)
+        room = Room(f"{folder}/layers")
+        end = _follow(process, job.seconds, room, own_socket, lambda: _changes_of_run(tree, commit=job.commit))
         if job.commit and not end.over and end.room is None:
             with suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # what it has left running
+                os.kill(-1, signal.SIGKILL)  # processes that the script left running
             tree.commit()
         unwritten = list(tree.unwritten.items())
         end = replace(end, unwritten=tuple(unwritten[:_UNWRITTEN]), unwritten_more=max(len(unwritten) - _UNWRITTEN, 0))
-        os.write(ends, json.dumps(asdict(end)).encode())
+        os.write(outcome_end, json.dumps(asdict(end)).encode())
 
-    first = namespaces.start(namespaces.Inside(place, job.own_network, program, follow), failures)
-    for descriptor in (ours, theirs, failures, ends):
+    first = namespaces.start(namespaces.SandboxedProgram(folder, job.own_network, program, follow), failures)
+    for descriptor in (own_socket, script_socket, failures, outcome_end):
         os.close(descriptor)
-    reason = _read_all(failed)
+    reason = _read_all(failure_pipe)
     if reason:
         os.waitpid(first, 0)
         raise OSError(reason.decode(errors="replace"))
-    in_time = bool(select.select([ended], [], [], job.seconds + _GRACE)[0])
-    if not in_time:  # a script that keeps the process from answering that follows it
+    is_answered = bool(select.select([outcome_pipe], [], [], job.seconds + _GRACE_SECONDS)[0])
+    if not is_answered:  # the script keeps its supervising process from answering
         os.kill(first, signal.SIGKILL)
-    result = _read_all(ended)
+    result = _read_all(outcome_pipe)
     os.waitpid(first, 0)
-    return Outcome(**json.loads(result)) if result else Outcome("namespaces", signal.SIGKILL, not in_time)
+    return Outcome(**json.loads(result)) if result else Outcome("namespaces", signal.SIGKILL, not is_answered)
 
 
-def _changes(tree: Tree, *, commit: bool) -> bytes:
-    os.kill(-1, signal.SIGSTOP)  # all others of the namespace: nothing changes while it is looked at
+def _changes_of_run(tree: Tree, *, commit: bool) -> bytes:
+    """Return the changes of the run that has ended, as a line of JSON, and mount new overlays for the next run."""
+    os.kill(-1, signal.SIGSTOP)  # all other processes of the namespace, so that nothing changes meanwhile
     try:
-        found = asdict(tree.changes(commits=commit))
+        changes = asdict(tree.changes(commits=commit))
         tree.renew(keep=commit)
     finally:
         os.kill(-1, signal.SIGCONT)
-    return json.dumps(found).encode() + b"\n"
+    return json.dumps(changes).encode() + b"\n"
 
 
-def _with_landlock(job: Job, place: str, temporary: str) -> Outcome:
+def _run_with_landlock(job: Job, folder: str, temporary: str) -> Outcome:
     if not kernel.landlock_version():
         raise OSError("this kernel has no Landlock, or it is switched off")
     if not call_filter.available():
         raise OSError("system calls of this processor are not known")
-    return _alone(job, Setting("landlock", temporary, job.answer), Room(temporary))
+    return _run_unnamespaced(job, Setting("landlock", temporary, job.answer), Room(temporary))
 
 
-def _alone(job: Job, setting: Setting, room: Room | None = None) -> Outcome:
+def _run_unnamespaced(job: Job, setting: Setting, room: Room | None = None) -> Outcome:
     """Run the script's process below this one, without namespaces."""
     process = os.fork()
     if not process:
@@ -148,16 +152,17 @@ def _alone(job: Job, setting: Setting, room: Room | None = None) -> Outcome:
 
 
 _STARTS: dict[Protection, Callable[[Job, str, str], Outcome]] = {
-    "namespaces": _in_namespaces,
-    "landlock": _with_landlock,
-    "none": lambda job, place, temporary: _alone(job, Setting("none", temporary, job.answer)),
+    "namespaces": _run_in_namespaces,
+    "landlock": _run_with_landlock,
+    "none": lambda job, folder, temporary: _run_unnamespaced(job, Setting("none", temporary, job.answer)),
 }
 
 
-def _execute(job: Job, setting: Setting, keeps: tuple[int, ...] = ()) -> NoReturn:
+def _execute(job: Job, setting: Setting, inherited: tuple[int, ...] = ()) -> NoReturn:
+    """Become the script's process, in a session of its own; ``inherited`` descriptors stay open in it."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for descriptor in keeps:
+    for descriptor in inherited:
         os.set_inheritable(descriptor, True)
     os.environ["TMPDIR"] = setting.temporary
     command = [*job.command, json.dumps(asdict(setting))]
@@ -171,33 +176,33 @@ def _follow(
     control: int | None = None,
     answer: Callable[[], bytes] = lambda: b"",
 ) -> Outcome:
-    """Wait for a process, reap what else ends here, and answer requests.
+    """Wait for the script's process, reap all others, answer its requests, and end it at a limit of time or disk.
 
     Args:
-        process: the one to wait for.
-        seconds: after which it is ended.
-        room: for what it writes; it is ended when that is used up.
+        process: its number.
+        seconds: time limit. It then gets a signal to write its traceback, and is killed a little later.
+        room: limit of what it writes.
         control: socket on which it sends requests.
-        answer: to a request.
+        answer: returns the answer to a request.
 
     Returns:
-        How it ended, in namespaces.
+        Its outcome, with the protection "namespaces".
     """
-    wakes, woken = os.pipe()
-    for descriptor in (wakes, woken, *([] if control is None else [control])):
+    wakeup, wakeup_end = os.pipe()
+    for descriptor in (wakeup, wakeup_end, *([] if control is None else [control])):
         os.set_blocking(descriptor, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
     deadline, over, full = time.monotonic() + seconds, False, False
     requests = None if control is None else _Requests(control, answer)
-    while (status := _reaped(process)) is None:
-        reads, writes = [wakes], list[int]()
+    while (status := _reap(process)) is None:
+        reads, writes = [wakeup], list[int]()
         if requests is not None:
             (writes if requests.unsent else reads).append(requests.control)
         wait = max(deadline - time.monotonic(), 0)
-        ready, writable, _ = select.select(reads, writes, [], wait if room is None else min(wait, _LOOKS))
-        if wakes in ready:
-            os.read(wakes, 4096)
+        ready, writable, _ = select.select(reads, writes, [], wait if room is None else min(wait, _CHECK_SECONDS))
+        if wakeup in ready:
+            os.read(wakeup, 4096)
         if requests is not None and requests.control in ready + writable and not requests.serve():
             os.close(requests.control)
             requests = None
@@ -209,18 +214,18 @@ def _follow(
                 deadline += 60
             else:
                 os.kill(process, TRACEBACK)
-                deadline = time.monotonic() + (_LOOKS if full else _LAST_WORDS)
+                deadline = time.monotonic() + (_CHECK_SECONDS if full else _TRACEBACK_SECONDS)
             over = True
     return Outcome("namespaces", status, over and not full, room=room.most if full and room is not None else None)
 
 
 @dataclass
 class _Requests:
-    """The requests of a script's process. It may leave an answer unread, so that none is waited for.
+    """Answers the requests of a script's process without blocking, as the script may leave an answer unread.
 
     Args:
-        control: a socket that does not block.
-        answer: to a request.
+        control: a non-blocking socket.
+        answer: returns the answer to a request.
     """
 
     control: int
@@ -228,7 +233,7 @@ class _Requests:
     unsent: bytes = b""
 
     def serve(self) -> bool:
-        """Read a request, or write what the socket takes. Return whether the other side goes on."""
+        """Read a request, or write as much of an answer as the socket takes. Return whether the other end is open."""
         try:
             if not self.unsent and os.read(self.control, 1) != NEXT:
                 return False
@@ -246,8 +251,8 @@ class _Requests:
         return True
 
 
-def _reaped(process: int) -> int | None:
-    """Reap all processes that have ended; return the status of one, None while it runs."""
+def _reap(process: int) -> int | None:
+    """Reap all processes that have ended, up to this one; return its status, None while it runs."""
     while True:
         try:
             number, status = os.waitpid(-1, os.WNOHANG)
@@ -260,9 +265,9 @@ def _reaped(process: int) -> int | None:
 
 
 def _end_all() -> None:
-    """End every process below this one, also those that were started meanwhile."""
+    """Kill every descendant of this process, also those that are started meanwhile."""
     while True:
-        for number in _children():
+        for number in _child_numbers():
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         try:
@@ -271,14 +276,14 @@ def _end_all() -> None:
             return
 
 
-def _children() -> list[int]:
-    """Return the numbers of this process's children: orphans below it become these as their parents end."""
-    own, found = os.getpid(), list[int]()
+def _child_numbers() -> list[int]:
+    """Return the numbers of this process's children; orphaned descendants become children as well."""
+    own, numbers = os.getpid(), list[int]()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             if int(file.read().rpartition(b")")[2].split()[1]) == own:
-                found.append(int(name))
-    return found
+                numbers.append(int(name))
+    return numbers
 
 
 def _read_all(descriptor: int) -> bytes:
