@@ -147,7 +147,7 @@ def _run_unmodified(
         run.snapshot = _torch.memory_snapshot() if snapshot else {}
         run.history = _torch.history()[before:]
 
-    marks.after, marks.last = count_peak, finish
+    marks.after_part, marks.after_last_step = count_peak, finish
     torch.cuda.reset_peak_memory_stats()
     with around(), recording_runs(measurement(place, "cuda")), profile:
         run_steps(build, steps, observer, marks)

@@ -87,10 +87,10 @@ def _memory(card: Card, device: Device) -> dict[str, Answer]:
         return ledger.level
 
     def peak(device: Any = None) -> int:
-        return ledger.most
+        return ledger.peak
 
     def reset_peak(device: Any = None) -> None:
-        ledger.most = ledger.level
+        ledger.peak = ledger.level
 
     def stats(device: Any = None) -> dict[str, int]:
         counts: dict[str, int] = defaultdict(int)

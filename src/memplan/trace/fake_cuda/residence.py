@@ -37,7 +37,7 @@ class Card:
         self.everything = on_card == "everything"
         self.named = on_card == "named"
         self.calls: list[Call] = []
-        self.named_late = False
+        self.names_cuda_late = False
         """CUDA was named for the first time in a step, after all tensors had been assumed to lie on the card."""
         self._destination: str | None = None
         self._guessed = on_card == "unknown"
@@ -76,11 +76,11 @@ class Card:
         """If the build named no CUDA device, move all its tensors to the card."""
         if not self.settled:
             self.everything = True
-            self.ledger.take_to(ON_CARD)
+            self.ledger.move_all(ON_CARD)
 
     def name(self) -> None:
         """Record that the step names CUDA."""
-        self.named_late |= self.everything and self._guessed
+        self.names_cuda_late |= self.everything and self._guessed
         self.named = True
 
     def going(self, device: torch.device) -> AbstractContextManager[None]:

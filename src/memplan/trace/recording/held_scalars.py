@@ -52,7 +52,7 @@ class HeldScalars:
             result
         ):  # autograd may create its node during a dispatch, holding a lock that `grad_fn` waits for
             return
-        self._new = weakref.ref(result), self._ledger.hidden(wrapped(args[1]).itemsize, index)
+        self._new = weakref.ref(result), self._ledger.allocate_hidden(wrapped(args[1]).itemsize, index)
 
     def before_op(self, sequence: int | None) -> None:
         """Free the scalar of the node that has just run. ``sequence``: of the node running now, None in forward."""
@@ -88,4 +88,4 @@ class HeldScalars:
     def end(self, entry: Entry) -> None:
         """Free a scalar, unless it is freed already."""
         if entry.died is None:
-            self._ledger.end(entry)
+            self._ledger.free(entry)
