@@ -19,7 +19,7 @@ CPU = torch.device(HOST)
 
 
 OnCard = Literal["unknown", "named", "everything"]
-"""Before recording: nothing is known; the step names CUDA; all tensors of the step lie on the card."""
+"""What is known before a recording: nothing; the step names CUDA; it does not, so all its tensors are on the card."""
 
 
 class Card:
@@ -40,7 +40,8 @@ class Card:
         self.names_cuda_late = False
         """CUDA was named for the first time in a step, after all tensors had been assumed to lie on the card."""
         self._destination: str | None = None
-        self._guessed = on_card == "unknown"
+        self._may_guess = on_card == "unknown"
+        """Whether `end_build` decides where tensors lie, which a later naming of CUDA can contradict."""
         if self.everything:
             ledger.device = ON_CARD
 
@@ -78,9 +79,9 @@ class Card:
             self.everything = True
             self.ledger.move_all(ON_CARD)
 
-    def name(self) -> None:
+    def note_cuda_named(self) -> None:
         """Record that the step names CUDA."""
-        self.names_cuda_late |= self.everything and self._guessed
+        self.names_cuda_late |= self.everything and self._may_guess
         self.named = True
 
     def going(self, device: torch.device) -> AbstractContextManager[None]:
@@ -100,7 +101,7 @@ class Card:
     def going_where_named(self, device: torch.device) -> AbstractContextManager[None]:
         """`going`, for a device that the step itself names."""
         target = wanted(device)
-        self.name()
+        self.note_cuda_named()
         return self.going(target)
 
     def call(self, kind: Any) -> None:

@@ -20,7 +20,7 @@ def installed(card: Card) -> Iterator[None]:
     emulated = _Tensors(card)
     with ExitStack() as stack:
         stack.enter_context(_torch.tensors_that_tell(emulated.device, card.inside))
-        methods = {name: emulated.factory(getattr(torch.Tensor, name)) for name in _METHODS}
+        methods = {name: emulated.emulated_factory(getattr(torch.Tensor, name)) for name in _METHODS}
         stack.enter_context(
             _torch.patched(
                 torch.Tensor,
@@ -37,12 +37,14 @@ def installed(card: Card) -> Iterator[None]:
                 **methods,
             )
         )
-        stack.enter_context(_torch.factories_replaced(emulated.factory))
+        stack.enter_context(_torch.factories_replaced(emulated.emulated_factory))
         stack.enter_context(_torch.default_device_replaced(lambda device: card.going(emulated.named_device(device))))
         yield
 
 
 class _Tensors:
+    """The emulated methods and factories. A tensor on the card is a fake CPU tensor that the `Card` lists as there."""
+
     def __init__(self, card: Card) -> None:
         self._card = card
 
@@ -54,31 +56,32 @@ class _Tensors:
         """The device of an argument in the user's code. A CUDA device is noted as named by the step."""
         target = wanted(device)
         if target.type == "cuda" and device is not CUDA:  # the user only passed on a tensor's own device
-            self._card.name()
+            self._card.note_cuda_named()
         return target
 
-    def factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a factory: it makes its tensor on the CPU and records on which device it should lie."""
+    def emulated_factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that creates a tensor (``make``: `torch.zeros`), so that ``device="cuda"`` creates it on the
+        CPU and notes that it is on the card."""
         card = self._card
 
         def make_on_device(*args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
-            if card.inside():
+            if card.inside():  # torch's own call within an op
                 return make(*args, **kwargs)
             kwargs.pop("pin_memory", None)  # refused without a GPU; pinned memory is the host's
             if device is None:
-                if args and isinstance(args[0], torch.Tensor):
-                    return make(*args, **kwargs)  # like its argument
-                with card.going(CPU):  # unless a default device is set, which is applied inside
+                if args and isinstance(args[0], torch.Tensor):  # as `zeros_like`: on the argument's device
+                    return make(*args, **kwargs)
+                with card.going(CPU):  # a default device, if set, is applied within
                     return make(*args, **kwargs)
             place = self.named_device(device)
-            if place.type not in ("cuda", "cpu"):
+            if place.type not in ("cuda", "cpu"):  # "meta"
                 return make(*args, **kwargs)
             with card.going(place):
                 value = make(*args, **kwargs | {"device": CPU})
-            # `torch.as_tensor` may return its argument, which lies elsewhere
+            # `torch.as_tensor` may return its argument, which may be on the other device
             if isinstance(value, torch.Tensor) and self._moves(value, place):
-                return self._moved(value, place)
+                return self._move(value, place)
             return value
 
         make_on_device.__name__ = getattr(make, "__name__", "made")
@@ -88,7 +91,7 @@ class _Tensors:
         """`torch.Tensor.to`."""
         if self._card.inside():
             return _TO(tensor, *args, **kwargs)
-        device, others, kwargs = _split(args, kwargs)
+        device, others, kwargs = _split_device(args, kwargs)
         if device is None:
             return _TO(tensor, *others, **kwargs)
         place = self.named_device(device)
@@ -96,18 +99,18 @@ class _Tensors:
             return _TO(tensor, place, *others, **kwargs)
         if not self._moves(tensor, place):
             return _TO(tensor, *others, **kwargs) if others or kwargs else tensor
-        return self._moved(tensor, place, *others, **kwargs)
+        return self._move(tensor, place, *others, **kwargs)
 
     def cuda(self, tensor: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         """`torch.Tensor.cuda`."""
         if not self._card.inside():
-            self._card.name()
+            self._card.note_cuda_named()
         return self.to(tensor, CUDA if device is None else device, **kwargs)
 
     def cpu(self, tensor: Any, **kwargs: Any) -> Any:
         """`torch.Tensor.cpu`. Copies even if the step never names CUDA: a step for a card calls it for that."""
         if self._card.everything and not self._card.inside() and self._card.holds(tensor):
-            return self._moved(tensor, CPU, **kwargs)
+            return self._move(tensor, CPU, **kwargs)
         return self.to(tensor, CPU, **kwargs)
 
     def type(self, tensor: Any, dtype: Any = None, **kwargs: Any) -> Any:
@@ -122,7 +125,7 @@ class _Tensors:
         """`torch.Tensor.pin_memory`: a copy in the host's memory."""
         if self._card.inside():
             return tensor
-        self._card.name()
+        self._card.note_cuda_named()
         with self._card.going(CPU):
             return tensor.clone()
 
@@ -139,13 +142,14 @@ class _Tensors:
             return False
         return (place.type == "cuda") != self._card.holds(tensor)
 
-    def _moved(self, tensor: Any, place: torch.device, *others: Any, **kwargs: Any) -> Any:
+    def _move(self, tensor: Any, place: torch.device, *others: Any, **kwargs: Any) -> Any:
+        """Copy a tensor to the other device; the further arguments are those of `torch.Tensor.to`."""
         layout = kwargs.pop("memory_format", None) or torch.preserve_format
         with _torch.no_modes():
             target = _TO(torch.empty((), dtype=tensor.dtype, device="meta"), *others, **kwargs)  # parses the arguments
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return _Moved.apply(tensor, self._card, place, target.dtype, layout)
-        return _copied(tensor, self._card, place, target.dtype, layout)
+            return _DeviceCopy.apply(tensor, self._card, place, target.dtype, layout)
+        return _copy_to(tensor, self._card, place, target.dtype, layout)
 
 
 def _method(bound: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,28 +161,29 @@ _TO = torch.Tensor.to
 _TYPE = torch.Tensor.type
 
 
-class _Moved(torch.autograd.Function):
+class _DeviceCopy(torch.autograd.Function):
     """A differentiable copy between host and card."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, card: Any, place: Any, dtype: Any, layout: Any) -> Any:  # type: ignore[override]
         """Copy to the target device."""
         ctx.card, ctx.dtype, ctx.source = card, tensor.dtype, CUDA if card.holds(tensor) else CPU
-        return _copied(tensor, card, place, dtype, layout)
+        return _copy_to(tensor, card, place, dtype, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
         """Copy the gradient back to the source device."""
-        return _copied(gradient, ctx.card, ctx.source, ctx.dtype, torch.preserve_format), None, None, None, None
+        return _copy_to(gradient, ctx.card, ctx.source, ctx.dtype, torch.preserve_format), None, None, None, None
 
 
-def _copied(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
+def _copy_to(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
+    """Copy a tensor below autograd; the copy lies on ``place``."""
     with card.moving(place):
         return _torch.copied(tensor, dtype, layout)
 
 
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The device among the arguments of `to`, and the other arguments."""
+def _split_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Split the arguments of `torch.Tensor.to` into the device (None if there is none) and the others."""
     kwargs = dict(kwargs)
     device, first = kwargs.pop("device", None), args[0] if args else kwargs.pop("other", None)
     if isinstance(first, torch.Tensor):

@@ -317,8 +317,8 @@ class ScalarPolicy:
         return split_by
 
     def _making(self, make: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
-        """Return a version of ``make`` (`torch.tensor`) for symbolic scalars, whose tensor has unknown values, in the union
-        of their ranges."""
+        """Return a version of ``make`` (`torch.tensor`) for symbolic scalars: the result's values are unknown, within
+        the union of their ranges."""
 
         def make_unknown(*args: Any, **kwargs: Any) -> Any:
             result = make(*args, **kwargs)

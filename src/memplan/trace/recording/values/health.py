@@ -14,7 +14,8 @@ _NOT = ("aten.logical_not", "aten.bitwise_not")
 
 
 def answer_of_healthy(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry]) -> bool | None:
-    """Return what a value says where nothing is nan or infinite; None of one that is no check for that.
+    """Return the result of a check for nan or inf (`torch.isnan(x).any()`) where all values are finite; None for a
+    scalar that is no such check.
 
     `torch.isfinite` is ``(x == x) * (x.abs() != inf)`` (ATen, TensorCompare.cpp), seen in torch 2.11 and 2.13.
     """
@@ -39,6 +40,7 @@ def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry]
 
 
 def _is_finite(note: Note, notes: Sequence[Note], entries: Sequence[Entry]) -> bool:
+    """Return whether a multiplication is the last op of `torch.isfinite`."""
     makers = [entries[read].op for _, read in note.reads]
     if len(makers) != 2 or None in makers:
         return False

@@ -22,9 +22,9 @@ class NoSuchRow(IndexError):
 
 
 class Positions:
-    """Knows which storages count up, and refuses what the real step refuses: a position that a table does not have.
+    """Knows the values of position ids (`torch.arange`), to refuse a position that an embedding's table does not have.
 
-    Other values of whole numbers are not known; of these nothing is said.
+    Other integers are unknown, and are not checked.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -32,10 +32,10 @@ class Positions:
         self._first_and_step: dict[int, tuple[int, int]] = {}
 
     def before(self, name: str, args: tuple[object, ...]) -> None:
-        """Note that an op is about to run.
+        """Check an embedding that is about to run.
 
         Raises:
-            NoSuchRow: it looks up a row that the table does not have, as torch says it on the CPU.
+            NoSuchRow: it looks up a row that the table does not have, as the real step would raise on the CPU.
         """
         if name != _TABLE or not isinstance(args[0], torch.Tensor) or not isinstance(args[1], torch.Tensor):
             return

@@ -63,7 +63,8 @@ def bound_of(value: Any) -> Range | None:
 
 
 def _method(base: type, name: str) -> Callable[..., Any]:
-    """Return an operator's method; an int's beside a float is the float's, whose reflected one would lose our type."""
+    """Return an operator's method. For an int and a float it is the float's method of the same name: Python would call
+    the plain float's reflected one, and the result would not be symbolic."""
     method = getattr(base, name)
 
     def call(self: Any, *others: Any) -> Any:
@@ -87,6 +88,7 @@ def _computing(base: type, name: str) -> Callable[..., Any]:
 
 
 def _bound(name: str, *operands: Any) -> Range | None:
+    """Return the range of an operator's result; None if unknown."""
     ranges = [bound_of(operand) for operand in operands]
     if name not in _MONOTONE or None in ranges:
         return None

@@ -80,7 +80,7 @@ def installed(
         "ctc_loss.Tensor": table.ctc_loss,
     }
     for name in _RECURRENT:
-        kernels |= {f"{name}.input": table.recurrent(name), f"{name}.data": table.packed(name)}
+        kernels |= {f"{name}.input": table.recurrent(name), f"{name}.data": table.packed_recurrent(name)}
     instead = {_overload(name): kernel for name, kernel in kernels.items()}
     with (
         dispatch.overridden({**kernels, "_fused_rms_norm": table.rms_norm}, dispatch.AUTOGRAD_CPU),
@@ -95,7 +95,7 @@ def _overload(name: str) -> Any:
 
 
 def enabled_now() -> Enabled:
-    """What `scaled_dot_product_attention` may choose from under the current `torch.backends.cuda` settings."""
+    """Return the kernels that `scaled_dot_product_attention` may choose under torch's current settings."""
     allowed, version = torch.backends.cuda, sdpa_choice.versions()
     order: list[Any] = [_BACKENDS[number] for number in dispatch.tried_in_order() if number in _BACKENDS]
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -112,7 +112,7 @@ def enabled_now() -> Enabled:
 
 
 class _Table:
-    """The CUDA decompositions."""
+    """The CUDA decompositions, each a kernel with the arguments of its op; tensors on the host take the CPU's."""
 
     def __init__(self, on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch]) -> None:
         self._on_card = on_card
@@ -183,14 +183,14 @@ class _Table:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """native/transformers/attention.cpp: the kernel that `sdpa_choice.choose` selects, with its preprocessing."""
-        if not self._on_card(query) or not _acceptable(query, key, value, attn_mask, is_causal):
+        if not self._on_card(query) or not _are_valid(query, key, value, attn_mask, is_causal):
             return dispatch.composite(
                 _ATEN.scaled_dot_product_attention.default,
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
         arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         choice = sdpa_choice.choose(*arguments, arch=self._arch, enabled=enabled_now())
-        self._compare(arguments, choice.kernel)
+        self._compare_cards(arguments, choice.kernel)
         self._chosen("scaled_dot_product_attention", f"{_TITLES[choice.kernel]}: {choice.reason}")
         if choice.kernel == "math":
             return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -201,7 +201,7 @@ class _Table:
         output = kernel(_Call(query, key, value, attn_mask, dropout_p, is_causal, scale))
         return output.squeeze(0) if unbatched else output
 
-    def _compare(self, arguments: tuple[Any, ...], kernel: str) -> None:
+    def _compare_cards(self, arguments: tuple[Any, ...], kernel: str) -> None:
         """Add the cards on which attention runs another kernel, or none, to `differing`."""
         enabled = enabled_now()
         for other in self._others - self.differing:
@@ -240,7 +240,7 @@ class _Table:
             return "cuDNN takes bfloat16 from sm_80 on"
         return None if x.numel() else "the input is empty"
 
-    def packed(self, name: str) -> Callable[..., Any]:
+    def packed_recurrent(self, name: str) -> Callable[..., Any]:
         """native/RNN.cpp: cuDNN, on packed sequences. Their batch sizes are in host memory."""
         op = getattr(_ATEN, name).data
 
@@ -314,7 +314,7 @@ class _Table:
 _TITLES = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN", "math": "math"}
 
 
-def _acceptable(
+def _are_valid(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
 ) -> bool:
     """Whether the arguments of attention are valid at all; if not, the original op raises its own error."""
@@ -361,7 +361,7 @@ def _efficient(call: _Call) -> torch.Tensor:
     """The mask is converted to an additive one whose rows are aligned to 8 elements, and expanded."""
     mask = call.mask
     if mask is not None:
-        aligned = _aligned(_additive(mask, call.query.dtype))
+        aligned = _aligned_mask(_additive(mask, call.query.dtype))
         mask = aligned.expand(*call.query.shape[:3], call.key.shape[2])
     kernel = _ATEN._scaled_dot_product_efficient_attention.default
     compute_logsumexp = _needs_gradient(*call.heads)
@@ -385,7 +385,7 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, mask.new_full((), 0.0, dtype=dtype), -math.inf)
 
 
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
+def _aligned_mask(mask: torch.Tensor) -> torch.Tensor:
     if mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]
@@ -418,7 +418,7 @@ def _math(
         square = (query.shape[-2], key.shape[-2])
         bias = _additive(scaled.new_ones(square, dtype=torch.bool).tril(), scaled.dtype)
     if gqa:
-        key, value = (_repeated(t, query.shape[-3]) for t in (key, value))
+        key, value = (_repeat_heads(t, query.shape[-3]) for t in (key, value))
     weights = scaled @ _ATEN.mul.Scalar(key.transpose(-2, -1), root)
     if bias is not None:
         weights.add_(bias)
@@ -431,7 +431,7 @@ def _math(
     return output
 
 
-def _repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
+def _repeat_heads(heads: torch.Tensor, count: int) -> torch.Tensor:
     return heads if heads.shape[-3] == count else heads.repeat_interleave(count // heads.shape[-3], -3)
 
 

@@ -81,6 +81,7 @@ def cross_entropy_with_logits(
 
 
 def _concatenated(first: Formula, second: Formula) -> Formula:
+    """Return the formula with the allocations of both."""
     return lambda args, kwargs, result, arch: (*first(args, kwargs, result, arch), *second(args, kwargs, result, arch))
 
 
@@ -98,7 +99,7 @@ def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
     return nonzero(*(t.numel() * result.element_size() for t in cast))
 
 
-def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def im2col(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """Im2Col.cu and Col2Im.cu: a copy of the operand; the result is first allocated in its size, then resized."""
     x = args[0]
     return nonzero(copied(x), bytes_of(x) if result.numel() > x.numel() else 0)
@@ -177,7 +178,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.logsumexp.default": logsumexp,
     **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
     **{f"aten.{name}.default": copies_of(0) for name in _CONTIGUOUS},
-    **{f"aten.{name}.default": columns for name in ("im2col", "col2im")},
+    **{f"aten.{name}.default": im2col for name in ("im2col", "col2im")},
     "aten.roll.default": roll,
     "aten.isinf.default": is_infinite,
     "aten.grid_sampler_2d.default": grid_sample(1),

@@ -14,7 +14,7 @@ import torch
 from memplan._torch import torch_version
 from memplan.trace.semantics.cpu import results
 from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
-from memplan.trace.semantics.result_strides import STRIDES, then
+from memplan.trace.semantics.result_strides import STRIDES, in_sequence
 
 Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -34,10 +34,8 @@ def wide_statistics(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) 
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """group_norm.cpp: statistics in float32 if the weight is.
-
-    Up to 2.14 the output is contiguous, whatever the memory format of the input.
-    """
+    """group_norm.cpp: mean and reciprocal deviation are in float32 if the weight is. Up to 2.14 the output is
+    contiguous, whatever the memory format of the input."""
     output, *statistics = result
     if torch_version() < (2, 15) and not output.is_contiguous():
         output = output.new_empty(output.shape)
@@ -47,7 +45,8 @@ def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> An
 
 
 def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """cudnn/BatchNorm.cpp: statistics in the weight's dtype, empty without training. `table` counts the reserve."""
+    """cudnn/BatchNorm.cpp: statistics in the weight's dtype, empty without training. The reserve is not changed here:
+    `semantics.cuda.table` counts its bytes."""
     output, mean, deviation, reserve = result
     if not args[5]:
         return output, mean.new_empty(0), deviation.new_empty(0), reserve
@@ -61,11 +60,12 @@ def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> A
 
 
 def embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """EmbeddingBag.cu, _embedding_bag_cuda: the bag of every index in all modes; indices of maxima for max only."""
-    output, _, sizes, positions = result
+    """EmbeddingBag.cu, _embedding_bag_cuda: the second result is the bag of every index, in each mode (on the CPU in
+    some only); the last, the positions of maxima, is empty unless the mode is max."""
+    output, _, bag_sizes, max_positions = result
     indices, mode = args[1], args[4] if len(args) > 4 else kwargs.get("mode", 0)
     shape = output.shape if mode == _MAXIMUM else (0,)
-    return output, indices.new_empty(indices.shape), sizes, positions.new_empty(shape)
+    return output, indices.new_empty(indices.shape), bag_sizes, max_positions.new_empty(shape)
 
 
 RESULTS: dict[str, Result] = {
@@ -81,7 +81,7 @@ RESULTS: dict[str, Result] = {
             "aten.im2col.default",
         )
     },
-    "aten.native_layer_norm.default": then(STRIDES["aten.native_layer_norm.default"], wide_statistics),
+    "aten.native_layer_norm.default": in_sequence(STRIDES["aten.native_layer_norm.default"], wide_statistics),
     "aten.native_batch_norm.default": wide_statistics,
     "aten._native_batch_norm_legit.default": wide_statistics,
     "aten._native_batch_norm_legit.no_stats": wide_statistics,
@@ -164,7 +164,7 @@ INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._thnn_fused_gru_cell.default": gru_cell,
     "aten._thnn_fused_gru_cell_backward.default": gru_cell_backward,
     "aten.histc.default": histogram,
-    "aten._grouped_mm.default": results.grouped_product,
+    "aten._grouped_mm.default": results.grouped_mm,
     **results.OF_LENGTHS,
 }
 """Overload name -> (args, kwargs) -> the result, for ops that fake CPU tensors do not support."""

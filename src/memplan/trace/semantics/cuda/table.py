@@ -64,6 +64,8 @@ _CUDA_SPECIFIC = (
 
 
 class _Kernels:
+    """Allocations of kernels during one recording. Remembers which cached workspaces exist."""
+
     def __init__(
         self, device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool
     ) -> None:
@@ -138,6 +140,10 @@ class _Kernels:
                 yield Extra(size, held=cached, workspace=True)
 
     def _convolution_extras(self, args: Arguments, result: Any, in_backward: bool, *, backward: bool) -> list[Extra]:
+        """The workspace of a convolution: by a query to cuDNN after the recording, or as an interval.
+
+        ``in_backward``: whether autograd's thread runs it; ``backward``: whether it is a convolution's derivative.
+        """
         benchmark = torch.backends.cudnn.benchmark
         workspace = convolution_workspace(args, result, self._arch, benchmark=benchmark, backward=backward)
         low = workspace.low if workspace.low != workspace.high else None

@@ -14,12 +14,12 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 def long_indices(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, ensure_nonempty and the like: int32 indices converted to int64."""
+    """TensorAdvancedIndexing.cpp: int32 indices converted to int64."""
     index = args[2]
     return 0 if index.dtype is torch.int64 else _INT64 * index.numel()
 
 
-def by_index(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def scatter_gather(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """ScatterGatherKernel.cpp, create_acc_buffer: a float32 buffer of the whole result in reduced precision."""
     buffer = 4 * result.numel() if result.dtype in _REDUCED and args[2].numel() else 0
     return long_indices(args, kwargs, result) + buffer
@@ -53,11 +53,10 @@ def masked_index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
 
 
 def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """masked_select of the gradient: the mask as int64, to be counted, then positions and their running sums unless
-    both are contiguous.
+    """The peak of three moments: masked_select of the gradient counts the mask as int64; unless both are contiguous, it
+    computes positions and their running sums; zeros appended for unselected elements make a copy of the result.
 
-    An unknown mask counts as all true; if some elements are not selected, zeros are appended, which makes a copy as
-    large as the result.
+    An unknown mask counts as all true.
     """
     gradient, mask = args[0], args[1]
     constant = getattr(mask, "constant", None)
@@ -104,15 +103,15 @@ def assumed(name: str, args: tuple[Any, ...]) -> str | None:
     return _ALL_SELECTED if unknown_mask else None
 
 
-_BY_INDEX = (
+_SCATTER_GATHER = (
     "gather.default",
     *(f"scatter{place}.{form}" for place in ("", "_") for form in ("src", "value", "reduce", "value_reduce")),
     *(f"scatter_add{place}.default" for place in ("", "_")),
 )
 
 FORMULAS: dict[str, Formula] = {
-    **{f"aten.{name}": by_index for name in _BY_INDEX},
-    **{f"aten.scatter_reduce{place}.two": by_index for place in ("", "_")},
+    **{f"aten.{name}": scatter_gather for name in _SCATTER_GATHER},
+    **{f"aten.scatter_reduce{place}.two": scatter_gather for place in ("", "_")},
     **{f"aten.index_add{place}.default": index_add for place in ("", "_")},
     "aten.index_select.default": index_select,
     "aten._unsafe_masked_index.default": masked_index,
