@@ -50,8 +50,8 @@ def _uses_channels_last_norm(x: torch.Tensor) -> bool:
 
 
 def batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_cpu: scale and shift of each channel; before that mean and variance and, in
-    channels last, their sums."""
+    """Bytes of temporaries (Normalization.cpp, batch_norm_cpu): scale and shift of each channel; before that mean and
+    variance and, in channels last, their sums."""
     x, training = args[0], args[5]
     channels = x.shape[1] * _accumulated(x)
     if not training:
@@ -61,13 +61,13 @@ def batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> in
 
 
 def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, _batch_norm_with_update_cpu: as `batch_norm` in training."""
+    """Bytes of temporaries (Normalization.cpp, _batch_norm_with_update_cpu): as `batch_norm` in training."""
     return batch_norm((*args[:5], True), kwargs, result)
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_backward_cpu: the input's gradient is allocated twice; batch_norm_kernel.cpp,
-    batch_norm_cpu_backward_channels_last_impl: sums per thread.
+    """Bytes of temporaries (Normalization.cpp, batch_norm_backward_cpu): the input's gradient is allocated twice;
+    batch_norm_kernel.cpp, batch_norm_cpu_backward_channels_last_impl: sums per thread.
 
     If the memory formats differ, a strided kernel runs instead, after the gradient was summed.
     """
@@ -85,14 +85,15 @@ def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """group_norm_kernel.cpp, GroupNormKernelImplChannelsLastInternal: sums per sample and channel in channels last."""
+    """Bytes of temporaries (group_norm_kernel.cpp, GroupNormKernelImplChannelsLastInternal): sums per sample and
+    channel in channels last."""
     last = args[0].dim() > 3 and not args[0].is_contiguous()
     return _sums_by_channel(args[0]) if last else 0
 
 
 def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """group_norm_kernel.cpp, GroupNormBackwardKernelImplInternal: sums of the gradient and of its product with the
-    input, per sample and channel.
+    """Bytes of temporaries (group_norm_kernel.cpp, GroupNormBackwardKernelImplInternal): sums of the gradient and of
+    its product with the input, per sample and channel.
 
     From torch 2.14 on, group_norm.cpp makes the copies that the derivative formula made before.
     """
@@ -112,7 +113,7 @@ def _accumulated(x: torch.Tensor) -> int:
 
 
 def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """layer_norm.cpp: contiguous copies; layer_norm_kernel.cpp: two rows of sums per thread."""
+    """Bytes of temporaries (layer_norm.cpp): contiguous copies; layer_norm_kernel.cpp: two rows of sums per thread."""
     gradient, x, shape, mask = args[0], args[1], args[2], args[7]
     rows = 0
     if mask[1] or mask[2]:
@@ -123,36 +124,38 @@ def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def angle_conversion(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """UnaryOps.cpp, deg2rad and rad2deg: the factor, which torch wraps in a tensor."""
+    """Bytes of temporaries (UnaryOps.cpp, deg2rad and rad2deg): the factor, which torch wraps in a tensor."""
     return of_number(math.pi, result.dtype)
 
 
 def dropout_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Dropout.cpp, native_dropout_backward: the masked gradient, and the scale."""
+    """Bytes of temporaries (Dropout.cpp, native_dropout_backward): the masked gradient, and the scale."""
     return bytes_of(args[0]) + of_number(args[2], result.dtype)
 
 
 def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """transformers/attention.cpp, _safe_softmax: the mask of entries, and of rows that are masked completely."""
+    """Bytes of temporaries (transformers/attention.cpp, _safe_softmax): the mask of entries, and of rows that are
+    masked completely."""
     x, dim = args[0], args[1]
     return x.numel() + x.numel() // max(1, x.shape[dim])
 
 
 def pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """DilatedMaxPool2d.cpp and similar: indices and result in the memory format of the output's gradient."""
+    """Bytes of temporaries (DilatedMaxPool2d.cpp and similar): indices and result in the memory format of the output's
+    gradient."""
     last = suggests_channels_last(args[0])
     indices = [a for a in args[2:] if isinstance(a, torch.Tensor) and a.dtype is torch.int64]
     return sum(copied_to(t, last) for t in [args[0], result, *indices])
 
 
 def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Embedding.cpp: contiguous copies of both operands."""
+    """Bytes of temporaries (Embedding.cpp): contiguous copies of both operands."""
     return copied(args[0]) + copied(args[1])
 
 
 def common_dtype_casts(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorIterator.cpp, cast_common_dtype_to_outputs: whole casts of the operands of a binary op that do not have the
-    common dtype."""
+    """Bytes of temporaries (TensorIterator.cpp, cast_common_dtype_to_outputs): whole casts of the operands of a binary
+    op that do not have the common dtype."""
     a, b = args[0], args[1]
     common = common_dtype(a, b)  # either can be a number
     if common is not torch.bool and result.is_floating_point() and not common.is_floating_point:
@@ -175,12 +178,12 @@ def _cast_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorCompare.cpp, where_self_out: casts of both values to the result's dtype."""
+    """Bytes of temporaries (TensorCompare.cpp, where_self_out): casts of both values to the result's dtype."""
     return _cast_bytes(args[1], result.dtype) + _cast_bytes(args[2], result.dtype)
 
 
 def operand_cast(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp: a whole cast of an operand that does not have the result's dtype."""
+    """Bytes of temporaries (ReduceOps.cpp): a whole cast of an operand that does not have the result's dtype."""
     return _cast_bytes(args[0], result.dtype)
 
 
@@ -196,7 +199,8 @@ def _summed_in_float32(x: torch.Tensor, dims: Sequence[int]) -> int:
 
 
 def sum_of_dims(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, sum_out: a whole cast of an operand of another dtype; else see `_summed_in_float32`."""
+    """Bytes of temporaries (ReduceOps.cpp, sum_out): a whole cast of an operand of another dtype; else see
+    `_summed_in_float32`."""
     x, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     if x.dtype is not result.dtype:
         return operand_cast(args, kwargs, result)
@@ -206,24 +210,27 @@ def sum_of_dims(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> i
 
 
 def mean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, mean_out: a cast of the operand, or what the division of the sum takes (see `averaged`)."""
+    """Bytes of temporaries (ReduceOps.cpp, mean_out): a cast of the operand, or what the division of the sum takes (see
+    `averaged`)."""
     x = args[0]
     cast = 0 if result.dtype in _REDUCED else _cast_bytes(x, result.dtype)
     return max(cast, averaged(x.numel(), result.dtype, result.numel()))
 
 
 def isinf(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorCompare.cpp, isinf: the absolute values, and the infinity that they are compared with as a tensor."""
+    """Bytes of temporaries (TensorCompare.cpp, isinf): the absolute values, and the infinity that they are compared
+    with as a tensor."""
     return bytes_of(args[0]) + of_number(math.inf, args[0].dtype) if args[0].is_floating_point() else 0
 
 
 def complex_abs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """UnaryOps.cpp, unary_op_impl_with_complex_to_float_out: for complex operands, abs is computed as complex first."""
+    """Bytes of temporaries (UnaryOps.cpp, unary_op_impl_with_complex_to_float_out): for complex operands, abs is
+    computed as complex first."""
     return bytes_of(args[0]) if args[0].is_complex() else 0
 
 
 def any_or_all(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, any and all: the operand cast to bool."""
+    """Bytes of temporaries (ReduceOps.cpp, any and all): the operand cast to bool."""
     return 0 if args[0].dtype is torch.bool else args[0].numel()
 
 
@@ -233,7 +240,7 @@ def integer_operand_cast(args: tuple[Any, ...], kwargs: dict[str, Any], result: 
 
 
 def flat_argmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, argmax without a dimension: the flattened operand."""
+    """Bytes of temporaries (ReduceOps.cpp, argmax without a dimension): the flattened operand."""
     return 0 if args[1:] or result.dim() else copied(args[0])
 
 
@@ -243,46 +250,51 @@ def working_copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> 
 
 
 def ctc_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """LossCTC.cpp, ctc_loss_backward_cpu_template: log betas, as large as the saved log alphas."""
+    """Bytes of temporaries (LossCTC.cpp, ctc_loss_backward_cpu_template): log betas, as large as the saved log
+    alphas."""
     return bytes_of(args[6])
 
 
 def im2col(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Im2Col.cpp and Col2Im.cpp: a contiguous copy of the operand, and the output as first allocated, in the operand's
-    size, if it is resized to be larger."""
+    """Bytes of temporaries (Im2Col.cpp and Col2Im.cpp): a contiguous copy of the operand, and the output as first
+    allocated, in the operand's size, if it is resized to be larger."""
     return copied(args[0]) + (bytes_of(args[0]) if result.numel() > args[0].numel() else 0)
 
 
 def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Sorting.cpp, sort_stable_kernel: the positions along the sorted dimension."""
+    """Bytes of temporaries (Sorting.cpp, sort_stable_kernel): the positions along the sorted dimension."""
     x, numbers = args[0], [arg for arg in args[1:] if type(arg) is int]
     return 8 * x.shape[kwargs.get("dim", numbers[0] if numbers else -1)] if x.dim() else 0
 
 
 def median_of_rows(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Sorting.cpp, median_with_indices_impl: a copy of the rows unless they are contiguous."""
+    """Bytes of temporaries (Sorting.cpp, median_with_indices_impl): a copy of the rows unless they are contiguous."""
     x = args[0]
     return bytes_of(x) if x.dim() and x.stride(args[1]) != 1 else 0
 
 
 def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Sorting.cpp, kthvalue_out_impl_cpu: a working copy of the values, and their int64 indices."""
+    """Bytes of temporaries (Sorting.cpp, kthvalue_out_impl_cpu): a working copy of the values, and their int64
+    indices."""
     return bytes_of(args[0]) + 8 * args[0].numel()
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, the maximum of each row, and the temporaries of the sum."""
+    """Bytes of temporaries (ReduceOps.cpp, logsumexp_out_impl): the exponentials, the maximum of each row, and the
+    temporaries of the sum."""
     return bytes_of(args[0]) + bytes_of(result) + sum_of_dims(args[:2], {}, result)
 
 
 def gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Activation.cpp: oneDNN, which has only the exact form and no float64, needs a contiguous gradient."""
+    """Bytes of temporaries (Activation.cpp): oneDNN, which has only the exact form and no float64, needs a contiguous
+    gradient."""
     gradient, form = args[0], args[2] if len(args) > 2 else kwargs.get("approximate", "none")
     return copied(gradient) if form == "none" and gradient.dtype is not torch.float64 else 0
 
 
 def rms_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """layer_norm.cpp, rms_norm_composite: the squares, then the product; reduced precision in float32."""
+    """Bytes of temporaries (layer_norm.cpp, rms_norm_composite): the squares, then the product; reduced precision in
+    float32."""
     x = args[0]
     if x.dtype in _REDUCED:
         return 2 * 4 * x.numel() + 4 * x.numel() - bytes_of(x)

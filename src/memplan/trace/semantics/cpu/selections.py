@@ -21,8 +21,8 @@ _GRAIN_SIZE = 32768
 
 
 def masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, masked_select_out_impl_cpu: the mask as int64, to be counted before the result is
-    allocated; unless the kernel runs serially, the mask as int64 and its running sums."""
+    """Bytes of temporaries (TensorAdvancedIndexing.cpp, masked_select_out_impl_cpu): the mask as int64, to be counted
+    before the result is allocated; unless the kernel runs serially, the mask as int64 and its running sums."""
     x, mask = args
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     count_scratch = _INDEX * (math.prod(shape) + 1)
@@ -32,7 +32,8 @@ def masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
 
 
 def unique(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Unique.cpp, unique_cpu_sorted_template: sorted elements and their permutation, and while sorting a second one."""
+    """Bytes of temporaries (Unique.cpp, unique_cpu_sorted_template): sorted elements and their permutation, and while
+    sorting a second one."""
     x = args[0]
     if x.dtype is torch.bool:
         return 0
@@ -43,20 +44,23 @@ def unique(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def unique_dim(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Unique.cpp, _unique_dim_cpu_template: the sorted rows, and a contiguous copy of the input."""
+    """Bytes of temporaries (Unique.cpp, _unique_dim_cpu_template): the sorted rows, and a contiguous copy of the
+    input."""
     x, dim = args[0], args[1]
     return bytes_of(x) + copied(x.movedim(dim, 0))
 
 
 def index(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """IndexingUtils.h, expandTensors: each mask is converted to int64 indices, one tensor per dimension of the mask."""
+    """Bytes of temporaries (IndexingUtils.h, expandTensors): each mask is converted to int64 indices, one tensor per
+    dimension of the mask."""
     x, indices = args[0], args[1]
     slice_numel = x.numel() // max(1, math.prod(_indexed_sizes(x, indices)))
     return _index_bytes(indices, result.numel() // max(1, slice_numel))
 
 
 def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, _index_put_impl_: as `index`; one value without accumulation is a masked_fill."""
+    """Bytes of temporaries (TensorAdvancedIndexing.cpp, _index_put_impl_): as `index`; one value without accumulation
+    is a masked_fill."""
     x, indices, values = args[0], args[1], args[2]
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if values.numel() == 1 and not accumulates and len(_masks(indices)) == len(indices) == 1:
@@ -98,7 +102,7 @@ def _indexed_sizes(x: torch.Tensor, indices: Sequence[Any]) -> list[int]:
 
 
 def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, masked_scatter__cpu: a contiguous copy of the source."""
+    """Bytes of temporaries (TensorAdvancedIndexing.cpp, masked_scatter__cpu): a contiguous copy of the source."""
     return copied(args[2])
 
 

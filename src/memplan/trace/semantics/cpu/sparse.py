@@ -18,8 +18,8 @@ _INDEX = 8
 
 
 def _coalesce(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """SparseTensor.cpp, _coalesce_sparse_cpu: sorted indices, their permutation and the unsorted indices; indices of
-    several dimensions flattened; a contiguous copy of the values."""
+    """Bytes of temporaries (SparseTensor.cpp, _coalesce_sparse_cpu): sorted indices, their permutation and the unsorted
+    indices; indices of several dimensions flattened; a contiguous copy of the values."""
     tensor = args[0]
     if tensor.is_coalesced() or _torch.sparse_length(tensor) < 2:
         return 0
@@ -38,13 +38,13 @@ def _bytes_of_parts(tensor: torch.Tensor) -> int:
 
 
 def _norm(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """SparseTensorMath.cpp, norm_sparse: the operand is coalesced first."""
+    """Bytes of temporaries (SparseTensorMath.cpp, norm_sparse): the operand is coalesced first."""
     return _coalesced_copy_bytes(args[0])
 
 
 def _dense_sparse_add(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """SparseTensorMath.cpp, add_out_dense_sparse_cpu: unless its values and the result are contiguous, an uncoalesced
-    operand is coalesced first."""
+    """Bytes of temporaries (SparseTensorMath.cpp, add_out_dense_sparse_cpu): unless its values and the result are
+    contiguous, an uncoalesced operand is coalesced first."""
     if coo(result) or not coo(args[1]):
         return 0
     values = _torch.sparse_parts(args[1])[1]
@@ -52,18 +52,19 @@ def _dense_sparse_add(args: Arguments, kwargs: Keywords, result: Any) -> int:
 
 
 def _sparse_mask(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """SparseTensor.cpp, sparse_mask of a dense tensor: its elements at the mask's indices."""
+    """Bytes of temporaries (SparseTensor.cpp, sparse_mask of a dense tensor): its elements at the mask's indices."""
     return 0 if coo(args[0]) else bytes_of(_torch.sparse_parts(result)[1]) + args[1].element_size()
 
 
 def _transpose(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """TensorShape.cpp, sparse_transpose_: a copy of one row of indices."""
+    """Bytes of temporaries (TensorShape.cpp, sparse_transpose_): a copy of one row of indices."""
     return _INDEX * _torch.sparse_length(result)
 
 
 def _bag_gradient(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """EmbeddingBag.cpp, _embedding_bag_backward and _embedding_bag_sparse_backward: the bag of each index, unless saved
-    by the forward; for a mean, the bag sizes as floats, their inverses, and an inverse per index."""
+    """Bytes of temporaries (EmbeddingBag.cpp, _embedding_bag_backward and _embedding_bag_sparse_backward): the bag of
+    each index, unless saved by the forward; for a mean, the bag sizes as floats, their inverses, and an inverse per
+    index."""
     indices, bags, sizes, mode = args[1], args[3], args[4], args[8]
     bag_of_each = _INDEX * (indices.numel() + 1) if bags.numel() != indices.numel() else 0
     if mode != _MEAN:
@@ -81,12 +82,13 @@ def _embedding_padding_mask(args: Arguments, kwargs: Keywords, result: Any) -> i
 
 
 def _to_sparse(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """TensorConversions.cpp, dense_to_sparse: a copy of the indices and of the values."""
+    """Bytes of temporaries (TensorConversions.cpp, dense_to_sparse): a copy of the indices and of the values."""
     return 0 if coo(args[0]) else _INDEX * args[0].dim() * args[0].numel() + bytes_of(_torch.sparse_parts(result)[1])
 
 
 def _product(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """SparseTensorMath.cpp, _sparse_mm: `mm` adds the product to zeros; a sparse right operand is transposed."""
+    """Bytes of temporaries (SparseTensorMath.cpp, _sparse_mm): `mm` adds the product to zeros; a sparse right operand
+    is transposed."""
     return bytes_of(result) + (_bytes_of_parts(args[1]) if coo(args[1]) else 0)
 
 

@@ -13,13 +13,13 @@ from memplan.trace.semantics.layout import copied_to, suggests_channels_last
 from memplan.trace.semantics.result_strides import STRIDES as EVERYWHERE
 from memplan.trace.semantics.result_strides import (
     Correction,
-    suggested_format,
-    elementwise,
-    has_usable_sizes,
     contiguous,
-    with_strides,
+    elementwise,
     empty_like,
+    has_usable_sizes,
     in_sequence,
+    suggested_format,
+    with_strides,
 )
 from memplan.trace.semantics.tensor_iterator import (
     channels_last_strides,

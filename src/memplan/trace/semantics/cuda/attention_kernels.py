@@ -104,7 +104,7 @@ def efficient_forward(heads_first: bool) -> Formula:
     return formula
 
 
-def _tiles(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
+def _tile_shape(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
     """(Queries, keys) in a tile, and whether the gradients of keys and values stay in registers.
 
     Source: mem_eff_attention/kernels/cutlassB.h, the first kernel of the list whose head size and shared memory fit.
@@ -128,7 +128,7 @@ def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch
     """mem_eff_attention/kernel_backward.h, workspace_size: dq in tiles of float32; dk and dv where not in registers."""
     (batch, rows, heads, size), keys, width = q.shape, k.shape[1], v.shape[-1]
     reduced = q.dtype in _REDUCED
-    tile_rows, tile_columns, in_registers = _tiles(max(size, width), reduced, arch)
+    tile_rows, tile_columns, in_registers = _tile_shape(max(size, width), reduced, arch)
     elements = -(-rows // tile_rows) * -(-size // tile_columns) * (tile_rows * tile_columns + 4)
     splits = -(-keys // tile_columns)
     if batch * heads >= 256 and keys <= 2 * tile_columns:
@@ -160,7 +160,7 @@ def efficient_backward(heads_first: bool) -> Formula:
 
 
 def cudnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """cudnn/MHA.cpp: the workspace of cuDNN's plan, which is empty except on sm_90 (cuDNN 9.19)."""
+    """Temporaries (cudnn/MHA.cpp): the workspace of cuDNN's plan, which is empty except on sm_90 (cuDNN 9.19)."""
     return nonzero(_PLAN_BYTES[9] if arch.capability[0] == 9 else 0)
 
 

@@ -14,7 +14,7 @@ from memplan.devices import Device
 from memplan.trace.semantics.cpu import sparse, sparse_results
 from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kernels, results
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.cuda.cudnn_convolution import around, convolution_workspace
+from memplan.trace.semantics.cuda.cudnn_convolution import convolution_workspace, operand_copies
 from memplan.trace.semantics.cuda.cudnn_questions import questions
 from memplan.trace.semantics.kinds import Arguments, Asked, Extra, Keywords, Semantics
 from memplan.trace.semantics.layout import bytes_of, is_dense
@@ -105,7 +105,7 @@ class _Kernels:
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
             extras += [Extra(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
-        if formula is not None and not any(extra.asked for extra in extras):  # `around` counted its copies
+        if formula is not None and not any(extra.asked for extra in extras):  # `operand_copies` counted its copies
             sizes = formula(args, kwargs, result, self._arch)
             extras += [size if isinstance(size, Extra) else Extra(size) for size in sizes if size]
         return extras
@@ -149,7 +149,7 @@ class _Kernels:
         low = workspace.low if workspace.low != workspace.high else None
         queries = questions(args, result, backward=backward) if workspace.cudnn and self._asks else []
         if queries:
-            return around(args, self._arch, backward=backward) + [
+            return operand_copies(args, self._arch, backward=backward) + [
                 Extra(workspace.high, low=low, workspace=True, asked=self._query(question, in_backward), after=position)
                 for position, question in queries
             ]
