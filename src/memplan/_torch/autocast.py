@@ -35,6 +35,7 @@ def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
         clear()
 
     def region() -> int | None:
+        """Return the number of outermost autocasts that have ended, if a cast would be cached now."""
         return (
             regions_ended
             if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _DEVICES))

@@ -147,7 +147,7 @@ class _CastProbe(TorchDispatchMode):
         self.op, self.arguments, self.results = op, list[Dtypes](), list[Dtypes]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not self.op:
+        if func is not self.op:  # a cast by autocast's kernel
             return func(*args, **(kwargs or {}))
         positional, named = _without_data((args, kwargs or {}), "cpu")
         result = func(*positional, **named)

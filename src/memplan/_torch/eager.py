@@ -143,6 +143,7 @@ class _Capturable(EagerMode):
         self._enabled = enabled
 
     def _with_cudnn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+        """Run a single op with cuDNN as the user has it; composite ops were decomposed without it."""
         cudnn = torch.backends.cudnn
         cudnn.enabled = self._enabled
         try:

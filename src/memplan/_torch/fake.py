@@ -279,6 +279,7 @@ class _FakeSparse:
         return tuple(self._fake_of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args)
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake of a real sparse tensor, the same one each time."""
         fake = self._fakes.get(tensor)
         if fake is None:
             if tensor.layout != torch.sparse_coo:

@@ -78,6 +78,7 @@ def corrected_mode(
     dispatch, names = mode.dispatch, dict[Any, str]()
 
     def corrected(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Dispatch an op: by its replacement, as a read of a known scalar, or as torch does with a corrected result."""
         _refuse_constant_change(func, args)
         name = names.get(func) or names.setdefault(func, str(func))
         if name in instead:
@@ -181,6 +182,7 @@ def joint_graph(
 
 
 def _joint(graph: torch.fx.GraphModule, values: Values) -> Joint:
+    """Return a traced graph with the roles of its inputs and outputs, and the values that the trace depends on."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.graph.nodes if node.op == "output")
     return Joint(

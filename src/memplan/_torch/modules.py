@@ -176,6 +176,8 @@ def lazy_layers_with_fake_parameters(
     here = threading.get_ident()
 
     def fake_constructor(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a ``__new__`` that constructs a tensor of the fake class ``kind`` in this thread."""
+
         def new(
             cls: Any, requires_grad: bool = kind is _FakeParameter, device: Any = None, dtype: Any = None, **kwargs: Any
         ) -> Any:

@@ -66,6 +66,7 @@ def around_started_threads(
     start = threading.Thread.start
 
     def start_watched(self: threading.Thread) -> None:
+        """Start a thread whose ``run`` is within the context, if a watched thread starts it."""
         if threading.get_ident() not in watched:  # a thread that none of the watched ones started
             return start(self)
         starts()
@@ -120,6 +121,8 @@ def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
             return call(self, *args, **kwargs)
 
     def uncompiled(compiles: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for `torch.jit.script` and the like (``compiles``) that returns its argument."""
+
         def return_function(function: Any, *args: Any, **kwargs: Any) -> Any:
             if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] == "torch":
                 return compiles(function, *args, **kwargs)  # torch's own code needs its scripted functions

@@ -93,6 +93,7 @@ class Record:
             self._add(lambda partial=partial: _second_pass(kernel, partial.reduction_type))
 
     def _add(self, build: Any) -> None:
+        """Add the kernel that ``build()`` returns, if any."""
         try:
             kernel = build()
         except Exception:  # names of another version: the record may fail, the compilation may not
@@ -279,6 +280,7 @@ def mark_of(node: fx.Node) -> int | None:
 
 
 def _flops(node: fx.Node) -> int:
+    """Return the floating-point operations of an op, by torch's formulas; 0 if it has none."""
     formula = flop_formula(str(node.target))
     if formula is None or "val" not in node.meta:
         return 0

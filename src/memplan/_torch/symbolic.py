@@ -232,6 +232,7 @@ class Symbolic:
         return [values[symbol] for symbol in self._symbols]
 
     def _matches(self, form: _Form, table: Sequence[int], tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has the sizes, strides and dtype of an input form with the table's numbers."""
         return (
             tuple(table[at] for at in form.shape) == tensor.shape
             and tuple(table[at] for at in form.stride) == tensor.stride()

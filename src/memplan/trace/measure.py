@@ -127,7 +127,11 @@ _UNENDED = "a thread that the step started is still running: what it allocates i
 
 
 def _profiled_run(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...], LineWatch]:
-    """Run the step under the profiler only, with the threads that it starts; return profile, notes and line watch."""
+    """Run the step without a dispatch mode, under torch's profiler alone.
+
+    Returns:
+        The profile, with the threads that the step starts; notes about it; the times at which followed lines ran.
+    """
     profile = _torch.memory_profile()
     with _torch.eager_instead_of_compiled(lambda: None), _torch.threads_watched() as threads, profile:
         place = Place()

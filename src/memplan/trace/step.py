@@ -114,6 +114,7 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
         )
 
     def build() -> Step:
+        """Return a step: that of ``what``, or one that trains the module that ``what`` is or returns."""
         result = copy_module(what) if isinstance(what, nn.Module) else what()
         if isinstance(result, nn.Module):
             return _step(result, options, CUDA if on_card else HOST)

@@ -169,7 +169,7 @@ def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: Cuda
 
 
 def _ended(status: int, stderr: str) -> MemplanError:
-    """The error for a process that ended without a result."""
+    """Return the error for a process that ended without writing a trace or an error; ``stderr`` has its last words."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
     last = f": {lines[-1].strip()[:200]}" if lines else ""

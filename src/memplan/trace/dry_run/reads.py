@@ -53,7 +53,7 @@ class Reads:
         """Return a tensor's method that reads a value, with an assumption noted if the tensor is on the card."""
 
         def read_and_note(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or not tensor.is_cuda:
+            if self._inside or not tensor.is_cuda:  # one such method calls another
                 return read(tensor, *args, **kwargs)
             self._inside = True
             try:

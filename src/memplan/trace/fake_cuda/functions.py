@@ -193,6 +193,8 @@ def _replacements(module: types.ModuleType, emulated: dict[str, Answer]) -> dict
 
 
 def _refusal(module: types.ModuleType, name: str) -> Callable[..., Any]:
+    """Return a replacement for a function that needs a GPU: it raises an error that names the function."""
+
     def refuse(*_: Any, **__: Any) -> Any:
         raise StepError(
             f"{module.__name__}.{name} needs a GPU, and a recording has none",

@@ -55,17 +55,16 @@ class Card:
         return self._inside() or threading.get_ident() != self._thread
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage lies on the card."""
+        """Whether a tensor's storage is recorded as on the card; never in another thread than the recording's."""
         if threading.get_ident() != self._thread:
             return False
         try:
             entry = self.ledger.find(tensor)
         except (RuntimeError, NotImplementedError):  # a wrapper without a storage, as of vmap
             entry = self.ledger.find(_torch.unwrapped(tensor))
-        if (
-            self.everything
-        ):  # except tensors that the step moved, or that an op allocated on the host (batch sizes of packed sequences)
-            return entry is None or entry.op is None or entry.device == ON_CARD
+        if self.everything and (entry is None or entry.op is None):
+            return True
+        # the step may have moved it to the host, or an op allocated it there (batch sizes of packed sequences)
         return entry is not None and entry.device == ON_CARD
 
     @property

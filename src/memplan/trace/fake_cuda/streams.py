@@ -125,7 +125,7 @@ class OnDevice:
         if not isinstance(device, torch.Tensor) and device is not None:
             from memplan.trace.fake_cuda.residence import wanted
 
-            wanted(device)
+            wanted(device)  # raises for a second card
         self.idx, self.prev_idx = 0, 0
 
     def __enter__(self) -> OnDevice:

@@ -65,6 +65,7 @@ class _Tensors:
         card = self._card
 
         def make_on_device(*args: Any, **kwargs: Any) -> Any:
+            """Call the factory for a CPU tensor, and record on which device it is to lie."""
             device = kwargs.get("device")
             if card.inside():  # torch's own call within an op
                 return make(*args, **kwargs)

@@ -231,6 +231,7 @@ def _import_by(place: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _import_failed(place: str, error: Exception) -> TargetError:
+    """Return the error for a module whose import raised, with the user's line and what to install."""
     where = location(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error).strip().split("\n")[0]
     do = "Correct it there"

@@ -48,6 +48,7 @@ def matched_calls(first: Sequence[_torch.Call], second: Sequence[_torch.Call]) -
 
 
 def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
+    """Return call -> the calls directly within it, in order."""
     children: dict[int, list[int]] = {number: [] for number in range(_ROOT, len(calls))}
     for number, call in enumerate(calls):
         if call.parent != _MERGED:
@@ -56,7 +57,10 @@ def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
 
 
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return index pairs of equal items of two sequences, in order: their common beginning and end, then difflib's."""
+    """Align two sequences: return the index pairs of items that match, in order.
+
+    Most runs are nearly equal, so the common prefix and suffix match at once; between them, difflib decides.
+    """
     prefix = _common_prefix(first, second)
     suffix = _common_prefix(first[prefix:][::-1], second[prefix:][::-1])
     ends = len(first) - suffix, len(second) - suffix

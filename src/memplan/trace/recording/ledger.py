@@ -214,6 +214,7 @@ class Ledger:
             entry.reference = None
 
     def _add(self, size: int, op: int | None, dtype: str, shape: tuple[int, ...]) -> Entry:
+        """Add an entry for a storage that is allocated now, on the ledger's current device and stream."""
         self.clock += 1
         entry = Entry(len(self.entries), size, self.clock, op, dtype, shape, device=self.device, stream=self.stream)
         self.entries.append(entry)

@@ -392,6 +392,7 @@ def _result(
 
 
 def _outside_error(tensor: torch.Tensor) -> StepError:
+    """Return the error for a step that uses a real parameter from outside of ``build``."""
     return StepError(
         f"the step uses a real parameter of shape {tuple(tensor.shape)} that was made outside of build",
         expected="a build that makes the model itself, so that recording neither allocates nor changes it",

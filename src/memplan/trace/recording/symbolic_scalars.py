@@ -416,6 +416,7 @@ def _splitting_at(split: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the items of nested lists and tuples."""
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(item, (list, tuple)):
             yield from _leaves(item)
@@ -456,6 +457,7 @@ def _check_numpy(card: Residence | None, tensor: Any) -> None:
 
 
 def _used_as_size() -> DataDependentError:
+    """Return the error for a tensor of unknown value that the step uses as a size or an index."""
     return DataDependentError(
         "a tensor is used as an index or a size, and recording has no values",
         expected="shapes that follow from the shapes of the inputs",

@@ -120,7 +120,7 @@ def has_usable_sizes(tensor: torch.Tensor) -> bool:
 
 
 def _view(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """TensorUtils.cpp, `computeStride`: the strides of a view's dimensions of size 1."""
+    """Strides of the results (TensorUtils.cpp, `computeStride`): the strides of a view's dimensions of size 1."""
     if 1 not in result.shape:
         return result
     strides = _torch.view_strides(args[0], result.shape)

@@ -145,6 +145,7 @@ def _nonzero_result(named: Keywords, count: int) -> torch.Tensor:
 
 
 def _count_of_known_mask(named: Keywords) -> int | None:
+    """Return how many elements a mask with known values selects; None if they are unknown."""
     mask = named["mask"].constant if isinstance(named["mask"], _torch.FakeTensor) else named["mask"]
     if mask is None:
         return None
@@ -153,7 +154,7 @@ def _count_of_known_mask(named: Keywords) -> int | None:
 
 
 def _unique_result(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
-    """Unique.cpp: the elements, where each came from, and how often each is there."""
+    """Return the results of `unique` (Unique.cpp): the elements, where each came from, and how often each is there."""
     x = named["self"]
     elements = x.new_empty(count), x.new_empty(x.shape if named["return_inverse"] else 0, dtype=_INDEX)
     if "return_counts" not in named:  # `_unique`
@@ -167,6 +168,7 @@ def _most_rows(named: Keywords, range_of: RangeOf) -> int:
 
 
 def _unique_dim_result(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
+    """Return the results of `unique` along a dimension: the rows, where each came from, and how often each is there."""
     x, dim = named["self"], named.get("dim")
     if dim is None:
         return _unique_result(named, count)

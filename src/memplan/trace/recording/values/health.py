@@ -23,6 +23,8 @@ def answer_of_healthy(entry: Entry | None, notes: Sequence[Note], entries: Seque
 
 
 def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry], depth: int) -> bool | None:
+    """Evaluate a check by the ops that computed it, up to ``depth`` ops back; None if these are no check for nan or
+    inf."""
     if entry is None or entry.op is None or entry.dtype != "bool":
         return None
     note = notes[entry.op]
@@ -35,8 +37,8 @@ def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry]
     answers = [_answer(entries[read], notes, entries, depth - 1) for _, read in note.reads]
     if note.name.startswith(_NOT):
         return None if answers[0] is None else not answers[0]
-    wanted = not note.name.startswith(_ANY)
-    return wanted if wanted in answers else None
+    decisive = not note.name.startswith(_ANY)  # all finite: "any" is False by one False, "all" is True by one True
+    return decisive if decisive in answers else None
 
 
 def _is_finite(note: Note, notes: Sequence[Note], entries: Sequence[Entry]) -> bool:

@@ -79,6 +79,7 @@ class Positions:
             self._first_and_step[self._ledger.entry(result, None).id] = begin, step * int(one.stride(0))
 
     def _largest(self, indices: torch.Tensor) -> int | None:
+        """Return the largest value of a view of a storage that counts up; None if its values are unknown."""
         entry = self._ledger.find(indices)
         known = None if entry is None else self._first_and_step.get(entry.id)
         if known is None or not indices.numel():

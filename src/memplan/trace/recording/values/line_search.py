@@ -32,6 +32,7 @@ def is_optimizing() -> bool:
 
 
 def _frame_of_optimizer() -> FrameType | None:
+    """Return the innermost frame of `torch.optim.LBFGS`'s own code, unless it called the user's closure since."""
     for frame in callers():
         if frame.f_code.co_filename == _FILE:
             return frame

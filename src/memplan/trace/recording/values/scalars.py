@@ -77,6 +77,7 @@ def _method(base: type, name: str) -> Callable[..., Any]:
 
 
 def _computing(base: type, name: str) -> Callable[..., Any]:
+    """Return an arithmetic operator whose result is symbolic again, with a range if one is known."""
     method = _method(base, name)
 
     @functools.wraps(getattr(base, name))
@@ -98,6 +99,7 @@ def _bound(name: str, *operands: Any) -> Range | None:
 
 
 def _comparing(base: type, name: str) -> Callable[..., Any]:
+    """Return a comparison operator, which reports a branch unless the ranges decide the answer."""
     method = _method(base, name)
 
     @functools.wraps(getattr(base, name))
@@ -120,6 +122,7 @@ def _is_certain(name: str, one: Range | None, other: Range | None) -> bool:
 
 
 def _whole(name: str) -> Callable[..., Any]:
+    """Return a conversion of a symbolic float to an integer (``__int__``, ``__floor__``, ``__round__``)."""
     method = getattr(float, name)
 
     @functools.wraps(method)

@@ -75,8 +75,8 @@ def _is_stolen_by_engine(tensor: torch.Tensor) -> bool:
 
 
 def _copy(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensor.cpp, clone_sparse, and dtype conversions: new indices and values, unless the engine takes over the
-    gradient that is cloned."""
+    """Result (SparseTensor.cpp, clone_sparse, and dtype conversions): new indices and values, unless the engine takes
+    over the gradient that is cloned."""
     tensor = args[0]
     if not coo(tensor) or kwargs.get("layout") not in (None, torch.sparse_coo):
         return NotImplemented
@@ -87,7 +87,8 @@ def _copy(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _coalesce(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensor.cpp, _coalesce_sparse_cpu: storages for all elements, of which the result uses the distinct ones."""
+    """Result (SparseTensor.cpp, _coalesce_sparse_cpu): storages for all elements, of which the result uses the distinct
+    ones."""
     tensor = args[0]
     if tensor.is_coalesced():
         return _copy_sparse(tensor)
@@ -99,7 +100,7 @@ def _coalesce(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _from_parts(args: Arguments, kwargs: Keywords) -> Any:
-    """A COO tensor that shares the storages of the indices and values it is built from."""
+    """Result of constructing a COO tensor: it shares the storages of the indices and values."""
     _, _, shape, indices, values = args
     dtype = kwargs.get("dtype")
     if not isinstance(indices, torch.Tensor) or dtype not in (None, values.dtype):
@@ -108,7 +109,8 @@ def _from_parts(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _sum(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, add_out_sparse_cpu: the elements of both; if both are coalesced, equal indices merge."""
+    """Result (SparseTensorMath.cpp, add_out_sparse_cpu): the sum of two sparse tensors has the elements of both; equal
+    indices merge if both are coalesced."""
     left, right = args[:2]
     if not coo(left) or not coo(right):
         return NotImplemented
@@ -122,7 +124,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _product_with_number(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, mul_out_sparse_zerodim and div_out_sparse_zerodim: multiplied or divided by a number."""
+    """Result (SparseTensorMath.cpp, mul_out_sparse_zerodim and div_out_sparse_zerodim): multiplied or divided by a
+    number."""
     tensor, factor = args[:2]
     if _is_number(tensor):
         tensor, factor = factor, tensor
@@ -142,23 +145,23 @@ def _in_place_version(functional: Instead) -> Instead:
 
 
 def _values_in_place(args: Arguments, kwargs: Keywords) -> Any:
-    """In-place ops that write into the existing values and leave the indices alone."""
+    """Result of an in-place op that writes into the existing values: the tensor, with the same indices."""
     return args[0] if coo(args[0]) else NotImplemented
 
 
 def _no_elements(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, zero_sparse_: no elements are left."""
+    """Result (SparseTensorMath.cpp, zero_sparse_): no elements are left."""
     return _new(args[0], 0, coalesced=True)
 
 
 def _sparse_mask(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensor.cpp, sparse_mask: a tensor with the mask's indices."""
+    """Result (SparseTensor.cpp, sparse_mask): a tensor with the mask's indices."""
     tensor, mask = args[:2]
     return tensor if tensor is mask and mask.is_coalesced() else _copy_sparse(mask, tensor.dtype)
 
 
 def _transpose(args: Arguments, kwargs: Keywords) -> Any:
-    """TensorShape.cpp, sparse_transpose_: a copy with two rows of the indices swapped."""
+    """Result (TensorShape.cpp, sparse_transpose_): a copy with two rows of the indices swapped."""
     tensor = args[0]
     if not coo(tensor) or tensor.dim() != 2 or tensor.sparse_dim() != 2:
         return NotImplemented
@@ -166,8 +169,8 @@ def _transpose(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _bag_gradient(args: Arguments, kwargs: Keywords) -> Any:
-    """EmbeddingBag.cpp, _embedding_bag_sparse_backward: an element per index; _embedding_bag_dense_backward_cpu: the
-    whole table's gradient."""
+    """Result (EmbeddingBag.cpp, _embedding_bag_sparse_backward): an element per index;
+    _embedding_bag_dense_backward_cpu: the whole table's gradient."""
     gradient, indices, rows, sparse = args[0], args[1], args[6], args[9]
     width = gradient.shape[-1]
     if not sparse:
@@ -192,7 +195,7 @@ def _without_padding(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _to_sparse(args: Arguments, kwargs: Keywords) -> Any:
-    """TensorConversions.cpp, dense_to_sparse: no element is assumed to be zero."""
+    """Result (TensorConversions.cpp, dense_to_sparse): no element is assumed to be zero."""
     tensor, layout = args[0], kwargs.get("layout")
     if layout not in (None, torch.sparse_coo):
         return _refuse_compressed(args, kwargs)

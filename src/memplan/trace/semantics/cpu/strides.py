@@ -36,15 +36,16 @@ def _is_channels_last(x: torch.Tensor) -> bool:
 
 
 def _norm(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Normalization.cpp, `suggest_memory_format_contig`: contiguous, unless the input is channels last and not
-    contiguous."""
+    """Strides of the results (Normalization.cpp, `suggest_memory_format_contig`): contiguous, unless the input is
+    channels last and not contiguous."""
     x, (output, *statistics) = args[0], results
     last = not x.is_contiguous() and _is_channels_last(x)
     return _formatted(output, last=last), *statistics
 
 
 def _norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Normalization.cpp, `batch_norm_backward_cpu_template`: as `_norm` if gradient and input have the same format."""
+    """Strides of the results (Normalization.cpp, `batch_norm_backward_cpu_template`): as `_norm` if gradient and input
+    have the same format."""
     (gradient, x), (grad_input, *others) = args[:2], results
     last = suggests_channels_last(x)
     dense = all(t.is_contiguous() or _is_channels_last(t) for t in (gradient, x))
@@ -58,8 +59,8 @@ def _formatted(tensor: torch.Tensor, *, last: bool) -> torch.Tensor:
 
 
 def _convolution_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Convolution.cpp: a weight gradient that is contiguous in more than one format gets contiguous strides, unless the
-    weight is channels last or grouped."""
+    """Strides of the results (Convolution.cpp): a weight gradient that is contiguous in more than one format gets
+    contiguous strides, unless the weight is channels last or grouped."""
     grad_input, grad_weight, grad_bias = results
     plain = args[9] == 1 and not suggests_channels_last(args[2])
     if plain and grad_weight is not None and grad_weight.is_contiguous():
@@ -74,7 +75,8 @@ def _prelu_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
 
 
 def _group_norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """group_norm.cpp: in the input's memory format; from torch 2.14 on, ``empty_like`` of the input in that format."""
+    """Strides of the results (group_norm.cpp): in the input's memory format; from torch 2.14 on, ``empty_like`` of the
+    input in that format."""
     x = args[1]
     if torch_version() < (2, 14) or copied_to(x, suggests_channels_last(x)):
         return suggested_format(1)(args, kwargs, results)

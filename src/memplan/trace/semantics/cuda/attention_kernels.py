@@ -47,9 +47,10 @@ def flash_splits(blocks: int, multiprocessors: int, columns: int) -> int:
 
 
 def flash_forward(heads_first: bool, dropout: int) -> Formula:
-    """flash_api.cpp, mha_fwd: partial outputs and their log-sum-exp if the keys are split, which needs no dropout.
+    """Formula of flash attention: partial outputs and their log-sum-exp if the keys are split (never with dropout).
 
-    ``dropout`` is the position of its probability.
+    Source: flash_api.cpp, mha_fwd. ``heads_first``: the layout of the operands; ``dropout``: the position of its
+    probability.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -69,7 +70,7 @@ def flash_forward(heads_first: bool, dropout: int) -> Formula:
 
 
 def flash_backward(heads_first: bool) -> Formula:
-    """flash_api.cpp, mha_bwd and mha_varlen_bwd; attention_backward.cu, _flash_attention_backward.
+    """Formula of flash attention's backward (flash_api.cpp, mha_bwd; attention_backward.cu, _flash_attention_backward).
 
     The gradient of the queries in float32, with rows padded to 128 and head sizes to 32 (with deterministic algorithms
     one per split of the keys); a sum per row; gradients of keys and values for every query head with grouped queries;
@@ -93,7 +94,10 @@ def flash_backward(heads_first: bool) -> Formula:
 
 
 def efficient_forward(heads_first: bool) -> Formula:
-    """attention.cu, _efficient_attention_forward: a float32 accumulator for half precision and head sizes over 128."""
+    """Formula of memory-efficient attention: a float32 accumulator for half precision and head sizes over 128.
+
+    Source: attention.cu, _efficient_attention_forward.
+    """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         q, k, v = (_by_length(t, heads_first) for t in args[:3])
@@ -140,7 +144,7 @@ def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch
 
 
 def efficient_backward(heads_first: bool) -> Formula:
-    """attention_backward.cu, _efficient_attention_backward.
+    """Formula of memory-efficient attention's backward (attention_backward.cu, _efficient_attention_backward).
 
     The gradient is made contiguous by length before the results are allocated. Output times gradient is summed per row:
     inside the kernel in half precision; in float32 by a product as large as the output, its sums and a contiguous copy
@@ -165,7 +169,7 @@ def cudnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, ar
 
 
 def cudnn_backward(heads_first: bool) -> Formula:
-    """cudnn/MHA.cpp: the workspace of cuDNN's plan, as far as its parts are known.
+    """Formula of cuDNN's attention backward (cudnn/MHA.cpp): its plan's workspace, as far as its parts are known.
 
     dq in float32, on sm_80 to sm_89 twice, and a sum per row; dk and dv for every query head with grouped queries
     (cudnn-frontend, the backward node of scaled dot product attention; cuDNN 9.19's answers for several shapes on

@@ -168,6 +168,7 @@ def installed(on_card: OnCard) -> Iterator[Autocast]:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -276,6 +277,7 @@ def _cast_as_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepar
 
 
 def _refuse_unknown(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """Raise an error for an op that autocast treats, and whose policy is not in `_POLICIES`."""
     raise RecordingError(
         f"autocast on CUDA treats {op}, and how is not known here",
         expected=f"an op that autocast treated in the versions of torch up to 2.15; this one is {torch.__version__}",

@@ -220,6 +220,7 @@ class _Table:
         op = getattr(_ATEN, name).input
 
         def run(x: torch.Tensor, states: Any, weights: list[torch.Tensor], *options: Any) -> Any:
+            """Run a recurrent network by cuDNN's op, or decomposed where cuDNN refuses it."""
             if not self._on_card(x):
                 return dispatch.composite(op, x, states, weights, *options)
             refusal = self._cudnn_refusal(x)
@@ -247,6 +248,7 @@ class _Table:
         def run(
             data: torch.Tensor, sizes: torch.Tensor, states: Any, weights: list[torch.Tensor], *options: Any
         ) -> Any:
+            """Run a recurrent network of packed sequences by cuDNN's op; their lengths have to be known."""
             if not self._on_card(data):
                 return dispatch.composite(op, data, sizes, states, weights, *options)
             refusal = self._cudnn_refusal(data)

@@ -24,11 +24,9 @@ def temporaries(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result
     """Peak bytes that the fast path allocates beyond its results, on a card of this compute capability."""
 
     def attend(x: torch.Tensor, heads: int, mask: torch.Tensor | None) -> int:
-        return (
-            _fused_peak(x, heads)
-            if _uses_fused_attention(x, heads, mask, capability)
-            else parts.attention_peak(x, heads, mask)
-        )
+        """Peak bytes of self-attention in an encoder layer."""
+        fused = _uses_fused_attention(x, heads, mask, capability)
+        return _fused_peak(x, heads) if fused else parts.attention_peak(x, heads, mask)
 
     if name == _LAYER:
         return max(0, parts.layer(args, kwargs, result, attend))

@@ -28,13 +28,14 @@ def _accumulated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wide_statistics(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """layer_norm_kernel.cu, Normalization.cu: mean and reciprocal deviation in the dtype that CUDA accumulates in."""
+    """Result (layer_norm_kernel.cu, Normalization.cu): mean and reciprocal deviation in the dtype that CUDA accumulates
+    in."""
     output, *statistics = result
     return (output, *(_accumulated(s) for s in statistics))
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """group_norm.cpp: mean and reciprocal deviation are in float32 if the weight is. Up to 2.14 the output is
+    """Result (group_norm.cpp): mean and reciprocal deviation are in float32 if the weight is. Up to 2.14 the output is
     contiguous, whatever the memory format of the input."""
     output, *statistics = result
     if torch_version() < (2, 15) and not output.is_contiguous():
@@ -45,8 +46,8 @@ def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> An
 
 
 def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """cudnn/BatchNorm.cpp: statistics in the weight's dtype, empty without training. The reserve is not changed here:
-    `semantics.cuda.table` counts its bytes."""
+    """Result (cudnn/BatchNorm.cpp): statistics in the weight's dtype, empty without training. The reserve is not
+    changed here: `semantics.cuda.table` counts its bytes."""
     output, mean, deviation, reserve = result
     if not args[5]:
         return output, mean.new_empty(0), deviation.new_empty(0), reserve
@@ -55,13 +56,13 @@ def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Activation.cpp, log_sigmoid_forward: the buffer is empty on CUDA."""
+    """Result (Activation.cpp, log_sigmoid_forward): the buffer is empty on CUDA."""
     return result[0], result[1].new_empty(0)
 
 
 def embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """EmbeddingBag.cu, _embedding_bag_cuda: the second result is the bag of every index, in each mode (on the CPU in
-    some only); the last, the positions of maxima, is empty unless the mode is max."""
+    """Result (EmbeddingBag.cu, _embedding_bag_cuda): the second result is the bag of every index, in each mode (on the
+    CPU in some only); the last, the positions of maxima, is empty unless the mode is max."""
     output, _, bag_sizes, max_positions = result
     indices, mode = args[1], args[4] if len(args) > 4 else kwargs.get("mode", 0)
     shape = output.shape if mode == _MAXIMUM else (0,)

@@ -227,6 +227,7 @@ def _cudnn_objections(call: _Call) -> Iterator[str]:
 
 
 def _cudnn_shape_objections(call: _Call, name: str) -> Iterator[str]:
+    """Yield the objections of cuDNN's attention to sizes: of heads, batch and sequences."""
     batch, heads, length = call.query.shape[:3]
     if call.recent and max(batch, heads) > 65535:
         yield f"{max(batch, heads)} batch entries or heads, and {name} takes up to 65535"
@@ -291,6 +292,10 @@ def _dtype_objections(call: _Call, name: str, supported: tuple[torch.dtype, ...]
 
 
 def _head_count_objections(call: _Call, name: str, *, gqa: bool, equal_kv: bool = True) -> Iterator[str]:
+    """Yield the objections of a kernel to batch sizes and numbers of heads that differ.
+
+    ``gqa``: whether it takes grouped queries; ``equal_kv``: whether keys and values need as many heads then.
+    """
     if len({t.shape[0] for t in call.all}) > 1:
         yield "query, key and value of different batch sizes, which no fused kernel takes"
     query, key, value = (t.shape[-3] for t in call.all)
@@ -318,6 +323,7 @@ def _stride_objections(call: _Call, name: str, *, size_one: bool) -> Iterator[st
 
 
 def _mask_objections(call: _Call, name: str) -> Iterator[str]:
+    """Yield the objections of a kernel to a mask: its gradient, its shape."""
     mask = call.mask
     if mask is None:
         return
