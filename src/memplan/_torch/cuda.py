@@ -30,6 +30,8 @@ def tensors_that_tell(
     plain, fake = torch.Tensor.device, FakeTensor.device
 
     def reporting_property(own: Any) -> property:
+        """Return the property ``device`` of a class of tensors, whose original is ``own``."""
+
         def get(tensor: torch.Tensor) -> torch.device:
             reported = None if inside() else device(tensor)
             return own.__get__(tensor) if reported is None else reported

@@ -147,6 +147,7 @@ class _CastProbe(TorchDispatchMode):
         self.op, self.arguments, self.results = op, list[Dtypes](), list[Dtypes]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the dtypes of the op's arguments and results, and run it on CPU tensors."""
         if func is not self.op:  # a cast by autocast's kernel
             return func(*args, **(kwargs or {}))
         positional, named = _without_data((args, kwargs or {}), "cpu")

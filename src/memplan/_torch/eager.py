@@ -50,6 +50,7 @@ class EagerMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the callback for an op; in inference mode, where composite ops arrive whole, for each of its parts."""
         safe_point()
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and is_composite(func):
@@ -113,6 +114,7 @@ class _OneProfile(torch.autograd.profiler.profile):
     """A profile that holds `profiler_turn` while it is active, so that no other thread of memplan starts a second."""
 
     def __enter__(self) -> Any:
+        """Start the profiler, or raise UsageError if one is active."""
         if not profiler_turn.take():
             raise UsageError(
                 "torch has one profiler at a time, and one is at work",
@@ -307,6 +309,7 @@ class DrawsReplaced(TorchDispatchMode):
         self._keep = keep
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, with a mask of `keep` if it draws one."""
         aten = torch.ops.aten
         if func is aten.bernoulli_.float:
             kept = self._keep(args[0].numel(), float(args[1]) if len(args) > 1 else 0.5)

@@ -29,7 +29,7 @@ _NAMED = re.compile(r"\b(\w+)(?:::|\.)(\w+)")
 
 
 def define_opaque(call: Kernel, fake_call: Kernel, backward: Kernel, fake_backward: Kernel) -> None:
-    """Define the two ops. Each takes a key last, that says what is called.
+    """Define the two ops by their kernels and fake kernels. The last argument ``key`` tells which function is called.
 
     ``call(inputs, key) -> [*results, handle]``; ``backward(handle, gradients, kept, key) -> gradients``.
     """
@@ -73,7 +73,10 @@ class Recorded:
         self.results = [result.detach() for result in results]
 
     def gradients(self, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> list[torch.Tensor | None]:
-        """Return the gradients of the tensors that need them. Frees the graph unless ``keep``."""
+        """Return the gradients of the call's inputs that need one, for these gradients of its results.
+
+        Frees the call's graph unless ``keep``.
+        """
         known = [
             (edge, gradient)
             for edge, gradient in zip(self._out, gradients, strict=True)

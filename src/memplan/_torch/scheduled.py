@@ -122,6 +122,8 @@ def _record_written(record: Record, patches: ExitStack) -> None:
     from torch._inductor.codegen.triton import TritonScheduling
 
     def recording(define: Any) -> Any:
+        """Return a backend's ``define_kernel`` that records the kernel, too."""
+
         def define_kernel(self: Any, source: Any, nodes: Any, *rest: Any, **more: Any) -> Any:
             name = define(self, source, nodes, *rest, **more)
             record.wrote(name, nodes)

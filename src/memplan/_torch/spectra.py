@@ -41,7 +41,7 @@ def spectra_seen(called: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _needs_derivative(matrix: torch.Tensor) -> bool:
-    """Return whether torch may differentiate a function of this matrix: in backward or forward mode, or by torch.func."""
+    """Return whether torch may differentiate a function of this matrix, in any mode or by a transform of torch.func."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     if functorch.is_functorch_wrapped_tensor(matrix):
         return True

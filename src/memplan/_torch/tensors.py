@@ -330,7 +330,10 @@ def drawing_from(op: Any, generator: torch.Generator) -> Callable[..., Any] | No
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Source: aten/src/ATen/native/Dropout.cpp, `native_dropout_cpu`."""
+    """Return the result and the mask of dropout, with the mask drawn from a generator.
+
+    Source: aten/src/ATen/native/Dropout.cpp, `native_dropout_cpu`.
+    """
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:

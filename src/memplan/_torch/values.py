@@ -43,6 +43,7 @@ class Known:
         return memo[id(self)]
 
     def _computed(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
+        """Return the values from their source: an input, a constant, or the op that computed them."""
         if self.input is not None:
             return inputs[self.input]
         if self.call is None:

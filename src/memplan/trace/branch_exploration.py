@@ -93,7 +93,7 @@ class _Exploration:
                 queue += self._try(choice)
 
     def _meet(self, recorded: Recorded) -> list[Choice]:
-        """Return the choices of a recording that no earlier one had."""
+        """Return the choices of a recording that no earlier one had, and note the recording for each."""
         if not isinstance(recorded.outcome, Trace):
             return []
         (branches, reads), steps = recorded.decisions, len(recorded.outcome.steps)

@@ -33,6 +33,7 @@ class CapturedOutput:
 
     def __init__(self) -> None:
         self.lines = 0
+        """Number of lines captured."""
         self._last = deque[str](maxlen=_NOTED_LINES)
         self._open: dict[int, str] = {}
         """id() of a stream -> its unfinished line."""

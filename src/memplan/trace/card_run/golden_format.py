@@ -168,6 +168,7 @@ def op_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _value_text(value: Any) -> str:
+    """Return an argument of an op as text without spaces: a tensor's dtype and shape, a list, or a plain value."""
     if hasattr(value, "dtype") and hasattr(value, "stride"):
         return _tensor_text(value)
     if isinstance(value, (list, tuple)):

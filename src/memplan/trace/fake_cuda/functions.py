@@ -81,7 +81,8 @@ def _properties(device: Device) -> dict[str, Answer]:
 
 
 def _memory(card: Card, device: Device) -> dict[str, Answer]:
-    """Memory queries return the bytes of live tensors; reserved bytes are only known after a simulation."""
+    """The memory functions, by name. All count the bytes of live tensors: reserved bytes are only known after a
+    simulation."""
     ledger = card.ledger
 
     def current(device: Any = None) -> int:
@@ -112,6 +113,7 @@ def _memory(card: Card, device: Device) -> dict[str, Answer]:
 
 
 def _streams(card: Card) -> dict[str, Answer]:
+    """The functions and classes of streams and events, by name."""
     streams = Streams(card)
     return {
         "Stream": streams.Stream,

@@ -110,7 +110,7 @@ class Card:
 
 
 def wanted(device: Any) -> torch.device:
-    """The device of a device argument; an integer is a CUDA index.
+    """The `torch.device` that a device argument names ("cuda", 0, a device); an integer is a CUDA index.
 
     Raises:
         DeviceError: a second card.

@@ -89,7 +89,7 @@ class _Tensors:
         return make_on_device
 
     def to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """`torch.Tensor.to`."""
+        """Emulate `torch.Tensor.to`: copy between host and card if the tensor is on the other one."""
         if self._card.inside():
             return _TO(tensor, *args, **kwargs)
         device, others, kwargs = _split_device(args, kwargs)
@@ -115,7 +115,7 @@ class _Tensors:
         return self.to(tensor, CPU, **kwargs)
 
     def type(self, tensor: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        """`torch.Tensor.type`, which can name a device, too."""
+        """Emulate `torch.Tensor.type`, whose argument can name a device, too ("torch.cuda.FloatTensor")."""
         name = dtype if isinstance(dtype, str) else f"{getattr(dtype, '__module__', '')}."
         name += "" if isinstance(dtype, str) else getattr(dtype, "__name__", "")
         if self._card.inside() or not name.startswith("torch.cuda."):
@@ -123,7 +123,7 @@ class _Tensors:
         return self.cuda(_TYPE(tensor, name.replace("torch.cuda.", "torch.")))
 
     def pin_memory(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """`torch.Tensor.pin_memory`: a copy in the host's memory."""
+        """Emulate `torch.Tensor.pin_memory` by a copy in the host's memory."""
         if self._card.inside():
             return tensor
         self._card.note_cuda_named()
@@ -131,7 +131,7 @@ class _Tensors:
             return tensor.clone()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """`torch.Tensor.record_stream`: when freed, the block waits for this stream."""
+        """Emulate `torch.Tensor.record_stream`: note a stream that the block has to wait for when it is freed."""
         entry = self._card.ledger.find(tensor)
         if entry is not None:
             number = getattr(stream, "stream_id", 0)

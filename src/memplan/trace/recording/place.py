@@ -119,8 +119,11 @@ class Place:
 
     def __init__(self) -> None:
         self.building = True
+        """Whether ``build`` is still running."""
         self.step = -1
+        """Number of the running step; -1 while building."""
         self.modules: dict[int, weakref.ref[nn.Module]] = {}
+        """id() of each module that was registered or called -> the module."""
         self.made_at: dict[int, tuple[str, int] | None] = {}
         """id() of a module -> user line that was running when it registered its first parameter or buffer."""
         self.called: list[int] = []
@@ -258,6 +261,7 @@ class Place:
                 self.on_result(id(module), result)
 
     def _start_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Enter an optimizer's step, as a pre-hook of all optimizers."""
         if threading.get_ident() != self._thread:
             return
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))

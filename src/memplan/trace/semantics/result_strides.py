@@ -111,9 +111,9 @@ def _are_strided(*tensors: Any) -> bool:
 
 
 def has_usable_sizes(tensor: torch.Tensor) -> bool:
-    """Return whether all sizes are integers, or one of them is 1; otherwise torch's own strides stay.
+    """Return whether a tensor's strides can be corrected: its sizes are integers, or one of them is 1.
 
-    Comparing other symbolic sizes would add guards that tie the graph to them.
+    Comparing other symbolic sizes would add guards that tie the graph to them, so torch's own strides stay.
     """
     numbers = [size for size in tensor.shape if type(size) is int]
     return len(numbers) == tensor.dim() or 1 in numbers

@@ -190,7 +190,8 @@ def _known_steps(named: Keywords) -> int | None:
 
 
 def _packed_sequence(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """PackedSequence.cpp, _pack_padded_sequence: the steps of all sequences, and the number of sequences at each step.
+    """Return the results of `pack_padded_sequence` (PackedSequence.cpp, _pack_padded_sequence): the time steps of all
+    sequences, and the number of sequences at each.
 
     The latter is a real tensor, since C++ reads its values.
     """

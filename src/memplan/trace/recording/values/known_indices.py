@@ -51,7 +51,7 @@ class Positions:
         result: object,
         written: Sequence[object] = (),
     ) -> None:
-        """Note that an op has run; ``written``: arguments that it changed."""
+        """Note a result that counts up, and forget those that the op wrote (``written``)."""
         for one in written:
             if isinstance(one, torch.Tensor):
                 self._first_and_step.pop(self._ledger.entry(one, None).id, None)
@@ -67,7 +67,7 @@ class Positions:
             self._first_and_step[self._ledger.entry(result, None).id] = first, step
 
     def _shifted(self, args: tuple[object, ...], sign: int, result: torch.Tensor) -> None:
-        """Positions that begin later: a number was added, such as that of tokens seen before."""
+        """Note a result that counts up from elsewhere, since a number was added to one (that of tokens seen before)."""
         one, number = args[:2]
         if not isinstance(one, torch.Tensor) or one.dim() != 1 or not isinstance(number, int):
             return

@@ -94,6 +94,7 @@ def _alpha(call: Call) -> Number:
 
 
 def _divided(call: Call) -> Range | None:
+    """Range of a quotient; unknown if the divisor may be 0."""
     divisor = call.of(1)
     if divisor is None or divisor[0] <= 0 <= divisor[1]:
         return None

@@ -51,8 +51,8 @@ def forward(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Return the bytes of the columns, and with groups the slices of input and output, which are concatenated at the
-    end; the slices of a single image are views."""
+    """Return the temporary bytes of a forward: the columns, and with groups the slices of input and output, which are
+    concatenated at the end; the slices of a single image are views."""
     batch, size = x.shape[0], x.element_size()
     if _handles_groups(x, transposed, dilation):
         groups = 1
@@ -85,8 +85,8 @@ def backward(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Return the bytes of the columns, which are live while the last result is computed; with groups, each result is
-    first computed in slices."""
+    """Return the temporary bytes of a backward: the columns, which are live while the last result is computed; with
+    groups, each result is first computed in slices."""
     batch, size = x.shape[0], x.element_size()
     if _handles_groups(x, transposed, dilation):
         groups = 1

@@ -164,7 +164,8 @@ def common_dtype_casts(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def common_dtype_casts_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """As `common_dtype_casts` for an in-place op, whose first operand is cast twice, as input and as output."""
+    """Bytes of temporaries as of `common_dtype_casts`, for an in-place op: its first operand is cast twice, as input
+    and as output."""
     a, b = args[0], args[1]
     if not isinstance(b, torch.Tensor) or a.dtype is b.dtype:
         return 0
@@ -235,7 +236,7 @@ def any_or_all(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> in
 
 
 def integer_operand_cast(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """A unary op with a floating-point result (sqrt, exp): the cast of an integer operand to the result's dtype."""
+    """Bytes of temporaries of a unary op with a floating-point result (sqrt, exp): the cast of an integer operand."""
     return _cast_bytes(args[0], result.dtype)
 
 

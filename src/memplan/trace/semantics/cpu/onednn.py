@@ -193,7 +193,7 @@ _LONGEST_OF_WEIGHT_GRADIENT = 13
 
 
 def _columns(s: Shape) -> int:
-    """Return the bytes of the columns of an image (of a slice of a volume), for each thread."""
+    """Return the bytes of im2col's columns: of one image, or one slice of a volume, for each thread."""
     if s.pointwise and not s.strided:  # reads its input in place
         return 0
     columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space[-2:]) * s.itemsize

@@ -68,7 +68,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
 
 
 def grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_grouped_mm``: fake tensors support bfloat16 only, the kernels float32 and float16 on every device.
+    """Result of ``_grouped_mm``: fake tensors support bfloat16 only, the kernels also float32 and float16.
 
     Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`: rows are aligned to 16 bytes.
     """
@@ -87,7 +87,8 @@ def grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_ctc_loss``: the losses, and the log alphas saved for backward, as long as the longest target if that is known.
+    """Results of ``_ctc_loss``: the losses, and the log alphas saved for backward, as long as the longest target;
+    NotImplemented if that is unknown.
 
     Source: aten/src/ATen/native/LossCTC.cpp, `ctc_loss_cpu_template`.
     """
@@ -108,7 +109,7 @@ def _known_lengths(lengths: Any) -> list[int] | None:
 
 
 def _embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_embedding_bag_backward``: torch runs the real kernel on fake tensors, which reads memory that does not exist.
+    """Result of ``_embedding_bag_backward``: torch would run the real kernel on fake tensors, which have no memory.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp, `_embedding_bag_dense_backward_cpu`.
     """
@@ -117,7 +118,8 @@ def _embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _lstsq(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``linalg_lstsq`` by ``gelsy``, the default: the solution is a view of the right side's copy, which has all rows.
+    """Results of ``linalg_lstsq`` by ``gelsy``, the default: the solution is a view of the right side's copy, which has
+    all rows.
 
     Source: aten/src/ATen/native/BatchLinearAlgebra.cpp, `linalg_lstsq_out_info`. With other drivers the residuals
     depend on the ranks, which are values.

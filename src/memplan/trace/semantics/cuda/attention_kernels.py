@@ -109,7 +109,8 @@ def efficient_forward(heads_first: bool) -> Formula:
 
 
 def _tile_shape(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
-    """(Queries, keys) in a tile, and whether the gradients of keys and values stay in registers.
+    """The tiles of memory-efficient attention's backward: queries and keys in a tile, and whether the gradients of keys
+    and values stay in registers.
 
     Source: mem_eff_attention/kernels/cutlassB.h, the first kernel of the list whose head size and shared memory fit.
     That the large tiles do not fit with less than 100 KiB per block is inferred from the list, which has smaller ones
@@ -129,7 +130,11 @@ def _tile_shape(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
 
 
 def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch: Arch) -> int:
-    """mem_eff_attention/kernel_backward.h, workspace_size: dq in tiles of float32; dk and dv where not in registers."""
+    """Bytes of the workspace of memory-efficient attention's backward: gradients of the queries in float32 tiles, and
+    of keys and values unless they stay in registers.
+
+    Source: mem_eff_attention/kernel_backward.h, workspace_size.
+    """
     (batch, rows, heads, size), keys, width = q.shape, k.shape[1], v.shape[-1]
     reduced = q.dtype in _REDUCED
     tile_rows, tile_columns, in_registers = _tile_shape(max(size, width), reduced, arch)

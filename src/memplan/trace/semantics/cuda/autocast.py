@@ -124,7 +124,10 @@ class Autocast:
 
     @staticmethod
     def _is_cacheable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """autocast_mode.cpp, cached_cast: leaves in float32 that need a gradient, cast to the lower precision."""
+        """Whether the cast of a tensor is cached: of float32 leaves that need a gradient, to the lower precision.
+
+        Source: autocast_mode.cpp, cached_cast.
+        """
         return (
             torch.is_autocast_cache_enabled()
             and dtype is torch.get_autocast_dtype("cuda")
@@ -231,9 +234,9 @@ def _cast_to_widest(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepare
 
 
 def _cast_recurrent(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """cudnn/AutocastRNN.cpp: float16, whatever the autocast dtype, with new copies of the weights at every call.
+    """Cast a recurrent network's tensors to float16, whatever the autocast dtype; weights are copied at every call.
 
-    torch copies them into one buffer; here each has its own.
+    torch copies them into one buffer; here each has its own. Source: cudnn/AutocastRNN.cpp.
     """
     half = torch.float16
     x, weights, stride, buffer, hx, cx, *options = args

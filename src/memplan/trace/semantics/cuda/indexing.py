@@ -98,8 +98,8 @@ def _segment_sums(
 def embedding_bag_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int | Extra, ...]:
-    """Temporaries (EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg): like `embedding_backward` for any count; none
-    for max."""
+    """Temporaries (EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg): those of
+    `embedding_backward`, for any number of indices; none in mode max."""
     return _bag_gradient(args[0], args[1], args[5], args[6], args[7], arch)
 
 
@@ -268,7 +268,8 @@ def cumulative(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch:
 
 
 def scan(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ReduceOps.cpp, impl_func_cum_ops; ScanKernels.cpp: the operand contiguous and in the dtype of the result."""
+    """Temporaries (ReduceOps.cpp, impl_func_cum_ops; ScanKernels.cpp): the operand cast to the dtype of the result, or
+    its contiguous copy."""
     x = args[0]
     if x.dtype is not result.dtype:
         return nonzero(x.numel() * result.element_size())

@@ -47,7 +47,7 @@ def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> 
 
 
 def reduced_loss(position: int) -> Formula:
-    """Loss.cpp, mse_loss, smooth_l1_loss, huber_loss: the unreduced loss, unless it is the result.
+    """Formula of a loss (Loss.cpp, mse_loss, smooth_l1_loss, huber_loss): the unreduced loss, unless it is the result.
 
     ``position`` is that of the reduction. The first two use another unreduced loss as the storage of the result.
     """
@@ -126,7 +126,8 @@ _MOST_CHANNELS = 1024
 
 
 def grid_sample(grid: int) -> Formula:
-    """GridSampler.cpp, grid_sampler: for cuDNN, expanded operands are copied and the grid is made contiguous.
+    """Formula of grid sampling (GridSampler.cpp): for cuDNN, expanded operands are copied and the grid is made
+    contiguous.
 
     ``grid`` is the position of that argument.
     """

@@ -104,7 +104,7 @@ def _copies_of_group_norm(gradient: torch.Tensor, x: torch.Tensor) -> tuple[int,
 
 
 def _grid_rows(rows: int, channels: int) -> int:
-    """Normalization.cuh, flexible_launch_configs: blocks that share a channel's sum in channels last."""
+    """Number of blocks that share a channel's sum in channels last: Normalization.cuh, flexible_launch_configs."""
     width = min(floor_power_of_two(channels), _TILE)
     height = min(floor_power_of_two(-(-rows // _PER_THREAD)), _BLOCK // width)
     blocks = min(-(-rows // (height * _PER_THREAD)), _HIGHEST)
@@ -140,7 +140,8 @@ def _uses_cudnn(
 
 
 def batch_norm(training: int) -> Formula:
-    """Normalization.cuh, batch_norm_stats_channels_last_cuda_template: staging of means and variances.
+    """Formula of batch norm (Normalization.cuh, batch_norm_stats_channels_last_cuda_template): staging of means and
+    variances.
 
     ``training`` is the position of that argument. Contiguous inputs need nothing, and cuDNN has a workspace instead.
     """

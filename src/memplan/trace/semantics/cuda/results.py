@@ -110,7 +110,8 @@ the memory-efficient kernel's seed and offset are on the card only during graph 
 
 
 def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``_cudnn_rnn_flatten_weight``: one buffer. torch then makes the weights views of it and frees their own storages.
+    """Result of ``_cudnn_rnn_flatten_weight``: one buffer. torch then makes the weights views of it and frees their own
+    storages.
 
     Source: cudnn/RNN.cpp, copy_weights_to_flat_buf_views.
     """
@@ -139,7 +140,7 @@ def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def gru_cell(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_thnn_fused_gru_cell``, RNN.cu: saves five values per hidden unit for the backward pass."""
+    """Results of ``_thnn_fused_gru_cell`` (RNN.cu): it saves five values per hidden unit for the backward pass."""
     hidden = args[2]
     batch, size = hidden.shape
     return hidden.new_empty(hidden.shape), hidden.new_empty(batch, 5 * size)
@@ -154,7 +155,7 @@ def gru_cell_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``histc``: a value per bin. Unlike the CPU, CUDA supports integers."""
+    """Result of ``histc``: a value per bin. Unlike the CPU, CUDA supports integers."""
     x, bins = args[0], args[1] if len(args) > 1 else kwargs.get("bins", 100)
     return x.new_empty(bins)
 

@@ -315,7 +315,10 @@ def _empty_objections(call: _Call) -> Iterator[str]:
 
 
 def _stride_objections(call: _Call, name: str, *, size_one: bool) -> Iterator[str]:
-    """The elements of a head must be contiguous; ``size_one``: heads of size 1 may have any stride."""
+    """Yield the objections of a kernel to heads whose elements are not contiguous, and to such masks.
+
+    ``size_one``: heads of size 1 may have any stride.
+    """
     if any(t.stride(-1) != 1 for t in call.all) and not (size_one and call.query.shape[-1] == 1):
         yield f"the elements of a head are not contiguous, which {name} does not take"
     if call.mask is not None and call.mask.stride(-1) != 1:
@@ -336,7 +339,8 @@ def _mask_objections(call: _Call, name: str) -> Iterator[str]:
 
 
 def _alignment(call: _Call) -> int:
-    """sdp_utils.cpp, minimum_gemm_alignment: number of elements that the head size must be a multiple of."""
+    """Number of elements that memory-efficient attention's head size must be a multiple of: sdp_utils.cpp,
+    minimum_gemm_alignment."""
     half = call.query.dtype in (_HALF, _BF16)
     least = 4 if call.arch >= (8, 0) else 1
     if call.arch >= (8, 0) or (call.arch >= (7, 0) and half):

@@ -71,11 +71,13 @@ class _Kernels:
     ) -> None:
         self._asks = asks
         self._benchmarked: set[tuple[Question, bool]] = set()
+        """Convolutions that a thread (forward's or backward's) has tried all plans for."""
         self._arch = Arch(device.architecture, device.multiprocessors)
         self._stream = stream
         self._on_card = on_card
         self._has_dropout_states = False
         self._cached_workspaces: set[tuple[cublas.Library, bool, int]] = set()
+        """(library, whether in backward's thread, stream) of the workspaces that exist."""
         self._library_extras: dict[str, Callable[[Arguments, Any, bool], list[Extra]]] = {
             "aten.convolution.default": partial(self._convolution_extras, backward=False),
             "aten.convolution_backward.default": partial(self._convolution_extras, backward=True),
@@ -115,7 +117,8 @@ class _Kernels:
         return name == _GROUPED and not (self._arch.capability[0] in (9, 10) and args[0].dtype is torch.bfloat16)
 
     def _transfer_copy(self, args: Arguments, target: torch.Tensor) -> list[Extra]:
-        """Copy.cu, copy_requires_temporaries: host/card transfers that change layout or dtype need a temporary."""
+        """The temporary of a copy between host and card that changes layout or dtype (Copy.cu,
+        copy_requires_temporaries)."""
         in_place = args[0] is target
         source = args[1] if in_place else args[0]
         # a new tensor is not in the ledger yet; this is only called for ops with a tensor on the card
@@ -157,7 +160,8 @@ class _Kernels:
         return [*(self._cublas_workspaces("cublas", in_backward) if workspace.product else ()), extra]
 
     def _query(self, question: Question, in_backward: bool) -> Asked:
-        """native/cudnn/Conv_v8.cpp: with benchmark, a thread tries all plans once and remembers the fastest."""
+        """The query to cuDNN for a workspace. With benchmark, a thread tries all plans once and remembers the fastest
+        (native/cudnn/Conv_v8.cpp)."""
         if not torch.backends.cudnn.benchmark:
             return Asked(question, "first")
         benchmarked = (question, in_backward) in self._benchmarked
@@ -185,7 +189,8 @@ class _Kernels:
         return [Extra(workspace_high, low=workspace_low, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        """A reserve that lives as long as the (empty) fake one, a workspace, and at first use the dropout states."""
+        """The allocations of cuDNN's recurrent op: a reserve, freed with the (empty) fake one; a workspace; and at the
+        first use the dropout states."""
         call = cudnn.RecurrentCall.of(args)
         (low, high), (workspace_low, workspace_high) = call.reserve(self._arch), call.workspace()
         extras = [Extra(high, low=low, owner=result[3]), Extra(workspace_high, low=workspace_low, workspace=True)]
