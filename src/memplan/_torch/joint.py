@@ -258,23 +258,23 @@ def _role(descriptor: Any) -> Role:
 
 _TORCH_DECOMPOSITIONS_KEPT = ("dropout", "native_batch_norm", "cudnn_batch_norm")
 """Ops whose decomposition in Python is wanted: dropout gets a mask of bools, norms do not change buffers silently."""
-_REWRITTEN = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+_DECOMPOSITION_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @functools.cache
 def _decomposed_in_python() -> tuple[Any, ...]:
     """List the ops that tracing would decompose in Python, unlike eager mode (upsampling, GRU)."""
-    aten, rewritten = torch.ops.aten, []
+    aten, decomposed_ops = torch.ops.aten, []
     for name in aten:
         if name in _TORCH_DECOMPOSITIONS_KEPT:
             continue
         packet = getattr(aten, name)
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            modules = [getattr(op.py_kernels.get(key), "__module__", "") for key in _REWRITTEN]
+            modules = [getattr(op.py_kernels.get(key), "__module__", "") for key in _DECOMPOSITION_KEYS]
             if any(module.startswith(("torch._decomp", "torch._refs")) for module in modules):
-                rewritten.append(op)
-    return tuple(rewritten)
+                decomposed_ops.append(op)
+    return tuple(decomposed_ops)
 
 
 @contextlib.contextmanager
@@ -283,7 +283,7 @@ def _eager_decompositions() -> Iterator[None]:
     removed: list[tuple[Any, Any, Any]] = []
     try:
         for op in _decomposed_in_python():
-            for key in _REWRITTEN:
+            for key in _DECOMPOSITION_KEYS:
                 if key in op.py_kernels:
                     removed.append((op, key, op.py_kernels.pop(key)))
             op._dispatch_cache.clear()

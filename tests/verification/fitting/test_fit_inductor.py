@@ -376,8 +376,8 @@ def test_the_budget_that_is_refused_is_the_one_that_was_given(monkeypatch: pytes
 
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """All graphs that are lowered from now on, as code."""
-    found, write = list[str](), inductor._written
-    monkeypatch.setattr(inductor, "_written", lambda part: (found.append(str(part.graph.code)), write(part))[1])
+    found, write = list[str](), inductor._generate_code
+    monkeypatch.setattr(inductor, "_generate_code", lambda part: (found.append(str(part.graph.code)), write(part))[1])
     return found
 
 

@@ -75,8 +75,8 @@ def _is_stolen_by_engine(tensor: torch.Tensor) -> bool:
 
 
 def _copy(args: Arguments, kwargs: Keywords) -> Any:
-    """Result (SparseTensor.cpp, clone_sparse, and dtype conversions): new indices and values, unless the engine takes
-    over the gradient that is cloned."""
+    """Result (SparseTensor.cpp, clone_sparse, and dtype conversions): a new tensor, except of a gradient that
+    autograd's engine would not clone but keep."""
     tensor = args[0]
     if not coo(tensor) or kwargs.get("layout") not in (None, torch.sparse_coo):
         return NotImplemented
@@ -214,8 +214,11 @@ def _refuse_compressed(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _product(first: int) -> Instead:
-    """SparseTensorMath.cpp, s_addmm_out_sparse_dense_cpu, of `args[first]` and the next argument. Fake tensors have no
-    kernel for it."""
+    """Return the function for the result of a product of a sparse and a dense matrix, for which fake tensors have no
+    kernel. ``first``: position of the left operand.
+
+    Source: SparseTensorMath.cpp, s_addmm_out_sparse_dense_cpu.
+    """
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
         left, right = args[first : first + 2]
