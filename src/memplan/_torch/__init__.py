@@ -18,7 +18,7 @@ from memplan._torch.cuda import (
     default_device_replaced,
     factories_replaced,
     histories_replaced,
-    tensors_that_tell,
+    tensor_devices_reported,
 )
 from memplan._torch.distributed import own_process_groups
 from memplan._torch.dry_card import (
@@ -84,9 +84,9 @@ from memplan._torch.fake import (
     READ_SCALAR,
     FakeMode,
     FakeTensor,
-    become,
     is_from_outside,
     pickled_fakes,
+    replace_sparse_parts,
 )
 from memplan._torch.flops import flop_formula
 from memplan._torch.guards import (
@@ -189,9 +189,8 @@ from memplan._torch.tensors import (
     called_for_the_loss,
     compressed_layout_error,
     copy_all,
-    distinct,
+    distinct_columns,
     drawing_from,
-    gives_twice,
     in_backward,
     inner_tensors,
     is_mutable,
@@ -205,6 +204,7 @@ from memplan._torch.tensors import (
     op_named,
     runs_on_sparse,
     schema_of,
+    sends_two_gradients,
     sequence_number,
     sparse_coo,
     sparse_length,

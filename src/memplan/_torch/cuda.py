@@ -22,7 +22,7 @@ _NAMESPACES = (torch, torch.fft, torch.nested)
 
 
 @contextlib.contextmanager
-def tensors_that_tell(
+def tensor_devices_reported(
     device: Callable[[torch.Tensor], torch.device | None], inside: Callable[[], bool]
 ) -> Iterator[None]:
     """Make ``tensor.device`` answer ``device(tensor)``, a card for tensors that are recorded as on one, unless that is
@@ -76,9 +76,11 @@ def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 @contextlib.contextmanager
-def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+def default_device_replaced(
+    placing: Callable[[torch.device], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
     """Make ``with torch.device("cuda")`` and `torch.set_default_device` create tensors on the CPU, within the context
-    ``going(device)``, which marks them as on the card."""
+    ``placing(device)``, which marks them as on the card."""
     real = default_device.DeviceContext.__torch_function__
 
     def on_card(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +89,7 @@ def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractC
             return real(self, function, types, args, kwargs)
         if kwargs.get("device") is not None:
             return function(*args, **kwargs)
-        with going(self.device):
+        with placing(self.device):
             return function(*args, **kwargs)
 
     with patched(default_device.DeviceContext, __torch_function__=on_card):

@@ -29,7 +29,7 @@ from memplan._interrupts import safe_point
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
-from memplan._torch.subclasses import undressed
+from memplan._torch.subclasses import subclasses_hidden
 from memplan._torch.tensors import (
     KNOWN,
     compressed_layout_error,
@@ -254,7 +254,7 @@ Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _OUTSIDE = "_memplan_outside"
 
 
-def become(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def replace_sparse_parts(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Give a sparse tensor the indices and values of another, as an in-place op does. Returns ``target``."""
     target.data = source
     setattr(target, KNOWN, known_indices(source))
@@ -337,7 +337,7 @@ class FakeMode(FakeTensorMode):
         self._fakes_of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)
         self.replacements: Replacements | None = None
-        self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
+        self.placing: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
         """Context around an op with ``device="cuda"``, which marks its result as on the card; it runs on the CPU."""
         self._bound: Dispatched = bound or _not_bounded
         """Returns a result of bounded size for an op whose shape depends on values, or NotImplemented."""
@@ -354,7 +354,7 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
-        with self._lock, undressed(types, args, kwargs):
+        with self._lock, subclasses_hidden(types, args, kwargs):
             return self._dispatch_locked(func, types, args, kwargs or {})
 
     def _dispatch_locked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -372,8 +372,8 @@ class FakeMode(FakeTensorMode):
         if self._inside:  # called by the fake implementation of another op, which is the one to observe
             return self._fake_result(func, types, args, kwargs)
         device = kwargs.get("device")
-        if self.going is not None and device is not None and torch.device(device).type == "cuda":
-            with self.going(torch.device(device)):
+        if self.placing is not None and device is not None and torch.device(device).type == "cuda":
+            with self.placing(torch.device(device)):
                 return self._dispatch_locked(func, types, args, {**kwargs, "device": _CPU})
         return self._dispatch_observed(func, types, args, kwargs)
 

@@ -79,7 +79,7 @@ class _FakeOfSubclass(FakeTensor):
 
 
 @contextlib.contextmanager
-def undressed(types: Any, *arguments: Any) -> Iterator[None]:
+def subclasses_hidden(types: Any, *arguments: Any) -> Iterator[None]:
     """Set the class of an op's arguments to `FakeTensor` while the op runs, where they are fakes of a user's subclass:
     fake kernels are Python code, and would call methods that the subclass overrides.
 
@@ -129,7 +129,7 @@ class OpNames(TorchDispatchMode):
         self.seen: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with undressed(types, args, kwargs):
+        with subclasses_hidden(types, args, kwargs):
             result = func(*args, **(kwargs or {}))
         if func not in _SILENT:
             self.seen.append((str(func), tuple(result.shape) if isinstance(result, torch.Tensor) else None))

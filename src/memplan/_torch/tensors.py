@@ -72,7 +72,7 @@ def backward_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def gives_twice(node: Any) -> bool:
+def sends_two_gradients(node: Any) -> bool:
     """Return whether an autograd node sends two gradients to the same input of another node, so that the engine adds
     them."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
@@ -186,7 +186,7 @@ def known_indices(tensor: torch.Tensor) -> torch.Tensor | None:
     return getattr(tensor, KNOWN, None)
 
 
-def distinct(indices: torch.Tensor) -> torch.Tensor:
+def distinct_columns(indices: torch.Tensor) -> torch.Tensor:
     """Return the distinct columns of real indices, sorted."""
     with no_modes():
         return torch.unique(indices, dim=1)

@@ -26,7 +26,7 @@ from memplan.trace.recording.session import (
     CUDA_DIFFERS,
     called,
     check_steps,
-    of_outside,
+    note_about_outside,
     own_card,
     random_kept,
     recording_runs,
@@ -112,7 +112,7 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
             named = named_run(build, steps)
         profile, unended, watch = _profiled_run(build, steps)
     joined = join(named.parts, named.entries, named.record, profile, lines=watch.rows())
-    notes += named.notes + unended + of_outside(joined.outside)
+    notes += named.notes + unended + note_about_outside(joined.outside)
     if joined.unpaired:
         notes += (
             f"{format_bytes(joined.unpaired)} have no layer and no cause: they are allocated only where nothing "

@@ -28,7 +28,7 @@ from memplan.trace.recording.session import (
     Target,
     check_steps,
     choose_target,
-    of_outside,
+    note_about_outside,
     public,
     recording_runs,
     recording_suspended,
@@ -278,7 +278,7 @@ class _Recording(ObservedRun):
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self.observer.ledger, inside, on_card)
             self.observer.card = self._card
-            self._mode.going = self._card.going_where_named
+            self._mode.placing = self._card.placing_as_named
             stream = lambda: self.observer.ledger.stream  # noqa: E731
             self.observer.semantics = known(
                 cuda.semantics(target.card, stream, self._card.holds, asks=target.cudnn is not None)
@@ -365,9 +365,8 @@ class _Recording(ObservedRun):
                 return None
             benchmark = (_BENCHMARK,) if torch.backends.cudnn.benchmark else ()
         assert self._parts is not None, "the run has ended"
-        notes = (
-            self._target.notes + of_outside(observer.ledger.outside_bytes) + self._shares.unused + self._printed.note()
-        )
+        notes = self._target.notes + note_about_outside(observer.ledger.outside_bytes)
+        notes += self._shares.unused + self._printed.note()
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         notes += tuple(self._running.notes)
         trace = trace_of(

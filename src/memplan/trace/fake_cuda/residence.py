@@ -83,13 +83,13 @@ class Card:
         self.names_cuda_late |= self.everything and self._may_guess
         self.named = True
 
-    def going(self, device: torch.device) -> AbstractContextManager[None]:
-        """Within this context, new tensors lie on ``device``; on the card if all tensors do."""
-        return self.moving(CUDA if self.everything else device)
+    def placing(self, device: torch.device) -> AbstractContextManager[None]:
+        """Within this context, new tensors lie on ``device``, or on the card if the step's tensors all do."""
+        return self.placing_only(CUDA if self.everything else device)
 
     @contextmanager
-    def moving(self, device: torch.device) -> Iterator[None]:
-        """Within this context, new tensors lie on ``device``, in any case."""
+    def placing_only(self, device: torch.device) -> Iterator[None]:
+        """Within this context, new tensors lie on ``device``, even if the step's tensors all lie on the card."""
         before = self._destination
         self._destination = ON_CARD if device.type == "cuda" else HOST
         try:
@@ -97,11 +97,11 @@ class Card:
         finally:
             self._destination = before
 
-    def going_where_named(self, device: torch.device) -> AbstractContextManager[None]:
-        """`going`, for a device that the step itself names."""
-        target = wanted(device)
+    def placing_as_named(self, device: torch.device) -> AbstractContextManager[None]:
+        """As `placing`, for a CUDA device that the step itself names, which is noted."""
+        target = device_of_argument(device)
         self.note_cuda_named()
-        return self.going(target)
+        return self.placing(target)
 
     def call(self, kind: Any) -> None:
         """Record a call of the allocator (such as ``empty_cache``) as an event."""
@@ -109,7 +109,7 @@ class Card:
         self.calls.append(Call(self.ledger.clock, kind))
 
 
-def wanted(device: Any) -> torch.device:
+def device_of_argument(device: Any) -> torch.device:
     """The `torch.device` that a device argument names ("cuda", 0, a device); an integer is a CUDA index.
 
     Raises:

@@ -123,9 +123,9 @@ class OnDevice:
 
     def __init__(self, device: Any = None) -> None:
         if not isinstance(device, torch.Tensor) and device is not None:
-            from memplan.trace.fake_cuda.residence import wanted
+            from memplan.trace.fake_cuda.residence import device_of_argument
 
-            wanted(device)  # raises for a second card
+            device_of_argument(device)  # raises for a second card
         self.idx, self.prev_idx = 0, 0
 
     def __enter__(self) -> OnDevice:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.fake_cuda.residence import CPU, CUDA, Card, wanted
+from memplan.trace.fake_cuda.residence import CPU, CUDA, Card, device_of_argument
 
 _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
 
@@ -19,7 +19,7 @@ def installed(card: Card) -> Iterator[None]:
     """Replace the methods and factories that take a device: their tensors lie on the emulated card or on the host."""
     emulated = _Tensors(card)
     with ExitStack() as stack:
-        stack.enter_context(_torch.tensors_that_tell(emulated.device, card.inside))
+        stack.enter_context(_torch.tensor_devices_reported(emulated.device, card.inside))
         methods = {name: emulated.emulated_factory(getattr(torch.Tensor, name)) for name in _METHODS}
         stack.enter_context(
             _torch.patched(
@@ -38,7 +38,7 @@ def installed(card: Card) -> Iterator[None]:
             )
         )
         stack.enter_context(_torch.factories_replaced(emulated.emulated_factory))
-        stack.enter_context(_torch.default_device_replaced(lambda device: card.going(emulated.named_device(device))))
+        stack.enter_context(_torch.default_device_replaced(lambda device: card.placing(emulated.named_device(device))))
         yield
 
 
@@ -54,7 +54,7 @@ class _Tensors:
 
     def named_device(self, device: Any) -> torch.device:
         """The device of an argument in the user's code. A CUDA device is noted as named by the step."""
-        target = wanted(device)
+        target = device_of_argument(device)
         if target.type == "cuda" and device is not CUDA:  # the user only passed on a tensor's own device
             self._card.note_cuda_named()
         return target
@@ -73,12 +73,12 @@ class _Tensors:
             if device is None:
                 if args and isinstance(args[0], torch.Tensor):  # as `zeros_like`: on the argument's device
                     return make(*args, **kwargs)
-                with card.going(CPU):  # a default device, if set, is applied within
+                with card.placing(CPU):  # a default device, if set, is applied within
                     return make(*args, **kwargs)
             place = self.named_device(device)
             if place.type not in ("cuda", "cpu"):  # "meta"
                 return make(*args, **kwargs)
-            with card.going(place):
+            with card.placing(place):
                 value = make(*args, **kwargs | {"device": CPU})
             # `torch.as_tensor` may return its argument, which may be on the other device
             if isinstance(value, torch.Tensor) and self._moves(value, place):
@@ -127,7 +127,7 @@ class _Tensors:
         if self._card.inside():
             return tensor
         self._card.note_cuda_named()
-        with self._card.going(CPU):
+        with self._card.placing(CPU):
             return tensor.clone()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
@@ -179,7 +179,7 @@ class _DeviceCopy(torch.autograd.Function):
 
 def _copy_to(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
     """Copy a tensor below autograd; the copy lies on ``place``."""
-    with card.moving(place):
+    with card.placing_only(place):
         return _torch.copied(tensor, dtype, layout)
 
 

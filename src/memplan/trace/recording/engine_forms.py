@@ -99,7 +99,7 @@ class EngineForms:
         if _torch.is_sparse(other):
             # a buffered sparse gradient is added to a new dense one; the reverse allocates (input_buffer.cpp)
             return by_node and _torch.called_by_engine()
-        if by_node and not _torch.gives_twice(node):
+        if by_node and not _torch.sends_two_gradients(node):
             return False  # an addition within the formula
         return _torch.called_by_engine()
 

@@ -51,7 +51,7 @@ COMPILED = (
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
 
 
-def of_outside(size: int) -> tuple[str, ...]:
+def note_about_outside(size: int) -> tuple[str, ...]:
     """Return the note about ``size`` bytes of tensors from outside of ``build``, none for 0."""
     if not size:
         return ()

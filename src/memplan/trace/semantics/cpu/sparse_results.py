@@ -94,7 +94,7 @@ def _coalesce(args: Arguments, kwargs: Keywords) -> Any:
         return _copy_sparse(tensor)
     count, known = _torch.sparse_length(tensor), _torch.known_indices(tensor)
     if known is not None:
-        known = _torch.distinct(known)
+        known = _torch.distinct_columns(known)
     distinct = min(count, _rows_of(tensor.shape, tensor.sparse_dim())) if known is None else known.shape[1]
     return _new(tensor, distinct, stored=count, coalesced=True, known=known)
 
@@ -139,7 +139,7 @@ def _in_place_version(functional: Instead) -> Instead:
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
         replacement = functional(args, kwargs) if coo(args[0]) else NotImplemented
-        return replacement if replacement is NotImplemented else _torch.become(args[0], replacement)
+        return replacement if replacement is NotImplemented else _torch.replace_sparse_parts(args[0], replacement)
 
     return result
 
