@@ -286,7 +286,7 @@ def _installed(model: Any) -> Any:
             raise UnkeyedError(str(error)) from error
         return _Planned(captured, schedule(captured.graph, Choices(gradients=GradientUse(adds=held))))
 
-    guards._WORTH = 1  # the checks of the second call are those of a long training
+    guards._CHECKS_BEFORE_TREE = 1  # the checks of the second call are those of a long training
     return install(model, planner)
 
 

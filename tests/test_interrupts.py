@@ -287,16 +287,16 @@ def test_a_handler_within_a_recording_has_real_tensors() -> None:
 
 def test_a_recording_is_not_interrupted_where_a_storage_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python drops what is raised there: Ctrl-C would be lost, and the storage would never die."""
-    on_death, deaths = Ledger._on_death, list[int]()
+    on_death, deaths = Ledger._on_free, list[int]()
 
-    def _on_death(ledger: Ledger, reference: Any) -> None:
+    def _on_free(ledger: Ledger, reference: Any) -> None:
         deaths.append(len(deaths))
         on_death(ledger, reference)
         if len(deaths) == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(sys.modules[__name__], "__name__", "memplan.of_test")
-    monkeypatch.setattr(Ledger, "_on_death", _on_death)
+    monkeypatch.setattr(Ledger, "_on_free", _on_free)
     with pytest.raises(KeyboardInterrupt):
         memplan.record(step_of(lambda: None, layers=20), steps=50, device="cpu")
     assert len(deaths) > 5

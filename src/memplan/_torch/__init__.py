@@ -18,7 +18,7 @@ from memplan._torch.cuda import (
     default_device_replaced,
     factories_replaced,
     histories_replaced,
-    tensors_that_tell,
+    tensor_devices_reported,
 )
 from memplan._torch.distributed import own_process_groups
 from memplan._torch.dry_card import (
@@ -84,9 +84,9 @@ from memplan._torch.fake import (
     READ_SCALAR,
     FakeMode,
     FakeTensor,
-    become,
     is_from_outside,
     pickled_fakes,
+    replace_sparse_parts,
 )
 from memplan._torch.flops import flop_formula
 from memplan._torch.guards import (
@@ -124,7 +124,7 @@ from memplan._torch.modules import (
     count_hooks,
     fake_tensors,
     has_shape,
-    lazy_as_fake,
+    lazy_layers_with_fake_parameters,
     modules_converted_as_real,
     own_state,
     pre_hooks,
@@ -158,7 +158,7 @@ from memplan._torch.patches import (
     here_alone,
     is_compiled,
     lengths_as_tensors,
-    linear_seen,
+    linear_calls_reported,
     patched,
     random_states_seen,
     rejections_counted,
@@ -189,9 +189,8 @@ from memplan._torch.tensors import (
     called_for_the_loss,
     compressed_layout_error,
     copy_all,
-    distinct,
+    distinct_columns,
     drawing_from,
-    gives_twice,
     in_backward,
     inner_tensors,
     is_mutable,
@@ -205,6 +204,7 @@ from memplan._torch.tensors import (
     op_named,
     runs_on_sparse,
     schema_of,
+    sends_two_gradients,
     sequence_number,
     sparse_coo,
     sparse_length,

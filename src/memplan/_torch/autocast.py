@@ -20,25 +20,31 @@ _DEVICES = ("cpu", "cuda")
 
 @contextlib.contextmanager
 def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
-    """Hold the cache on or off, as the traced code is to find it; tracing itself finds no leaf to keep the casts of.
+    """Switch autocast's cache of casts on or off for a trace, and tell where eager mode would keep casts.
 
-    Yields what says in which region of autocast a cast of a parameter would be kept now in eager mode: it would until
-    the outermost autocast ends. None where it would not be.
+    In eager mode the cast of a parameter is cached until the outermost autocast ends; a trace caches none, as its
+    parameters are no leaves. Yields a function that returns the number of the current such region; None where eager
+    mode would cache nothing.
     """
     thread, before, clear = threading.get_ident(), torch.is_autocast_cache_enabled(), torch.clear_autocast_cache
-    ended = 0
+    regions_ended = 0
 
-    def cleared() -> None:
-        nonlocal ended
-        ended += threading.get_ident() == thread
+    def count_and_clear() -> None:
+        nonlocal regions_ended
+        regions_ended += threading.get_ident() == thread
         clear()
 
     def region() -> int | None:
-        return ended if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _DEVICES)) else None
+        """Return the number of outermost autocasts that have ended, if a cast would be cached now."""
+        return (
+            regions_ended
+            if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _DEVICES))
+            else None
+        )
 
     torch.set_autocast_cache_enabled(enabled)
     try:
-        with patched(torch, clear_autocast_cache=cleared):
+        with patched(torch, clear_autocast_cache=count_and_clear):
             yield region
     finally:
         torch.set_autocast_cache_enabled(before)
@@ -46,21 +52,22 @@ def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
 
 @contextlib.contextmanager
 def around_cache_clearing(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter ``context()`` whenever autocast drops its casts. Their order there is that of a hash table of addresses."""
+    """Enter ``context()`` around each clearing of autocast's cache. It frees the casts in the order of a hash table of
+    addresses, which a recording cannot predict."""
     clear = torch.clear_autocast_cache
 
-    def cleared() -> None:
+    def clear_in_context() -> None:
         with context():
             clear()
 
-    with patched(torch, clear_autocast_cache=cleared):
+    with patched(torch, clear_autocast_cache=clear_in_context):
         yield
 
 
 @contextlib.contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Run as if the caller had entered no autocast: an autocast in here is an outermost one, whose casts of parameters
-    go when it ends. Else they would outlive an update of what was cast."""
+    """Run as if the caller had entered no autocast, so that an autocast in here is an outermost one: its cached casts
+    of parameters are freed when it ends. Else they would stay when the parameters are updated."""
     on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     torch.autocast_increment_nesting()
     depth = 0

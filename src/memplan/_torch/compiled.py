@@ -35,7 +35,7 @@ class GraphBreak:
 
 
 def graph_break(graph: Any) -> GraphBreak | None:
-    """Return the break that ends this graph; None where it goes on to the function's end."""
+    """Return the graph break at which Dynamo ended a graph; None where the graph reaches the function's end."""
     end = getattr(graph, "compile_subgraph_reason", None)
     if end is None or not end.graph_break or not end.user_stack:
         return None
@@ -44,15 +44,15 @@ def graph_break(graph: Any) -> GraphBreak | None:
 
 
 def before_compiling(said: Callable[[str, list[nn.Module]], None]) -> Callable[[], None]:
-    """Call ``said`` before Dynamo compiles a function: with its name, and the modules that it has in its arguments,
-    its closure and the globals that it names. Returns what ends that."""
-    from torch._dynamo.callback import callback_handler  # a capture has imported it
+    """Call ``said(name, modules)`` before Dynamo compiles a function: its name, and the modules that it can reach
+    through arguments, closure and globals. Returns a function that ends this."""
+    from torch._dynamo.callback import callback_handler  # Dynamo is imported already by a capture
 
     def begins(_: Any) -> None:
         for frame in callers():
             if (frame.f_code.co_name, frame.f_globals.get("__name__")) == _COMPILE:
                 code = frame.f_locals["code"]
-                said(code.co_qualname, _reached(**{name: frame.f_locals[name] for name in _OF_FUNCTION}))
+                said(code.co_qualname, _reachable_modules(**{name: frame.f_locals[name] for name in _OF_FUNCTION}))
                 return
 
     def end() -> None:
@@ -67,7 +67,7 @@ _COMPILE = "_compile", "torch._dynamo.convert_frame"
 _OF_FUNCTION = "code", "globals", "locals", "closure"
 
 
-def _reached(code: Any, globals: Any, locals: Any, closure: Any) -> list[nn.Module]:
+def _reachable_modules(code: Any, globals: Any, locals: Any, closure: Any) -> list[nn.Module]:
     """Return the modules that a function can call."""
     reachable = [*locals.values(), *(globals.get(name) for name in code.co_names)]
     for cell in closure or ():
@@ -90,8 +90,8 @@ def memory_budget(share: float) -> Iterator[None]:
         yield
 
 
-_tuning = threading.RLock()
-"""Around what replaces functions of torch's for its time."""
+_tuning_lock = threading.RLock()
+"""Held while functions of torch are patched for one benchmark."""
 _SEGMENT = 20 << 20
 """Bytes that the allocator reserves for a request of 1 to 10 MiB (kLargeBuffer in c10/core/AllocatorConfig.h)."""
 
@@ -99,26 +99,26 @@ _SEGMENT = 20 << 20
 def tune_in_reserved_memory(module: Any) -> None:
     """Tune the kernels of a module that Inductor wrote without reserving more of the card than before.
 
-    A kernel with several configurations is tuned in its first call, in the middle of a step. Inductor holds a buffer
-    as large as the card's L2 cache meanwhile, to empty that, and in a forward pass copies of what the kernel changes.
+    A kernel with several configurations is tuned in its first call, in the middle of a step. Meanwhile Inductor holds a
+    buffer as large as the card's L2 cache, to flush that, and in a forward pass copies of what the kernel changes.
     """
     for kernel in list(vars(module).values()):
         bench = getattr(type(kernel), "bench", None)
         if bench is not None and hasattr(kernel, "optimize_mem"):
             kernel.optimize_mem = True  # copies go to the host where there is no room
-            kernel.bench = partial(_benched, bench, kernel)
+            kernel.bench = partial(_benchmark_in_reserved, bench, kernel)
 
 
-def _benched(bench: Callable[..., float], *args: Any, **kwargs: Any) -> float:
-    """Time a configuration with what is left up to the most that this process has reserved: without room for the
-    buffer, operands stay in the cache, where the kernel before has often just left them."""
+def _benchmark_in_reserved(bench: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+    """Time a configuration of a kernel within the bytes that the process has reserved at its peak. Where the buffer
+    that flushes the L2 cache does not fit, the cache is not flushed."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
-    with _tuning:
-        room = max(0, torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() - _SEGMENT)
+    with _tuning_lock:
+        free = max(0, torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() - _SEGMENT)
         cache = torch.cuda.get_device_properties().L2_cache_size
-        flushed = cache if cache <= room else 0
-        peak = torch.cuda.memory_allocated() + room - flushed  # Inductor copies on the card below the peak so far
+        flushed = cache if cache <= free else 0
+        peak = torch.cuda.memory_allocated() + free - flushed  # Inductor copies on the card below the peak so far
         most = here_alone(lambda *_: peak, torch.cuda.max_memory_allocated)
         with patched(benchmarker, L2_cache_size=flushed), patched(torch.cuda, max_memory_allocated=most):
             return bench(*args, **kwargs)

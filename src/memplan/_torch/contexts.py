@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def transform_of_caller() -> str | None:
-    """Return what a call is within that changes what ops are; None where they are as usual."""
+    """Say in which transform, compilation or default device a call runs that changes its ops; None where in none."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # no stub
     if functorch.peek_interpreter_stack() is not None:
         return "torch.vmap, torch.func.grad or another transform of torch.func"
@@ -29,14 +29,14 @@ def transform_of_caller() -> str | None:
 
 
 def _is_compiled() -> bool:
-    """Return whether Dynamo looks at the functions that this thread calls."""
+    """Return whether Dynamo intercepts the functions that this thread calls, to compile them."""
     frames = sys.modules.get("torch._C._dynamo.eval_frame")
     return frames is not None and callable(frames.get_eval_frame_callback())
 
 
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Run what is inside as if no mode were entered: tensors are real, and nobody sees the ops."""
+    """Run without the thread's function and dispatch modes: tensors are real, and no mode sees the ops."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
         with _disable_current_modes(), torch._C._DisablePythonDispatcher():
@@ -48,8 +48,8 @@ def outside_of_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_anomaly_checks() -> Iterator[None]:
-    """Leave gradients unchecked, whatever the caller or the step asks of anomaly mode: fake ones have no values, and
-    a check takes memory. `torch.is_anomaly_enabled` answers what was set."""
+    """Switch off anomaly mode's check of gradients for NaN, also where the step switches it on: fake gradients have no
+    values, and a check takes memory. `torch.is_anomaly_enabled` still answers what was set."""
     enabled, checks = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     set_enabled, here = torch.set_anomaly_enabled, threading.get_ident()
 

@@ -18,17 +18,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memplan._torch.patches import patched
 
 _LIKE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
-_HOMES = (torch, torch.fft, torch.nested)
+_NAMESPACES = (torch, torch.fft, torch.nested)
 
 
 @contextlib.contextmanager
-def tensors_that_tell(
+def tensor_devices_reported(
     device: Callable[[torch.Tensor], torch.device | None], inside: Callable[[], bool]
 ) -> Iterator[None]:
-    """Make ``tensor.device`` answer what ``device`` says, if anything, to all but the ops being dispatched."""
+    """Make ``tensor.device`` answer ``device(tensor)``, a card for tensors that are recorded as on one, unless that is
+    None or an op is being dispatched (``inside()``)."""
     plain, fake = torch.Tensor.device, FakeTensor.device
 
-    def tells(own: Any) -> property:
+    def reporting_property(own: Any) -> property:
+        """Return the property ``device`` of a class of tensors, whose original is ``own``."""
+
         def get(tensor: torch.Tensor) -> torch.device:
             reported = None if inside() else device(tensor)
             return own.__get__(tensor) if reported is None else reported
@@ -37,31 +40,31 @@ def tensors_that_tell(
 
     group = torch._C._group_tensors_by_device_and_dtype
 
-    def group_and_tell(lists: Any, *args: Any, **kwargs: Any) -> Any:
+    def group_and_report(lists: Any, *args: Any, **kwargs: Any) -> Any:
         groups: dict[Any, Any] = group(lists, *args, **kwargs)
         return {(value[0][0][0].device if value[0][0] else key[0], key[1]): value for key, value in groups.items()}
 
     with (
-        patched(torch.Tensor, device=tells(plain)),
-        patched(FakeTensor, device=tells(fake)),
-        patched(torch._C, _group_tensors_by_device_and_dtype=group_and_tell),
+        patched(torch.Tensor, device=reporting_property(plain)),
+        patched(FakeTensor, device=reporting_property(fake)),
+        patched(torch._C, _group_tensors_by_device_and_dtype=group_and_report),
     ):
         yield
 
 
 def copied(tensor: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
-    """Return a new tensor with the same elements: what a move between devices is, below autograd."""
+    """Copy a tensor by the op that a move between devices dispatches below autograd."""
     return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
 
 
 @contextlib.contextmanager
 def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace every function that makes a tensor on a device by ``made(function)``."""
+    """Replace each of torch's functions that create a tensor on a device (`torch.zeros`) by ``made(function)``."""
     functions = {id(f) for f in default_device._device_constructors()}
     functions |= {id(getattr(torch, f"{name}_like")) for name in _LIKE} | {id(torch.normal)}
     builtins = torchscript._get_builtin_table()
     with contextlib.ExitStack() as stack:
-        for home in _HOMES:
+        for home in _NAMESPACES:
             factories = {name: value for name, value in vars(home).items() if id(value) in functions}
             replaced = {name: made(value) for name, value in factories.items()}
             stack.enter_context(patched(home, **replaced))
@@ -73,9 +76,11 @@ def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 @contextlib.contextmanager
-def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Make ``with torch.device("cuda")`` and `torch.set_default_device` create on the CPU what ``going`` says is
-    elsewhere."""
+def default_device_replaced(
+    placing: Callable[[torch.device], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Make ``with torch.device("cuda")`` and `torch.set_default_device` create tensors on the CPU, within the context
+    ``placing(device)``, which marks them as on the card."""
     real = default_device.DeviceContext.__torch_function__
 
     def on_card(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +89,7 @@ def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractC
             return real(self, function, types, args, kwargs)
         if kwargs.get("device") is not None:
             return function(*args, **kwargs)
-        with going(self.device):
+        with placing(self.device):
             return function(*args, **kwargs)
 
     with patched(default_device.DeviceContext, __torch_function__=on_card):
@@ -97,7 +102,7 @@ def checkpoints_for_cuda() -> contextlib.AbstractContextManager[None]:
 
 
 def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
-    """Return the history of the caching allocator: switching it on does nothing, asking for it stops."""
+    """Return a context without the caching allocator's history: starting it does nothing, reading it is refused."""
     return patched(
         torch.cuda.memory,
         _record_memory_history=lambda *_, **__: None,

@@ -22,11 +22,12 @@ _MASK = 10
 
 
 def join(of: Traced, pairs: Mapping[int, int]) -> None:
-    """Make one call of what two do, where the first comes. What was taken apart into other ops is left alone.
+    """Join pairs of calls of convolution_backward, one for the weight's gradient and one for the input's, into one call
+    at the place of the first. Pairs that were decomposed into other ops stay.
 
     Args:
-        of: a function; its graph is changed.
-        pairs: by the mark of the part that makes the weight's gradient, the mark of the part that makes the input's.
+        of: a traced function; its graph is changed.
+        pairs: mark (see `mark_of`) of the call for the weight's gradient -> mark of the call for the input's.
     """
     by_mark: dict[int | None, list[fx.Node]] = defaultdict(list)
     for node in of.graph.graph.nodes:
@@ -41,6 +42,7 @@ def join(of: Traced, pairs: Mapping[int, int]) -> None:
 
 
 def _join(first: fx.Node, second: fx.Node) -> None:
+    """Let the first call compute the results of both, and its ``getitem`` nodes replace those of the second."""
     first_results, second_results = first.meta["val"], second.meta["val"]
     first.update_arg(_MASK, [a or b for a, b in zip(first.args[_MASK], second.args[_MASK], strict=True)])  # pyright: ignore[reportArgumentType]
     first.meta["val"] = tuple(b if a is None else a for a, b in zip(first_results, second_results, strict=True))

@@ -30,20 +30,20 @@ _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 @contextlib.contextmanager
 def overridden(kernels: Mapping[str, Kernel], key: str) -> Iterator[None]:
-    """Register Python kernels for ops at a dispatch key, gone again afterwards: calls from C++ are caught, too.
+    """Register Python kernels for ops at a dispatch key within this context; calls from C++ reach them, too.
 
     Args:
-        kernels: name of the op with its overload ("dropout", "softmax.int"), before it that of its library where it is
-            not torch's own ("torchvision::nms") -> kernel. A kernel leaves out the arguments that have their defaults.
+        kernels: name of an op with its overload ("dropout", "softmax.int"; "torchvision::nms" for one of another
+            library) -> kernel. Arguments that equal their defaults are not passed to it.
         key: name of the key; ``AUTOGRAD_CPU`` for all that runs on the CPU outside of inference mode.
     """
     libraries = dict[str, torch.library.Library]()
     try:
         for name, kernel in kernels.items():
-            space, _, own = name.rpartition("::")
+            space, _, op_name = name.rpartition("::")
             if space not in libraries:
                 libraries[space] = torch.library.Library(space or "aten", "IMPL")
-            libraries[space].impl(own, kernel, key)
+            libraries[space].impl(op_name, kernel, key)
         yield
     finally:
         for library in libraries.values():
@@ -51,12 +51,12 @@ def overridden(kernels: Mapping[str, Kernel], key: str) -> Iterator[None]:
 
 
 def composite(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an op by its implementation of other ops, whatever is registered above it."""
+    """Call an op by its decomposition into other ops, whatever kernels are registered for it."""
     return op._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def whole(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an op as one, with its own formula for autograd, though it is composite on the CPU."""
+    """Call an op by its autograd kernel, as one op with a derivative formula, though the CPU would decompose it."""
     return op._op_dk(_FORMULA, *args, **kwargs)
 
 
@@ -83,9 +83,9 @@ _UNUSED_SET = torch._C.DispatchKeySet(_UNUSED)
 
 @contextlib.contextmanager
 def autocast_like_cuda(kernels: Mapping[str, Kernel]) -> Iterator[Callable[[bool], None]]:
-    """Register Python kernels above autograd, at the autocast key of a device that torch itself has no kernels for.
+    """Register Python kernels for autocast as on CUDA, at a dispatch key that torch itself does not use.
 
-    Yields what turns them on and off for the running thread. They are off, and gone, afterwards.
+    Yields a function that switches them on or off for the running thread. At the end they are off and unregistered.
     """
     everything_else = torch.library.Library("_", "IMPL", _UNUSED.name)
     try:
@@ -105,14 +105,14 @@ def _autocast_on(on: bool) -> None:
 
 
 def below_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the kernels of `autocast_like_cuda` are passed by."""
+    """Return a context in which ops skip the kernels of `autocast_like_cuda`."""
     return torch._C._ExcludeDispatchKeyGuard(_UNUSED_SET)
 
 
 @contextlib.contextmanager
 def above_autocast() -> Iterator[None]:
-    """Restore autocast inside of a dispatch mode, where torch passes by every autocast: not that of
-    `autocast_like_cuda`, where on."""
+    """Apply the kernels of `autocast_like_cuda`, where on, inside a dispatch mode as well: there torch skips all
+    autocast."""
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(_UNUSED)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_UNUSED, False)
     try:
@@ -122,29 +122,33 @@ def above_autocast() -> Iterator[None]:
 
 
 def autocast_ops() -> list[str]:
-    """Return the names of the ops ("aten::softmax.int") that autocast treats on CUDA, as this build of torch registers
-    them."""
+    """Return the names of the ops ("aten::softmax.int") that this build of torch has kernels for autocast on CUDA
+    for."""
     return torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 
 
 def op_of(name: str) -> Any:
-    """Return the op of a name ("aten::softmax.int", "torchvision::nms"); None where kernels wait for one that nobody
-    has defined."""
+    """Return the op with this name ("aten::softmax.int", "torchvision::nms"); None where no library defines it (kernels
+    can be registered before the op is)."""
     space, _, own = name.partition("::")
     base, _, overload = own.partition(".")
     return getattr(getattr(getattr(torch.ops, space), base, None), overload or "default", None)
 
 
-class _Sees(TorchDispatchMode):
-    """Notes the dtypes that an op gets, and runs it on the CPU: while a step is recorded, its implementation for
-    tensors without data makes such."""
+class _CastProbe(TorchDispatchMode):
+    """Notes the dtypes of an op's arguments and results, as autocast's kernel calls it.
+
+    The op runs on fake CPU tensors, since while a step is recorded fake implementations return CPU tensors; results
+    are handed back as tensors on a card.
+    """
 
     def __init__(self, op: Any) -> None:
         super().__init__()
         self.op, self.arguments, self.results = op, list[Dtypes](), list[Dtypes]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not self.op:
+        """Note the dtypes of the op's arguments and results, and run it on CPU tensors."""
+        if func is not self.op:  # a cast by autocast's kernel
             return func(*args, **(kwargs or {}))
         positional, named = _without_data((args, kwargs or {}), "cpu")
         result = func(*positional, **named)
@@ -154,7 +158,8 @@ class _Sees(TorchDispatchMode):
 
 
 def _without_data(values: Any, device: str) -> Any:
-    empty = torch.ops.aten.empty_strided.default  # torch.empty_strided is another one while a step is recorded
+    """Return values with each tensor replaced by an empty one on ``device`` (a fake one under a fake mode)."""
+    empty = torch.ops.aten.empty_strided.default  # torch.empty_strided is patched while a step is recorded
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -169,23 +174,23 @@ def _dtypes(values: Any) -> Dtypes:
 
 
 def cast_on_cuda(op: Any, args: Any, kwargs: Any) -> tuple[Dtypes, Dtypes, Dtypes]:
-    """Run an op's own kernel for autocast on CUDA on tensors without data, and see what it casts.
+    """Run an op's kernel for autocast on CUDA on fake tensors, to see what it casts.
 
     Returns:
-        For each leaf of ``(args, kwargs)`` the dtype that the op itself gets, None for what is no tensor; for each leaf
-        of the result the dtype that the op makes, and the one that is handed on.
+        Three tuples of dtypes, None for what is no tensor: of each leaf of ``(args, kwargs)`` as the op gets it; of
+        each leaf of the op's result; and of each leaf of the result that autocast's kernel returns.
 
     Raises:
         Exception: what the kernel raises; RuntimeError where it does not call the op once.
     """
-    sees = _Sees(op)
+    probe = _CastProbe(op)
     lengths = ShapeEnv()  # of results whose length depends on values, as torchvision::nms has
-    with no_modes(), torch.no_grad(), FakeTensorMode(shape_env=lengths), sees:
+    with no_modes(), torch.no_grad(), FakeTensorMode(shape_env=lengths), probe:
         positional, named = _without_data((args, kwargs), "cuda:0")
         result = with_cuda_autocast(op, *positional, **named)
-    if len(sees.arguments) != 1:
-        raise RuntimeError(f"{op} was called {len(sees.arguments)} times")
-    return sees.arguments[0], sees.results[0], _dtypes(result)
+    if len(probe.arguments) != 1:
+        raise RuntimeError(f"{op} was called {len(probe.arguments)} times")
+    return probe.arguments[0], probe.results[0], _dtypes(result)
 
 
 def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:

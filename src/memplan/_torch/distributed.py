@@ -16,9 +16,10 @@ from memplan._torch.patches import patched
 
 @contextlib.contextmanager
 def own_process_groups(*, fake: bool) -> Iterator[None]:
-    """End the process groups that are begun in here.
+    """End a default process group that was initialized in this context.
 
-    ``fake``: collective operations do nothing, so that tensors need no values. Ranks are as they are asked for.
+    ``fake``: initialize a group without other processes, whose collective operations do nothing, so that tensors need
+    no values. Rank and world size are those that the caller asks for.
     """
     if not dist.is_available():
         yield

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-_MOST_EVENTS = 10_000_000
-_MOST = 65536
-_MAKERS = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace})
+_MAX_EVENTS = 10_000_000
+_MAX_ELEMENTS = 65536
+_FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace})
 _FOREACH_ADD = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-_ADDS = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
+_IN_PLACE_ADDS = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
 
 
 class HistoryEvent(NamedTuple):
@@ -29,23 +29,23 @@ class HistoryEvent(NamedTuple):
 
 
 def record_history(*, stacks: bool) -> None:
-    """Begin the history of all that the caching allocator does; ``stacks``: with the Python stack of each event."""
+    """Start recording the caching allocator's history. ``stacks``: whether with the Python stack of each event."""
     context = "all" if stacks else None
-    torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=_MOST_EVENTS)
+    torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=_MAX_EVENTS)
 
 
 def end_history() -> None:
-    """End the history, and forget it."""
+    """Stop recording the allocator's history and discard it."""
     torch.cuda.memory._record_memory_history(None)
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """Return torch's snapshot of its caching allocator: the history so far, and what it holds."""
+    """Return torch's snapshot of its caching allocator: the history so far, and the segments with their blocks."""
     return dict(torch.cuda.memory._snapshot())
 
 
 def history() -> list[HistoryEvent]:
-    """Return what was recorded, in order."""
+    """Return the recorded events of the current card, in order."""
     rows = memory_snapshot()["device_traces"][torch.cuda.current_device()]
     return [
         HistoryEvent(
@@ -61,23 +61,25 @@ def dump_history(path: str | os.PathLike[str]) -> None:
 
 
 class HostValues(TorchFunctionMode):
-    """Writes the elements of small constants into the memory of the card, where the host reads them back.
+    """Writes the values of small constants into the memory of an emulated card, whose kernels do nothing, so that the
+    host reads the right values back.
 
-    They are those of `torch.arange` and its like, what `zero_` and `fill_` write, and counters that a number is added
-    to, as optimizers have them. What is allocated stays the same: the kernels are launched first.
+    Covers results of `torch.arange` and other factories, `zero_` and `fill_`, and counters that a number is added to,
+    such as an optimizer's step. Allocations stay the same: each function runs first as it is.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; where the host knows the values that its kernel would write, write them."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in _MAKERS:
+        if func in _FACTORIES:
             if isinstance(result, torch.Tensor) and kwargs.get("out") is None:
                 _write(result, lambda: func(*args, **{**kwargs, "device": "cpu", "pin_memory": False}))
-        elif func in _ADDS and _is_number(args[1:]) and not kwargs:
-            _count(args[0], args[1])
+        elif func in _IN_PLACE_ADDS and _is_number(args[1:]) and not kwargs:
+            _add_to_counter(args[0], args[1])
         elif func is _FOREACH_ADD and _is_number(args[1:]) and not kwargs:
             for tensor in args[0]:
-                _count(tensor, args[1])
+                _add_to_counter(tensor, args[1])
         elif func is torch.Tensor.zero_:
             _write(args[0], lambda: torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu"))
         elif func is torch.Tensor.fill_ and _is_number(args[1:]):
@@ -90,7 +92,7 @@ def _is_number(rest: Any) -> bool:
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory on the card: those that are traced or transformed have none."""
+    """Return whether a tensor has memory on the card: wrappers of tracing and of torch.func have none."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda and tensor.layout is torch.strided
     wrapped: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # no stub
     traced = torch._is_functional_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage]
@@ -98,20 +100,20 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def _write(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
-    """Write into a small tensor on the card."""
-    fits = _is_real(tensor) and 0 < tensor.numel() <= _MOST and tensor.is_contiguous()
+    """Write a value into a small tensor on the card. Does nothing for other tensors, or where dtype or shape differ."""
+    fits = _is_real(tensor) and 0 < tensor.numel() <= _MAX_ELEMENTS and tensor.is_contiguous()
     if not fits or torch.cuda.is_current_stream_capturing():
         return
     with torch._C.DisableTorchFunction():
-        there = value().contiguous()
-        if there.dtype == tensor.dtype and there.shape == tensor.shape:
-            ctypes.memmove(tensor.data_ptr(), there.data_ptr(), there.numel() * there.element_size())
+        host = value().contiguous()
+        if host.dtype == tensor.dtype and host.shape == tensor.shape:
+            ctypes.memmove(tensor.data_ptr(), host.data_ptr(), host.numel() * host.element_size())
 
 
-def _count(tensor: torch.Tensor, number: float) -> None:
-    """Add to a counter on the card."""
+def _add_to_counter(tensor: torch.Tensor, number: float) -> None:
+    """Add a number to a counter on the card: to a scalar tensor, such as an optimizer's step, where no kernel would."""
     if tensor.dim() == 0 and _is_real(tensor):
         with torch._C.DisableTorchFunction():
-            there = torch.empty((), dtype=tensor.dtype, device="cpu")
-            ctypes.memmove(there.data_ptr(), tensor.data_ptr(), there.element_size())
-        _write(tensor, lambda: there + number)
+            host = torch.empty((), dtype=tensor.dtype, device="cpu")
+            ctypes.memmove(host.data_ptr(), tensor.data_ptr(), host.element_size())
+        _write(tensor, lambda: host + number)

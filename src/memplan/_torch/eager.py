@@ -50,6 +50,7 @@ class EagerMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the callback for an op; in inference mode, where composite ops arrive whole, for each of its parts."""
         safe_point()
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and is_composite(func):
@@ -100,19 +101,20 @@ def is_observed() -> bool:
 
 
 def memory_profile() -> Any:
-    """Return torch's profiler, as a context: `Profile` reads what it saw. Entering it raises UsageError where a
-    profiler is at work already.
+    """Return torch's profiler as a context manager; `Profile.of` reads its record. Entering it raises UsageError while
+    another profiler is active.
 
-    Of the two that torch has, `torch.profiler.profile` warns in 2.11 that events end with a cycle, and where it is told
-    to keep them, it makes an object of each at once, which takes seconds for a large step.
+    This is `torch.autograd.profiler.profile`: `torch.profiler.profile` warns in 2.11 that events end with a cycle, and
+    where told to keep them, builds an object of each at once, which takes seconds for a large step.
     """
     return _OneProfile(use_kineto=True, profile_memory=True)
 
 
 class _OneProfile(torch.autograd.profiler.profile):
-    """A profile that no other thread of memplan's starts another one beside."""
+    """A profile that holds `profiler_turn` while it is active, so that no other thread of memplan starts a second."""
 
     def __enter__(self) -> Any:
+        """Start the profiler, or raise UsageError if one is active."""
         if not profiler_turn.take():
             raise UsageError(
                 "torch has one profiler at a time, and one is at work",
@@ -120,7 +122,7 @@ class _OneProfile(torch.autograd.profiler.profile):
                 do="End that first",
             )
         try:
-            _quieted()
+            _silence_first_start()
             return super().__enter__()
         except BaseException:
             profiler_turn.give()
@@ -134,7 +136,7 @@ class _OneProfile(torch.autograd.profiler.profile):
 
 
 class _Capturable(EagerMode):
-    """cuDNN for single ops, while it is off for what is made of ops: so a step is captured for a card."""
+    """Switches cuDNN on for single ops, while it is off for composite ones (see `capturable_kernels`)."""
 
     supports_higher_order_operators = True
 
@@ -143,6 +145,7 @@ class _Capturable(EagerMode):
         self._enabled = enabled
 
     def _with_cudnn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+        """Run a single op with cuDNN as the user has it; composite ops were decomposed without it."""
         cudnn = torch.backends.cudnn
         cudnn.enabled = self._enabled
         try:
@@ -153,8 +156,8 @@ class _Capturable(EagerMode):
 
 @contextlib.contextmanager
 def capturable_kernels() -> Iterator[None]:
-    """Run norms and recurrent layers by torch's own kernels, as a step captured for a card does, in both passes; all
-    else, convolutions above all, by the kernels that it has without this."""
+    """Run norms and recurrent layers by torch's own kernels instead of cuDNN's, in both passes, as a step that is
+    captured for a card does. Convolutions and all other ops keep their kernels."""
     cudnn = torch.backends.cudnn
     before = cudnn.enabled
     cudnn.enabled = False
@@ -166,16 +169,16 @@ def capturable_kernels() -> Iterator[None]:
 
 
 class YieldingProfile:
-    """A `memory_profile` that ends at once where somebody else starts a profiler: torch has one at a time."""
+    """A `memory_profile` that stops as soon as the user's code starts a profiler: torch allows one at a time."""
 
     def __init__(self) -> None:
         self._profile: Any = None
         self._stack = contextlib.ExitStack()
         self.whole = False
-        """Whether it saw all that happened until it was stopped."""
+        """Whether it ran without interruption from `start` to `stop`."""
 
     def start(self) -> None:
-        """Start it, unless a profiler is at work."""
+        """Start profiling, unless a profiler is active already."""
         if not profiler_turn.take():
             return
         profile = memory_profile()
@@ -187,15 +190,15 @@ class YieldingProfile:
         kind: Any = torch.autograd.profiler.profile
         prepare = kind._prepare_trace
 
-        def after_ours(other: Any) -> None:
+        def prepare_other(other: Any) -> None:
             self.stop()
             self.whole = False
             prepare(other)
 
-        self._stack.enter_context(patched(kind, _prepare_trace=after_ours))
+        self._stack.enter_context(patched(kind, _prepare_trace=prepare_other))
 
     def stop(self) -> Profile | None:
-        """Stop it and return what it saw; None where it did not see all."""
+        """Stop profiling. Returns the profile; None where it is incomplete, as another profiler was active."""
         self._stack.close()
         profile, self._profile = self._profile, None
         if profile is None:
@@ -205,9 +208,11 @@ class YieldingProfile:
 
 
 @functools.cache
-def _quieted() -> None:
-    """Once in a process: torch 2.13's profiler writes two lines to stderr each time that it starts and stops, and reads
-    how much it is to say from the environment when it starts for the first time. What the user says there stands.
+def _silence_first_start() -> None:
+    """Start and stop the profiler once with its log silenced, unless the user has set a log level.
+
+    torch 2.13's profiler writes two lines to stderr at each start and stop, and reads its log level from the
+    environment only when it starts for the first time in the process.
     """
     if _LOG_LEVEL in os.environ:
         return
@@ -263,7 +268,10 @@ class Profile:
 
     @classmethod
     def of(cls, profile: Any, device: str = "cpu") -> Profile:
-        """Read a profiler that has stopped; of memory, what was allocated on a type of device before `END_MARK`."""
+        """Read a profiler that has stopped; its memory events are those of one type of device, before `END_MARK`.
+
+        Walks the profiler's tree of events: each gets the innermost marker and the innermost call around it.
+        """
         events, calls, ranges = list[MemoryEvent](), list[Call](), dict[str, tuple[int, int]]()
         roots = sorted(profile.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
         stack = [(event, "", -1, False) for event in reversed(roots)]
@@ -278,33 +286,36 @@ class Profile:
             if event.tag == _EventType.TorchOp and event.name.startswith(MARK):
                 mark, at_mark = event.name[len(MARK) :], True
                 ranges.setdefault(mark, (start, event.end_time_ns))
-            elif event.tag == _EventType.TorchOp and event.name != _MODE and not _is_users(event):
+            elif event.tag == _EventType.TorchOp and event.name != _MODE and not _is_python_range(event):
                 calls.append(Call(event.name, start, event.end_time_ns, call, mark, at_mark))
                 call, at_mark = len(calls) - 1, False
             stack.extend((child, mark, call, at_mark) for child in reversed(event.children))
         end = ranges.get(END_MARK, (float("inf"), 0))[0]
-        return cls(sorted((one for one in events if one.time < end), key=lambda event: event.time), calls, ranges)
+        before_end = [event for event in events if event.time < end]
+        return cls(sorted(before_end, key=lambda event: event.time), calls, ranges)
 
 
-def _is_users(event: Any) -> bool:
-    """Return whether a range is one that Python opened, as optimizers do; a dispatch mode tears these apart."""
+def _is_python_range(event: Any) -> bool:
+    """Return whether Python opened a range, as optimizers do. These do not count as calls, since under a dispatch mode
+    they do not nest properly."""
     return event.extra_fields.scope == RecordScope.USER_SCOPE or event.name.startswith("profiler::")
 
 
 class DrawsReplaced(TorchDispatchMode):
-    """Lets a function draw what dropout keeps: it takes the number of elements, and the probability that one stays."""
+    """Makes dropout and `bernoulli_` take their masks from ``keep(elements, probability that one is kept)``."""
 
     def __init__(self, keep: Callable[[int, float], torch.Tensor]) -> None:
         super().__init__()
         self._keep = keep
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, with a mask of `keep` if it draws one."""
         aten = torch.ops.aten
         if func is aten.bernoulli_.float:
             kept = self._keep(args[0].numel(), float(args[1]) if len(args) > 1 else 0.5)
             return args[0].copy_(kept.reshape(args[0].shape))
         if func is aten.native_dropout.default and args[2] is not False:
-            stays = 1 - args[1]
-            kept = self._keep(args[0].numel(), stays).reshape(args[0].shape)
-            return args[0] * kept * (1 / stays if stays else 0.0), kept
+            probability = 1 - args[1]
+            kept = self._keep(args[0].numel(), probability).reshape(args[0].shape)
+            return args[0] * kept * (1 / probability if probability else 0.0), kept
         return func(*args, **(kwargs or {}))

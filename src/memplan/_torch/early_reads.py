@@ -32,37 +32,37 @@ SMALL = 1 << 20
 
 
 def to_compute_first(graph: fx.Graph, freed: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Find pointwise ops to compute before a kernel of torch's, since they are read after it and free more than they
-    take.
+    """Find pointwise ops to compute before one of torch's kernels, although they are read after it: where their
+    operands can then be freed, and take more memory than the result.
 
     Args:
         graph: core ops in the order of a schedule.
-        freed: of its arguments, those that can be freed after their last use.
+        freed: those of its arguments that can be freed after their last use.
 
     Returns:
-        The ops to compute before each kernel.
+        Kernel -> the ops to compute before it.
     """
-    places, waits = _Places(list(graph.nodes), frozenset(freed)), dict[fx.Node, list[fx.Node]]()
-    for node in places.nodes:
+    schedule, waits = _Schedule(list(graph.nodes), frozenset(freed)), dict[fx.Node, list[fx.Node]]()
+    for node in schedule.nodes:
         if _is_pointwise(node) and _bytes(node) >= SMALL:
-            worthwhile = (
-                at for at in places.kernels_before_use(node) if places.let_go(node, at) >= GAIN * _bytes(node)
+            candidates = (
+                at for at in schedule.kernels_before_use(node) if schedule.freed_bytes(node, at) >= GAIN * _bytes(node)
             )
-            if (first := next(worthwhile, None)) is not None:
-                waits.setdefault(places.nodes[first], []).append(node)
+            if (first := next(candidates, None)) is not None:
+                waits.setdefault(schedule.nodes[first], []).append(node)
     return waits
 
 
 @dataclass(frozen=True)
-class _Places:
-    """The nodes of a graph in schedule order, and the memory that each reads."""
+class _Schedule:
+    """The nodes of a graph in schedule order, and the storages that each reads."""
 
     nodes: Sequence[fx.Node]
-    arguments: frozenset[fx.Node]
-    """Arguments that can be freed."""
+    freeable: frozenset[fx.Node]
+    """Arguments of the graph that can be freed."""
 
     @cached_property
-    def place(self) -> Mapping[fx.Node, int]:
+    def position(self) -> Mapping[fx.Node, int]:
         return {node: at for at, node in enumerate(self.nodes)}
 
     @cached_property
@@ -74,12 +74,12 @@ class _Places:
         """Storages that each op reads, counting views and fused pointwise ops as part of their readers."""
         roots_of = dict[fx.Node, frozenset[int]]()
         for node in self.nodes:
-            through = _is_view(node) or (_is_pointwise(node) and not _is_written(node))
-            roots_of[node] = self._read_by(node, roots_of) if through else _memory(node)
+            fused = _is_view(node) or (_is_pointwise(node) and not _has_own_memory(node))
+            roots_of[node] = self._storages_read(node, roots_of) if fused else _storages(node)
         return roots_of
 
     @staticmethod
-    def _read_by(node: fx.Node, roots: Mapping[fx.Node, frozenset[int]]) -> frozenset[int]:
+    def _storages_read(node: fx.Node, roots: Mapping[fx.Node, frozenset[int]]) -> frozenset[int]:
         return frozenset().union(*(roots[operand] for operand in node.all_input_nodes))
 
     @cached_property
@@ -87,7 +87,7 @@ class _Places:
         """Ops that read each storage, directly or through fused ops."""
         readers_of = dict[int, list[fx.Node]]()
         for node in self.nodes:
-            for memory in self._read_by(node, self.roots):
+            for memory in self._storages_read(node, self.roots):
                 readers_of.setdefault(memory, []).append(node)
         return readers_of
 
@@ -99,37 +99,38 @@ class _Places:
             for node in self.nodes
             for tensor in _tensors(node)
         }
-        stay = (node for node in self.nodes if node.op == "placeholder" and node not in self.arguments)
-        return sizes | {memory: 0 for node in stay for memory in _memory(node)}
+        stay = (node for node in self.nodes if node.op == "placeholder" and node not in self.freeable)
+        return sizes | {memory: 0 for node in stay for memory in _storages(node)}
 
     @cached_property
-    def needed(self) -> Mapping[fx.Node, int]:
-        """Ancestors of each op, as a bit set of positions."""
+    def ancestors_of(self) -> Mapping[fx.Node, int]:
+        """Ops that each op depends on, directly or not, as a bit set of positions."""
         ancestors = dict[fx.Node, int]()
         for node in self.nodes:
             ancestors[node] = 0
             for operand in node.all_input_nodes:
-                ancestors[node] |= ancestors[operand] | 1 << self.place[operand]
+                ancestors[node] |= ancestors[operand] | 1 << self.position[operand]
         return ancestors
 
     def kernels_before_use(self, node: fx.Node) -> list[int]:
         """Return the positions of the kernels after `node` that all its users depend on."""
-        common = reduce(and_, (self.needed[user] for user in _users(node)), -1)
-        return [at for at in self.kernels if at > self.place[node] and common >> at & 1]
+        common = reduce(and_, (self.ancestors_of[user] for user in _users(node)), -1)
+        return [at for at in self.kernels if at > self.position[node] and common >> at & 1]
 
-    def let_go(self, node: fx.Node, at: int) -> int:
+    def freed_bytes(self, node: fx.Node, at: int) -> int:
         """Return the bytes of storages that, from position `at` on, only `node` and its fused users read."""
-        own = {node, *_through(node)}
+        own = {node, *_transitive_users(node)}
 
         def is_free(memory: int) -> bool:
-            later = (reader for reader in self.readers[memory] if self.place[reader] >= at)
+            later = (reader for reader in self.readers[memory] if self.position[reader] >= at)
             return all(reader in own and reader.op != "output" for reader in later)
 
         return sum(self.sizes[memory] for memory in self.roots[node] if is_free(memory))
 
 
-def _through(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the users of a node, following pointwise ops and views."""
+def _transitive_users(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the users of a node, and those of each pointwise op and view among them: all ops that read the node's
+    storage, where pointwise ops are fused into their readers."""
     seen, stack = set[fx.Node](), [node]
     while stack:
         for user in stack.pop().users:
@@ -153,8 +154,8 @@ def _is_kernel(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in KERNELS
 
 
-def _is_written(node: fx.Node) -> bool:
-    """Return whether the result of a pointwise op has memory of its own in any case."""
+def _has_own_memory(node: fx.Node) -> bool:
+    """Return whether a pointwise op's result is written in any case: it is returned, or read by a kernel of torch."""
     return any(user.op == "output" or _is_kernel(user) for user in _users(node))
 
 
@@ -166,7 +167,7 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-def _memory(node: fx.Node) -> frozenset[int]:
+def _storages(node: fx.Node) -> frozenset[int]:
     return frozenset(storage_key(tensor.untyped_storage()) for tensor in _tensors(node))
 
 

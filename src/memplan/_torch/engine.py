@@ -36,7 +36,7 @@ BOOKKEEPING = frozenset({*vars(nn.Module()), _CALL})
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Return a context in which ops take their arguments as they are."""
+    """Return a context in which autocast casts nothing."""
     return torch._C._DisableAutocast()
 
 
@@ -47,17 +47,17 @@ def keeps_graph() -> bool:
 
 @contextmanager
 def backward_watched(begins: Callable[[Keeps], Callable[[], None]]) -> Iterator[None]:
-    """Call ``begins`` before each backward pass of this thread, and what it returns after that."""
+    """Call ``begins(flag)`` before each backward pass of this thread, and the function that it returns afterwards."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
 
-    def watched(outputs: Any, gradients: Any, keep: bool, create: bool, *args: Any, **kwargs: Any) -> Any:
+    def run_watched(outputs: Any, gradients: Any, keep: bool, create: bool, *args: Any, **kwargs: Any) -> Any:
         ends = begins("create_graph" if create else "retain_graph" if keep else "")
         try:
             return run(outputs, gradients, keep, create, *args, **kwargs)
         finally:
             ends()
 
-    with patched(torch.autograd, _engine_run_backward=here_alone(watched, run)):
+    with patched(torch.autograd, _engine_run_backward=here_alone(run_watched, run)):
         yield
 
 
@@ -146,7 +146,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Take a module's own hooks away."""
+    """Remove a module's own hooks."""
     for name in (*_HOOKS, *_ABOUT_HOOKS[:3]):
         getattr(module, name).clear()
 
@@ -161,7 +161,7 @@ def attribute_names(own: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def without_call(module: nn.Module) -> Iterator[None]:
-    """Let a module be as it is without `set_call`: what is copied of its attributes meanwhile calls ``forward()``."""
+    """Remove the call that `set_call` installed meanwhile, so that copies of the module's attributes do not have it."""
     own = vars(module)
     kept = own.pop(_CALL, None)
     try:
@@ -172,7 +172,7 @@ def without_call(module: nn.Module) -> Iterator[None]:
 
 
 def set_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Make ``module(...)`` call this. Returns what restores the module."""
+    """Make ``module(...)`` call ``call``. Returns a function that undoes it, unless another call was set since."""
     own = module.__dict__
     before = own.get(_CALL)
     had = _CALL in own
@@ -190,12 +190,12 @@ def set_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
 
 
 def call_of_module(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what ``module(...)`` calls instead of its own call, if anything."""
+    """Return the function that `set_call` or `Module.compile` made ``module(...)`` call, if any."""
     return getattr(module, _CALL)
 
 
 def original_call(module: nn.Module) -> Callable[..., Any]:
-    """Return what ``module(...)`` would call had nothing replaced it."""
+    """Return the call of a module as torch defines it: hooks and ``forward()``, without `set_call`."""
     return module._call_impl
 
 
@@ -207,29 +207,34 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``forward`` as the module's own, with the module's hooks around it."""
+    """Call ``forward`` in place of the module's own, with the module's hooks around it.
+
+    The hooks are copied to another module with that ``forward``, and still get the original module as an argument.
+    """
     twin = _Twin(forward, module)
     own = twin.__dict__
     for name in _HOOKS:
-        own[name] = OrderedDict((key, _as_of(hook, module)) for key, hook in getattr(module, name).items())
+        own[name] = OrderedDict((key, _bound_hook(hook, module)) for key, hook in getattr(module, name).items())
     for name in _ABOUT_HOOKS:
         own[name] = getattr(module, name)
     return twin(*args, **kwargs)
 
 
-def _as_of(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    def called(_: Any, *args: Any) -> Any:
+def _bound_hook(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def call_hook(_: Any, *args: Any) -> Any:
         return hook(module, *args)
 
-    return called
+    return call_hook
 
 
 class _Twin(nn.Module):
+    """Runs another ``forward`` with the hooks of the module ``of``."""
+
     def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
         super().__init__()
         self.__dict__.update(forward=forward, of=module)
 
 
 def hooked_module(module: nn.Module) -> nn.Module:
-    """Return the module that a hook on all modules was called for: that of `call_with_hooks` has another one around."""
+    """Return the module that a global hook was called for: the user's, where that is the twin of `call_with_hooks`."""
     return vars(module)["of"] if isinstance(module, _Twin) else module

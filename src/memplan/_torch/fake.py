@@ -29,7 +29,7 @@ from memplan._interrupts import safe_point
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
-from memplan._torch.subclasses import undressed
+from memplan._torch.subclasses import subclasses_hidden
 from memplan._torch.tensors import (
     KNOWN,
     compressed_layout_error,
@@ -94,22 +94,24 @@ _CONSTANT_NUMEL = 8192
 
 @contextlib.contextmanager
 def pickled_fakes(reduce: Callable[[torch.Tensor], tuple[Any, ...]]) -> Iterator[None]:
-    """Let pickle write fake tensors as ``reduce`` says; it cannot write them by itself. `copy.copy` is as before."""
-    plain = FakeTensor.__reduce_ex__
+    """Let pickle write fake tensors by ``reduce(tensor)``, a value as of `__reduce_ex__`: by default it cannot.
+    `copy.copy`, which calls the same method, works as before."""
+    default = FakeTensor.__reduce_ex__
 
-    def reduced(tensor: FakeTensor, protocol: Any) -> Any:
-        copies = sys._getframe(1).f_globals.get("__name__") == "copy"
-        return plain(tensor, protocol) if copies else reduce(tensor)
+    def reduce_ex(tensor: FakeTensor, protocol: Any) -> Any:
+        is_copy = sys._getframe(1).f_globals.get("__name__") == "copy"
+        return default(tensor, protocol) if is_copy else reduce(tensor)
 
-    with patched(FakeTensor, __reduce_ex__=reduced):
+    with patched(FakeTensor, __reduce_ex__=reduce_ex):
         yield
 
 
 @contextlib.contextmanager
 def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
-    """Show `torch._subclasses.FakeTensor` as `NoFakeTensor` to all code but torch's own and code inside an op.
+    """Show `torch._subclasses.FakeTensor` as `NoFakeTensor` to code outside of torch and outside of an op.
 
-    Modules of others that are imported in this context get the real class at its end.
+    Libraries check for that class to take another path when they are traced; the recording needs the usual path.
+    ``inside``: whether an op is being dispatched. Modules that were imported meanwhile get the real class at the end.
     """
     package: Any = torch._subclasses
     if "FakeTensor" not in vars(package):  # hidden already
@@ -119,8 +121,8 @@ def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
     def module_getattr(name: str) -> Any:
         if name != "FakeTensor":
             raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
-        asking = str(sys._getframe(1).f_globals.get("__name__"))
-        return FakeTensor if asking.partition(".")[0] == "torch" or inside() else NoFakeTensor
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        return FakeTensor if caller.partition(".")[0] == "torch" or inside() else NoFakeTensor
 
     before = set(sys.modules)
     del package.FakeTensor
@@ -156,10 +158,11 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 
 def _key_of(value: Any) -> Any:
-    """Return a hashable key with everything about an argument that the metadata of a result can depend on.
+    """Return a hashable key with everything about an argument that the shape, strides and dtype of an op's result can
+    depend on.
 
     Raises:
-        TypeError: the argument is of an unsupported kind.
+        TypeError: results of calls with such an argument are not cached.
     """
     if isinstance(value, torch.Tensor):
         if (
@@ -189,12 +192,12 @@ class _Memo:
         self._functional: dict[Any, bool] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the key of a call; None if it cannot be cached."""
+        """Return the key of a call; None if it cannot be cached, as for ops that write or alias an argument."""
         functional = self._functional.get(func)
         if functional is None:
             schema = func._schema
-            touched = [a.alias_info for a in (*schema.arguments, *schema.returns)]
-            functional = all(info is None for info in touched) and schema.name.startswith("aten::")
+            aliases = [a.alias_info for a in (*schema.arguments, *schema.returns)]
+            functional = all(info is None for info in aliases) and schema.name.startswith("aten::")
             self._functional[func] = functional
         if not functional:
             return None
@@ -216,7 +219,8 @@ class _Memo:
         return results[0] if single else tuple(results)
 
     def remember(self, key: Any, args: Any, result: Any) -> None:
-        """Cache a result if all its tensors are new, dense and on the CPU."""
+        """Cache the shapes of a result if each of its tensors is new, dense, on the CPU and fills its storage: others
+        could not be built from shape, strides and dtype alone."""
         single = isinstance(result, torch.Tensor)
         outputs = (result,) if single else result
         if not isinstance(outputs, tuple):
@@ -250,8 +254,8 @@ Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _OUTSIDE = "_memplan_outside"
 
 
-def become(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Replace indices and values of a sparse tensor, like an in-place op. Return it."""
+def replace_sparse_parts(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Give a sparse tensor the indices and values of another, as an in-place op does. Returns ``target``."""
     target.data = source
     setattr(target, KNOWN, known_indices(source))
     return target
@@ -266,16 +270,17 @@ class _FakeSparse:
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode
-        self._made = WeakIdKeyDictionary()
+        self._fakes = WeakIdKeyDictionary()
 
     def replaced(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of an op with fakes of the sparse tensors among them."""
+        """Return the arguments of an op with each real sparse tensor replaced by its fake."""
         if not any(is_sparse(arg) and not isinstance(arg, FakeTensor) for arg in args):
             return args
-        return tuple(self._of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args)
+        return tuple(self._fake_of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args)
 
-    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = self._made.get(tensor)
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake of a real sparse tensor, the same one each time."""
+        fake = self._fakes.get(tensor)
         if fake is None:
             if tensor.layout != torch.sparse_coo:
                 raise compressed_layout_error()
@@ -284,7 +289,7 @@ class _FakeSparse:
             coalesced = tensor.is_coalesced()
             fake = sparse_coo(parts[0], parts[1], tensor.shape, coalesced=coalesced, known=real[0])
             setattr(fake, _OUTSIDE, True)
-            self._made[tensor] = fake
+            self._fakes[tensor] = fake
         return fake
 
 
@@ -298,7 +303,7 @@ class Replacements(Protocol):
 
     @property
     def instead(self) -> Mapping[Any, Callable[..., Any]]:
-        """Return what to call instead of decomposing an op."""
+        """Op -> function to call instead of the op's decomposition."""
         ...
 
     @property
@@ -322,20 +327,20 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._observe = dispatch
         self._inside = False
-        self._alone = threading.RLock()
-        """Held by the thread of a step that dispatches an op: what is noted of it is one piece."""
+        self._lock = threading.RLock()
+        """Held by the thread that dispatches an op, so that the records of two threads do not mix."""
         self._selected = False
-        """Whether the result of the running op was bounded."""
+        """Whether the size of the running op's result is a bound, as its values decide it."""
         self.suspended = False
-        """Whether what runs now is no part of the recording."""
+        """Whether the code that runs now is not part of the recording."""
         self._memo = _Memo()
-        self._of_outside = WeakIdKeyDictionary()
+        self._fakes_of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)
         self.replacements: Replacements | None = None
-        self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
-        """Around an op that makes a tensor on a card: what says that it lies there."""
+        self.placing: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
+        """Context around an op with ``device="cuda"``, which marks its result as on the card; it runs on the CPU."""
         self._bound: Dispatched = bound or _not_bounded
-        """What stands for the result of an op whose shape depends on values; NotImplemented where nothing does."""
+        """Returns a result of bounded size for an op whose shape depends on values, or NotImplemented."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
         """Return the mode itself: it is an attribute of each of its tensors, and subclasses copy attributes."""
@@ -349,27 +354,31 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
-        with self._alone, undressed(types, args, kwargs):
-            return self._dispatched_alone(func, types, args, kwargs or {})
+        with self._lock, subclasses_hidden(types, args, kwargs):
+            return self._dispatch_locked(func, types, args, kwargs or {})
 
-    def _dispatched_alone(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch_locked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Dispatch an op while this thread holds the lock: decompose it, run it as a part of another op, or observe
+        it."""
         if torch.is_inference_mode_enabled() and not self._inside and is_composite(func):
-            replaced = self.replacements
-            if replaced is None:
+            # outside of inference mode, composite ops arrive decomposed
+            replacements = self.replacements
+            if replacements is None:
                 with self:
                     return func.decompose(*args, **kwargs)
-            if func not in replaced.whole:
-                with replaced.taking_apart(), self:
-                    return replaced.instead.get(func, func.decompose)(*args, **kwargs)
-        if self._inside:  # a fake implementation that calls other ops: part of the op outside
-            return self._described(func, types, args, kwargs)
+            if func not in replacements.whole:
+                with replacements.taking_apart(), self:
+                    return replacements.instead.get(func, func.decompose)(*args, **kwargs)
+        if self._inside:  # called by the fake implementation of another op, which is the one to observe
+            return self._fake_result(func, types, args, kwargs)
         device = kwargs.get("device")
-        if self.going is not None and device is not None and torch.device(device).type == "cuda":
-            with self.going(torch.device(device)):
-                return self._dispatched_alone(func, types, args, {**kwargs, "device": _CPU})
-        return self._dispatched(func, types, args, kwargs)
+        if self.placing is not None and device is not None and torch.device(device).type == "cuda":
+            with self.placing(torch.device(device)):
+                return self._dispatch_locked(func, types, args, {**kwargs, "device": _CPU})
+        return self._dispatch_observed(func, types, args, kwargs)
 
-    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch_observed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Hand an op to the recorder, which gets a function that runs it on fake tensors."""
         safe_point()
         self._inside = True
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
@@ -381,21 +390,23 @@ class FakeMode(FakeTensorMode):
             self._inside = False
 
     def _one_thread_at_a_time(self) -> Any:
-        """Return how fake tensors are dispatched in threads of the step, where no mode is: while no other thread is."""
+        """Return a `FakeTensor.__torch_dispatch__` that takes the lock: in threads that the step starts without this
+        mode, fake tensors dispatch themselves."""
         dispatch = FakeTensor.__dict__["__torch_dispatch__"].__func__
 
-        def alone(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with self._alone:
+        def locked_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with self._lock:
                 return dispatch(cls, func, types, args, kwargs)
 
-        return classmethod(alone)
+        return classmethod(locked_dispatch)
 
-    def _described(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _fake_result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on fake tensors. Where the result's shape depends on values, return one of bounded size."""
         args = tuple([self._with_value(arg) for arg in args])
         try:
             result = self.dispatch(func, types, args, kwargs)
             if func._schema.name in _UNFILLED and isinstance(result, FakeTensor):
-                result.constant = None  # else what lies in that memory would be its values
+                result.constant = None  # its memory is uninitialized
             return result
         except DynamicOutputShapeException:
             bounded = self._bound(func, args, kwargs)
@@ -405,15 +416,16 @@ class FakeMode(FakeTensorMode):
             return bounded
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a tensor from outside, the same for as long as that is there."""
-        if tensor not in self._of_outside:
-            known = self._with_value(tensor)
-            of_shape = not isinstance(known, FakeTensor) and not is_sparse(known)
-            self._of_outside[tensor] = self.from_tensor(known) if of_shape else known
-        return self._of_outside[tensor]
+        """Return the fake of a tensor from outside the recording, the same one as long as the tensor lives."""
+        if tensor not in self._fakes_of_outside:
+            fake = self._with_value(tensor)
+            if not isinstance(fake, FakeTensor) and not is_sparse(fake):  # a tensor whose values are not tracked
+                fake = self.from_tensor(fake)
+            self._fakes_of_outside[tensor] = fake
+        return self._fakes_of_outside[tensor]
 
     def _with_value(self, arg: Any) -> Any:
-        """Return what stands for a small real tensor that comes from outside: its values are known."""
+        """Return a small real tensor as a fake one with known values; anything else as it is."""
         if type(arg) is not torch.Tensor or arg.numel() > _CONSTANT_NUMEL or arg.requires_grad:
             return arg
         if arg.layout != torch.strided or arg.device != _CPU or arg.is_complex():
@@ -427,7 +439,8 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
-        """Take what is done in here for a part of an op: tensors say where they are, and nothing is observed."""
+        """Treat ops in this context as parts of a running op: they are not observed, and tensors answer with the device
+        that they are really on."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -436,7 +449,8 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def suspending(self) -> Iterator[None]:
-        """What runs in here is no part of the recording: no op is observed, and fake tensors have no values."""
+        """Keep ops in this context out of the recording: none is observed, and results whose size depends on values
+        are refused."""
         before, bound = self.suspended, self._bound
         self.suspended, self._bound = True, _not_bounded
         try:
@@ -447,13 +461,14 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Enter the mode for the user's code, with what goes with it. (It enters itself again for inner calls.)"""
+        """Enter the mode for the user's code, with the patches of torch that it needs. (It enters itself again for
+        inner calls.)"""
         with (
             patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL),
-            # it logs a traceback of every error that it raises; whoever records answers them with one message
+            # torch logs a traceback of each error that it raises here; the recording reports the error in one message
             patched(fake_tensor.log, disabled=True),
             _hidden(lambda: self._inside),
-            # the foreach functions are for these types alone, and a fake tensor stands for one of them
+            # optimizers use foreach functions for tensors of these types alone
             patched(FakeTensor, __torch_dispatch__=self._one_thread_at_a_time()),
             patched(_FOREACH[0], _foreach_supported_types=[*_FOREACH[0]._foreach_supported_types, FakeTensor]),
             patched(_FOREACH[1], _foreach_supported_types=[*_FOREACH[1]._foreach_supported_types, FakeTensor]),
@@ -463,17 +478,19 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def in_thread(self) -> Iterator[None]:
-        """Enter the mode in a thread that the step starts, but never while another thread dispatches: what a mode was
-        entered over is kept in one list for all threads."""
-        with self._alone:
+        """Enter the mode in a thread that the step starts. Only while no other thread dispatches: the mode keeps the
+        modes that it was entered over in one list for all threads."""
+        with self._lock:
             self.__enter__()
         try:
             yield
         finally:
-            with self._alone:
+            with self._lock:
                 self.__exit__(None, None, None)
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on fake tensors by the shortest way: nothing to do, a cached result, a small factory whose values
+        are computed (`_FACTORIES`), or torch's fake implementation."""
         if _changes_nothing(func, args, kwargs):
             return args[0]
         key = self._memo.key(func, args, kwargs)
@@ -482,13 +499,13 @@ class FakeMode(FakeTensorMode):
             if known is not NotImplemented:
                 return known
         self._selected = False
-        result = self._described(func, types, args, kwargs)
+        result = self._fake_result(func, types, args, kwargs)
         if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= _CONSTANT_NUMEL:
             with no_modes():
-                like = [torch.empty(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
-                real = func(*like, **kwargs)
+                real_args = [torch.empty(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
+                real = func(*real_args, **kwargs)
             if result.device.type == "cpu" and real.stride() == result.stride():
                 return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
-        if key is not None and not self._selected:  # how much is selected is said for each line
+        if key is not None and not self._selected:  # bounds can differ between lines of the user's code
             self._memo.remember(key, (args, kwargs), result)
         return result

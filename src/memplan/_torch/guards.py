@@ -37,7 +37,8 @@ class _Probe:
     pass
 
 
-def _is_seen() -> bool:
+def _versions_see_attributes() -> bool:
+    """Try whether each of 32 assignments of an attribute gives the object's ``__dict__`` a new version."""
     probe: Any = _Probe()
     probe.a = 0
     own, seen = vars(probe), set[int]()
@@ -47,7 +48,7 @@ def _is_seen() -> bool:
     return len(seen) == 32
 
 
-VERSIONS_SEE_ATTRIBUTES = _is_seen()
+VERSIONS_SEE_ATTRIBUTES = _versions_see_attributes()
 """Whether setting an attribute changes the version of the object's ``__dict__``: not in Python 3.13, where it is
 written beside the dict."""
 
@@ -75,7 +76,7 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
 
 
 def flags() -> tuple[Any, ...]:
-    """Return torch's global flags on which it depends what is traced, and the default device."""
+    """Return the global flags of torch that can change a traced graph, and the default device."""
     return (*[flag() for flag in _FLAGS], default_device())
 
 
@@ -88,13 +89,16 @@ def default_device() -> str | None:
 
 
 def surroundings() -> str | None:
-    """Return what a planned call would not go through, in words: hooks and modes that see each layer or op as it runs.
-    None where there is nothing of that kind. Of torch's own, dispatch modes and hooks on saved tensors do not count:
-    they observe, or keep what is saved elsewhere; nor do memplan's."""
+    """Say which active hook or mode a planned call would bypass, as it sees each layer or op of an unplanned one; None
+    where there is none.
+
+    memplan's own do not count, nor torch's dispatch modes and hooks on saved tensors: these observe, or store saved
+    tensors elsewhere.
+    """
     if any(_GLOBAL_HOOKS):
         for hook in (hook for table in _GLOBAL_HOOKS for hook in table.values()):
             if not _is_of(hook, "memplan."):
-                return f"a hook for all modules is registered, {_called(hook)}"
+                return f"a hook for all modules is registered, {_function_name(hook)}"
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():  # memplan's own runs switch the latter off
         return "anomaly detection is on"
     if torch._C._len_torch_function_stack():
@@ -107,7 +111,7 @@ def surroundings() -> str | None:
                 return f"the TorchDispatchMode {type(mode).__name__} is active"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     if hooks is not None and not _is_of(hooks[0], "memplan.", "torch."):
-        return f"hooks on saved tensors are active, {_called(hooks[0])}"
+        return f"hooks on saved tensors are active, {_function_name(hooks[0])}"
     return None
 
 
@@ -119,15 +123,15 @@ def _is_of(hook: Any, *packages: str) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(packages)
 
 
-def _called(hook: Any) -> str:
+def _function_name(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 class TensorGuards:
-    """Sees whether tensors still have the type, dtype, device, sizes, strides and ``requires_grad`` that they had.
+    """Checks whether tensors have the types, dtypes, devices, sizes, strides and ``requires_grad`` of earlier ones.
 
-    Which tensors they are is not compared. Where autocast or a mode is another one than when it was made, the answer is
-    no. Tensors are not kept alive.
+    Their identity is not compared. Under another autocast or mode than at construction, the check fails. Tensors are
+    not kept alive.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -138,17 +142,17 @@ class TensorGuards:
             self._check = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether as many tensors are as those were."""
+        """Return whether these tensors are like those of the constructor, one by one."""
         return self._check is None or self._check(*tensors)
 
 
-_WORTH = 256
-"""Number of answers by Python before a tree of guards is built: that takes as long as the tree saves in as many (9 us
-for a dict, then 9 ns instead of 43 ns in each answer), so that dicts which change now and then cost less than twice."""
+_CHECKS_BEFORE_TREE = 256
+"""Successful checks in Python before a tree of guards is built. Building takes 9 us a dict, and saves 34 of 43 ns in
+each check: as much in this number of checks, so that dicts which change now and then cost at most twice the time."""
 
 
 class DictGuards:
-    """Sees whether dicts have changed since it was made, or since they were last accepted."""
+    """Checks whether dicts have changed since construction, or since their last accepted versions."""
 
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
         self.dicts = tuple(dicts)
@@ -159,27 +163,27 @@ class DictGuards:
         return list(map(dict_version, self.dicts))
 
     def accept(self, versions: list[int]) -> None:
-        """Take these versions as unchanged."""
+        """Compare with these versions from now on."""
         self.versions, self._held = versions, 0
         self._check: Callable[[tuple[Any, ...]], bool] | None = None
 
     def hold(self) -> bool:
-        """Return whether all are as they were."""
+        """Return whether no dict has changed. After many such answers the check runs in C++ (`_guard_tree`)."""
         check = self._check
         if check is not None:
             return check(self.dicts)
         if self.now() != self.versions:
             return False
         self._held += 1
-        if self._held == _WORTH:
-            check = _tree(self.dicts)
+        if self._held == _CHECKS_BEFORE_TREE:
+            check = _guard_tree(self.dicts)
             self._check = check if self.now() == self.versions else None  # another thread may have changed them
         return True
 
 
-def _tree(dicts: tuple[dict[Any, Any], ...]) -> Callable[[tuple[Any, ...]], bool] | None:
-    """Return what sees in one call whether dicts have the versions that they have now; None where this torch has other
-    guards."""
+def _guard_tree(dicts: tuple[dict[Any, Any], ...]) -> Callable[[tuple[Any, ...]], bool] | None:
+    """Return a C++ function that checks in one call whether dicts have their present versions; None where this torch
+    has no such guards."""
     try:
         from torch._dynamo.guards import GuardManagerType  # takes a second, where no model was planned yet
 
@@ -194,15 +198,15 @@ def _tree(dicts: tuple[dict[Any, Any], ...]) -> Callable[[tuple[Any, ...]], bool
 
 @contextmanager
 def around_dispatch(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
-    """Call these around what torch does in Python for each op that this thread traces."""
+    """Call ``before()`` and ``after()`` around the dispatch of each op that AOTAutograd traces in this thread."""
     dispatch: Callable[..., Any] = FunctionalTensorMode.__torch_dispatch__
 
-    def dispatched(*args: Any, **kwargs: Any) -> Any:
+    def dispatch_between(*args: Any, **kwargs: Any) -> Any:
         before()
         try:
             return dispatch(*args, **kwargs)
         finally:
             after()
 
-    with patched(FunctionalTensorMode, __torch_dispatch__=here_alone(dispatched, dispatch)):
+    with patched(FunctionalTensorMode, __torch_dispatch__=here_alone(dispatch_between, dispatch)):
         yield

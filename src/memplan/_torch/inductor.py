@@ -55,7 +55,7 @@ Boxed = Callable[[list[Any]], Sequence[Tensor]]
 """Empties the list of its arguments, so that each can be freed after its last use."""
 
 _COPY = torch.ops.aten.copy_.default
-_one_at_a_time = threading.RLock()
+_inductor_lock = threading.RLock()
 """Held while functions of Inductor are replaced."""
 
 
@@ -74,7 +74,7 @@ class Lowerable:
     @cached_property
     def code(self) -> Code:
         """Code that Inductor writes for it, kept: lowering takes seconds, and planning and running both need it."""
-        return _written(self)
+        return _generate_code(self)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def fake_mode() -> Any:
 def fake_tensor(
     shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: Any, place: str = "cpu"
 ) -> Tensor:
-    """Return a tensor without data. On a card it takes a torch that has one: other builds abort once it needs a
-    gradient."""
+    """Return a fake tensor of this device (``place``). For a card, torch has to be built with CUDA: other builds abort
+    once the tensor requires a gradient."""
     with mode:
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=place)
 
@@ -110,20 +110,22 @@ def traced(
     mode: Any,
     own: Mapping[Any, Callable[..., Any]],
 ) -> Traced:
-    """Trace a function of tensors into the ops that Inductor makes kernels of.
+    """Trace a function of tensors into the core ops that Inductor lowers to kernels.
+
+    A copy into an argument is removed from the graph; the copied value becomes a further result (`Traced.written`).
 
     Args:
-        function: takes tensors, gives tensors. It may copy into those that it is given.
-        examples: tensors of ``mode``.
+        function: takes and returns tensors. It may copy into its arguments.
+        examples: fake tensors of ``mode``.
         mode: of `fake_mode`.
-        own: by op that Inductor does not know, or knows less well, what stands for it; NotImplemented: the op itself.
+        own: op -> decomposition, beyond Inductor's; one that returns NotImplemented leaves the op as it is.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    for module in ("compile_fx", "lowering"):  # some of the table looks into these without importing them
+    for module in ("compile_fx", "lowering"):  # some decompositions use these modules without importing them
         importlib.import_module(f"torch._inductor.{module}")
-    with _settings(), mode, traceback.preserve_node_meta():
+    with _inductor_settings(), mode, traceback.preserve_node_meta():
         graph = make_fx(function, decomposition_table={**select_decomp_table(), **own})(*examples)
     nodes = list(graph.graph.nodes)
     inputs, output = [node for node in nodes if node.op == "placeholder"], nodes[-1]
@@ -147,13 +149,14 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
 
 
 def mark(number: int) -> None:
-    """Mark the ops that follow in a function that is `traced`: `Kernel.origins` bear the mark."""
-    # As a stack trace: of what a node says of itself, all that rewrites graphs hands that on.
+    """Mark the ops that are traced from now on with a number; `Origin.mark` tells it for what a kernel computes."""
+    # As a stack trace, the one part of a node's metadata that every pass over graphs copies to new nodes.
     traceback.set_stack_trace([f"{MARK}{number}"])
 
 
 def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """Return the arguments, the ops, and the results with what is copied after them."""
+    """Return the nodes of a traced function: its arguments, its ops, and its results, the last of which are the new
+    values of the arguments that it writes."""
     nodes = list(of.graph.graph.nodes)
     results: Any = nodes[-1].args[0]
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -174,6 +177,7 @@ def readers(nodes: Sequence[fx.Node], of: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _memory(node: fx.Node) -> int | None:
+    """Return the key of the storage of a node's value; None where that is no tensor."""
     value = node.meta.get("val")
     return storage_key(value.untyped_storage()) if isinstance(value, Tensor) else None
 
@@ -181,13 +185,14 @@ def _memory(node: fx.Node) -> int | None:
 def lowerable(
     of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], freed: Collection[fx.Node] = (), *, backward: bool
 ) -> Lowerable:
-    """Turn some ops of a traced function into a function of the nodes outside of them that they read (`read_by`).
+    """Copy some ops of a traced function into a graph of their own, which Inductor can lower by itself. Its arguments
+    are the nodes that the ops read and that are not among them (`read_by`).
 
     Args:
-        of: the function.
+        of: the traced function.
         nodes: ops to compute, in this order.
-        makes: the results among them.
-        freed: inputs that can be freed after their last use; only the backward pass is ordered by it.
+        makes: those of the ops whose values the new function returns.
+        freed: arguments that can be freed after their last use. In a backward pass ops are ordered so that they are.
         backward: see `Lowerable`.
     """
     graph, twins, operands = fx.Graph(), dict[fx.Node, fx.Node](), read_by(nodes)
@@ -207,8 +212,11 @@ def lowerable(
 
 
 def _keep_order(module: fx.GraphModule, first: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Have ops wait for others, by those that wait; and each that draws random numbers for the one before it: Inductor
-    orders ops as memory or fusion asks, and each would draw the numbers of another."""
+    """Add control dependencies, since Inductor orders ops by memory and fusion alone.
+
+    Each op that draws random numbers runs after the one before it, else it would draw the other's numbers; each key
+    of ``first`` runs after the ops in its value.
+    """
     from torch._inductor.fx_passes import control_dependencies
     from torch.utils._ordered_set import OrderedSet
 
@@ -216,8 +224,8 @@ def _keep_order(module: fx.GraphModule, first: Mapping[fx.Node, Sequence[fx.Node
     waits = {node: OrderedSet([before]) for before, node in pairwise(drawing)}
     waits |= {node: OrderedSet(nodes) for node, nodes in first.items()}
     if waits and hasattr(control_dependencies, "control_deps_autograd"):
-        in_order = {node: waits[node] for node in module.graph.nodes if node in waits}
-        control_dependencies.preserve_node_ordering(module.graph, in_order)
+        in_graph_order = {node: waits[node] for node in module.graph.nodes if node in waits}
+        control_dependencies.preserve_node_ordering(module.graph, in_graph_order)
         module.recompile()
 
 
@@ -228,15 +236,15 @@ class Code:
     text: str
     """The Python code that calls its kernels, and their sources. Empty where there is nothing to compute."""
     kernels: tuple[Kernel, ...] | None
-    """Kernels that it calls, in order; None where this version of Inductor names the records of them otherwise."""
+    """Kernels that it calls, in order; None where memplan cannot read them from this version of Inductor."""
     function: Boxed
     """Function that runs the kernels."""
-    later: tuple[_Later, ...]
-    """Kernels that are still to be compiled."""
+    deferred: tuple[_DeferredModule, ...]
+    """The modules of the text, each compiled by `_DeferredModule.compiled`."""
 
 
-class _Later:
-    """Generated code that is compiled on demand or at its first call."""
+class _DeferredModule:
+    """Generated code that is compiled at its first call, or before by `compiled`."""
 
     def __init__(self, text: str, constants: Mapping[str, Any]) -> None:
         self.text = text
@@ -244,7 +252,7 @@ class _Later:
         self._function: Boxed | None = None
 
     def compiled(self) -> Boxed:
-        """Return the compiled function. Inductor's cache has kernels that any process compiled before."""
+        """Return the compiled function. Kernels that a process compiled before come from Inductor's cache on disk."""
         from torch._inductor.codecache import PyCodeCache
 
         function = self._function
@@ -260,56 +268,61 @@ class _Later:
 
 
 def code_of(part: Lowerable) -> Code:
-    """Return the generated code of a function. It is generated once; no kernel is compiled."""
-    with _one_at_a_time:
+    """Return the code that Inductor generates for a function, without compiling a kernel. It is generated once."""
+    with _inductor_lock:
         return part.code
 
 
 def kernels_of(part: Lowerable) -> Boxed:
-    """Return a function compiled, ready to run."""
+    """Compile the kernels of a function and return what runs them."""
     code = code_of(part)
-    for module in code.later:
+    for module in code.deferred:
         module.compiled()
     return code.function
 
 
-def _written(part: Lowerable) -> Code:
+def _generate_code(part: Lowerable) -> Code:
+    """Lower a function, catching the text of each module where Inductor would compile it: planning needs the code and
+    its kernels' sizes, not the compiled kernels."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
-    modules, compile_to_module = list[_Later](), GraphLowering.compile_to_module
+    modules, compile_to_module = list[_DeferredModule](), GraphLowering.compile_to_module
 
-    def instead(self: Any) -> Any:
-        modules.append(_Later(self.codegen()[0].value, {**self.constants, **self.torchbind_constants}))
+    def defer_compilation(self: Any) -> Any:
+        modules.append(_DeferredModule(self.codegen()[0].value, {**self.constants, **self.torchbind_constants}))
         return modules[-1]
 
     with (
-        patched(GraphLowering, compile_to_module=here_alone(instead, compile_to_module)),
+        patched(GraphLowering, compile_to_module=here_alone(defer_compilation, compile_to_module)),
         config.patch(fx_graph_cache=False),
         kernels_recorded() as record,
     ):
-        function = _lowered(part)
+        function = _lower(part)
     return Code("".join(module.text for module in modules), record.kernels, function, tuple(modules))
 
 
-def _lowered(part: Lowerable) -> Any:
+def _lower(part: Lowerable) -> Any:
+    """Run Inductor on a function's graph and return the function that calls the kernels."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
     graph = copy.deepcopy(part.graph)  # lowering rewrites it
-    with _settings(), V.set_fake_mode(part.mode), tracing(TracingContext(part.mode)):
+    with _inductor_settings(), V.set_fake_mode(part.mode), tracing(TracingContext(part.mode)):
         compiled = compile_fx_inner(graph, list(part.examples), is_backward=part.backward)
     del graph
-    gc.collect()  # it leaves millions of objects in cycles, and while we plan Python's collector is held
+    gc.collect()  # lowering leaves millions of objects in cycles, and during planning Python's collector is off
     return compiled
 
 
 @contextmanager
-def _drawn_as_eager() -> Iterator[None]:
-    """Random numbers are drawn as in eager mode, by the same kernels from the same state. Where ops that draw cannot be
-    made to wait for each other, none is moved; nor are tensors laid out otherwise there, as numbers are drawn in the
-    order of memory, and torch 2.11 does not see to that itself."""
+def _eager_random_numbers() -> Iterator[None]:
+    """Make compiled code draw the random numbers of eager mode: by the same kernels from the same state.
+
+    In versions without control dependencies (torch 2.11) nothing else keeps the ops that draw in order, so no op may
+    be moved; nor may a layout change, since numbers are drawn in the order of memory.
+    """
     from torch._inductor import config
     from torch._inductor.fx_passes import control_dependencies
 
@@ -321,39 +334,43 @@ def _drawn_as_eager() -> Iterator[None]:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
-    """As `_drawn_as_eager`, and tensors are laid out as traced. No buffer waits for another that could use its memory:
-    dead ones are freed. What is made of more than two others and read again is written once: left to each that reads
-    it, which Inductor does with up to four, it would keep all of them until then (the sums of a residual stream). Not
-    what is made of two: of nine nets that lowers one, and most move some percent more bytes. No CUDA graphs: each keeps
-    a pool of memory to itself. Autocast has left its casts in what is traced: on, it would make more, and while it is
-    lowered have results for what they are not."""
+def _inductor_settings() -> Iterator[None]:
+    """Settings of Inductor for code whose memory follows a plan, and random numbers as in eager mode."""
     from torch._inductor import config
 
-    settings: dict[str, Any] = {"layout_optimization": False, "allow_buffer_reuse": False, "realize_reads_threshold": 2}
-    settings["triton.cudagraphs"] = False
-    with _drawn_as_eager(), config.patch(settings), without_autocast():
+    settings: dict[str, Any] = {
+        "layout_optimization": False,  # tensors keep the layouts of the trace
+        "allow_buffer_reuse": False,  # dead buffers are freed, not kept for a later one
+        # A value computed from more than two others is written once. Inductor's own threshold is four: it recomputes
+        # the value in each reader, which keeps all its operands until then (the sums of a residual stream). With one
+        # less, one of nine nets takes less memory, and most move some percent more bytes.
+        "realize_reads_threshold": 2,
+        "triton.cudagraphs": False,  # each CUDA graph has a memory pool of its own
+    }
+    # The traced graph has autocast's casts already; autocast would add more, and mislead lowering about dtypes.
+    with _eager_random_numbers(), config.patch(settings), without_autocast():
         yield
 
 
 def is_of_compiler(error: Exception) -> bool:
-    """Return whether Triton, or what Inductor puts around its kernels, failed to make one that runs on this card."""
+    """Return whether Triton or Inductor raised the error, as where a kernel cannot be compiled for this card."""
     return type(error).__module__.startswith(("triton.", "torch._inductor."))
 
 
 def is_of_other_layout(error: AssertionError) -> bool:
     """Return whether generated code failed its size and stride assertion on the result of an op."""
-    return "expected size" in str(error)  # as assert_size_stride says it
+    return "expected size" in str(error)  # the message of assert_size_stride
 
 
 def without_kernels(part: Lowerable, code: str) -> Boxed:
-    """Return generated code as a function of tensors without data: it allocates and frees, its kernels do nothing."""
+    """Return generated code as a function of fake tensors: it allocates and frees as on the device, so that its memory
+    can be recorded, and its kernels do nothing."""
     if not code:
         return lambda arguments: part.graph(*arguments)
-    run_code = _read_without_kernels(code)
+    run_code = _load_without_kernels(code)
 
     def call(arguments: list[Any]) -> Sequence[Tensor]:
-        guard = here_alone(_no_guard, torch.cuda._DeviceGuard)  # tensors without data have no device to be current
+        guard = here_alone(_no_guard, torch.cuda._DeviceGuard)  # without data there is no device to select
         with patched(torch.cuda, _DeviceGuard=guard):
             return run_code(arguments)
 
@@ -365,27 +382,29 @@ def _no_guard(_: int) -> Iterator[None]:
     yield
 
 
-def _read_without_kernels(code: str) -> Boxed:
+def _load_without_kernels(code: str) -> Boxed:
+    """Execute a generated module with its kernels and assertions replaced by no-ops, and the helpers that Inductor
+    writes in C++ by equivalents for fake tensors; return its ``call``."""
     namespace: dict[str, Any] = {"__builtins__": vars(builtins) | {"__import__": _import_without_kernels}}
     exec(compile(code, "<fused code>", "exec"), namespace)
     namespace |= {name: _nothing for name in namespace if name.startswith("assert_")}
     namespace |= {
-        "empty_strided_cpu": partial(_allocated, "cpu"),
-        "empty_strided_cuda": partial(_allocated, "cuda"),
+        "empty_strided_cpu": partial(_empty_strided, "cpu"),
+        "empty_strided_cuda": partial(_empty_strided, "cuda"),
         "reinterpret_tensor": _reinterpreted,
         "copy_if_misaligned": lambda tensor: tensor,
         "get_raw_stream": _nothing,
-        "device": lambda type, index=None: torch.device(type),  # of one card, whichever it is
+        "device": lambda type, index=None: torch.device(type),  # the card's index does not matter
     }
     return namespace["call"]
 
 
-def _allocated(place: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _empty_strided(place: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=place)
 
 
 class _Idle:
-    """Replaces kernels and the functions that compile them: any call or attribute does nothing."""
+    """Replaces kernels and the functions that compile them: each call and each attribute returns it again."""
 
     def __call__(self, *_: Any, **__: Any) -> _Idle:
         return self
@@ -401,13 +420,14 @@ _NOT_CALLED = {
     "triton": SimpleNamespace(language=_Idle()),
     "triton.language": SimpleNamespace(language=_Idle()),
 }
-"""Names that the code imports to run its kernels, by module; none of them has to exist then."""
+"""Names that generated code imports to run its kernels, by module, and their replacements."""
 
 
 def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
-    instead = _NOT_CALLED.get(name)
-    if instead is not None and all(hasattr(instead, imported) for imported in rest[2] or ()):
-        return instead
+    """Import as `__import__` does, but answer with a replacement where it has all the names that are imported."""
+    replacement = _NOT_CALLED.get(name)
+    if replacement is not None and all(hasattr(replacement, imported) for imported in rest[2] or ()):
+        return replacement
     return builtins.__import__(name, *rest, **more)
 
 
@@ -422,26 +442,26 @@ _numbers = itertools.count()
 
 
 def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function under `torch.compile` as it is, in the layouts of its choice, but for random numbers: drawn
-    as in eager mode. (In torch 2.11 that takes the layouts of eager mode, too.)"""
+    """Return the function under `torch.compile` with the usual settings, but with the random numbers of eager mode, so
+    that results can be compared. (In torch 2.11 this also fixes the layouts of eager mode.)"""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    # Dynamo counts by code how often something is compiled, and leaves it to eager mode from the ninth time on.
+    # Dynamo runs a code object in eager mode from its ninth compilation on, so each function gets a code of its own.
     code = run.__code__.replace(co_name=f"run_{next(_numbers)}")
     compiled: Any = torch.compile(FunctionType(code, run.__globals__, closure=run.__closure__))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _drawn_as_eager(), _untold():
+        with _eager_random_numbers(), _fake_tensor_log_silenced():
             return compiled(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def _untold() -> Iterator[None]:
-    """Silence torch's log of what fake tensors refuse, which is raised as well."""
+def _fake_tensor_log_silenced() -> Iterator[None]:
+    """Silence torch's log of ops that fake tensors refuse: the error is raised as well."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -451,10 +471,8 @@ def _untold() -> Iterator[None]:
 
 
 def card_compiler_misses(place: str) -> str | None:
-    """Return what Triton, Inductor's compiler for cards, lacks for a card; None where it works.
-
-    ``place``: as torch calls the card.
-    """
+    """Return why Triton, Inductor's compiler for cards, cannot compile for a card (``place``: "cuda:0"); None where it
+    can."""
     if not has_triton():
         major, minor = torch.cuda.get_device_capability(place)
         if major < _TRITON_SINCE:

@@ -69,15 +69,17 @@ Instead = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 def corrected_mode(
     results: Results, instead: Instead, values: Values | None = None, mode: FakeTensorMode | None = None
 ) -> FakeTensorMode:
-    """Return ``mode``, or a new mode, changed so that results have the sizes of the device's kernels and known values.
+    """Return ``mode``, or a new fake mode, with its ``dispatch`` replaced: results get the sizes of the device's
+    kernels (``results``, ``instead``), and scalars whose values are known can be read.
 
-    An instance changed, and no class of its own: ops that take functions know the class FakeTensorMode only.
+    The instance is patched, since ops that take functions (a branch, a loop) accept no subclass of FakeTensorMode.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     dispatch, names = mode.dispatch, dict[Any, str]()
 
     def corrected(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _refuse_change(func, args)
+        """Dispatch an op: by its replacement, as a read of a known scalar, or as torch does with a corrected result."""
+        _refuse_constant_change(func, args)
         name = names.get(func) or names.setdefault(func, str(func))
         if name in instead:
             with mode:
@@ -104,7 +106,8 @@ class ConstantChanged(Exception):
     """A tensor that is neither a parameter, a buffer nor an input is changed in place."""
 
 
-def _refuse_change(func: Any, args: Any) -> None:
+def _refuse_constant_change(func: Any, args: Any) -> None:
+    """Raise ConstantChanged where an op writes a real tensor: the traced graph would not repeat that."""
     if not is_op(func) or not func._schema.is_mutable or not args:
         return
     if isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
@@ -129,21 +132,21 @@ def joint_graph(
 ) -> Joint:
     """Trace a module that takes and returns tensors, with fake tensors of the same shapes; nothing is computed.
 
-    Random numbers and changes in place are made functional. Ops are those that eager mode runs, in the parts that it
-    takes them apart into. Checkpointed functions are called once, compiled ones run eagerly. Autocast is off, but
-    for what the module itself turns on: eager mode's backward runs without it.
+    Random numbers and changes in place become functional ops. Composite ops are decomposed as in eager mode.
+    Checkpointed functions are called once, compiled ones run eagerly. Autocast is off unless the module itself turns
+    it on: eager mode's backward runs without it.
 
     Args:
-        module: called with positional arguments; what it takes and returns are tensors.
-        inputs: of any values.
-        results: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
-        instead: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result`` or NotImplemented.
-        conditional: whether values of small integer inputs may be read, where they have any; else only such that
-            follow from constants may.
+        module: called with positional arguments; its arguments and results are tensors.
+        inputs: example tensors; their values matter only where ``conditional``.
+        results: name of an op -> ``(args, kwargs, result) -> result`` with the sizes that the device's kernel returns.
+        instead: name of an op that fake tensors refuse, or are slow for -> ``(args, kwargs) -> result`` or
+            NotImplemented.
+        conditional: whether the trace may read values of small integer inputs; else of constants only.
         fake: ``(mode, number, input) -> fake tensor``; by default of the same sizes.
-        mode: of the fake tensors; by default a plain one.
+        mode: of the fake tensors; by default a new one.
     """
-    # imported here, because they bring all of Dynamo
+    # imported here, because they import all of Dynamo
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -156,7 +159,7 @@ def joint_graph(
         contextlib.ExitStack() as stack,
         functorch.patch(backward_pass_autocast="off"),  # as after leaving the autocast of the forward pass
     ):
-        stack.callback(vars(mode).pop, "dispatch")  # a mode that was there goes on as it was
+        stack.callback(vars(mode).pop, "dispatch")  # the mode may be the caller's
         if fake is None:
             fakes = _faked(inputs, mode)
         else:
@@ -164,13 +167,13 @@ def joint_graph(
         for number, (fake_input, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
             values.take(fake_input, number, real)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_nothing_left())
+        stack.enter_context(_log_and_metadata_restored())
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(tracing(TracingContext(mode)))
-        stack.enter_context(_own_kernels())
-        stack.enter_context(_checkpoints_called())
+        stack.enter_context(_eager_decompositions())
+        stack.enter_context(_checkpoints_ignored())
         stack.enter_context(eager_instead_of_compiled(lambda: None))
         stack.enter_context(dynamo.patch(error_on_nested_fx_trace=False))
         stack.enter_context(inductor.patch(fallback_random=True))  # keeps random ops that nobody reads
@@ -179,6 +182,7 @@ def joint_graph(
 
 
 def _joint(graph: torch.fx.GraphModule, values: Values) -> Joint:
+    """Return a traced graph with the roles of its inputs and outputs, and the values that the trace depends on."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.graph.nodes if node.op == "output")
     return Joint(
@@ -190,14 +194,17 @@ def _joint(graph: torch.fx.GraphModule, values: Values) -> Joint:
 
 
 def _mode_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> FakeTensorMode | None:
-    """Return the mode of a model that is fake itself: its tensors go with no other."""
+    """Return the fake mode of a model that is fake itself, since modes cannot be mixed; None for a real model."""
     tensors = (*module.parameters(), *module.buffers(), *inputs)
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
 def _faked(inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
-    """Return fake tensors for inputs. Inputs that share memory get separate fakes: the graph is then right in both
-    cases, unless it changes an input. A repeated input that requires a gradient is faked once."""
+    """Return a fake tensor for each input.
+
+    Inputs that share memory get separate fakes: such a graph is right whether or not inputs of a later call share
+    memory, unless it changes an input. An input that requires a gradient and is passed twice is faked once.
+    """
     fake_of: dict[int, torch.Tensor] = {}
     storages = set[int]()
     fakes: list[torch.Tensor] = []
@@ -218,6 +225,7 @@ def _faked(inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.T
 
 
 def _role(descriptor: Any) -> Role:
+    """Convert AOTAutograd's descriptor of an input or output."""
     from torch._functorch._aot_autograd import descriptors
 
     match descriptor:
@@ -248,34 +256,34 @@ def _role(descriptor: Any) -> Role:
 # -- what is traced otherwise than torch.compile does
 
 
-_KEPT = ("dropout", "native_batch_norm", "cudnn_batch_norm")
-"""Ops that torch's own rewriting serves: dropout by a mask of bools, norms without a hidden change of their buffers."""
-_REWRITTEN = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+_TORCH_DECOMPOSITIONS_KEPT = ("dropout", "native_batch_norm", "cudnn_batch_norm")
+"""Ops whose decomposition in Python is wanted: dropout gets a mask of bools, norms do not change buffers silently."""
+_DECOMPOSITION_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @functools.cache
-def _rewritten() -> tuple[Any, ...]:
-    """Ops that tracing would decompose in Python, unlike eager mode (upsampling, GRU)."""
-    aten, rewritten = torch.ops.aten, []
+def _decomposed_in_python() -> tuple[Any, ...]:
+    """List the ops that tracing would decompose in Python, unlike eager mode (upsampling, GRU)."""
+    aten, decomposed_ops = torch.ops.aten, []
     for name in aten:
-        if name in _KEPT:
+        if name in _TORCH_DECOMPOSITIONS_KEPT:
             continue
         packet = getattr(aten, name)
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            modules = [getattr(op.py_kernels.get(key), "__module__", "") for key in _REWRITTEN]
+            modules = [getattr(op.py_kernels.get(key), "__module__", "") for key in _DECOMPOSITION_KEYS]
             if any(module.startswith(("torch._decomp", "torch._refs")) for module in modules):
-                rewritten.append(op)
-    return tuple(rewritten)
+                decomposed_ops.append(op)
+    return tuple(decomposed_ops)
 
 
 @contextlib.contextmanager
-def _own_kernels() -> Iterator[None]:
-    """Decompose ops as eager mode does."""
+def _eager_decompositions() -> Iterator[None]:
+    """Decompose ops as eager mode does, by removing the decompositions in Python meanwhile."""
     removed: list[tuple[Any, Any, Any]] = []
     try:
-        for op in _rewritten():
-            for key in _REWRITTEN:
+        for op in _decomposed_in_python():
+            for key in _DECOMPOSITION_KEYS:
                 if key in op.py_kernels:
                     removed.append((op, key, op.py_kernels.pop(key)))
             op._dispatch_cache.clear()
@@ -287,9 +295,9 @@ def _own_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _nothing_left() -> Iterator[None]:
-    """Leave no traceback of a fake kernel in torch's log, since what fails is raised, and no note of `say_place` on
-    what others trace afterwards."""
+def _log_and_metadata_restored() -> Iterator[None]:
+    """Silence torch's log of errors in fake kernels, since they are raised as well, and undo `say_place` at the end, so
+    that later traces do not get its metadata."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -301,8 +309,8 @@ def _nothing_left() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _checkpoints_called() -> Iterator[None]:
-    """Functions under `torch.utils.checkpoint` are called as if it were not there.
+def _checkpoints_ignored() -> Iterator[None]:
+    """Call functions under `torch.utils.checkpoint` directly, without the checkpoint.
 
     Seen in torch 2.11, 2.13 and 2.15: ``checkpoint`` looks up these two names for each call. The reentrant kind gives
     no gradient where no argument needs one.
@@ -326,10 +334,10 @@ def _checkpoints_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Replace every parameter and buffer whose id() is a key, including tied parameters and shared modules,
-    which `torch.func.functional_call` would not put back in the right order.
+    """Replace every parameter and buffer whose id() is a key, including tied parameters and shared modules, which
+    `torch.func.functional_call` would not restore in the right order.
 
-    Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters`` and ``._buffers``, which TorchScript's modules have as
+    Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters`` and ``._buffers``; in TorchScript's modules these are
     objects that set their own attributes.
     """
     slots: list[tuple[Any, str, torch.Tensor]] = [
@@ -340,7 +348,7 @@ def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]
         if tensor is not None and id(tensor) in replacements
     ]
 
-    def put_back() -> None:
+    def restore() -> None:
         for table, name, tensor in slots:
             table[name] = tensor
 
@@ -348,7 +356,7 @@ def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]
         for table, name, tensor in slots:
             table[name] = replacements[id(tensor)]
 
-    with in_place_of(replace, put_back):
+    with in_place_of(replace, restore):
         yield
 
 
@@ -356,8 +364,13 @@ def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]
 
 
 def say_place(place: tuple[str, str | None], call: tuple[int, int | None]) -> None:
-    """Write onto the nodes of the graph that are traced from now on: layer and line; the number of the call of torch
-    that makes them, and the region of autocast that keeps casts in it (see `casts_kept`)."""
+    """Annotate the graph nodes that are traced from now on.
+
+    Args:
+        place: layer and line of the user's code.
+        call: number of the call of a torch function, and the autocast region whose cache keeps its casts
+            (see `casts_kept`).
+    """
     torch.fx.traceback.current_meta["custom"] = {_PLACE: place, _CALL: call}
 
 
@@ -367,8 +380,8 @@ def place_of(node: torch.fx.Node) -> tuple[str, str | None]:
 
 
 def cast_in(node: torch.fx.Node) -> int | None:
-    """Return the region of autocast that keeps what a node computes, if that is a cast that autocast made for the op of
-    the same call. A cast that the user's code asked for is the call's result."""
+    """Return the autocast region whose cache would keep a node's result: where autocast added the node as a cast for an
+    op of the same call. None for others, as a cast in the user's code, which is a call of its own."""
     call, region = _call_of(node)
     return region if any(_call_of(user)[0] == call for user in node.users) else None
 
@@ -388,7 +401,7 @@ def is_backward(node: torch.fx.Node) -> bool:
 
 
 def effect_of(node: torch.fx.Node) -> Any:
-    """Return the op that a node runs for its effect, after a token and before its results; None for any other node."""
+    """Return the op with side effects that a node wraps (``with_effects(token, op, ...)``); None for other nodes."""
     return node.args[1] if node.target is torch.ops.higher_order.with_effects else None
 
 
@@ -396,7 +409,7 @@ def effect_of(node: torch.fx.Node) -> Any:
 
 
 def peculiarity(tensor: torch.Tensor) -> str | None:
-    """Return why no joint graph can be made of a tensor; None for a dense tensor with data."""
+    """Say why a tensor cannot be traced into a joint graph, to follow "is"; None for a dense tensor with data."""
     if not has_shape(tensor):
         return "not there yet: a lazy layer makes it in its first call"
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
@@ -411,15 +424,14 @@ def peculiarity(tensor: torch.Tensor) -> str | None:
 
 
 def view_strides(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a view of this shape, as torch's own kernel says."""
+    """Return the strides that torch's own kernel gives a view of this shape, while tracing would use one in Python."""
     with no_dispatch(), torch._C._DisablePythonDispatcher():
         plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return plain.view(shape).stride()
 
 
 def function_of_functions(error: BaseException) -> str | None:
-    """Return the name of the op that takes functions (a branch, a loop) which an error came from; None for any
-    other."""
+    """Return the name of the higher-order op (``cond``, ``while_loop``) in whose file an error was raised, or None."""
     trace = error.__traceback__
     while trace is not None:
         head, name = os.path.split(trace.tb_frame.f_code.co_filename)

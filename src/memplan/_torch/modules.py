@@ -26,10 +26,10 @@ _FIXED = (*_TENSORS, "_modules")
 
 
 class NoFakeTensor:
-    """Stand-in for `torch._subclasses.FakeTensor` in the user's code while it is recorded.
+    """Replaces `torch._subclasses.FakeTensor` for the user's code while it is recorded.
 
-    Libraries look there to take another path when they are traced (transformers builds masks that it would skip);
-    but the path to record is the one that really runs.
+    Libraries check for that class to take another path when they are traced (transformers builds masks that it would
+    skip); the path to record is the one of a real run. No tensor is an instance of this class.
     """
 
 
@@ -67,14 +67,14 @@ def count_hooks(module: nn.Module) -> int:
 
 
 def copy_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give the hooks of a module that run in a step to another that takes its place."""
+    """Register a module's forward and backward hooks on another module that replaces it."""
     for name in _HOOKS:
         getattr(new, name).update(getattr(old, name))
     new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def own_state(module: nn.Module) -> OwnState:
-    """Return what a module holds now."""
+    """Copy a module's parameters, buffers, attributes and hooks, to restore them by `set_own_state`."""
     own = vars(module)
     attributes = {name: value for name, value in own.items() if name not in _FIXED}
     hooks = {name: dict(own[name]) for name in _HOOKS}
@@ -82,18 +82,19 @@ def own_state(module: nn.Module) -> OwnState:
 
 
 def set_own_state(module: nn.Module, state: OwnState) -> None:
-    """Make a module hold this. Names that stay keep their order."""
+    """Restore the contents of a module. Dicts are changed in place, and names that are there keep their order."""
     own = vars(module)
     for name, new in zip(_TENSORS, (state.parameters, state.buffers), strict=True):
-        _become(own[name], new)
-    _become(own, state.attributes, _FIXED)
+        _update_dict(own[name], new)
+    _update_dict(own, state.attributes, _FIXED)
     for name, hooks in state.hooks.items():
         if dict(own[name]) != hooks:
             own[name].clear()
             own[name].update(hooks)
 
 
-def _become(old: dict[str, Any], new: dict[str, Any], fixed: tuple[str, ...] = ()) -> None:
+def _update_dict(old: dict[str, Any], new: dict[str, Any], fixed: tuple[str, ...] = ()) -> None:
+    """Give a dict the items of another, except that names in ``fixed`` are never removed."""
     old.update(new)
     for name in old.keys() - new.keys() - set(fixed):
         del old[name]
@@ -105,14 +106,14 @@ def has_shape(tensor: Any) -> bool:
 
 
 class _Fake:
-    """Base of fake parameters and buffers of lazy layers, which become plain fake tensors in the first call."""
+    """Base of fake parameters and buffers of lazy layers, without shape until `materialize` makes them plain fakes."""
 
     requested_device: Any = None
     """Device that the layer was constructed on or moved to, if any."""
     kind: Any = None
 
     def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
-        """Take a shape, as `UninitializedTensorMixin.materialize` does."""
+        """Become a fake tensor of this shape, as `UninitializedTensorMixin.materialize` does with real ones."""
         is_parameter = isinstance(self, UninitializedParameter)
         self.data = torch.empty(shape, device=device or self.requested_device, dtype=dtype or self.kind)
         self.__class__ = FakeTensor
@@ -120,7 +121,7 @@ class _Fake:
             self._is_param = True
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note device and dtype for the first call."""
+        """Note device and dtype for `materialize`."""
         arguments = (*args, *kwargs.values())
         self.kind = next((value for value in arguments if isinstance(value, torch.dtype)), self.kind)
         kinds = (str, int, torch.device)
@@ -155,7 +156,7 @@ _FakeBuffer: Any = type("_FakeBuffer", (_Fake, UninitializedBuffer, FakeTensor),
 """Fake tensors that are parameters of lazy layers, and buffers, such as the running statistics of a lazy batch norm."""
 
 
-def _copied(self: Any, memo: dict[int, Any]) -> Any:
+def _copy_lazy(self: Any, memo: dict[int, Any]) -> Any:
     """Copy a lazy layer's real parameter. torch reads its `.data`, which fake tensors of torch 2.11 refuse."""
     if id(self) not in memo:
         memo[id(self)] = type(self)(self.requires_grad, self.device, self.dtype)
@@ -163,22 +164,25 @@ def _copied(self: Any, memo: dict[int, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def lazy_as_fake(
+def lazy_layers_with_fake_parameters(
     mode: FakeTensorMode, inside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 ) -> Iterator[None]:
-    """Let lazy layers be made on fake tensors: as torch makes them, a fake tensor cannot be one of their parameters.
+    """Construct lazy layers in this thread with fake parameters and buffers: torch's `UninitializedParameter` cannot be
+    fake.
 
-    ``inside`` is entered where a tensor is to say on which device it really is.
+    ``inside``: context in which tensors answer with the device that they are really on.
     """
 
     here = threading.get_ident()
 
-    def maker(kind: type, own: Callable[..., Any]) -> Callable[..., Any]:
+    def fake_constructor(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a ``__new__`` that constructs a tensor of the fake class ``kind`` in this thread."""
+
         def new(
             cls: Any, requires_grad: bool = kind is _FakeParameter, device: Any = None, dtype: Any = None, **kwargs: Any
         ) -> Any:
             if threading.get_ident() != here:
-                return own(cls, requires_grad, device=device, dtype=dtype, **kwargs)
+                return original(cls, requires_grad, device=device, dtype=dtype, **kwargs)
             dtype = dtype or torch.get_default_dtype()
             with no_modes(), inside():
                 empty = torch.empty(0, device="meta", dtype=dtype)
@@ -190,21 +194,21 @@ def lazy_as_fake(
 
         return new
 
+    new_parameter = fake_constructor(_FakeParameter, UninitializedParameter.__new__)
+    new_buffer = fake_constructor(_FakeBuffer, UninitializedBuffer.__new__)
     with (
-        patched(
-            UninitializedParameter, __new__=maker(_FakeParameter, UninitializedParameter.__new__), __deepcopy__=_copied
-        ),
-        patched(UninitializedBuffer, __new__=maker(_FakeBuffer, UninitializedBuffer.__new__)),
+        patched(UninitializedParameter, __new__=new_parameter, __deepcopy__=_copy_lazy),
+        patched(UninitializedBuffer, __new__=new_buffer),
     ):
         yield
 
 
 @contextlib.contextmanager
 def modules_converted_as_real() -> Iterator[None]:
-    """Make `Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
+    """Make `Module.to`, `half` and the like treat fake parameters as real ones, which get new ``.data``.
 
-    For a fake parameter they swap tensors, which our weak references forbid, and which a real one never sees. With new
-    data, a fake tensor has the known values of the data: torch leaves it those that it had, of another dtype perhaps.
+    For a fake parameter torch swaps tensors instead, which fails where there are weak references to them, as ours.
+    Setting ``.data`` of a fake tensor also sets its known values: torch would keep the old ones, of the old dtype.
     """
     apply = nn.Module._apply
     plain: Any = torch.Tensor.data
@@ -227,7 +231,7 @@ def modules_converted_as_real() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make all new tensors fake, of one mode: for a model that is only captured."""
+    """Make all new tensors fake, so that a model can be constructed for a capture without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 
@@ -235,5 +239,10 @@ def fake_tensors() -> Iterator[None]:
         with patched(fake_tensor, FakeTensor=FakeTensor):
             return dispatch(*args, **kwargs)
 
-    with patched(mode, dispatch=dispatch_fake), modules_converted_as_real(), lazy_as_fake(mode), mode:
+    with (
+        patched(mode, dispatch=dispatch_fake),
+        modules_converted_as_real(),
+        lazy_layers_with_fake_parameters(mode),
+        mode,
+    ):
         yield

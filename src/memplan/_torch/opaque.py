@@ -29,7 +29,7 @@ _NAMED = re.compile(r"\b(\w+)(?:::|\.)(\w+)")
 
 
 def define_opaque(call: Kernel, fake_call: Kernel, backward: Kernel, fake_backward: Kernel) -> None:
-    """Define the two ops. Each takes a key last, that says what is called.
+    """Define the two ops by their kernels and fake kernels. The last argument ``key`` tells which function is called.
 
     ``call(inputs, key) -> [*results, handle]``; ``backward(handle, gradients, kept, key) -> gradients``.
     """
@@ -41,7 +41,7 @@ def define_opaque(call: Kernel, fake_call: Kernel, backward: Kernel, fake_backwa
 
 
 class _Entry(torch.autograd.Function):
-    """Autograd node at which a derivative ends; it saves no tensors."""
+    """Autograd node in front of the inputs of a `Recorded` call: the call's derivative stops there."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -49,11 +49,11 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("gradients are taken before they get here")
+        raise AssertionError("torch.autograd.grad stops before this node")
 
 
 class Recorded:
-    """A call that ran under autograd, with its own small graph behind it."""
+    """A call that ran under autograd in a graph of its own, so that its derivative can be computed apart."""
 
     def __init__(self, function: Kernel, tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
         """Run ``function(tensors) -> results``. ``needed``: which of the tensors need a gradient."""
@@ -73,7 +73,10 @@ class Recorded:
         self.results = [result.detach() for result in results]
 
     def gradients(self, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> list[torch.Tensor | None]:
-        """Return the gradients of the tensors that need them. Frees the graph unless ``keep``."""
+        """Return the gradients of the call's inputs that need one, for these gradients of its results.
+
+        Frees the call's graph unless ``keep``.
+        """
         known = [
             (edge, gradient)
             for edge, gradient in zip(self._out, gradients, strict=True)
@@ -87,14 +90,16 @@ class Recorded:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Run ops as without tracing: dropout, for example, is decomposed in C++."""
+    """Run ops without dispatch modes and Python decompositions, as outside of a trace: dropout is decomposed in C++."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
 def culprit(error: BaseException) -> Any:
-    """Return the autograd Function, or the op, in which tracing failed; None where it is neither, or one of torch's
-    own."""
+    """Return the user's autograd Function or custom op in which tracing failed, or None.
+
+    It is found in the traceback's frames, else in the error's ``func``, else by the names in its message.
+    """
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
@@ -113,8 +118,8 @@ def culprit(error: BaseException) -> Any:
 
 
 def _function_of(frame: Any) -> Any:
-    """Return the autograd Function of which a frame runs something: up to 2.13 torch calls it from Python, in 2.15 it
-    does not, and its forward and backward have the context first."""
+    """Return the autograd Function whose method a frame runs, or None. Up to torch 2.13 the frame is that of ``apply``;
+    torch 2.15 calls forward and backward from C++, whose first argument is the context."""
     code, variables = frame.f_code, frame.f_locals
     if code.co_filename == functions.__file__ and code.co_name == "apply":
         return variables.get("cls") or getattr(variables.get("self"), "_forward_cls", None)
@@ -123,8 +128,8 @@ def _function_of(frame: Any) -> Any:
 
 
 def _op_of_formula(name: str) -> Any:
-    """Return the op whose derivative is the function of that name: namespace, name and overload, which may all have a
-    "_"."""
+    """Return the op whose registered derivative has this name: a prefix, then namespace, name and overload joined by
+    "_". Each may contain a "_" itself, so all splits are tried."""
     if not name.startswith(_GENERATED):
         return None
     parts = name.removeprefix(_GENERATED).split("_")
@@ -137,6 +142,7 @@ def _op_of_formula(name: str) -> Any:
 
 
 def _op(namespace: str, name: str) -> Any:
+    """Return an op of another library than torch's and memplan's; None where there is none of that name."""
     if namespace in ("aten", "prim", "prims", "torch", "memplan"):
         return None
     with contextlib.suppress(AttributeError, RuntimeError):
@@ -153,13 +159,14 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 
 
 def autocast_of_now() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a context that restores the present state of autocast, also where it is off or bypassed."""
+    """Return a function that returns contexts with autocast as it is now, also where dispatch keys exclude autocast."""
     on = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST if torch.is_autocast_enabled(device)}
     return lambda: _autocast(on) if on else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _autocast(on: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Switch autocast on with a dtype a device, and include its dispatch keys where the running op excludes them."""
     with contextlib.ExitStack() as stack:
         for device, dtype in on.items():
             key = _AUTOCAST[device]

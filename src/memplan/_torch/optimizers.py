@@ -36,17 +36,17 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 def clipping_seen(seen: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
     """Call ``seen`` with the function's name and the parameters whenever gradients are clipped in this context."""
 
-    def watched(name: str, original: Any) -> Callable[..., Any]:
+    def watched_function(name: str, original: Any) -> Callable[..., Any]:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            clipped = _listed(parameters)
-            seen(name, clipped)
-            return original(clipped, *args, **kwargs)
+            parameters = _as_list(parameters)  # may be an iterator
+            seen(name, parameters)
+            return original(parameters, *args, **kwargs)
 
         return clip
 
     with contextlib.ExitStack() as stack:
         for function, name in _CLIPPING.items():
-            stack.enter_context(_replaced(function, lambda original, name=name: watched(name, original)))
+            stack.enter_context(_replaced(function, lambda original, name=name: watched_function(name, original)))
         yield
 
 
@@ -75,7 +75,7 @@ def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
 
     def scale(self: Any, outputs: Any) -> Any:
         if self.is_enabled():
-            losses = _listed(outputs)
+            losses = _as_list(outputs)
             seen(losses)
             outputs = outputs if isinstance(outputs, torch.Tensor) else losses
         return original(self, outputs)
@@ -107,7 +107,7 @@ def backward_seen(
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
-        seen(list(leaves_of(_listed(tensors)) if inputs is None else _leaves(_listed(inputs))))
+        seen(list(leaves_of(_as_list(tensors)) if inputs is None else _leaves(_as_list(inputs))))
         try:
             return original(tensors, *args, **kwargs)
         except BaseException as error:
@@ -119,17 +119,17 @@ def backward_seen(
 
 
 def leaves_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that backward from these outputs would give gradients to."""
-    stack, met = [node for node in map(_node_of, outputs) if node is not None], set[Any]()
+    """Yield the leaf tensors that a backward pass from these outputs would give gradients to."""
+    stack, visited = [node for node in map(_node_of, outputs) if node is not None], set[Any]()
     while stack:
         node = stack.pop()
-        if node in met:
+        if node in visited:
             continue
-        met.add(node)
-        variable = getattr(node, "variable", None)
+        visited.add(node)
+        variable = getattr(node, "variable", None)  # the leaf, of an AccumulateGrad node
         if isinstance(variable, torch.Tensor):
             yield variable
-        stack.extend(following for following, _ in node.next_functions if following is not None)
+        stack.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
 
 
 def _leaves(inputs: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -145,7 +145,7 @@ def _node_of(output: Any) -> Any:
     return output.grad_fn if isinstance(output, torch.Tensor) else output.node
 
 
-def _listed(tensors: Any) -> list[Any]:
-    """One tensor (or edge, which is a named tuple), or several, as a list."""
+def _as_list(tensors: Any) -> list[Any]:
+    """Return a list of one tensor or gradient edge, or of several. (An edge is a tuple itself.)"""
     is_single = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
     return [tensors] if is_single else list(tensors)

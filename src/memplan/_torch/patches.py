@@ -42,7 +42,8 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Limit a replacement to this thread: others, in which the user may compile, call the function itself."""
+    """Return a function that calls the replacement ``instead`` in this thread and ``function`` in all others, since
+    the user's other threads go on while a function of torch is patched."""
     here = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -58,8 +59,8 @@ def around_started_threads(
     """Run each thread started in this context, and threads that those start, inside ``around()``.
 
     Args:
-        around: makes the context.
-        starts: called in the starting thread before it starts another thread.
+        around: returns the context of one thread.
+        starts: called before a thread starts, in the thread that starts it.
 
     Returns:
         The names of the threads started so far.
@@ -68,7 +69,8 @@ def around_started_threads(
     start = threading.Thread.start
 
     def start_watched(self: threading.Thread) -> None:
-        if threading.get_ident() not in watched:
+        """Start a thread whose ``run`` is within the context, if a watched thread starts it."""
+        if threading.get_ident() not in watched:  # a thread that none of the watched ones started
             return start(self)
         starts()
         before = self.run
@@ -92,7 +94,8 @@ def around_started_threads(
 
 
 def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Let ``around(fetch, indices)`` make each batch of a data loader's iterator; iterators of other kinds stay."""
+    """Make a data loader's iterator call ``around(fetch, indices)`` for each batch, where ``fetch(indices)`` loads it.
+    Iterators that load in worker processes are left as they are."""
     fetcher = getattr(batches, "_dataset_fetcher", None)
     if fetcher is not None:
         fetch = fetcher.fetch
@@ -103,40 +106,42 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
     """Run compiled, scripted and traced modules and functions as the original Python code.
 
-    ``notify`` is called when something is compiled or runs compiled.
+    ``notify`` is called when something is compiled, and when something compiled before runs.
     """
     from torch._dynamo import eval_frame  # a fake mode has imported it already; measuring does not need it
 
     compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
 
-    def compile_and_say(*args: Any, **kwargs: Any) -> Any:
+    def compile_and_notify(*args: Any, **kwargs: Any) -> Any:
         notify()
         return compile_(*args, **kwargs)
 
-    def call_and_say(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_and_notify(self: Any, *args: Any, **kwargs: Any) -> Any:
         notify()
         with warnings.catch_warnings():
-            # it warns of global hooks on modules: ours
+            # the call warns about global hooks on modules, which are those of the recording
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
             return call(self, *args, **kwargs)
 
-    def python_of(compiles: Callable[..., Any]) -> Callable[..., Any]:
-        def as_it_is(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def uncompiled(compiles: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for `torch.jit.script` and the like (``compiles``) that returns its argument."""
+
+        def return_function(function: Any, *args: Any, **kwargs: Any) -> Any:
             # torch._dynamo, once imported, calls torch.jit.trace from a wrapper
             callers_of_compiler = dropwhile(lambda frame: _module_of(frame) == "torch._dynamo.eval_frame", callers())
-            if _module_of(next(callers_of_compiler)).partition(".")[0] == "torch":  # which needs its own
-                return compiles(function, *args, **kwargs)
+            if _module_of(next(callers_of_compiler)).partition(".")[0] == "torch":
+                return compiles(function, *args, **kwargs)  # torch's own code needs its scripted functions
             notify()
             return function
 
-        return as_it_is
+        return return_function
 
     jit = ("script", "trace", "freeze", "optimize_for_inference")
     with (
         torch.compiler.set_stance("force_eager"),
-        patched(torch, compile=compile_and_say),
-        patched(torch.jit, **{name: python_of(getattr(torch.jit, name)) for name in jit}),
-        patched(eval_frame.OptimizedModule, __call__=call_and_say),
+        patched(torch, compile=compile_and_notify),
+        patched(torch.jit, **{name: uncompiled(getattr(torch.jit, name)) for name in jit}),
+        patched(eval_frame.OptimizedModule, __call__=call_and_notify),
     ):
         yield
 
@@ -160,53 +165,53 @@ def compiled_modules_seen(notify: Callable[[], None]) -> Iterator[None]:
 
     call = eval_frame.OptimizedModule.__call__
 
-    def say_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def notify_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         notify()
         return call(self, *args, **kwargs)
 
-    with patched(eval_frame.OptimizedModule, __call__=say_and_call):
+    with patched(eval_frame.OptimizedModule, __call__=notify_and_call):
         yield
 
 
 @contextlib.contextmanager
-def linear_seen(called: Callable[[bool], None]) -> Iterator[None]:
-    """Tell when `torch.nn.functional.linear` begins and ends.
+def linear_calls_reported(called: Callable[[bool], None]) -> Iterator[None]:
+    """Call ``called(True)`` when `torch.nn.functional.linear` begins and ``called(False)`` when it ends.
 
-    Without a dispatch mode it adds the bias in place where its input is not contiguous, under one out of place
-    (ATen/native/Linear.cpp, `isTensorSubclassLike`).
+    The recorder needs it to count the bias as in a run: for a non-contiguous input, linear adds the bias in place, but
+    under a dispatch mode, such as the recorder's, out of place (ATen/native/Linear.cpp, `isTensorSubclassLike`).
     """
     linear = torch.nn.functional.linear
 
-    def linear_and_tell(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def reported_linear(*args: Any, **kwargs: Any) -> torch.Tensor:
         called(True)
         try:
             return linear(*args, **kwargs)
         finally:
             called(False)
 
-    with patched(torch.nn.functional, linear=here_alone(linear_and_tell, linear)):
+    with patched(torch.nn.functional, linear=here_alone(reported_linear, linear)):
         yield
 
 
 @contextlib.contextmanager
 def lengths_as_tensors() -> Iterator[None]:
-    """Give `torch.ctc_loss` lengths as tensors where they are lists: of those it makes a tensor in C++, and fills it,
-    which fails on a fake tensor."""
+    """Convert lists of lengths to tensors before `torch.ctc_loss` sees them. It would itself create a tensor in C++
+    and write the lengths into it, which fails on a fake tensor."""
     loss: Any = torch.ctc_loss
 
-    def as_tensor(value: Any) -> Any:
+    def lengths_tensor(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return value
         try:
             import numpy
         except ImportError:
             return torch.tensor(value)
-        return torch.from_numpy(numpy.array(value, dtype=numpy.int64))  # numpy's memory does not count
+        return torch.from_numpy(numpy.array(value, dtype=numpy.int64))  # numpy's memory is not recorded
 
-    def loss_of_tensors(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return loss(*map(as_tensor, args), **{name: as_tensor(value) for name, value in kwargs.items()})
+    def loss_with_tensors(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss(*map(lengths_tensor, args), **{name: lengths_tensor(value) for name, value in kwargs.items()})
 
-    with patched(torch, ctc_loss=here_alone(loss_of_tensors, loss)):
+    with patched(torch, ctc_loss=here_alone(loss_with_tensors, loss)):
         yield
 
 
@@ -224,10 +229,10 @@ def _pad_packed_sequence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sequences padded to equal length, and their lengths.
 
-    Source: aten/src/ATen/native/PackedSequence.cpp, `_pad_packed_sequence`: one copy for each run of steps that
-    equally many sequences have.
+    Source: aten/src/ATen/native/PackedSequence.cpp, `_pad_packed_sequence`: consecutive time steps with the same
+    number of sequences are copied at once.
     """
-    sizes: list[int] = batch_sizes.tolist()
+    sizes: list[int] = batch_sizes.tolist()  # sequences that reach each time step
     output = data.new_full((max(total_length or 0, len(sizes)), sizes[0], *data.shape[1:]), value)
     lengths: list[int] = []
     first, offset = 0, 0
@@ -245,15 +250,16 @@ def _pad_packed_sequence(
 
 @contextlib.contextmanager
 def random_states_seen(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Show the tensors that `torch.get_rng_state` makes (checkpoints of activations call it): no dispatch mode does."""
+    """Call ``seen`` with each tensor that `torch.get_rng_state` returns, as activation checkpoints call it: no dispatch
+    mode sees that allocation."""
     read = torch.random.get_rng_state
 
-    def read_and_show() -> torch.Tensor:
+    def read_and_report() -> torch.Tensor:
         state = read()
         seen(state)
         return state
 
-    here = here_alone(read_and_show, read)
+    here = here_alone(read_and_report, read)
     with patched(torch, get_rng_state=here), patched(torch.random, get_rng_state=here):
         yield
 
@@ -263,19 +269,20 @@ def without_checkpoints(
     around: Callable[[Callable[..., Any], bool], contextlib.AbstractContextManager[None]],
     kept: Callable[[Callable[..., Any]], bool] = lambda function: False,
 ) -> Iterator[None]:
-    """Run checkpointed functions as any others: their tensors are saved, nothing is recomputed.
+    """Run functions under `torch.utils.checkpoint` without the checkpoint: their tensors are saved, not recomputed.
 
     Seen in torch 2.13: ``_checkpoint_without_reentrant_generator``, which `checkpoint` runs around the function.
 
     Args:
-        around: makes the context in which such a function runs, of it and whether its checkpoint is reentrant.
-        kept: tells functions whose checkpoint stays.
+        around: ``(function, is_reentrant) ->`` context in which the function runs.
+        kept: whether a function's checkpoint stays (of the kind that is not reentrant).
     """
-    checkpointed = torch_checkpoint._checkpoint_without_reentrant_generator
+    original_generator = torch_checkpoint._checkpoint_without_reentrant_generator
 
-    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    def run_in_context(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Replace the generator that `checkpoint` advances before and after it calls the function."""
         if kept(function):
-            yield from checkpointed(function, *args, **kwargs)
+            yield from original_generator(function, *args, **kwargs)
             return
         with around(function, False):
             yield
@@ -285,7 +292,7 @@ def without_checkpoints(
             return function(*args)
 
     with (
-        patched(torch_checkpoint, _checkpoint_without_reentrant_generator=generator),
+        patched(torch_checkpoint, _checkpoint_without_reentrant_generator=run_in_context),
         patched(torch_checkpoint.CheckpointFunction, apply=apply),
     ):
         yield
@@ -293,42 +300,44 @@ def without_checkpoints(
 
 @contextlib.contextmanager
 def seeding_seen(seen: Callable[[], None]) -> Iterator[None]:
-    """Tell of each change of torch's own random state by this thread: `torch.manual_seed`, `torch.random.fork_rng` and
-    the like, which all go through one generator of `torch.random` (seen in torch 2.11 to 2.15)."""
+    """Call ``seen`` before this thread changes torch's default random state, by `torch.manual_seed`,
+    `torch.random.fork_rng` and the like: all use ``torch.random.default_generator`` (seen in torch 2.11 to 2.15)."""
     generator: Any = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
     here = threading.get_ident()
 
-    class Seen:
+    class ReportingGenerator:
         def __getattr__(self, name: str) -> Any:
             if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == here:
                 seen()
             return getattr(generator, name)
 
-    with patched(torch.random, default_generator=Seen()):
+    with patched(torch.random, default_generator=ReportingGenerator()):
         yield
 
 
 @contextlib.contextmanager
 def generator_replaced(ours: Callable[[], bool]) -> Iterator[None]:
-    """Let the functions of `torch.random` (`torch.manual_seed`, `torch.get_rng_state` and the like) use another
-    generator in threads of which ``ours`` is true; it begins as the process's is now."""
+    """Make the functions of `torch.random` (`torch.manual_seed`, `torch.get_rng_state` and the like) use a copy of the
+    default generator in threads where ``ours()`` is true, so that these leave the process's random state alone."""
     generator: Any = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
     own = torch.Generator()
     own.set_state(generator.get_state())
 
-    class Replaced:
+    class GeneratorOfThread:
         def __getattr__(self, name: str) -> Any:
             return getattr(own if ours() else generator, name)
 
-    with patched(torch.random, default_generator=Replaced()):
+    with patched(torch.random, default_generator=GeneratorOfThread()):
         yield
 
 
 @contextlib.contextmanager
 def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Tell how often `torch.nn.init.trunc_normal_` draws again: it does until no value is out of range.
+    """Estimate how often `torch.nn.init.trunc_normal_` draws again, which it does until no value is out of range.
 
-    ``counted(times)`` is entered around each call. Seen in torch 2.13 and 2.15; 2.11 draws once.
+    ``counted(times)`` is entered around each call. Each round redraws the values outside of [a, b], a share of a
+    normal distribution, so the count ends where less than one is expected. Seen in torch 2.13 and 2.15; 2.11 draws
+    once.
     """
     draw = torch.nn.init._no_grad_trunc_normal_
 
@@ -346,7 +355,7 @@ def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Leave all modes of this thread that see calls of torch's functions, and enter them again at the end."""
+    """Run without the thread's `TorchFunctionMode`s; they are entered again at the end."""
     entered = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]  # outermost first
     try:
         yield

@@ -66,7 +66,8 @@ class Record:
         if self._found is None:
             return None
         called = {origin.name for kernel in self._found if not kernel.fused for origin in kernel.origins}
-        # a written kernel that only lays out the operand of one of torch's kernels bears that kernel's name, too
+        # A fused kernel that only copies an operand into another layout for a kernel of torch lists that kernel's op
+        # among its origins, which is computed once.
         return tuple(
             replace(kernel, origins=tuple(origin for origin in kernel.origins if origin.name not in called))
             if kernel.fused
@@ -87,14 +88,15 @@ class Record:
         self._add(lambda: _library_kernel(node))
 
     def sums_up(self, kernel: Any) -> None:
-        """Note that torch's kernels follow one that was written, for what it reduces along the other dimension."""
+        """Record the kernels of torch that add up the partial results of a kernel that reduces along two dimensions."""
         for partial in getattr(kernel, "saved_partial_accumulate", ()):
             self._add(lambda partial=partial: _second_pass(kernel, partial.reduction_type))
 
     def _add(self, build: Any) -> None:
+        """Add the kernel that ``build()`` returns, if any."""
         try:
             kernel = build()
-        except Exception:  # another version's names: no figures are worth a step that cannot be compiled
+        except Exception:  # names of another version: the record may fail, the compilation may not
             return self.give_up()
         if kernel is not None and self._found is not None:
             self._found.append(kernel)
@@ -115,10 +117,13 @@ def kernels_recorded() -> Iterator[Record]:
 
 
 def _record_written(record: Record, patches: ExitStack) -> None:
+    """Record each kernel that Inductor generates, with the scheduler nodes that it computes."""
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.codegen.triton import TritonScheduling
 
     def recording(define: Any) -> Any:
+        """Return a backend's ``define_kernel`` that records the kernel, too."""
+
         def define_kernel(self: Any, source: Any, nodes: Any, *rest: Any, **more: Any) -> Any:
             name = define(self, source, nodes, *rest, **more)
             record.wrote(name, nodes)
@@ -131,6 +136,7 @@ def _record_written(record: Record, patches: ExitStack) -> None:
 
 
 def _record_called(record: Record, patches: ExitStack) -> None:
+    """Record each call of a kernel that torch has (a convolution, a matrix product)."""
     from torch._inductor.scheduler import Scheduler
 
     call = Scheduler.codegen_extern_call
@@ -143,8 +149,11 @@ def _record_called(record: Record, patches: ExitStack) -> None:
 
 
 def _record_second_passes(record: Record, patches: ExitStack) -> None:
-    """Record torch's kernels that sum partial results: a kernel of Triton's that reduces along both dimensions
-    leaves one of the two in parts, in a workspace, and the lines that add these up have no node of the scheduler's."""
+    """Record torch's kernels that sum partial results.
+
+    A Triton kernel that reduces along both dimensions leaves one of the sums in parts, in a workspace; the generated
+    lines that add up the parts have no scheduler node.
+    """
     from torch._inductor.codegen.simd import SIMDScheduling
 
     generate = getattr(SIMDScheduling, "_generate_kernel_code_for_mix_order_reduction", None)
@@ -161,7 +170,7 @@ def _record_second_passes(record: Record, patches: ExitStack) -> None:
     def whole_and_sums(*args: Any, **more: Any) -> Any:
         written.clear()
         result = whole(*args, **more)
-        record.sums_up(written[-1] if written else None)  # before that, others were tried out
+        record.sums_up(written[-1] if written else None)  # the earlier ones were candidates
         return result
 
     patches.enter_context(
@@ -178,21 +187,24 @@ _PARTS = 4
 
 
 def _second_pass(kernel: Any, reduction: str) -> Kernel:
+    """Return the record of the kernel of torch that reduces the parts in a workspace to one row."""
     columns = int(kernel.numels["r0_"])
     parts = -(-int(kernel.numels["x"]) // int(kernel.rsplit_size)) * columns
     name = {"min": "amin.default", "max": "amax.default"}.get(reduction, f"{reduction}.dim_IntList")
-    return Kernel(f"aten.{name}", False, _PARTS * (2 * parts + columns), ())  # the parts are written, too
+    moved = _PARTS * (2 * parts + columns)  # the parts are written by the kernel before, and read
+    return Kernel(f"aten.{name}", fused=False, bytes=moved, origins=())
 
 
 def _fused(name: str, nodes: Iterable[Any]) -> Kernel:
     """Return the record of a kernel that Inductor wrote: a sequence of loops, each over fused ops."""
-    nodes = [node for node in nodes if hasattr(node, "scheduler")]  # between them are signs for the backend
+    nodes = [node for node in nodes if hasattr(node, "scheduler")]  # the others are markers for the backend
     loops = dict.fromkeys(node.scheduler.name_to_fused_node[node.get_name()] for node in nodes)
-    return Kernel(name, True, sum(map(_moved, loops)), _as_origins(_computed(nodes)))
+    return Kernel(name, fused=True, bytes=sum(map(_moved, loops)), origins=_as_origins(_computed(nodes)))
 
 
 def _moved(node: Any) -> int:
-    """Return the bytes read and written, at best. Ordering dependencies (`WeakDep`) are no reads."""
+    """Return the bytes that a scheduler node has to read and write at least. Dependencies that only fix an order
+    (`WeakDep`) are no reads."""
     from torch._inductor.dependencies import WeakDep
 
     sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
@@ -202,15 +214,18 @@ def _moved(node: Any) -> int:
 
 
 def _library_kernel(node: Any) -> Kernel | None:
+    """Return the record of a call of torch's kernel; None for a node that selects one result of such a call."""
     from torch._inductor.ir import MultiOutput
 
-    if isinstance(node.node, MultiOutput):  # takes one of the results of a call
+    if isinstance(node.node, MultiOutput):
         return None
     called = getattr(node.node, "op_overload", None) or getattr(node.node, "python_kernel_name", None)
     results = _results(node.node)
     writes = node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
-    moved = _moved(node) + max(0, sum(map(_result_bytes, results)) - sum(map(int, writes.values())))
-    return Kernel(str(called or type(node.node).__name__), False, moved, _as_origins(results))
+    # the kernel writes all results of the op; Inductor counts those that are read
+    unread = max(0, sum(map(_result_bytes, results)) - sum(map(int, writes.values())))
+    name = str(called or type(node.node).__name__)
+    return Kernel(name, fused=False, bytes=_moved(node) + unread, origins=_as_origins(results))
 
 
 def _result_bytes(node: fx.Node) -> int:
@@ -222,18 +237,19 @@ def _result_bytes(node: fx.Node) -> int:
 
 
 def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
-    """Return the ops that a kernel computes: its origins, without those that other kernels computed into its inputs."""
+    """Return the ops that a kernel computes: those among its nodes' origins that are found on the way back from its
+    results, up to the ops that wrote its inputs. (Origins list the ops of other kernels, too.)"""
     from torch._inductor.virtualized import V
 
     buffers: Mapping[str, Any] = V.graph.name_to_buffer
     produced = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
     read = {dependency.name for node in nodes for dependency in node.read_writes.reads} - produced
-    behind = {getattr(buffers.get(name), "origin_node", None) for name in read}
+    input_ops = {getattr(buffers.get(name), "origin_node", None) for name in read}
     named = {origin for node in nodes for origin in node.node.origins}
     stack, computed = [buffer for node in nodes for buffer in _results(node.node)], set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node not in computed and node not in behind and (node in named or _selects_result(node)):
+        if node not in computed and node not in input_ops and (node in named or _selects_result(node)):
             computed.add(node)
             stack.extend(node.all_input_nodes)
     return computed & named
@@ -254,6 +270,7 @@ def _selects_result(node: fx.Node) -> bool:
 
 
 def _as_origins(nodes: Iterable[fx.Node]) -> tuple[Origin, ...]:
+    """Return the records of ops in graph order, without views, which compute nothing."""
     computed = (node for node in sorted(nodes) if not getattr(node.target, "is_view", False))
     return tuple(Origin(node.name, mark_of(node), _flops(node)) for node in computed if node.op == "call_function")
 
@@ -265,6 +282,7 @@ def mark_of(node: fx.Node) -> int | None:
 
 
 def _flops(node: fx.Node) -> int:
+    """Return the floating-point operations of an op, by torch's formulas; 0 if it has none."""
     formula = flop_formula(str(node.target))
     if formula is None or "val" not in node.meta:
         return 0

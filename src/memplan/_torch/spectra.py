@@ -21,25 +21,27 @@ _aten: Any = torch.ops.aten
 
 @contextlib.contextmanager
 def spectra_seen(called: Callable[[bool], None]) -> Iterator[None]:
-    """Tell when a function of `torch.linalg` begins and ends that needs no vectors, also not for a derivative."""
+    """Call ``called(True)`` when a function of `torch.linalg` begins that needs no singular or eigenvectors, also not
+    for a derivative, and ``called(False)`` when it ends."""
 
-    def telling(function: Callable[..., Any]) -> Callable[..., Any]:
-        def tell(*args: Any, **kwargs: Any) -> Any:
+    def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_report(*args: Any, **kwargs: Any) -> Any:
             matrix = args[0] if args else kwargs.get("A", kwargs.get("input"))
-            called(isinstance(matrix, torch.Tensor) and not _is_derived(matrix))
+            called(isinstance(matrix, torch.Tensor) and not _needs_derivative(matrix))
             try:
                 return function(*args, **kwargs)
             finally:
                 called(False)
 
-        return here_alone(tell, function)
+        return here_alone(call_and_report, function)
 
     names = [name for name in _NAMES if hasattr(torch.linalg, name)]
-    with patched(torch.linalg, **{name: telling(getattr(torch.linalg, name)) for name in names}):
+    with patched(torch.linalg, **{name: reporting(getattr(torch.linalg, name)) for name in names}):
         yield
 
 
-def _is_derived(matrix: torch.Tensor) -> bool:
+def _needs_derivative(matrix: torch.Tensor) -> bool:
+    """Return whether torch may differentiate a function of this matrix, in any mode or by a transform of torch.func."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     if functorch.is_functorch_wrapped_tensor(matrix):
         return True
@@ -48,7 +50,8 @@ def _is_derived(matrix: torch.Tensor) -> bool:
 
 
 def without_vectors(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the op and arguments that stand for an op where no vectors are needed; None of another op."""
+    """Return the op and arguments that compute only the values of a decomposition, not its vectors; None for an op that
+    is no such decomposition."""
     if func is _aten._linalg_svd.default and not any(args[1:2]):
         return func, (args[0], False, False)
     if func is _aten._linalg_eigh.default:

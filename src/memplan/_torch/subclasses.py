@@ -38,7 +38,7 @@ def kind_of(tensor: torch.Tensor) -> type | None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a subclass as a plain tensor on the same memory."""
+    """Return a plain tensor that shares the memory of a tensor of a subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(tensor, FakeTensor):
             return torch.ops.aten.alias.default(tensor)
@@ -79,9 +79,9 @@ class _FakeOfSubclass(FakeTensor):
 
 
 @contextlib.contextmanager
-def undressed(types: Any, *arguments: Any) -> Iterator[None]:
-    """Set the class of fake tensors of subclasses among an op's arguments to `FakeTensor` while the op runs: fake
-    kernels are Python code that would call methods overridden by the subclass.
+def subclasses_hidden(types: Any, *arguments: Any) -> Iterator[None]:
+    """Set the class of an op's arguments to `FakeTensor` while the op runs, where they are fakes of a user's subclass:
+    fake kernels are Python code, and would call methods that the subclass overrides.
 
     Args:
         types: the classes of the tensors, as a dispatch has them.
@@ -102,14 +102,14 @@ def undressed(types: Any, *arguments: Any) -> Iterator[None]:
 
 @functools.lru_cache(256)
 def _fake(kind: type) -> type:
-    """Return the class of the fake tensors of a subclass."""
+    """Return a class of fake tensors with the methods of a subclass; it remembers the subclass for `kind_of`."""
     content = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _KIND: kind}
     return types.new_class(kind.__name__, (kind, _FakeOfSubclass), {}, lambda space: space.update(content))
 
 
 @contextlib.contextmanager
 def fakes_dressed() -> Iterator[None]:
-    """Support fake tensors in `as_subclass` and in `_make_subclass`, the constructor that subclasses call."""
+    """Make `Tensor.as_subclass` and `Tensor._make_subclass`, the constructor of subclasses, accept fake tensors."""
     make: Callable[..., Any] = torch.Tensor._make_subclass
 
     def make_subclass(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ class OpNames(TorchDispatchMode):
         self.seen: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with undressed(types, args, kwargs):
+        with subclasses_hidden(types, args, kwargs):
             result = func(*args, **(kwargs or {}))
         if func not in _SILENT:
             self.seen.append((str(func), tuple(result.shape) if isinstance(result, torch.Tensor) else None))

@@ -25,7 +25,7 @@ class NotSymbolicError(Exception):
 
 
 def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int], name: str) -> torch.Tensor:
-    """Return a fake tensor with symbols for the sizes of these dimensions; equal sizes get the same symbol."""
+    """Return a fake tensor with symbolic sizes in the dimensions ``varying``; equal sizes get the same symbol."""
     # imported here, because they bring Dynamo and sympy
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -36,7 +36,7 @@ def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection
 
 
 def is_symbol(value: object) -> bool:
-    """Return whether a number is a symbol or an expression of symbols."""
+    """Return whether a number is symbolic: a symbol or an expression of symbols."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
@@ -66,10 +66,14 @@ class _Form:
 
 
 class Symbolic:
-    """A graph of symbolic sizes."""
+    """A joint graph with symbolic sizes, which `at` specializes to concrete ones.
+
+    Every size, stride, offset and integer argument in the graph is an entry of one table of expressions, which is
+    compiled to a Python function of the symbols. `_Form` and `_Number` hold indices into that table.
+    """
 
     def __init__(self, joint: Joint) -> None:
-        """Replace the numbers of a graph by indices into a table. The graph belongs to this object from now on.
+        """Replace the numbers of a graph by indices into the table. The graph is changed: use it through `at` only.
 
         Raises:
             NotSymbolicError: it has values other than CPU tensors and integers.
@@ -102,7 +106,7 @@ class Symbolic:
         if bound is None or not self._holds(*bound):
             return None
         table = self._table(*bound)
-        if not all(self._is(self._forms[node], table, inputs[at]) for at, node in self._inputs.items()):
+        if not all(self._matches(self._forms[node], table, inputs[at]) for at, node in self._inputs.items()):
             return None
         with _disable_current_modes():
             storages = [torch.UntypedStorage(table[size], device="meta") for size in self._sizes]
@@ -115,6 +119,8 @@ class Symbolic:
     # -- while tracing
 
     def _take_apart(self) -> None:
+        """Replace each node's value by a `_Form` and each number among arguments by a `_Number`, and erase nodes whose
+        value is a number: the table holds it."""
         graph, numbers = self._joint.module.graph, []
         for node in graph.nodes:
             if node.op == "get_attr":
@@ -139,6 +145,7 @@ class Symbolic:
             graph.erase_node(node)
 
     def _form(self, value: Any) -> Any:
+        """Return the `_Form` of a tensor, a tuple of forms for several, None for None."""
         if isinstance(value, (tuple, list)):
             return tuple(self._form(part) for part in value)
         if value is None:
@@ -146,7 +153,7 @@ class Symbolic:
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
             raise NotSymbolicError(f"{type(value).__name__} is no plain tensor")
         storage = value.untyped_storage()
-        self._kept.append(storage)
+        self._kept.append(storage)  # alive, its key stays unique
         key = storage_key(storage)
         if key not in self._storages:
             self._storages[key] = len(self._sizes)
@@ -160,6 +167,7 @@ class Symbolic:
         )
 
     def _arguments(self, argument: Any) -> Any:
+        """Return an argument with a `_Number` for each symbolic number, also for a node whose value is a number."""
         if isinstance(argument, torch.fx.Node):
             value = argument.meta.get("val")
             return argument if value is None or not isinstance(value, (torch.SymInt, int)) else self._arguments(value)
@@ -175,10 +183,17 @@ class Symbolic:
         return argument
 
     def _place(self, number: Any) -> int:
+        """Return the index of a number in the table, where it is added if new."""
         expression = number.node.expr if isinstance(number, torch.SymInt) else int(number)
         return self._places.setdefault(expression, len(self._places))
 
     def _compiled(self) -> tuple[tuple[Any, ...], Callable[..., Sequence[int]], Callable[..., bool]]:
+        """Compile the table of numbers, and the guards under which the trace is valid.
+
+        Returns:
+            The symbols in argument order; a function from their values to all numbers of the table; a function from
+            their values to whether the guards and the symbols' ranges hold.
+        """
         from torch.utils._sympy.printers import PythonPrinter
 
         conditions = [guard.expr for guard in self._environment.guards]
@@ -188,11 +203,11 @@ class Symbolic:
         numbers = [str(expression) if isinstance(expression, int) else write(expression) for expression in self._places]
         checks = [f"({write(expression)})" for expression in conditions]
         for symbol in symbols:
-            within = self._environment.var_to_range.get(symbol)
-            if within is None:
+            range_ = self._environment.var_to_range.get(symbol)
+            if range_ is None:
                 raise NotSymbolicError(f"{symbol} has no range")
-            checks += [f"{symbol} >= {int(within.lower)}"] if within.lower.is_Integer else []
-            checks += [f"{symbol} <= {int(within.upper)}"] if within.upper.is_Integer else []
+            checks += [f"{symbol} >= {int(range_.lower)}"] if range_.lower.is_Integer else []
+            checks += [f"{symbol} <= {int(range_.upper)}"] if range_.upper.is_Integer else []
         names = ", ".join(map(str, symbols))
         text = f"def table({names}):\n    return ({', '.join(numbers)},)\n"
         text += f"def holds({names}):\n    return {' and '.join(checks) or 'True'}\n"
@@ -216,7 +231,8 @@ class Symbolic:
             return None
         return [values[symbol] for symbol in self._symbols]
 
-    def _is(self, form: _Form, table: Sequence[int], tensor: torch.Tensor) -> bool:
+    def _matches(self, form: _Form, table: Sequence[int], tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has the sizes, strides and dtype of an input form with the table's numbers."""
         return (
             tuple(table[at] for at in form.shape) == tensor.shape
             and tuple(table[at] for at in form.stride) == tensor.stride()
@@ -236,6 +252,7 @@ class _Zeros(Sequence[int]):
 
 
 def _filled(value: Any, table: Sequence[int], storages: Sequence[Any]) -> Any:
+    """Return a value with numbers of the table for each `_Number`, and a tensor without data for each `_Form`."""
     if isinstance(value, _Form):
         shape, stride = [table[at] for at in value.shape], [table[at] for at in value.stride]
         empty = torch.empty(0, dtype=value.dtype, device="meta")
@@ -262,6 +279,7 @@ def _symbols(expression: Any) -> Collection[Any]:
 
 
 def _environment(joint: Joint) -> Any:
+    """Return the `ShapeEnv` in which a graph was traced."""
     for node in joint.module.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None and mode.shape_env is not None:

@@ -57,7 +57,7 @@ gradient of equal elements is shared out and then filled in place, and bounds ar
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target: ``torch._foreach_copy_``, one call for what are hundreds of small ones."""
+    """Copy each source into its target, by one call of ``torch._foreach_copy_`` instead of one a tensor."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
 
@@ -72,8 +72,9 @@ def backward_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def gives_twice(node: Any) -> bool:
-    """Return whether an autograd node gives two gradients to the same input of another, which the engine adds."""
+def sends_two_gradients(node: Any) -> bool:
+    """Return whether an autograd node sends two gradients to the same input of another node, so that the engine adds
+    them."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     return len(set(edges)) < len(edges)
 
@@ -104,19 +105,20 @@ def is_sparse(value: Any) -> bool:
 
 
 def sparse_length(tensor: torch.Tensor) -> int:
-    """Return how many elements a sparse tensor has, where each is listed."""
+    """Return how many elements a sparse tensor stores."""
     return tensor._nnz()
 
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that a sparse one is made of, its values last."""
-    with _unseen(tensor) if isinstance(tensor, FakeTensor) else no_modes():
+    """Return the dense tensors of indices and values that a sparse tensor consists of, the values last."""
+    with _unrecorded(tensor) if isinstance(tensor, FakeTensor) else no_modes():
         return [getattr(tensor, name)() for name in _names(tensor.layout)]
 
 
 @contextlib.contextmanager
-def _unseen(tensor: FakeTensor) -> Iterator[None]:
-    """Let a recording take ops on its fake tensor for parts of one that runs, which it does not note."""
+def _unrecorded(tensor: FakeTensor) -> Iterator[None]:
+    """Keep ops on a fake tensor out of the recording that its mode belongs to, by marking them as parts of another op
+    (see `FakeMode.within`)."""
     mode: Any = tensor.fake_mode
     before = getattr(mode, "_inside", None)
     if before is None:
@@ -130,6 +132,7 @@ def _unseen(tensor: FakeTensor) -> Iterator[None]:
 
 
 def _names(layout: torch.layout) -> tuple[str, ...]:
+    """Return the methods that give the parts of a sparse tensor; none for a dense layout."""
     if layout == torch.sparse_coo:
         return "_indices", "_values"
     if layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -168,7 +171,7 @@ def sparse_coo(
 ) -> torch.Tensor:
     """Return a sparse tensor over fake indices and values, without any op that a recording sees.
 
-    ``known``: what the indices are, where that is known and the fake ones do not say it.
+    ``known``: the values of the indices, if known; by default those that the fake indices carry, if any.
     """
     result = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
         indices.shape[0], values.dim() - 1, list(shape), indices, values, dtype=values.dtype, layout=torch.sparse_coo,
@@ -183,16 +186,18 @@ def known_indices(tensor: torch.Tensor) -> torch.Tensor | None:
     return getattr(tensor, KNOWN, None)
 
 
-def distinct(indices: torch.Tensor) -> torch.Tensor:
-    """Return the columns of indices that are known, each once and in order."""
+def distinct_columns(indices: torch.Tensor) -> torch.Tensor:
+    """Return the distinct columns of real indices, sorted."""
     with no_modes():
         return torch.unique(indices, dim=1)
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the plain tensors that a tensor subclass made of others holds, as a quantized weight does, by the names of
-    its attributes; ``{"": tensor}`` for one that holds memory itself. Seen in torch 2.11, 2.13 and 2.15:
-    ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``."""
+    """Return the plain tensors inside a tensor subclass that wraps others (a quantized weight), by attribute name.
+
+    ``{"": tensor}`` for a tensor with memory of its own. Seen in torch 2.11, 2.13 and 2.15:
+    ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         return {"": tensor}
     names: Any = tensor.__tensor_flatten__()[0]
@@ -204,7 +209,7 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside of what `torch.func` wraps around it."""
+    """Return the innermost tensor of the wrappers that transforms of `torch.func` put around it."""
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
@@ -212,8 +217,8 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the C++ reference counts of the tensor and of its storage."""
-    counts = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return tensor._use_count(), counts  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+    storage_count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), storage_count  # pyright: ignore[reportAttributeAccessIssue]  # no stub
 
 
 def called_by_engine() -> bool:
@@ -222,7 +227,7 @@ def called_by_engine() -> bool:
 
 
 def called_for_the_loss() -> bool:
-    """Return whether the op that is dispatched makes the gradient of the loss itself, before the engine starts."""
+    """Return whether the dispatched op creates the initial gradient of the loss, before the engine starts."""
     return _caller() == "_make_grads"
 
 
@@ -253,7 +258,7 @@ def schema_of(func: Any) -> str:
 
 
 def op_named(name: str) -> Any:
-    """Return the op of a name that a dispatch mode saw ("aten.add.Tensor"); None where this torch has none of it."""
+    """Return the op with a name as of a dispatch mode ("aten.add.Tensor"); None where this torch has no such op."""
     parts = name.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
@@ -262,7 +267,7 @@ def op_named(name: str) -> Any:
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a view looks into, as autograd knows it; else the tensor itself. Seen in torch 2.11 and
+    """Return the base of a view, as autograd knows it; for other tensors the tensor itself. Seen in torch 2.11 and
     2.13: ``_base``."""
     return tensor if tensor._base is None else tensor._base
 
@@ -279,7 +284,7 @@ def is_mutable(func: Any) -> bool:
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an op is called with, by name; with its defaults."""
+    """Return an op's arguments by name, defaults included."""
     schema = func._schema.arguments
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     return defaults | {a.name: value for a, value in zip(schema, args, strict=False)} | dict(kwargs)
@@ -292,12 +297,13 @@ def written_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an op draws random numbers. Attention is tagged so whether it has a dropout or not."""
+    """Return whether a call of an op draws random numbers. Attention has the tag of random ops in any case, and draws
+    only where its dropout is not 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = [argument.name for argument in arguments(func)]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
+    by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or by_name.get("dropout_p", 0.0) != 0
 
 
 # -- random numbers from another generator
@@ -307,8 +313,8 @@ _DRAW_NOTHING = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defa
 
 
 def drawing_from(op: Any, generator: torch.Generator) -> Callable[..., Any] | None:
-    """Return a function that computes on the CPU what an op does and draws from a generator; the op itself if it draws
-    nothing, None if it cannot draw from another generator than torch's own."""
+    """Return a CPU version of an op that draws its random numbers from this generator: the op itself if it draws none;
+    None if it has no argument for a generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()) or op in _DRAW_NOTHING:
         return op
     if op is torch.ops.aten.native_dropout.default:
@@ -324,7 +330,10 @@ def drawing_from(op: Any, generator: torch.Generator) -> Callable[..., Any] | No
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Source: aten/src/ATen/native/Dropout.cpp, `native_dropout_cpu`."""
+    """Return the result and the mask of dropout, with the mask drawn from a generator.
+
+    Source: aten/src/ATen/native/Dropout.cpp, `native_dropout_cpu`.
+    """
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:

@@ -27,19 +27,20 @@ class Threads:
     started: list[str] = field(default_factory=list[str])
     """Names of those that have started."""
     ended: list[list[tuple[int, int]]] = field(default_factory=list[list[tuple[int, int]]])
-    """Of each that ended: times in ns and bytes, negative where they are released."""
+    """For each thread that ended, its allocations: time in ns, and bytes (negative for a release)."""
 
 
 @contextlib.contextmanager
 def threads_watched() -> Iterator[Threads]:
-    """Note what is allocated in threads that start in here, once they have ended."""
+    """Record allocations in threads that start in this context; those of a thread are added when it ends."""
     threads = Threads()
-    with around_started_threads(lambda: _watched(threads)) as threads.started:
+    with around_started_threads(lambda: _record_thread(threads)) as threads.started:
         yield threads
 
 
 @contextlib.contextmanager
-def _watched(threads: Threads) -> Iterator[None]:
+def _record_thread(threads: Threads) -> Iterator[None]:
+    """Record the allocations of the running thread by torch's older profiler."""
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
     try:
         yield
@@ -55,24 +56,23 @@ def _watched(threads: Threads) -> Iterator[None]:
 
 
 def with_threads(profile: Profile, threads: Threads) -> Profile:
-    """Add the events of other threads to those of the measuring one, at addresses of their own, below 0.
+    """Add the events of other threads to a profile. Their records have no addresses, so they get negative ones.
 
-    Where a thread releases what another one allocated, something of that size is released: which does not matter to
-    how much there is.
+    A release is assigned to the latest allocation of the same size. Which of several that is does not change the sum.
     """
     others = [MemoryEvent(0, size, time, "", -1) for sizes in threads.ended for time, size in sizes]
     live: dict[int, dict[int, None]] = {}
     """Size -> addresses, in the order in which they were allocated."""
     events: list[MemoryEvent] = []
     for number, event in enumerate(sorted([*profile.events, *others], key=lambda event: event.time)):
-        there = live.setdefault(abs(event.bytes), {})
+        addresses = live.setdefault(abs(event.bytes), {})
         if event.bytes > 0:
             event = event._replace(address=event.address or -1 - number)
-            there[event.address] = None
-        elif event.address not in there:
-            of_any = (address for address in reversed(there) if address < 0 or event.address == 0)
-            event = event._replace(address=next(of_any, event.address))
+            addresses[event.address] = None
+        elif event.address not in addresses:
+            candidates = (address for address in reversed(addresses) if address < 0 or event.address == 0)
+            event = event._replace(address=next(candidates, event.address))
         if event.bytes < 0:
-            there.pop(event.address, None)
+            addresses.pop(event.address, None)
         events.append(event)
     return replace(profile, events=events)

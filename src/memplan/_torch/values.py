@@ -37,12 +37,13 @@ class Known:
     position: int | None = None
 
     def anew(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
-        """Recompute the values for other inputs."""
+        """Recompute the values for other inputs. ``memo``: what was computed so far, by `id`."""
         if id(self) not in memo:
             memo[id(self)] = self._computed(inputs, memo)
         return memo[id(self)]
 
     def _computed(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
+        """Return the values from their source: an input, a constant, or the op that computed them."""
         if self.input is not None:
             return inputs[self.input]
         if self.call is None:
@@ -74,13 +75,14 @@ class Values:
         """Conditions that were read and depend on an input."""
 
     def take(self, fake: Any, number: int, real: torch.Tensor) -> None:
-        """Note the values of an input, if it is small and has integers or bools as values."""
+        """Note the values of an input of the trace, if it is small and of an integer or bool dtype."""
         is_integral = not real.is_floating_point() and not real.is_complex()
         if is_integral and real.numel() <= LARGEST and not isinstance(real, FakeTensor):
             self._known[fake] = Known(real.detach(), input=number)
 
     def read(self, func: Any, args: Any) -> Any:
-        """Return the value of a scalar read; None if unknown."""
+        """Return the value of a scalar read; None if unknown. If it depends on an input, note a condition: for other
+        values the trace would be another."""
         known = self._known.get(args[0]) if func is READ_SCALAR and isinstance(args[0], FakeTensor) else None
         if known is None:
             return None
@@ -92,7 +94,8 @@ class Values:
         return value
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute an op on real values if the values of all its tensor arguments are known."""
+        """Compute an op on real values, if those of all its tensor arguments are known, so that its result is known,
+        too. Results of an op that writes in place are unknown from then on."""
         if not isinstance(func, torch._ops.OpOverload):
             return
         if func._schema.is_mutable:
@@ -110,7 +113,7 @@ class Values:
         try:
             with no_dispatch(), torch._C._DisablePythonDispatcher(), torch.no_grad():
                 real = call([part.value for part in parts])
-        except Exception:  # a kernel that refuses what the fake one took: then its values are not known
+        except Exception:  # the real kernel refuses arguments that the fake one accepted
             return
         is_tensor = isinstance(real, torch.Tensor)
         for at, tensor in outputs:
@@ -118,6 +121,7 @@ class Values:
             self._known[tensor] = Known(value, call=call, parts=parts, position=None if is_tensor else at)
 
     def _parts(self, func: Any, tensors: Sequence[torch.Tensor]) -> tuple[Known, ...] | None:
+        """Return the known values of an op's tensor arguments; None where one is unknown."""
         parts: list[Known] = []
         for tensor in tensors:
             known = self._known.get(tensor) if isinstance(tensor, FakeTensor) else None
@@ -147,7 +151,7 @@ def _follows(func: Any) -> bool:
 
 
 def _recipe(func: Any, args: Any, kwargs: Any) -> Callable[[list[Any]], Any]:
-    """Return the call as a function of its tensors; it keeps none of them."""
+    """Return a call as a function of its tensor arguments, to repeat it with others. The tensors are not kept alive."""
     places = iter(range(1 << 30))
     args, kwargs = tree_map(lambda x: _Place(next(places)) if isinstance(x, torch.Tensor) else x, (args, kwargs))
 

@@ -43,46 +43,49 @@ class Recorded(NamedTuple):
         return sum(storage.bytes for storage in self.outcome.storages) if isinstance(self.outcome, Trace) else 0
 
     def reaches(self, choice: Choice) -> bool:
-        """Return whether the step came to the line of a choice."""
+        """Return whether the recorded step ran the line of a choice."""
         lines = self.decisions.branches if choice.kind == "branch" else self.decisions.reads
         return isinstance(self.outcome, Trace) and choice.line in lines
 
 
-def explored(first: Recorded, again: Callable[[Overrides], Recorded]) -> Trace:
-    """Return the trace with the largest peak, with assumptions that compare the outcomes of each choice.
+def explore_branches(first: Recorded, record_again: Callable[[Overrides], Recorded]) -> Trace:
+    """Record a step again with other values and branches, and return the trace with the largest peak. Its assumptions
+    compare the outcomes of each choice.
 
-    ``again`` records the step with overrides.
+    ``first`` is the recording without further overrides; ``record_again(overrides)`` records the step with some.
     """
-    exploration = _Exploration(first, again)
+    exploration = _Exploration(first, record_again)
     exploration.run()
     return exploration.result()
 
 
 class _Exploration:
-    """Takes the choices of a recording otherwise in turn, on top of the overrides with the largest peak so far."""
+    """Overrides a recording's choices one after the other, on top of the overrides with the largest peak so far."""
 
-    def __init__(self, first: Recorded, again: Callable[[Overrides], Recorded]) -> None:
+    def __init__(self, first: Recorded, record_again: Callable[[Overrides], Recorded]) -> None:
         assert isinstance(first.outcome, Trace)
-        self._again = again
+        self._record_again = record_again
         self._first = self._best = first
         self._trace = first.outcome
-        """Of the best recording."""
+        """Trace of the best recording."""
         self._recorded = {first.overrides: first}
-        self._met: dict[Choice, Recorded] = {}
+        self._met_first_in: dict[Choice, Recorded] = {}
         """Each choice with the recording that met it first."""
         self._tried: dict[Choice, tuple[Recorded, Recorded]] = {}
         """Each explored choice with the recordings before and after."""
         self._without_effect: set[Choice] = set()
 
     def run(self) -> None:
-        """Explore: all scalar reads at once, since most are only logged; then branches; then each scalar read."""
+        """Override all scalar reads at once, since most are only logged; then each branch; then each scalar read that
+        has an effect on memory."""
         queue = self._meet(self._first)
         for kind in ("other value", "in turn"):
-            group = [choice for choice in queue if choice.kind == kind]
-            other = self._record(self._first.overrides ^ frozenset(group)) if group else None
-            if other is not None and other.peak == self._first.peak and all(map(other.reaches, group)):
-                reads, same = self._first.decisions.reads, other.bytes == self._first.bytes
-                self._without_effect.update(choice for choice in group if same or reads[choice.line].bounded)
+            reads = [choice for choice in queue if choice.kind == kind]
+            other = self._record(self._first.overrides ^ frozenset(reads)) if reads else None
+            if other is not None and other.peak == self._first.peak and all(map(other.reaches, reads)):
+                # without a known range, one other value shows no effect only if all storages are as large as before
+                ranges, same_bytes = self._first.decisions.reads, other.bytes == self._first.bytes
+                self._without_effect.update(choice for choice in reads if same_bytes or ranges[choice.line].bounded)
         queue.sort(key=lambda choice: choice.kind != "branch")
         while queue:
             choice = queue.pop(0)
@@ -90,7 +93,7 @@ class _Exploration:
                 queue += self._try(choice)
 
     def _meet(self, recorded: Recorded) -> list[Choice]:
-        """Return the choices of a recording that no earlier one had."""
+        """Return the choices of a recording that no earlier one had, and note the recording for each."""
         if not isinstance(recorded.outcome, Trace):
             return []
         (branches, reads), steps = recorded.decisions, len(recorded.outcome.steps)
@@ -101,14 +104,14 @@ class _Exploration:
             if read.bounded and read.alike and isinstance(read.value, int) and read.times > steps
         ]  # fmt: skip
         guards = {choice for choice in recorded.overrides if choice.kind == "branch"}
-        new = [choice for choice in choices if choice not in self._met and choice not in guards]
-        self._met |= dict.fromkeys(new, recorded)
+        new = [choice for choice in choices if choice not in self._met_first_in and choice not in guards]
+        self._met_first_in |= dict.fromkeys(new, recorded)
         return new
 
     def _try(self, choice: Choice) -> list[Choice]:
-        """Take a choice otherwise, and return new choices."""
-        met = self._met[choice]
-        base = self._best if self._best.reaches(choice) else met
+        """Record the step with a choice overridden. Returns the choices that appear only then."""
+        first_with_choice = self._met_first_in[choice]
+        base = self._best if self._best.reaches(choice) else first_with_choice
         other = self._record(base.overrides ^ {choice})
         if other is None:
             return []
@@ -120,7 +123,7 @@ class _Exploration:
         if overrides not in self._recorded:
             if len(self._recorded) > _MAX_RECORDINGS:
                 return None
-            other = self._recorded[overrides] = self._again(overrides)
+            other = self._recorded[overrides] = self._record_again(overrides)
             if isinstance(other.outcome, Trace):
                 # at equal peaks, the trace of a program that runs more steps is the one to show
                 more = len(other.outcome.steps) - len(self._trace.steps)
@@ -130,9 +133,12 @@ class _Exploration:
 
     def result(self) -> Trace:
         """Return the trace with the largest peak, with the assumptions about all choices."""
-        branches = [choice for choice in self._met if choice.kind == "branch"]
+        branches = [choice for choice in self._met_first_in if choice.kind == "branch"]
         rows = [self._branch_row(choice) for choice in branches]
-        rows += [self._read_row(line) for line in dict.fromkeys(line for line, kind in self._met if kind != "branch")]
+        rows += [
+            self._read_row(line)
+            for line in dict.fromkeys(line for line, kind in self._met_first_in if kind != "branch")
+        ]
         at_branches = {format_frame(choice.line) for choice in branches}
         others = [row for row in self._trace.assumptions if row.where not in at_branches or not _is_of_branch(row)]
         assumptions = (*(row for row in rows if row is not None), *others)
@@ -140,6 +146,7 @@ class _Exploration:
         return replace(self._trace, assumptions=tuple(ordered))
 
     def _branch_row(self, choice: Choice) -> Assumption:
+        """Return the Assumption to report for a branch: whether both directions were recorded, and their peaks."""
         where = format_frame(choice.line)
         base, other = self._tried.get(choice, (None, None))
         if base is None or other is None or (isinstance(other.outcome, Trace) and not other.reaches(choice)):
@@ -149,7 +156,7 @@ class _Exploration:
         least, most = sorted((base.peak, other.peak))
         is_same = most <= _SAME * least
         text = (_SAME_PEAK if is_same else _DIFFER).format(most=format_bytes(most), least=format_bytes(least))
-        times = self._met[choice].decisions.branches[choice.line] // len(self._trace.steps)
+        times = self._met_first_in[choice].decisions.branches[choice.line] // len(self._trace.steps)
         if times > 1:  # iterations that go different directions in the same step were not recorded
             text += _ROUNDS.format(times=times)
         return Assumption("scalar" if is_same else "branch" if times > 1 else "bound", text, where)
@@ -157,10 +164,10 @@ class _Exploration:
     def _read_row(self, line: Line) -> Assumption | None:
         """Return the Assumption to report for the scalar reads of a line, or None if the peak does not depend on it."""
         choices = [Choice(line, "other value"), Choice(line, "in turn")]
-        choices = [choice for choice in choices if choice in self._met and choice not in self._without_effect]
+        choices = [choice for choice in choices if choice in self._met_first_in and choice not in self._without_effect]
         if not choices:
             return None
-        where, read = format_frame(line), self._met[choices[0]].decisions.reads[line]
+        where, read = format_frame(line), self._met_first_in[choices[0]].decisions.reads[line]
         tried = [recorded for choice in choices if choice in self._tried for recorded in self._tried[choice]]
         outcomes = {_value_text(line, recorded.overrides): recorded for recorded in tried}
         peaks = {text: recorded.peak for text, recorded in outcomes.items() if isinstance(recorded.outcome, Trace)}

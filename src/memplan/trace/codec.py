@@ -14,8 +14,11 @@ _OPTIONAL = ("counters", "engines", "measured", "expected", "lines", "passes", "
 
 
 def sections_of(trace: Any) -> dict[str, Any]:
-    """Return the sections of a Trace as JSON has them, one op or storage a row: without indices, which count the rows,
-    and with the fields of views in one list with their names."""
+    """Return the sections of a saved Trace, one op or storage a row.
+
+    Rows leave out the index of ops and storages, which is the row's number; a view is one list with its argument's
+    name.
+    """
     return {
         **{name: getattr(trace, name) for name in _HEAD},
         **{name: value for name in _OPTIONAL if (value := getattr(trace, name))},
@@ -50,7 +53,8 @@ def fields_of(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(trace: Any) -> None:
-    """Raise Unreadable for a reference without a target, or a storage that is not allocated before it is freed."""
+    """Raise Unreadable for a Trace that contradicts itself: an index without a target, a storage that is freed before
+    its allocation, two events at the same tick."""
     ops, storages, end = len(trace.ops), len(trace.storages), trace.end
     _within("steps", trace.steps, end + 1)
     _within("steps of ops", (op.step for op in trace.ops), len(trace.steps))
@@ -105,6 +109,7 @@ def check(trace: Any) -> None:
 
 
 def _within(what: str, numbers: Iterable[int], end: int) -> None:
+    """Raise Unreadable for a number that is not below ``end``; ``what`` names the numbers."""
     for number in numbers:
         if number >= end:
             raise Unreadable(f"has {number} among the {what}, which is not below {end}")

@@ -28,18 +28,19 @@ def output_shown() -> Iterator[None]:
         _is_shown.reset(token)
 
 
-class Printed:
-    """Captured lines."""
+class CapturedOutput:
+    """Captures what the user's code prints, and counts the lines."""
 
     def __init__(self) -> None:
         self.lines = 0
+        """Number of lines captured."""
         self._last = deque[str](maxlen=_NOTED_LINES)
         self._open: dict[int, str] = {}
         """id() of a stream -> its unfinished line."""
         self._threads: set[int] = set()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Within this context, capture what this thread prints; an error gets the last lines as a note.
 
         It patches ``write`` of stdout and stderr, so that logging handlers and progress bars that hold these streams
@@ -55,11 +56,11 @@ class Printed:
             try:
                 yield
             except Exception as error:
-                self._end_lines()
+                self._count_unfinished_lines()
                 if self._last:
                     error.add_note("it printed last:\n" + "\n".join(self._last))
                 raise
-        self._end_lines()
+        self._count_unfinished_lines()
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
@@ -79,24 +80,27 @@ class Printed:
         return (f"{lines} not shown: values are stand-ins (--show-output, show_output=True)",)
 
     def _capturing(self, write: Callable[[str], Any], stream: int) -> Callable[[str], Any]:
+        """Return a ``write`` for a stream that captures what our threads write, except debuggers, and splits it into
+        lines."""
+
         def capture(text: str) -> Any:
             package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
             if threading.get_ident() not in self._threads or package in _DEBUGGERS:
                 return write(text)
             *lines, unfinished = (self._open.get(stream, "") + text).split("\n")
             for line in lines:
-                self._count(line)
+                self._count_line(line)
             self._open[stream] = unfinished.rpartition("\r")[2] or unfinished  # a progress bar redraws its line
             return len(text)
 
         return capture
 
-    def _end_lines(self) -> None:
+    def _count_unfinished_lines(self) -> None:
         for line in self._open.values():
-            self._count(line)
+            self._count_line(line)
         self._open.clear()
 
-    def _count(self, line: str) -> None:
+    def _count_line(self, line: str) -> None:
         if line.strip():
             self.lines += 1
             self._last.append(line.rpartition("\r")[2].rstrip() or line.strip())

@@ -26,7 +26,7 @@ from memplan.trace.recording.session import (
     CUDA_DIFFERS,
     called,
     check_steps,
-    of_outside,
+    note_about_outside,
     own_card,
     random_kept,
     recording_runs,
@@ -85,13 +85,14 @@ def measure(
     check_steps(steps)
     # suspended, since the step itself may measure something
     with recording_suspended(), called("memplan.measure", profiles=not dry):
-        return _measured(build, device, steps, dry, environment, snapshot, contribute)
+        return _measure_on(build, device, steps, dry, environment, snapshot, contribute)
 
 
-def _measured(
+def _measure_on(
     build: Runs, device: str | None, steps: int, dry: bool, environment: str | os.PathLike[str] | None,
     snapshot: str | os.PathLike[str] | None, contribute: str | os.PathLike[str] | None,
 ) -> Trace:  # fmt: skip
+    """Measure on the device that the options name, and refuse options of the others."""
     if dry:
         _refuse("with dry=True", contribute=contribute)
         return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)
@@ -103,18 +104,19 @@ def _measured(
 
 
 def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
-    """Run the step on this machine's CPU."""
+    """Measure on this machine's CPU: join a run under a dispatch mode, which names the ops, with the allocator's events
+    of a run without it."""
     target, notes = _target(device)
     with undisturbed(real=True):
         with random_kept():
             named = named_run(build, steps)
-        plain, unended, watch = _plain(build, steps)
-    joined = join(named.parts, named.entries, named.record, plain, lines=watch.rows())
-    notes += named.notes + unended + of_outside(joined.outside)
+        profile, unended, watch = _profiled_run(build, steps)
+    joined = join(named.parts, named.entries, named.record, profile, lines=watch.rows())
+    notes += named.notes + unended + note_about_outside(joined.outside)
     if joined.unpaired:
         notes += (
             f"{format_bytes(joined.unpaired)} have no layer and no cause: they are allocated only where nothing "
-            f"names the ops, in {_few(joined.differing_calls)}",
+            f"names the ops, in {_first_three(joined.differing_calls)}",
         )
     elif joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
@@ -124,15 +126,19 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
 _UNENDED = "a thread that the step started is still running: what it allocates is not measured"
 
 
-def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...], LineWatch]:
-    """Run the step under the profiler only, with the threads that it starts; return profile, notes and line watch."""
+def _profiled_run(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...], LineWatch]:
+    """Run the step without a dispatch mode, under torch's profiler alone.
+
+    Returns:
+        The profile, with the threads that the step starts; notes about it; the times at which followed lines ran.
+    """
     profile = _torch.memory_profile()
     with eager_if_program(build), _torch.threads_watched() as threads, profile:
         place = Place()
         observer = Observer(place, real=True)
         marks = StepMarks(observer)
         with watching(LineClock()) as watch, recording_runs(measurement(place)):
-            marks.last = watch.stop
+            marks.after_last_step = watch.stop
             run_steps(build, steps, observer, marks)
     unended = (_UNENDED,) if len(threads.started) > len(threads.ended) else ()
     return _torch.with_threads(_torch.Profile.of(profile), threads), unended, watch
@@ -184,12 +190,13 @@ def _on_card(
     )  # fmt: skip
 
 
-def _few(names: tuple[str, ...]) -> str:
+def _first_three(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the device's name and notes about the choice; DeviceError unless it is the CPU."""
     if device is not None and str(device).lower() != HOST:
         raise DeviceError(
             f"device {device!r} to measure on",

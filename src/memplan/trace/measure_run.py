@@ -25,8 +25,8 @@ _COMPILED = (
 
 
 @dataclass(frozen=True)
-class Named:
-    """Results of a run under a dispatch mode."""
+class NamedRun:
+    """Results of a run under a dispatch mode, in which each allocation belongs to a named op."""
 
     observer: Observer
     parts: StepParts
@@ -42,13 +42,13 @@ def eager_if_program(build: Runs) -> AbstractContextManager[None]:
     return _torch.eager_instead_of_compiled(lambda: None) if isinstance(build, Program) else nullcontext()
 
 
-def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
+def named_run(build: Runs, steps: int, device: str = HOST) -> NamedRun:
     """Run the step under a dispatch mode and a memory profile of ``device``; on the CPU, undo what it changed."""
     place = Place()
     observer = Observer(place, real=True, on_card=device != HOST)
     outside = OutsideState(place, observer.ledger) if device == HOST else None
     profile = _torch.memory_profile()
-    mode = _torch.EagerMode(_marked(observer, outside))
+    mode = _torch.EagerMode(_dispatch_in_ranges(observer, outside))
     compiled: list[str] = []
     note = COMPILED if isinstance(build, Program) else _COMPILED
     finished: list[StepParts] = []
@@ -65,12 +65,12 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
             finished.append(finish(observer, marks.ticks))
             entries.extend(observer.ledger.entries)
 
-        marks.last = ended
+        marks.after_last_step = ended
         with recording_runs(measurement(place, device)), profile, mode:
             run_steps(build, steps, observer, marks)
     if outside is not None:  # else it is the last run of its process
         outside.restore()
-    return Named(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
+    return NamedRun(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
 
 
 def measurement(place: Place, device: str = HOST) -> Running:
@@ -98,26 +98,27 @@ class StepMarks(ObservedRun):
 
     def __init__(self, observer: Observer) -> None:
         super().__init__(observer)
-        self.after: Callable[[], None] = _nothing
+        self.after_part: Callable[[], None] = _nothing
         """Called after building and after each step."""
-        self.last: Callable[[], None] = _nothing
+        self.after_last_step: Callable[[], None] = _nothing
         """Called after the last step."""
 
     def end_part(self) -> None:
-        """Collect garbage, call `after` and mark the record."""
+        """Collect garbage, call `after_part` and mark the record."""
         super().end_part()
-        self.after()
+        self.after_part()
         with _torch.marker(f"{STEP}{self.observer.place.step}"):
             pass
 
     def ended(self) -> None:
-        """Call `last` while model and optimizer are alive."""
+        """Call `after_last_step` while model and optimizer are alive."""
         with _torch.marker(_torch.END_MARK):
-            self.last()
+            self.after_last_step()
 
 
-def _marked(observer: Observer, outside: OutsideState | None) -> _torch.Dispatch:
-    """Return the observer's dispatch, with each op in a profiler range named by its index."""
+def _dispatch_in_ranges(observer: Observer, outside: OutsideState | None) -> _torch.Dispatch:
+    """Return the observer's dispatch with each op in a profiler range named by its index, to join memory events to
+    ops. Tensors from outside of ``build`` are saved before an op writes them."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         if outside is not None:

@@ -1,7 +1,7 @@
-"""Private random streams for recordings, so that these leave the process's streams alone.
+"""Private random generators for recordings, so that these leave the process's generators alone.
 
-Fake tensors draw nothing, but a step also seeds, reads and sets torch's stream, and draws from those of Python and
-numpy. Saving and restoring the process's streams would rewind what other threads draw meanwhile.
+Fake tensors draw nothing, but a step also seeds, reads and sets torch's generator, and draws from those of Python and
+numpy. Saving and restoring the process's generators would rewind what other threads draw meanwhile.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from memplan import _torch
 
 _threads = list[int]()
-"""Threads that draw from the recording's streams: recording threads, and threads that they start."""
+"""Threads that draw from the recording's generators: recording threads, and threads that they start."""
 
 
 @contextmanager
-def in_thread() -> Iterator[None]:
-    """Within this context, this thread draws from the recording's streams."""
+def recording_thread() -> Iterator[None]:
+    """Within this context, this thread draws from the recording's generators."""
     _threads.append(threading.get_ident())
     try:
         yield
@@ -33,27 +33,28 @@ def in_thread() -> Iterator[None]:
 
 @contextmanager
 def own_streams() -> Iterator[None]:
-    """Within this context, this thread has private streams, which start in the state of the process's.
+    """Within this context, this thread has private random generators, which start in the state of the process's.
 
-    A function imported from its module (``from random import random``) still draws from the process's stream, which
-    is restored only if no other thread exists that may have drawn from it.
+    A function imported from its module (``from random import random``) still draws from the process's generator, whose
+    state is restored only if no other thread exists that may have drawn from it.
     """
-    before, nested = _states(), _is_ours()
+    states, nested = _generator_states(), _is_recording_thread()
     try:
-        with nullcontext() if nested else _streams_replaced():
+        with nullcontext() if nested else _generators_replaced():
             yield
     finally:
         if nested or threading.active_count() == 1:
-            for get, put, state in before:
+            for get, put, state in states:
                 if not same_state(get(), state):
                     put(state)
 
 
 @contextmanager
-def _streams_replaced() -> Iterator[None]:
+def _generators_replaced() -> Iterator[None]:
+    """Redirect this thread's random functions of torch, Python and numpy to private generators."""
     with ExitStack() as stack:
-        stack.enter_context(in_thread())
-        stack.enter_context(_torch.generator_replaced(_is_ours))
+        stack.enter_context(recording_thread())
+        stack.enter_context(_torch.generator_replaced(_is_recording_thread))
         stack.enter_context(_replaced(random, random._inst, random.Random(), {}))  # pyright: ignore[reportAttributeAccessIssue]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -64,12 +65,12 @@ def _streams_replaced() -> Iterator[None]:
         yield
 
 
-def _is_ours() -> bool:
+def _is_recording_thread() -> bool:
     return threading.get_ident() in _threads
 
 
-def _states() -> list[tuple[Callable[[], Any], Callable[[Any], None], Any]]:
-    """Return (getter, setter, current state) of each stream of the process."""
+def _generator_states() -> list[tuple[Callable[[], Any], Callable[[Any], None], Any]]:
+    """Return (getter, setter, current state) of each random generator of the process: torch's, Python's, numpy's."""
     accessors: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         (torch.get_rng_state, torch.set_rng_state),
         (random.getstate, random.setstate),
@@ -81,7 +82,7 @@ def _states() -> list[tuple[Callable[[], Any], Callable[[Any], None], Any]]:
 
 
 def same_state(state: Any, other: Any) -> bool:
-    """Return whether two states of a stream are equal."""
+    """Return whether two states of a random generator are equal."""
     if isinstance(state, torch.Tensor):
         return torch.equal(state, other)
     if isinstance(state, tuple):
@@ -91,21 +92,25 @@ def same_state(state: Any, other: Any) -> bool:
 
 @contextmanager
 def _replaced(module: Any, shared: Any, own: Any, others: dict[str, Any]) -> Iterator[None]:
-    """Within this context, functions of ``module`` call methods of ``own`` instead of ``shared`` in our threads.
+    """Within this context, functions of ``module`` (`random`, `numpy.random`) draw from ``own`` in recording threads.
 
-    ``own`` starts in the state of ``shared``; ``others`` are further functions to replace.
+    Args:
+        module: has functions that are methods of one generator.
+        shared: that generator.
+        own: a generator of the same kind; it starts in the state of ``shared``.
+        others: further functions of the module -> their replacements.
     """
     names = [name for name, value in vars(module).items() if getattr(value, "__self__", None) is shared]
     (own.setstate if module is random else own.set_state)((module.getstate if module is random else module.get_state)())
 
-    def redirected(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def redirect(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         function = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (method if _is_ours() else function)(*args, **kwargs)
+            return (method if _is_recording_thread() else function)(*args, **kwargs)
 
         return call
 
     methods = {name: getattr(own, name) for name in names} | others
-    with _torch.patched(module, **{name: redirected(name, method) for name, method in methods.items()}):
+    with _torch.patched(module, **{name: redirect(name, method) for name, method in methods.items()}):
         yield

@@ -12,10 +12,10 @@ from memplan import _torch
 from memplan.devices import catalogue
 from memplan.errors import DataDependentError, RecordingError, StepError
 from memplan.trace import fake_cuda
-from memplan.trace.branch_exploration import Recorded, explored
+from memplan.trace.branch_exploration import Recorded, explore_branches
 from memplan.trace.fake_cuda.residence import Card, OnCard
-from memplan.trace.held_output import Printed, output_shown
-from memplan.trace.own_streams import in_thread
+from memplan.trace.held_output import CapturedOutput, output_shown
+from memplan.trace.own_streams import recording_thread
 from memplan.trace.recording.boundaries import Program, Runs
 from memplan.trace.recording.causes import StepParts, finish, trace_of
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
@@ -28,14 +28,14 @@ from memplan.trace.recording.session import (
     Target,
     check_steps,
     choose_target,
-    of_outside,
+    note_about_outside,
     public,
     recording_runs,
     recording_suspended,
     run_steps,
     undisturbed,
 )
-from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarPolicy, reached
+from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarPolicy, may_hold_symbolic
 from memplan.trace.recording.values.bounds import Bounds, Execution, Shares
 from memplan.trace.recording.values.shapes_beside import selected_beside
 from memplan.trace.records import HOST
@@ -46,7 +46,7 @@ from memplan.trace.trace import Trace
 from memplan.trace.workspaces import with_workspaces
 
 Known = Callable[[Semantics], Semantics]
-"""Extends a device's semantics by what else is known of its kernels."""
+"""Extends a device's semantics by further known sizes and temporaries of its kernels."""
 
 
 @public
@@ -111,37 +111,38 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         build: as for `record`.
         target: what to record for.
         steps: how often the step runs.
-        known: extends the target's semantics by what else is known of its kernels.
+        known: extends the target's semantics (see `Known`).
     """
     with recording_suspended():  # the step itself may record something
         recording, trace = _record_on_device(target, known, build, steps)
 
-        def again(overrides: Overrides) -> Recorded:
+        def record_again(overrides: Overrides) -> Recorded:
             other, outcome = _record(
                 target, recording.on_card, known, build, steps, overrides, recording.counts, is_first=False
             )
             return Recorded(outcome, overrides, other.decisions)
 
-        return explored(Recorded(trace, recording.overrides, recording.decisions), again)
+        return explore_branches(Recorded(trace, recording.overrides, recording.decisions), record_again)
 
 
 def _record_on_device(target: Target, known: Known, build: Runs, steps: int) -> tuple[_Recording, Trace]:
-    """Record a step, and again if only the first recording shows which storages are on the card."""
+    """Record a step, and a second time where only the first recording shows which storages are on the card: where
+    ``build`` names no CUDA device, either the step does so later, or everything counts as on the card."""
     first, trace = _record(target, "unknown", known, build, steps)
     if isinstance(trace, RecordingError):
-        if not first.named_late:
+        if not first.names_cuda_late:
             raise trace
         trace = None  # it may have failed because all of its tensors claimed to be on the card
-    if trace is not None and not first.named_late:
+    if trace is not None and not first.names_cuda_late:
         return first, trace
-    second, again = _record(target, "named" if first.named_late else "everything", known, build, steps)
-    if isinstance(again, RecordingError):
-        raise again
-    assert again is not None, "devices of the storages of build are settled"
-    weights = [storage for storage in again.storages if storage.cause == "weight"]
+    second, second_trace = _record(target, "named" if first.names_cuda_late else "everything", known, build, steps)
+    if isinstance(second_trace, RecordingError):
+        raise second_trace
+    assert second_trace is not None, "devices of the storages of build are settled"
+    weights = [storage for storage in second_trace.storages if storage.cause == "weight"]
     if trace is not None and weights and all(storage.device == HOST for storage in weights):
-        return first, trace  # the step derived "cuda" from the device that we reported for a tensor
-    return second, again
+        return first, trace  # the step took "cuda" from a tensor's device, which the recording had reported
+    return second, second_trace
 
 
 _MAX_COUNTS = 32
@@ -161,22 +162,29 @@ def _record(
     *,
     is_first: bool = True,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
-    """Record a step; where an unknown value led to an exception, override it and record again.
+    """Record a step. Where an unknown value led to an exception, correct what was assumed of it and record again.
 
-    A branch takes its other direction; scalar reads, whose largest possible value may not fit, take the smallest.
+    In this order: a selection by values takes the number of elements that the other shapes in the error imply; scalar
+    reads, whose largest possible value may not fit, take the smallest; a branch that ends in a ``raise`` or
+    ``assert`` takes its other direction.
 
     ``counts``: executions of lines -> number of elements that values select there. ``is_first``: whether scalar reads
     may take their smallest value; else ``overrides`` decide.
     """
-    first, unfit, counts = None, None, dict(counts or {})
+    first, first_misfit, counts = None, None, dict(counts or {})
     while True:
         recording = _Recording(target, on_card, known, overrides, counts)
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
-            cause, guarded = error.__cause__, raised_by_statement(error.__cause__)
+            cause, raised_explicitly = error.__cause__, raised_by_statement(error.__cause__)
             selected = recording.last_bound
-            if selected is not None and cause is not None and not guarded and selected == frame_of_error(cause):
+            if (
+                selected is not None
+                and cause is not None
+                and not raised_explicitly
+                and selected == frame_of_error(cause)
+            ):
                 at = selected, recording.last_execution
                 count = selected_beside(cause, recording.last_selected)
                 if count is None or at in counts or len(counts) == _MAX_COUNTS:
@@ -184,14 +192,14 @@ def _record(
                 counts[at] = count
                 continue
             smallest = recording.smallest_values - overrides
-            if is_first and smallest and not guarded:
-                unfit, overrides = unfit or error, overrides | smallest
+            if is_first and smallest and not raised_explicitly:
+                first_misfit, overrides = first_misfit or error, overrides | smallest
                 continue
-            error = error if guarded else unfit or error
-            if reached(error.__cause__) and not guarded:
+            error = error if raised_explicitly else first_misfit or error
+            if may_hold_symbolic(error.__cause__) and not raised_explicitly:
                 return recording, _unknown_argument(error)
             decision = recording.last_decision
-            if decision is None or decision in overrides or len(overrides) == _MAX_GUARDS or not guarded:
+            if decision is None or decision in overrides or len(overrides) == _MAX_GUARDS or not raised_explicitly:
                 return recording, error if first is None else _both_directions(first, error, overrides)
             first, overrides = first or error, overrides | {decision}
         except RecordingError as error:
@@ -241,7 +249,7 @@ _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call 
 
 
 class _Recording(ObservedRun):
-    """A single recording of a step on fake tensors."""
+    """One recording of a step on fake tensors, under given overrides."""
 
     def __init__(
         self, target: Target, on_card: OnCard, known: Known, overrides: Overrides, counts: Mapping[Execution, int]
@@ -253,7 +261,7 @@ class _Recording(ObservedRun):
         """Branches and scalar reads whose first choice is replaced."""
         self._target = target
         place = Place()
-        self._printed = Printed()
+        self._printed = CapturedOutput()
         self._shares = Shares(target.assumed)
         self._scalars = ScalarPolicy(self._shares, overrides)
         super().__init__(Observer(place, real=False, semantics=known(cpu.SEMANTICS), events=self._scalars))
@@ -271,16 +279,16 @@ class _Recording(ObservedRun):
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self.observer.ledger, inside, on_card)
             self.observer.card = self._card
-            self._mode.going = self._card.going_where_named
+            self._mode.placing = self._card.placing_as_named
             stream = lambda: self.observer.ledger.stream  # noqa: E731
             self.observer.semantics = known(
                 cuda.semantics(target.card, stream, self._card.holds, asks=target.cudnn is not None)
             )
 
     @property
-    def named_late(self) -> bool:
-        """Return whether the step named CUDA and `build` had not."""
-        return self._card is not None and self._card.named_late
+    def names_cuda_late(self) -> bool:
+        """Return whether the step named a CUDA device although `build` had not."""
+        return self._card is not None and self._card.names_cuda_late
 
     @property
     def last_decision(self) -> Choice | None:
@@ -290,7 +298,7 @@ class _Recording(ObservedRun):
 
     @property
     def decisions(self) -> Decisions:
-        """Return where unknown values decided something."""
+        """Return the lines at which unknown values decided branches or were read."""
         return self._scalars.decisions
 
     @property
@@ -300,27 +308,28 @@ class _Recording(ObservedRun):
 
     @property
     def last_bound(self) -> Line | None:
-        """Return the last line at which values selected elements, of which the most possible was assumed."""
+        """Return the last line at which values selected elements."""
         return self._scalars.last_bound
 
     @property
     def last_execution(self) -> int:
-        """Return how often that line had selected elements before."""
+        """Return how often the line of `last_bound` had run before."""
         return self._bounds.last_execution
 
     @property
     def last_selected(self) -> int:
-        """Return the number of elements assumed to be selected there."""
+        """Return the number of elements that was assumed for `last_bound`."""
         return self._scalars.last_selected
 
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
         """Record in a thread that the step starts, since modes are thread-local."""
-        with in_thread(), self._mode.in_thread(), self._printed.in_thread():
+        with recording_thread(), self._mode.in_thread(), self._printed.in_thread():
             yield
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
+        """Keep ops out of the recording, as of memplan's functions that the step itself calls."""
         with (
             self.observer.place.suspending(), _torch.without_global_hooks(), _torch.without_function_modes(),
             self._mode.suspending(),
@@ -336,7 +345,7 @@ class _Recording(ObservedRun):
         place, observer = self.observer.place, self.observer
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
             if not isinstance(build, Program):  # a script's process captures its own output
-                stack.enter_context(self._printed.held())
+                stack.enter_context(self._printed.capturing())
             stack.enter_context(self._scalars.installed(observer, self._mode))
             if self._card is not None and self._target.card is not None:
                 composites = stack.enter_context(
@@ -357,7 +366,8 @@ class _Recording(ObservedRun):
                 return None
             benchmark = (_BENCHMARK,) if torch.backends.cudnn.benchmark else ()
         assert self._parts is not None, "the run has ended"
-        notes = self._target.notes + of_outside(observer.ledger.before) + self._shares.unused + self._printed.note()
+        notes = self._target.notes + note_about_outside(observer.ledger.outside_bytes)
+        notes += self._shares.unused + self._printed.note()
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         notes += tuple(self._running.notes)
         trace = trace_of(
@@ -384,7 +394,7 @@ class _Recording(ObservedRun):
         super().built()
 
     def ended(self) -> None:
-        """Build the trace's parts while the modules that name its layers are alive."""
+        """Assemble the trace's parts now, since layers get their names from modules that are still alive."""
         if self._lines is not None:
             self._lines.stop()
         self.observer.ledger.close()
@@ -392,7 +402,10 @@ class _Recording(ObservedRun):
 
 
 class _Unsettled(BaseException):
-    """`build` did not name CUDA and ran CPU kernels. A BaseException, to pass through the user's ``except``."""
+    """Ends a recording in which `build` did not name CUDA and ran ops: these have to be recorded as on the card.
+
+    A BaseException, to pass through the user's ``except Exception``.
+    """
 
 
 def _environment() -> tuple[str, ...]:

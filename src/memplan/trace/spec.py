@@ -108,6 +108,7 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
 
 
 def _check_range(text: str, dtype: torch.dtype, low: float | None, high: float | None) -> None:
+    """Raise InputError for an empty range of values; ``text`` names the input."""
     is_float = dtype.is_floating_point or dtype.is_complex
     bottom, top = low or 0, high if high is not None else (1 if is_float else 2)
     if top <= bottom:

@@ -114,6 +114,7 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
         )
 
     def build() -> Step:
+        """Return a step: that of ``what``, or one that trains the module that ``what`` is or returns."""
         result = copy_module(what) if isinstance(what, nn.Module) else what()
         if isinstance(result, nn.Module):
             return _step(result, options, CUDA if on_card else HOST)
@@ -164,6 +165,7 @@ def copy_module(module: nn.Module) -> nn.Module:
 
 
 def _check_device(module: nn.Module, on_card: bool) -> None:
+    """Raise DeviceError for a parameter or buffer on a device that a recording cannot copy from."""
     allowed = ("cpu", "meta", *((CUDA,) if on_card else ()))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device.type not in allowed:
@@ -175,6 +177,7 @@ def _check_device(module: nn.Module, on_card: bool) -> None:
 
 
 def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
+    """Return a step that trains the model on ``device``, or runs it for inference, as the options say."""
     if device != HOST:
         model.to(device)
     if options.dtype is not None:
@@ -218,12 +221,13 @@ def forward_of(model: nn.Module, options: StepOptions) -> Step:
 
 
 def _placed(value: Any, device: str) -> Any:
-    """Return the value with specs made into tensors and all tensors on ``device``."""
+    """Return nested inputs with a tensor for each spec, and all tensors on ``device``."""
     realized = realize(value)
-    return realized if device == HOST else _torch.tree_map(lambda leaf: _moved(leaf, device), realized)
+    return realized if device == HOST else _torch.tree_map(lambda leaf: _move(leaf, device), realized)
 
 
-def _moved(leaf: Any, device: str) -> Any:
+def _move(leaf: Any, device: str) -> Any:
+    """Move a tensor to a device; it stays a leaf of the autograd graph."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
@@ -243,6 +247,7 @@ def _autocast(options: StepOptions, device: str) -> AbstractContextManager[Any]:
 
 
 def _optimizer(model: nn.Module, options: StepOptions) -> Any:
+    """Construct the optimizer; InputError if it refuses the parameters. None if there is none."""
     if options.optimizer is None:
         return None
     assert not isinstance(options.optimizer, str), "options were checked"
@@ -257,6 +262,7 @@ def _optimizer(model: nn.Module, options: StepOptions) -> Any:
 
 
 def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
+    """Return the loss of an output: by the loss function of the options, else `default_loss`."""
     if options.loss is not None:
         assert not isinstance(options.loss, str), "options were checked"
         value = _call_loss(options.loss, output, targets)
@@ -306,6 +312,7 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _call_loss(loss: Callable[..., Any], output: Any, targets: Any) -> Any:
+    """Call the loss function; what it raises becomes an InputError with advice about the targets."""
     try:
         return loss(output, *targets)
     except (MemplanError, *_torch.DATA_DEPENDENT):
@@ -324,7 +331,7 @@ WHOLE = re.compile(r"\b(Long|int64)\b")
 
 
 def _target_advice(text: str, targets: Any) -> str:
-    """Return what to do about the error ``text`` of a loss."""
+    """Return the advice for an error message (``text``) that a loss function raised."""
     if not targets:
         return "Give the targets that it takes: targets (--target)"
     if WHOLE.search(text) and any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in targets):
@@ -333,6 +340,7 @@ def _target_advice(text: str, targets: Any) -> str:
 
 
 def _float_tensors(output: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors of a nested output that require a gradient."""
     tensors: list[torch.Tensor] = []
     for leaf in _parts(output):
         if isinstance(leaf, torch.Tensor):
@@ -344,6 +352,7 @@ def _float_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _parts(output: Any) -> Iterable[Any]:
+    """Return the values of a mapping or dataclass (as of transformers' outputs), or the leaves of another output."""
     if isinstance(output, Mapping):
         return output.values()
     if dataclasses.is_dataclass(output) and not isinstance(output, type):

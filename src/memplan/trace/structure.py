@@ -18,6 +18,8 @@ _LEAVES = (str, bytes, int, float, complex, type, torch.Tensor, nn.Module, torch
 
 
 class _Slot:
+    """Type of `TENSOR`."""
+
     def __repr__(self) -> str:
         return "TENSOR"
 
@@ -37,7 +39,7 @@ class Structure:
     def rebuild(self, tensors: Iterable[Any]) -> Any:
         """Return the value with these tensors, in order. Objects that contain tensors are copied."""
         remaining = iter(tensors)
-        return _torch.tree_unflatten([_filled(leaf, remaining) for leaf in self.leaves], self.spec)
+        return _torch.tree_unflatten([_fill(leaf, remaining) for leaf in self.leaves], self.spec)
 
     def constants(self) -> Iterator[Any]:
         """Yield the leaves that are not tensors and contain none, in order."""
@@ -56,7 +58,7 @@ class Holder:
     inside: Structure
     """Of a pair of dicts: its attributes and its items that contain tensors."""
 
-    def filled(self, tensors: Iterator[Any]) -> Any:
+    def fill(self, tensors: Iterator[Any]) -> Any:
         """Return a copy of the object with these tensors."""
         attributes, items = self.inside.rebuild(tensors)
         copied = _shallow_copy(self.shell)
@@ -67,10 +69,10 @@ class Holder:
         return copied
 
 
-def _filled(leaf: Any, tensors: Iterator[Any]) -> Any:
+def _fill(leaf: Any, tensors: Iterator[Any]) -> Any:
     if leaf is TENSOR:
         return next(tensors)
-    return leaf.filled(tensors) if isinstance(leaf, Holder) else leaf
+    return leaf.fill(tensors) if isinstance(leaf, Holder) else leaf
 
 
 def take_apart(value: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
@@ -90,6 +92,10 @@ def _structure(value: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -
 
 
 def _leaf(leaf: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Any:
+    """Return what a `Structure` keeps of a leaf, and add the tensors in it to ``tensors``.
+
+    ``path``: id() of each object around the leaf, which is not searched again within itself.
+    """
     if isinstance(leaf, torch.Tensor):
         tensors.append(leaf)
         return TENSOR
@@ -109,7 +115,7 @@ def _leaf(leaf: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Any:
 
 
 def _contains_tensor(value: Any, path: tuple[int, ...]) -> bool:
-    """Return whether a value contains a tensor."""
+    """Return whether a value contains a tensor. ``path``: as of `_leaf`, against endless recursion."""
     for leaf in _torch.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             return True
@@ -136,6 +142,7 @@ def _shallow_copy(value: Any) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, those of a dataclass with slots included."""
     attributes = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):  # which may have slots
         attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} | attributes

@@ -74,7 +74,8 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
 
 
 def _as_measured(size: int, plans: Plans) -> Plans:
-    """Return a plan with the measured workspace of ``size`` bytes, followed by the smaller plans."""
+    """Return a plan with the measured workspace of ``size`` bytes, followed by cuDNN's plans with smaller ones, which
+    torch tries if memory runs out."""
     same = (plan.engine for plan in plans if round_to_blocks(plan.workspace) == round_to_blocks(size))
     first = ExecutionPlan(next(same, "an engine that it did not name"), size)
     return (first, *(plan for plan in plans if plan.workspace < size))

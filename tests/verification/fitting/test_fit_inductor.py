@@ -376,8 +376,8 @@ def test_the_budget_that_is_refused_is_the_one_that_was_given(monkeypatch: pytes
 
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """All graphs that are lowered from now on, as code."""
-    found, write = list[str](), inductor._written
-    monkeypatch.setattr(inductor, "_written", lambda part: (found.append(str(part.graph.code)), write(part))[1])
+    found, write = list[str](), inductor._generate_code
+    monkeypatch.setattr(inductor, "_generate_code", lambda part: (found.append(str(part.graph.code)), write(part))[1])
     return found
 
 
@@ -580,7 +580,7 @@ def test_a_budget_that_only_the_step_as_it_is_keeps_is_too_small(monkeypatch: py
 
 def test_what_is_compiled_meanwhile_in_another_thread_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.ones(4, 8)
-    lowered, theirs = inductor._lowered, list[torch.Tensor]()
+    lowered, theirs = inductor._lower, list[torch.Tensor]()
 
     def planned() -> memplan.Plan:
         return memplan.plan(model, x, loss=torch.sum, budget="1MB", engine="inductor", costs="roofline")
@@ -595,7 +595,7 @@ def test_what_is_compiled_meanwhile_in_another_thread_is_not_disturbed(monkeypat
         return lowered(part)
 
     alone = planned()
-    monkeypatch.setattr(inductor, "_lowered", beside)
+    monkeypatch.setattr(inductor, "_lower", beside)
     assert planned() == alone
     assert len(theirs) == 2
     for number, one in enumerate(theirs):

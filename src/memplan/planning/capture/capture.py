@@ -39,7 +39,7 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.passes.pipeline import prepared
-from memplan.trace.held_output import Printed
+from memplan.trace.held_output import CapturedOutput
 from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
 from memplan.trace.recording.session import random_kept
@@ -215,7 +215,7 @@ def _trace_with_retries(
         copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
         args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
         try:
-            with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held(), random_kept():
+            with torch.no_grad(), _torch.tensors_replaced(model, copies), CapturedOutput().capturing(), random_kept():
                 model.forward(*args, **kwargs)
         finally:
             watch.restore()
@@ -296,7 +296,7 @@ def _trace(
 
     flat = Flat(model, call, inside, finish, structure, lambda: guards.flags)
     try:
-        with place.following(), _capturing_now(), _without_cudnn(model), watch.printed.held():
+        with place.following(), _capturing_now(), _without_cudnn(model), watch.printed.capturing():
             return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **options), flat
     except MemplanError:
         raise

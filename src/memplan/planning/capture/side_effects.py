@@ -21,7 +21,7 @@ from memplan import _torch
 from memplan.errors import InputError, UsageError
 from memplan.planning.capture.flat_call import is_transparent
 from memplan.planning.capture.loss_module import WithLoss
-from memplan.trace.held_output import Printed
+from memplan.trace.held_output import CapturedOutput
 from memplan.trace.recording.place import format_frame, is_users, user_frame
 
 _HOOKS = {
@@ -145,7 +145,7 @@ class Watch:
         if numpy is not None:
             generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
         self._random = [(name, get(), get, put) for name, get, put in generators]
-        self.printed = Printed()
+        self.printed = CapturedOutput()
         """What forward() writes to the terminal."""
         self.seeded: str | None = None
         """Line at which forward() first set torch's random state, if it did."""

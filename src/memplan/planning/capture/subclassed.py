@@ -61,7 +61,7 @@ def _called(model: nn.Module, call: Call, *, as_subclasses: bool) -> tuple[list[
     watch, names = Watch(model), _torch.OpNames()
     mode, fakes = _torch.fake_like(call.tensors)
     try:
-        with _torch.fakes_dressed(), mode, names, watch.printed.held():
+        with _torch.fakes_dressed(), mode, names, watch.printed.capturing():
             if as_subclasses:
                 fakes = [
                     fake if like is None else _torch.with_attributes(_torch.dressed(fake, _kind(like)), like)

@@ -74,7 +74,7 @@ def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], 
     streams, pools = Numbers(0), Numbers((0, 0))
     actions, places, sizes = list[str](), list[int](), list[int]()
     stream_numbers, pool_numbers = list[int](), list[int]()
-    for letter, row, place in _lettered(rows):
+    for letter, row, place in _letters_of_events(rows):
         if place is None:
             place = row.get("device_free", -1) if letter == "o" else (row["addr"] - base) // unit
             sizes.append(row["size"])
@@ -112,8 +112,12 @@ def _origin(rows: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, A
     return base, UNIT if all((address - base) % UNIT == 0 for address in addresses) else 1
 
 
-def _lettered(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any], int | None]]:
-    """(Letter, event, how many allocations ago its block was allocated, for a free of a known block) per event."""
+def _letters_of_events(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any], int | None]]:
+    """Yield (letter, event, age) for each event, with a free that is completed at once as one event ``f``.
+
+    ``age``: for the free of a block that was allocated within the events, with that size: how many allocations ago.
+    None for any other event, which is saved with address and size.
+    """
     count = 0
     live: dict[int, tuple[int, int]] = {}
     skip = False
@@ -164,6 +168,7 @@ def op_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _value_text(value: Any) -> str:
+    """Return an argument of an op as text without spaces: a tensor's dtype and shape, a list, or a plain value."""
     if hasattr(value, "dtype") and hasattr(value, "stride"):
         return _tensor_text(value)
     if isinstance(value, (list, tuple)):

@@ -16,16 +16,16 @@ _DEFAULT_POOL: tuple[int, tuple[int, ...]] = (0, (0, 0))
 
 @dataclass(frozen=True)
 class Events:
-    """A memory history as events.
+    """A memory history as events of a profile.
 
     ``profile`` has an event for each allocation and each requested free. ``pools`` has a number for each allocation, in
-    order: that of its stream and pool, 0 for torch's default. ``waited`` are the allocations whose free had to wait for
-    another stream. ``calls`` are (number of events before, kind).
+    order: that of its stream and pool, 0 for torch's default. ``awaited_frees`` are the allocations whose free had to
+    wait for another stream. ``calls`` are the step's calls of the allocator: (number of events before it, kind).
     """
 
     profile: _torch.Profile
     pools: tuple[int, ...]
-    waited: frozenset[int]
+    awaited_frees: frozenset[int]
     calls: tuple[tuple[int, CallKind], ...]
 
 
@@ -37,7 +37,7 @@ class _Allocation:
     freed: _torch.MemoryEvent | None = None
 
 
-def _by_address(profile: _torch.Profile) -> defaultdict[int, deque[_Allocation]]:
+def _allocations_by_address(profile: _torch.Profile) -> defaultdict[int, deque[_Allocation]]:
     """The allocations at each address, in order."""
     by_address: defaultdict[int, deque[_Allocation]] = defaultdict(deque)
     for event in profile.events:
@@ -54,16 +54,17 @@ def _size(allocation: _Allocation) -> int:
 
 
 def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Events:
-    """The events of a history, with the profiler's marks and calls.
+    """Join a memory history with the profiler's record of the same run, which has the calls around each event.
 
-    The profiler saw the same allocations at the same addresses, in block sizes instead of requested ones, and within
-    calls. Allocations that it missed (in threads that the step starts) are outside of all calls, and some frees are
-    missing.
+    The profiler saw the same allocations at the same addresses, in block sizes instead of requested ones. It misses
+    allocations in threads that the step starts, which get no call, and some frees.
     """
-    profiled = _by_address(profile)
+    profiled = _allocations_by_address(profile)
     events, pools, calls = list[_torch.MemoryEvent](), list[int](), list[tuple[int, CallKind]]()
-    live_profiled = dict[int, _Allocation]()
-    numbers, live, waiting, waited = {_DEFAULT_POOL: 0}, dict[int, int](), dict[int, int](), set[int]()
+    profiled_of_live = dict[int, _Allocation]()
+    numbers = {_DEFAULT_POOL: 0}  # (stream, pool) -> number
+    live, pending_frees = dict[int, int](), dict[int, int]()  # address -> number of the allocation
+    awaited_frees = set[int]()
     time = 0
     for index, row in enumerate(history):
         if row.action in ("alloc", _FREE_REQUESTED):
@@ -71,9 +72,9 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
             if is_alloc:
                 candidates = profiled[row.address]
                 matches = bool(candidates) and _size(candidates[0]) == round_to_blocks(max(row.bytes, 1))
-                live_profiled[row.address] = allocation = candidates.popleft() if matches else _Allocation()
+                profiled_of_live[row.address] = allocation = candidates.popleft() if matches else _Allocation()
             else:
-                allocation = live_profiled.pop(row.address, _Allocation())
+                allocation = profiled_of_live.pop(row.address, _Allocation())
             event = allocation.allocated if is_alloc else allocation.freed
             time = max(time, event.time) if event is not None else time
             mark, call = (event.mark, event.call) if event is not None else ("", -1)
@@ -81,18 +82,19 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
             if is_alloc:
                 live[row.address] = len(pools)
                 pools.append(numbers.setdefault((row.stream, row.pool), len(numbers)))
-            elif not _completed_at_once(history, index):
-                waiting[row.address] = live.get(row.address, -1)
-        elif row.action == _FREE_COMPLETED and row.address in waiting:
-            waited.add(waiting.pop(row.address))
+            elif not _is_completed_at_once(history, index):
+                pending_frees[row.address] = live.get(row.address, -1)
+        elif row.action == _FREE_COMPLETED and row.address in pending_frees:
+            awaited_frees.add(pending_frees.pop(row.address))
             calls.append((len(events), "synchronize"))
         elif row.action == "segment_free":
             calls.append((len(events), "empty_cache"))
     unique = tuple(dict.fromkeys(calls))
-    return Events(replace(profile, events=events), tuple(pools), frozenset(waited), unique)
+    return Events(replace(profile, events=events), tuple(pools), frozenset(awaited_frees), unique)
 
 
-def _completed_at_once(history: list[_torch.HistoryEvent], index: int) -> bool:
+def _is_completed_at_once(history: list[_torch.HistoryEvent], index: int) -> bool:
+    """Return whether a requested free is completed by the next event, so that no stream had to be waited for."""
     following = history[index + 1 : index + 2]
     return bool(following) and following[0].action == _FREE_COMPLETED and following[0].address == history[index].address
 
@@ -106,21 +108,22 @@ class OnCard:
 
 
 def on_card(parts: StepParts, events: Events) -> OnCard:
-    """A step that was joined to a history, with a tick for each call of the allocator."""
+    """Return a step that was joined to a history with its storages on the card. Each call of the allocator gets a tick,
+    which moves all later ticks by one."""
     before = [number for number, _ in events.calls]
     calls = tuple(Call(number + 1 + position, kind) for position, (number, kind) in enumerate(events.calls))
 
-    def later(tick: int) -> int:
+    def shifted(tick: int) -> int:
         return tick + sum(1 for number in before if number < tick)
 
     storages = tuple(
         replace(
             storage, device=ON_CARD, stream=events.pools[storage.id],
-            used_on=(-1,) if storage.id in events.waited else (),
-            born=later(storage.born), died=None if storage.died is None else later(storage.died),
+            used_on=(-1,) if storage.id in events.awaited_frees else (),
+            born=shifted(storage.born), died=None if storage.died is None else shifted(storage.died),
         )
         for storage in parts.storages
     )  # fmt: skip
-    ops = tuple(replace(op, start=later(op.start), end=later(op.end)) for op in parts.ops)
-    steps = tuple(later(tick) for tick in parts.steps)
+    ops = tuple(replace(op, start=shifted(op.start), end=shifted(op.end)) for op in parts.ops)
+    steps = tuple(shifted(tick) for tick in parts.steps)
     return OnCard(replace(parts, storages=storages, ops=ops, steps=steps, end=parts.end + len(calls)), calls)

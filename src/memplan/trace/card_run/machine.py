@@ -41,6 +41,7 @@ def versions(libraries: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _driver() -> str:
+    """Return the version of NVIDIA's driver, as its kernel module or its library tells it."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
             words = file.readline().split()

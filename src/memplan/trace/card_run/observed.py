@@ -59,14 +59,16 @@ class _NothingOnCard(BaseException):
 def observed(
     build: Runs, steps: int, *, snapshot_file: str | None = None, snapshot: bool = False, around: Around = nullcontext
 ) -> CardRun:
-    """Run a step on the card of this process and return what torch's allocator did.
+    """Run a step on the card of this process and return the events of torch's allocator.
+
+    It runs twice: unmodified, for the events; and under a dispatch mode, for the op and cause of each.
 
     Args:
         build: as for `memplan.measure`. If it puts nothing on CUDA, all its tensors are created on the card.
         steps: how often the step runs.
         snapshot_file: file for torch's own snapshot of the history, with stacks.
         snapshot: whether to return that snapshot, too.
-        around: makes the context in which the unmodified step runs.
+        around: returns the context in which the unmodified step runs.
 
     Raises:
         StepError: ``build`` or the step raised.
@@ -90,7 +92,7 @@ def observed(
         requested = events_of(_torch.history()[before:], attributed.record).profile
         _torch.end_history()
     events = events_of(unmodified.history, unmodified.profile)
-    joined = join(attributed.parts, attributed.entries, requested, events.profile, _is_librarys)
+    joined = join(attributed.parts, attributed.entries, requested, events.profile, _calls_library)
     if joined.lost:
         size = format_bytes(joined.lost)
         notes.append(f"{size} of allocations could not be joined to an op: they have no layer and no cause")
@@ -103,8 +105,8 @@ def observed(
     )
 
 
-def _is_librarys(call: str) -> bool:
-    """Whether a call allocates internally for cuBLAS or cuDNN: its tensors are allocated by other calls."""
+def _calls_library(call: str) -> bool:
+    """Return whether allocations in a call that belong to no tensor are workspaces of cuBLAS or cuDNN."""
     return any(part in call for part in _LIBRARIES)
 
 
@@ -147,7 +149,7 @@ def _run_unmodified(
         run.snapshot = _torch.memory_snapshot() if snapshot else {}
         run.history = _torch.history()[before:]
 
-    marks.after, marks.last = count_peak, finish
+    marks.after_part, marks.after_last_step = count_peak, finish
     torch.cuda.reset_peak_memory_stats()
     with around(), eager_if_program(build), recording_runs(measurement(place, "cuda")), profile:
         run_steps(build, steps, observer, marks)

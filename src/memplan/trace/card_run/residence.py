@@ -50,6 +50,7 @@ class _ProgramOnCard:
 
 @contextmanager
 def _card_is_default() -> Iterator[None]:
+    """Within this context, tensors are created on the card, and autocast for the CPU is that for CUDA."""
     plain = torch.autocast
 
     class CardAutocast(plain):

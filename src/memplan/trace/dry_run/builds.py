@@ -72,17 +72,18 @@ def packed(build: Callable[..., Any] | Program, version: tuple[int, int]) -> Pac
 
 
 def unpacked(build: Packed) -> Any:
-    """The build, in this process."""
+    """Restore a serialized build in this process: unpickle it, or import its module and look it up by name."""
     if build.data is not None or build.code is not None:
         return pickle.loads(build.data or build.code or b"")
-    module = _imported(build)
+    module = _import_module_of(build)
     try:
         return operator.attrgetter(build.name)(module)
     except AttributeError:
         raise TargetError(f"{build.module} has no {build.name!r} there", expected="the same module in both") from None
 
 
-def _imported(build: Packed) -> Any:
+def _import_module_of(build: Packed) -> Any:
+    """Import the module of a build by its name, or its file under that name if this process cannot find it."""
     try:
         if build.module != "__main__":
             return importlib.import_module(build.module)

@@ -124,6 +124,7 @@ def process_command(torch: CudaTorch, code: str) -> list[str]:
 
 
 def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
+    """Start the process for the request in ``folder``, wait for it, and return its trace or raise its error."""
     command = process_command(torch, _ANSWER.format(folder=folder))
     with open(os.path.join(folder, _STDERR), "w+b") as stderr:
         process = subprocess.Popen(command, env=variables, stderr=stderr)
@@ -168,7 +169,7 @@ def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: Cuda
 
 
 def _ended(status: int, stderr: str) -> MemplanError:
-    """The error for a process that ended without a result."""
+    """Return the error for a process that ended without writing a trace or an error; ``stderr`` has its last words."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
     last = f": {lines[-1].strip()[:200]}" if lines else ""

@@ -31,10 +31,12 @@ class Reads:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Within this context, record reads of values from the card, and ops whose result size depends on values."""
-        methods = {name: self._reading(name, getattr(torch.Tensor, name)) for name in _READS}
-        sized = {name: self._sized(name, function) for name, function in _SIZED_BY_VALUE.items()}
+        methods = {name: self._noting_read(name, getattr(torch.Tensor, name)) for name in _READS}
+        sized = {name: self._noting_selection(name, function) for name, function in _SIZED_BY_VALUE.items()}
         on_tensors = {
-            name: self._sized(name, getattr(torch.Tensor, name)) for name in sized if hasattr(torch.Tensor, name)
+            name: self._noting_selection(name, getattr(torch.Tensor, name))
+            for name in sized
+            if hasattr(torch.Tensor, name)
         }
         with _torch.patched(torch.Tensor, **methods, **on_tensors), _torch.patched(torch, **sized):
             yield
@@ -47,9 +49,11 @@ class Reads:
         ]
         return tuple(sorted(rows, key=lambda row: row.kind == "scalar"))
 
-    def _reading(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting_read(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a tensor's method that reads a value, with an assumption noted if the tensor is on the card."""
+
         def read_and_note(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or not tensor.is_cuda:
+            if self._inside or not tensor.is_cuda:  # one such method calls another
                 return read(tensor, *args, **kwargs)
             self._inside = True
             try:
@@ -66,7 +70,9 @@ class Reads:
 
         return read_and_note
 
-    def _sized(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting_selection(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that selects by value, with an assumption noted if its tensor is on the card."""
+
         def run_and_note(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 self._add("bound", f"{name} SELECTS BY VALUE: {_NO_DATA}, so its result is smaller than on a real card")

@@ -26,7 +26,8 @@ class Composites:
 
 @contextmanager
 def installed(card: Card, device: Device, chosen: Callable[[str, str], None]) -> Iterator[Composites]:
-    """Run a step that was written for CUDA on fake CPU tensors.
+    """Within this context, a step that was written for CUDA runs on fake CPU tensors: `torch.cuda` answers for
+    ``device``, tensors say where they would be, and ops are cast and decomposed as on the card.
 
     ``chosen(op, reason)`` is called with the kernel choice of an op that could run several.
     """

@@ -34,7 +34,7 @@ _UNCHANGED = frozenset(
 """Not replaced: plain Python without a GPU, or replaced separately below."""
 
 
-def answers(card: Card, device: Device) -> dict[str, Answer]:
+def emulated_functions(card: Card, device: Device) -> dict[str, Answer]:
     """The emulated functions of `torch.cuda`, by name."""
     return {
         **dict.fromkeys(_NO_OPS, _no_op),
@@ -63,6 +63,7 @@ def _no_op(*_: Any, **__: Any) -> None:
 
 
 def _properties(device: Device) -> dict[str, Answer]:
+    """The functions that answer with properties of the card, by name."""
     major, minor = device.architecture
     properties = SimpleNamespace(
         name=device.title, major=major, minor=minor, total_memory=device.capacity, is_integrated=0,
@@ -80,17 +81,18 @@ def _properties(device: Device) -> dict[str, Answer]:
 
 
 def _memory(card: Card, device: Device) -> dict[str, Answer]:
-    """Memory queries return the bytes of live tensors; reserved bytes are only known after a simulation."""
+    """The memory functions, by name. All count the bytes of live tensors: reserved bytes are only known after a
+    simulation."""
     ledger = card.ledger
 
     def current(device: Any = None) -> int:
         return ledger.level
 
     def peak(device: Any = None) -> int:
-        return ledger.most
+        return ledger.peak
 
     def reset_peak(device: Any = None) -> None:
-        ledger.most = ledger.level
+        ledger.peak = ledger.level
 
     def stats(device: Any = None) -> dict[str, int]:
         counts: dict[str, int] = defaultdict(int)
@@ -111,6 +113,7 @@ def _memory(card: Card, device: Device) -> dict[str, Answer]:
 
 
 def _streams(card: Card) -> dict[str, Answer]:
+    """The functions and classes of streams and events, by name."""
     streams = Streams(card)
     return {
         "Stream": streams.Stream,
@@ -125,8 +128,9 @@ def _streams(card: Card) -> dict[str, Answer]:
 
 @contextmanager
 def installed(card: Card, device: Device) -> Iterator[None]:
-    """Replace public functions of `torch.cuda` and `torch.accelerator` by emulations, or by errors that name them."""
-    known = answers(card, device)
+    """Replace the public functions of `torch.cuda` and `torch.accelerator`, and what else asks for a GPU, by emulations
+    or by errors that name the function."""
+    known = emulated_functions(card, device)
     accelerator = known | {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": lambda: 0, "current_device_idx": lambda: 0,
@@ -135,7 +139,7 @@ def installed(card: Card, device: Device) -> Iterator[None]:
     }  # fmt: skip
     with ExitStack() as stack:
         for module, emulated in ((torch.cuda, known), (torch.accelerator, accelerator)):
-            stack.enter_context(_torch.patched(module, **_replaced(module, emulated)))
+            stack.enter_context(_torch.patched(module, **_replacements(module, emulated)))
         for module in (torch.cuda.memory, torch.cuda.random):
             own = {name: answer for name, answer in known.items() if name in vars(module)}
             stack.enter_context(_torch.patched(module, **own))
@@ -172,7 +176,7 @@ def _scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
     return (_torch.tree_map(to_card, tuple(inputs)),), (_torch.tree_map(to_card, dict(kwargs or {})),)
 
 
-def _replaced(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str, Any]:
+def _replacements(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str, Any]:
     """Replacements for the public functions and classes of a module: an emulation, or an error."""
     replacements: dict[str, Any] = {}
     for name, value in vars(module).items():
@@ -191,6 +195,8 @@ def _replaced(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str
 
 
 def _refusal(module: types.ModuleType, name: str) -> Callable[..., Any]:
+    """Return a replacement for a function that needs a GPU: it raises an error that names the function."""
+
     def refuse(*_: Any, **__: Any) -> Any:
         raise StepError(
             f"{module.__name__}.{name} needs a GPU, and a recording has none",

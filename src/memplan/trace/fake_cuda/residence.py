@@ -19,7 +19,7 @@ CPU = torch.device(HOST)
 
 
 OnCard = Literal["unknown", "named", "everything"]
-"""Before recording: nothing is known; the step names CUDA; all tensors of the step lie on the card."""
+"""What is known before a recording: nothing; the step names CUDA; it does not, so all its tensors are on the card."""
 
 
 class Card:
@@ -37,10 +37,11 @@ class Card:
         self.everything = on_card == "everything"
         self.named = on_card == "named"
         self.calls: list[Call] = []
-        self.named_late = False
+        self.names_cuda_late = False
         """CUDA was named for the first time in a step, after all tensors had been assumed to lie on the card."""
         self._destination: str | None = None
-        self._guessed = on_card == "unknown"
+        self._may_guess = on_card == "unknown"
+        """Whether `end_build` decides where tensors lie, which a later naming of CUDA can contradict."""
         if self.everything:
             ledger.device = ON_CARD
 
@@ -54,17 +55,16 @@ class Card:
         return self._inside() or threading.get_ident() != self._thread
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage lies on the card."""
+        """Whether a tensor's storage is recorded as on the card; never in another thread than the recording's."""
         if threading.get_ident() != self._thread:
             return False
         try:
             entry = self.ledger.find(tensor)
         except (RuntimeError, NotImplementedError):  # a wrapper without a storage, as of vmap
             entry = self.ledger.find(_torch.unwrapped(tensor))
-        if (
-            self.everything
-        ):  # except tensors that the step moved, or that an op allocated on the host (batch sizes of packed sequences)
-            return entry is None or entry.op is None or entry.device == ON_CARD
+        if self.everything and (entry is None or entry.op is None):
+            return True
+        # the step may have moved it to the host, or an op allocated it there (batch sizes of packed sequences)
         return entry is not None and entry.device == ON_CARD
 
     @property
@@ -76,20 +76,20 @@ class Card:
         """If the build named no CUDA device, move all its tensors to the card."""
         if not self.settled:
             self.everything = True
-            self.ledger.take_to(ON_CARD)
+            self.ledger.move_all(ON_CARD)
 
-    def name(self) -> None:
+    def note_cuda_named(self) -> None:
         """Record that the step names CUDA."""
-        self.named_late |= self.everything and self._guessed
+        self.names_cuda_late |= self.everything and self._may_guess
         self.named = True
 
-    def going(self, device: torch.device) -> AbstractContextManager[None]:
-        """Within this context, new tensors lie on ``device``; on the card if all tensors do."""
-        return self.moving(CUDA if self.everything else device)
+    def placing(self, device: torch.device) -> AbstractContextManager[None]:
+        """Within this context, new tensors lie on ``device``, or on the card if the step's tensors all do."""
+        return self.placing_only(CUDA if self.everything else device)
 
     @contextmanager
-    def moving(self, device: torch.device) -> Iterator[None]:
-        """Within this context, new tensors lie on ``device``, in any case."""
+    def placing_only(self, device: torch.device) -> Iterator[None]:
+        """Within this context, new tensors lie on ``device``, even if the step's tensors all lie on the card."""
         before = self._destination
         self._destination = ON_CARD if device.type == "cuda" else HOST
         try:
@@ -97,11 +97,11 @@ class Card:
         finally:
             self._destination = before
 
-    def going_where_named(self, device: torch.device) -> AbstractContextManager[None]:
-        """`going`, for a device that the step itself names."""
-        target = wanted(device)
-        self.name()
-        return self.going(target)
+    def placing_as_named(self, device: torch.device) -> AbstractContextManager[None]:
+        """As `placing`, for a CUDA device that the step itself names, which is noted."""
+        target = device_of_argument(device)
+        self.note_cuda_named()
+        return self.placing(target)
 
     def call(self, kind: Any) -> None:
         """Record a call of the allocator (such as ``empty_cache``) as an event."""
@@ -109,8 +109,8 @@ class Card:
         self.calls.append(Call(self.ledger.clock, kind))
 
 
-def wanted(device: Any) -> torch.device:
-    """The device of a device argument; an integer is a CUDA index.
+def device_of_argument(device: Any) -> torch.device:
+    """The `torch.device` that a device argument names ("cuda", 0, a device); an integer is a CUDA index.
 
     Raises:
         DeviceError: a second card.

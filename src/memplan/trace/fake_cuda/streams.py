@@ -66,7 +66,7 @@ class Event:
 
 
 class Streams:
-    """The current stream."""
+    """Keeps the current stream, and emulates the functions of `torch.cuda` that set it."""
 
     def __init__(self, card: Card) -> None:
         self._card = card
@@ -103,6 +103,8 @@ class Streams:
 
 
 class _StreamContext:
+    """Context manager in which ``stream`` is the current one; for None it changes nothing."""
+
     def __init__(self, streams: Streams, stream: Any) -> None:
         self._streams, self.stream = streams, stream
 
@@ -121,9 +123,9 @@ class OnDevice:
 
     def __init__(self, device: Any = None) -> None:
         if not isinstance(device, torch.Tensor) and device is not None:
-            from memplan.trace.fake_cuda.residence import wanted
+            from memplan.trace.fake_cuda.residence import device_of_argument
 
-            wanted(device)
+            device_of_argument(device)  # raises for a second card
         self.idx, self.prev_idx = 0, 0
 
     def __enter__(self) -> OnDevice:

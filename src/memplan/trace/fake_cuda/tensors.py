@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.fake_cuda.residence import CPU, CUDA, Card, wanted
+from memplan.trace.fake_cuda.residence import CPU, CUDA, Card, device_of_argument
 
 _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
 
@@ -19,8 +19,8 @@ def installed(card: Card) -> Iterator[None]:
     """Replace the methods and factories that take a device: their tensors lie on the emulated card or on the host."""
     emulated = _Tensors(card)
     with ExitStack() as stack:
-        stack.enter_context(_torch.tensors_that_tell(emulated.device, card.inside))
-        methods = {name: emulated.factory(getattr(torch.Tensor, name)) for name in _METHODS}
+        stack.enter_context(_torch.tensor_devices_reported(emulated.device, card.inside))
+        methods = {name: emulated.emulated_factory(getattr(torch.Tensor, name)) for name in _METHODS}
         stack.enter_context(
             _torch.patched(
                 torch.Tensor,
@@ -37,12 +37,14 @@ def installed(card: Card) -> Iterator[None]:
                 **methods,
             )
         )
-        stack.enter_context(_torch.factories_replaced(emulated.factory))
-        stack.enter_context(_torch.default_device_replaced(lambda device: card.going(emulated.named_device(device))))
+        stack.enter_context(_torch.factories_replaced(emulated.emulated_factory))
+        stack.enter_context(_torch.default_device_replaced(lambda device: card.placing(emulated.named_device(device))))
         yield
 
 
 class _Tensors:
+    """The emulated methods and factories. A tensor on the card is a fake CPU tensor that the `Card` lists as there."""
+
     def __init__(self, card: Card) -> None:
         self._card = card
 
@@ -52,43 +54,45 @@ class _Tensors:
 
     def named_device(self, device: Any) -> torch.device:
         """The device of an argument in the user's code. A CUDA device is noted as named by the step."""
-        target = wanted(device)
+        target = device_of_argument(device)
         if target.type == "cuda" and device is not CUDA:  # the user only passed on a tensor's own device
-            self._card.name()
+            self._card.note_cuda_named()
         return target
 
-    def factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a factory: it makes its tensor on the CPU and records on which device it should lie."""
+    def emulated_factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that creates a tensor (``make``: `torch.zeros`), so that ``device="cuda"`` creates it on the
+        CPU and notes that it is on the card."""
         card = self._card
 
         def make_on_device(*args: Any, **kwargs: Any) -> Any:
+            """Call the factory for a CPU tensor, and record on which device it is to lie."""
             device = kwargs.get("device")
-            if card.inside():
+            if card.inside():  # torch's own call within an op
                 return make(*args, **kwargs)
             kwargs.pop("pin_memory", None)  # refused without a GPU; pinned memory is the host's
             if device is None:
-                if args and isinstance(args[0], torch.Tensor):
-                    return make(*args, **kwargs)  # like its argument
-                with card.going(CPU):  # unless a default device is set, which is applied inside
+                if args and isinstance(args[0], torch.Tensor):  # as `zeros_like`: on the argument's device
+                    return make(*args, **kwargs)
+                with card.placing(CPU):  # a default device, if set, is applied within
                     return make(*args, **kwargs)
             place = self.named_device(device)
-            if place.type not in ("cuda", "cpu"):
+            if place.type not in ("cuda", "cpu"):  # "meta"
                 return make(*args, **kwargs)
-            with card.going(place):
+            with card.placing(place):
                 value = make(*args, **kwargs | {"device": CPU})
-            # `torch.as_tensor` may return its argument, which lies elsewhere
+            # `torch.as_tensor` may return its argument, which may be on the other device
             if isinstance(value, torch.Tensor) and self._moves(value, place):
-                return self._moved(value, place)
+                return self._move(value, place)
             return value
 
         make_on_device.__name__ = getattr(make, "__name__", "made")
         return make_on_device
 
     def to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """`torch.Tensor.to`."""
+        """Emulate `torch.Tensor.to`: copy between host and card if the tensor is on the other one."""
         if self._card.inside():
             return _TO(tensor, *args, **kwargs)
-        device, others, kwargs = _split(args, kwargs)
+        device, others, kwargs = _split_device(args, kwargs)
         if device is None:
             return _TO(tensor, *others, **kwargs)
         place = self.named_device(device)
@@ -96,22 +100,22 @@ class _Tensors:
             return _TO(tensor, place, *others, **kwargs)
         if not self._moves(tensor, place):
             return _TO(tensor, *others, **kwargs) if others or kwargs else tensor
-        return self._moved(tensor, place, *others, **kwargs)
+        return self._move(tensor, place, *others, **kwargs)
 
     def cuda(self, tensor: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         """`torch.Tensor.cuda`."""
         if not self._card.inside():
-            self._card.name()
+            self._card.note_cuda_named()
         return self.to(tensor, CUDA if device is None else device, **kwargs)
 
     def cpu(self, tensor: Any, **kwargs: Any) -> Any:
         """`torch.Tensor.cpu`. Copies even if the step never names CUDA: a step for a card calls it for that."""
         if self._card.everything and not self._card.inside() and self._card.holds(tensor):
-            return self._moved(tensor, CPU, **kwargs)
+            return self._move(tensor, CPU, **kwargs)
         return self.to(tensor, CPU, **kwargs)
 
     def type(self, tensor: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        """`torch.Tensor.type`, which can name a device, too."""
+        """Emulate `torch.Tensor.type`, whose argument can name a device, too ("torch.cuda.FloatTensor")."""
         name = dtype if isinstance(dtype, str) else f"{getattr(dtype, '__module__', '')}."
         name += "" if isinstance(dtype, str) else getattr(dtype, "__name__", "")
         if self._card.inside() or not name.startswith("torch.cuda."):
@@ -119,15 +123,15 @@ class _Tensors:
         return self.cuda(_TYPE(tensor, name.replace("torch.cuda.", "torch.")))
 
     def pin_memory(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """`torch.Tensor.pin_memory`: a copy in the host's memory."""
+        """Emulate `torch.Tensor.pin_memory` by a copy in the host's memory."""
         if self._card.inside():
             return tensor
-        self._card.name()
-        with self._card.going(CPU):
+        self._card.note_cuda_named()
+        with self._card.placing(CPU):
             return tensor.clone()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """`torch.Tensor.record_stream`: when freed, the block waits for this stream."""
+        """Emulate `torch.Tensor.record_stream`: note a stream that the block has to wait for when it is freed."""
         entry = self._card.ledger.find(tensor)
         if entry is not None:
             number = getattr(stream, "stream_id", 0)
@@ -139,13 +143,14 @@ class _Tensors:
             return False
         return (place.type == "cuda") != self._card.holds(tensor)
 
-    def _moved(self, tensor: Any, place: torch.device, *others: Any, **kwargs: Any) -> Any:
+    def _move(self, tensor: Any, place: torch.device, *others: Any, **kwargs: Any) -> Any:
+        """Copy a tensor to the other device; the further arguments are those of `torch.Tensor.to`."""
         layout = kwargs.pop("memory_format", None) or torch.preserve_format
         with _torch.no_modes():
             target = _TO(torch.empty((), dtype=tensor.dtype, device="meta"), *others, **kwargs)  # parses the arguments
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return _Moved.apply(tensor, self._card, place, target.dtype, layout)
-        return _copied(tensor, self._card, place, target.dtype, layout)
+            return _DeviceCopy.apply(tensor, self._card, place, target.dtype, layout)
+        return _copy_to(tensor, self._card, place, target.dtype, layout)
 
 
 def _method(bound: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,28 +162,29 @@ _TO = torch.Tensor.to
 _TYPE = torch.Tensor.type
 
 
-class _Moved(torch.autograd.Function):
+class _DeviceCopy(torch.autograd.Function):
     """A differentiable copy between host and card."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, card: Any, place: Any, dtype: Any, layout: Any) -> Any:  # type: ignore[override]
         """Copy to the target device."""
         ctx.card, ctx.dtype, ctx.source = card, tensor.dtype, CUDA if card.holds(tensor) else CPU
-        return _copied(tensor, card, place, dtype, layout)
+        return _copy_to(tensor, card, place, dtype, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
         """Copy the gradient back to the source device."""
-        return _copied(gradient, ctx.card, ctx.source, ctx.dtype, torch.preserve_format), None, None, None, None
+        return _copy_to(gradient, ctx.card, ctx.source, ctx.dtype, torch.preserve_format), None, None, None, None
 
 
-def _copied(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
-    with card.moving(place):
+def _copy_to(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
+    """Copy a tensor below autograd; the copy lies on ``place``."""
+    with card.placing_only(place):
         return _torch.copied(tensor, dtype, layout)
 
 
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The device among the arguments of `to`, and the other arguments."""
+def _split_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Split the arguments of `torch.Tensor.to` into the device (None if there is none) and the others."""
     kwargs = dict(kwargs)
     device, first = kwargs.pop("device", None), args[0] if args else kwargs.pop("other", None)
     if isinstance(first, torch.Tensor):

@@ -80,7 +80,7 @@ def offer(name: str, among: Iterable[str]) -> str:
         return f"Did you mean {' or '.join(near)}?"
     if not names:
         return ""
-    return f"There is {_listed(names)}"
+    return f"There is {_first_ten(names)}"
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
@@ -118,17 +118,17 @@ def check_arguments(
             near = difflib.get_close_matches(name, settable, n=1)
             raise InputError(
                 f"{title} has no argument {name!r}",
-                expected=f"one of {_listed(settable)}" if settable else "none: it takes no arguments",
+                expected=f"one of {_first_ten(settable)}" if settable else "none: it takes no arguments",
                 do=offer(name, settable) if near else f"Change {option}, or leave it out",
             )
     missing = [name for name in free if known[name].default is kinds.empty and name not in arguments]
     if missing:
         raise InputError(
-            f"{title} needs {_listed(missing)}, without a default",
+            f"{title} needs {_first_ten(missing)}, without a default",
             expected="a value for each argument without a default",
             do=f"Give {' '.join(f'{option} {name}=VALUE' for name in missing)}",
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _first_ten(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

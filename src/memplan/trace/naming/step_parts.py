@@ -95,6 +95,7 @@ def _check_callable(value: Any, option: str, expected: str) -> Any:
 
 
 def _optimizers() -> dict[str, Any]:
+    """Return the optimizers of torch.optim by their names in lower case."""
     import torch
 
     classes = {name.lower(): value for name, value in vars(torch.optim).items() if inspect.isclass(value)}

@@ -169,6 +169,7 @@ def short(path: str) -> str:
 
 
 def _import_file(place: str) -> ModuleType:
+    """Import a file as a module: as that of its package, if it is in one, with its folder on ``sys.path``."""
     path = Path(place)
     if not os.path.isfile(path) or path.suffix != ".py":
         raise _no_file(path)
@@ -178,8 +179,8 @@ def _import_file(place: str) -> ModuleType:
         folder, name = folder.parent, f"{folder.name}.{name}"
     _put_first(str(folder))
     if "." in name:
-        return _imported(place, lambda: importlib.import_module(name.removesuffix(".__init__")))
-    return _imported(place, lambda: _load(path))
+        return _import_by(place, lambda: importlib.import_module(name.removesuffix(".__init__")))
+    return _import_by(place, lambda: _load(path))
 
 
 def _load(path: Path) -> ModuleType:
@@ -204,11 +205,12 @@ def _load(path: Path) -> ModuleType:
 
 
 def _import_module(place: str) -> ModuleType:
+    """Import a module by its dotted name, with the working directory on ``sys.path``."""
     if not all(part.isidentifier() for part in place.split(".")):
         raise TargetError(f"{place!r} is no module's name", expected=FORM, do="Write it so")
     _put_first(os.getcwd())
     try:
-        return _imported(place, lambda: importlib.import_module(place))
+        return _import_by(place, lambda: importlib.import_module(place))
     except TargetError as error:
         cause = error.__cause__
         missing = cause.name if isinstance(cause, ModuleNotFoundError) and cause.name else ""
@@ -217,7 +219,8 @@ def _import_module(place: str) -> ModuleType:
         raise
 
 
-def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
+def _import_by(place: str, load: Callable[[], ModuleType]) -> ModuleType:
+    """Import by ``load``; what the user's module raises becomes a TargetError, except memplan's own errors."""
     try:
         with contained(f"importing {place}"):
             return load()
@@ -228,6 +231,7 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _import_failed(place: str, error: Exception) -> TargetError:
+    """Return the error for a module whose import raised, with the user's line and what to install."""
     where = location(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error).strip().split("\n")[0]
     do = "Correct it there"
@@ -269,6 +273,7 @@ def _functions(path: str) -> list[str]:
 
 
 def _no_file(path: Path) -> TargetError:
+    """Return the error for a path that is no Python file, with similar names in its folder."""
     siblings = [file.name for file in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
     if os.path.isdir(path):
         problem = f"{path} is a folder"
@@ -283,6 +288,8 @@ def _no_file(path: Path) -> TargetError:
 
 
 def _no_module(place: str, missing: str) -> TargetError:
+    """Return the error for a module that does not exist, with similar names beside it. ``missing``: the part of the
+    dotted name ``place`` up to which Python found nothing."""
     parent, _, name = missing.rpartition(".")
     paths = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [os.getcwd()]
     siblings = [f"{parent}.{module.name}" if parent else module.name for module in pkgutil.iter_modules(paths)]

@@ -11,16 +11,16 @@ _ROOT, _MERGED = -1, -2
 
 
 def without_mode(profile: _torch.Profile) -> _torch.Profile:
-    """Return the profile of a run under a mode as it would be without the mode.
+    """Return the profile of a run under a dispatch mode with the calls of a run without it.
 
-    An op under the mode is called twice, by the step and then by the mode: these are merged.
+    Under the mode an op is called twice, by the step and then, within that call, by the mode: the two are merged.
     """
-    merged = list(range(len(profile.calls)))
+    merged = list(range(len(profile.calls)))  # call -> the call that it is merged into, or itself
     calls = list(profile.calls)
     for number, call in enumerate(profile.calls):
         parent = merged[call.parent] if call.parent >= 0 else _ROOT
         calls[number] = call._replace(parent=parent)
-        # the mode may call the in-place variant
+        # the mode may call the in-place variant ("add_" within "add")
         if call.at_mark and parent != _ROOT and call.name.rstrip("_") == calls[parent].name.rstrip("_"):
             merged[number] = parent
             calls[parent] = calls[parent]._replace(name=call.name, mark=call.mark, at_mark=True)
@@ -30,7 +30,10 @@ def without_mode(profile: _torch.Profile) -> _torch.Profile:
 
 
 def matched_calls(first: Sequence[_torch.Call], second: Sequence[_torch.Call]) -> dict[int, int]:
-    """Return call of the first run -> call of the second. Children of matched calls match by name, in order."""
+    """Match the calls of two runs as trees: children of matched calls match by name, in order.
+
+    Returns call of the first run -> call of the second.
+    """
     children_of_first, children_of_second = _children(first), _children(second)
     matched = {_ROOT: _ROOT}
     stack = [(_ROOT, _ROOT)]
@@ -45,6 +48,7 @@ def matched_calls(first: Sequence[_torch.Call], second: Sequence[_torch.Call]) -
 
 
 def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
+    """Return call -> the calls directly within it, in order."""
     children: dict[int, list[int]] = {number: [] for number in range(_ROOT, len(calls))}
     for number, call in enumerate(calls):
         if call.parent != _MERGED:
@@ -53,12 +57,19 @@ def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
 
 
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return index pairs of equal items of two sequences, in order: their common beginning and end, then difflib's."""
-    low = _common_prefix(first, second)
-    high = _common_prefix(first[low:][::-1], second[low:][::-1])
-    ends = len(first) - high, len(second) - high
-    between = SequenceMatcher(None, first[low : ends[0]], second[low : ends[1]], autojunk=False)
-    blocks = [(0, 0, low), *((low + i, low + j, size) for i, j, size in between.get_matching_blocks()), (*ends, high)]
+    """Align two sequences: return the index pairs of items that match, in order.
+
+    Most runs are nearly equal, so the common prefix and suffix match at once; between them, difflib decides.
+    """
+    prefix = _common_prefix(first, second)
+    suffix = _common_prefix(first[prefix:][::-1], second[prefix:][::-1])
+    ends = len(first) - suffix, len(second) - suffix
+    differing = SequenceMatcher(None, first[prefix : ends[0]], second[prefix : ends[1]], autojunk=False)
+    blocks = [
+        (0, 0, prefix),
+        *((prefix + i, prefix + j, size) for i, j, size in differing.get_matching_blocks()),
+        (*ends, suffix),
+    ]
     return [(i + k, j + k) for i, j, size in blocks for k in range(size)]
 
 

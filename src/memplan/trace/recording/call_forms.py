@@ -14,7 +14,7 @@ from memplan.trace.records import Form, Option, View
 
 
 class Forms:
-    """Records how each op was called, and the tensors that modules returned."""
+    """Records the call of each forward op, and the tensors that modules returned, for checks that trace positions."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.forms: list[Form] = []
@@ -40,6 +40,7 @@ class Forms:
         self.returned.append((module, after, tuple(self._views(list(tensors_in(result))))))
 
     def _arguments_of(self, func: Any) -> list[tuple[int, str, bool, Any]]:
+        """Return (position, name, whether it takes tensors, default) of each argument of an op."""
         arguments = self._arguments.get(func)
         if arguments is None:
             arguments = self._arguments[func] = [
@@ -49,6 +50,7 @@ class Forms:
         return arguments
 
     def _views(self, value: Any) -> Iterator[View]:
+        """Yield each dense tensor in a value, or in nested lists and tuples, as a view of its storage."""
         if isinstance(value, torch.Tensor):
             entry = self._ledger.find(value) if value.layout == torch.strided else None
             if entry is not None:

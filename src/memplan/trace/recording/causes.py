@@ -73,22 +73,28 @@ def trace_of(
 
 @dataclass(slots=True)
 class _Names:
+    """Names of modules and of the parameters and buffers in them."""
+
     modules: dict[int, str] = field(default_factory=dict)
+    """id() of a module -> its path."""
     layers: list[Layer] = field(default_factory=list)
     storages: dict[int, str] = field(default_factory=dict)
+    """Storage of a parameter or buffer -> its name, such as "fc.weight"."""
     owners: dict[int, str] = field(default_factory=dict)
+    """Storage of a parameter or buffer -> path of its module."""
 
 
 def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines, ...] = ()) -> StepParts:
-    """Resolve names and causes. Call it while the step's models are alive.
+    """Turn an observer's records into the parts of a trace. Call it while the step's models are alive, which name the
+    layers.
 
-    ``ticks``: of the ledger, at which building and each step ended.
+    ``ticks``: ticks of the ledger at which building and each step ended.
     """
-    names = _name(observer)
+    names = _name_layers(observer)
     ops = _ops(observer, names)
-    sharers = _sharers(observer, ops)
+    sharers = _saving_ops(observer, ops)
     for entry in observer.ledger.entries:
-        for companion in entry.companions:  # a hidden storage is saved with its owner
+        for companion in entry.companions:  # a storage without a tensor is saved together with its owner
             if entry.id in sharers:
                 sharers.setdefault(companion.id, sharers[entry.id])
     storages = list[Storage]()
@@ -102,8 +108,9 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
         cause = _cause(entry, observer, ops, sharers, updated, computed, ticks[0])
         weight = observer.ownership.gradients.get(entry.id, entry.id)
         storages.append(Storage(
-            entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, entry.device,
-            names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())), entry.low, entry.stream, entry.used_on,
+            id=entry.id, bytes=entry.bytes, cause=cause, born=entry.born, died=entry.died, op=entry.op,
+            dtype=entry.dtype, shape=entry.shape, device=entry.device, name=names.storages.get(weight, ""),
+            sharers=tuple(sharers.get(entry.id, ())), low=entry.low, stream=entry.stream, used_on=entry.used_on,
         ))  # fmt: skip
     forms = observer.forms
     returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in forms.returned)
@@ -138,7 +145,8 @@ def module_names(place: Place) -> dict[int, str]:
     return result
 
 
-def _name(observer: Observer) -> _Names:
+def _name_layers(observer: Observer) -> _Names:
+    """Return the names of all live modules, with a Layer for each."""
     names = _Names(module_names(observer.place))
     for module in observer.place.live_modules():
         layer = _layer(module, names, observer)
@@ -148,10 +156,11 @@ def _name(observer: Observer) -> _Names:
 
 
 def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None:
+    """Return the Layer of a module, and enter its parameters and buffers into ``names``; None if it has no path."""
     path = names.modules.get(id(module))
     if path is None:
         return None
-    owned: list[list[int]] = [[], []]
+    owned: list[list[int]] = [[], []]  # storages of parameters, of buffers
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     for kind, tensors in enumerate((parameters, buffers)):
@@ -167,6 +176,8 @@ def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None
 
 
 def _ops(observer: Observer, names: _Names) -> list[Op]:
+    """Return an Op for each note. A backward op gets layer and line of its forward op, else the layer whose weight it
+    works on."""
     frames: dict[tuple[str, int], str | None] = {}
     ops: list[Op] = []
     for index, note in enumerate(observer.notes):
@@ -181,18 +192,18 @@ def _ops(observer: Observer, names: _Names) -> list[Op]:
         if source is not None:
             layer, where = ops[source].layer, ops[source].where
         elif note.phase in ("backward", "optimizer") and not layer:
-            layer = _owner(note, observer, names)
+            layer = _owning_layer(note, observer, names)
         ops.append(
             Op(
-                index, note.name, note.phase, note.step, layer, where, note.start, note.end,
-                tuple(Operand(name, storage) for name, storage in note.reads), tuple(note.writes),
-                note.needs_grad, source, recomputed,
+                index=index, name=note.name, phase=note.phase, step=note.step, layer=layer, where=where,
+                start=note.start, end=note.end, reads=tuple(Operand(name, storage) for name, storage in note.reads),
+                writes=tuple(note.writes), needs_grad=note.needs_grad, gradient_of=source, recomputed=recomputed,
             )
         )  # fmt: skip
     return ops
 
 
-def _owner(note: Note, observer: Observer, names: _Names) -> str:
+def _owning_layer(note: Note, observer: Observer, names: _Names) -> str:
     """Return the layer of the only weight whose value or gradient an op reads or writes; "" if there are several."""
     gradients = observer.ownership.gradients
     owners = {
@@ -203,8 +214,8 @@ def _owner(note: Note, observer: Observer, names: _Names) -> str:
     return owners.pop() if len(owners) == 1 else ""
 
 
-def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
-    """Return storage -> forward ops whose derivative formulas read it."""
+def _saving_ops(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
+    """Return storage -> the forward ops that saved it for backward: those whose derivative formulas read it."""
     entries = observer.ledger.entries
     by_storage: dict[int, dict[tuple[int, str], Sharer]] = {}
     recomputed = _recomputed_roles(ops)
@@ -216,7 +227,7 @@ def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
             allocating = entries[read.storage].op
             maker = ops[allocating] if allocating is not None else None
             if maker is not None and maker.phase == "backward" and not maker.recomputed and maker.index > source.index:
-                continue
+                continue  # a gradient or temporary of this backward pass
             if maker is not None and maker.phase == "optimizer":
                 continue
             for role in _roles(source, read, recomputed):
@@ -288,6 +299,7 @@ def _cause(
     computed: set[int],
     first_step: int,
 ) -> Cause:
+    """Return why a storage exists. Owners come first, then when it was allocated, then its op and who saves it."""
     ownership = observer.ownership
     if entry.id in ownership.workspaces:
         return "workspace"

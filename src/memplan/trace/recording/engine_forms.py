@@ -1,4 +1,4 @@
-"""Ops that torch runs in place, and only under a dispatch mode out of place: in autograd's engine and linear layers."""
+"""Finds ops that torch would run in place without a dispatch mode: in autograd's engine and in linear layers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from memplan.trace.semantics.layout import is_dense
 _ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
 _NEGATED = "aten.neg.default"
 _MAX_OPS_BETWEEN = 3
-"""Between the zeros that a derivative formula allocates and its write into them there may be ops, on indices say."""
+"""Ops at most, as on indices, between the zeros that a derivative formula allocates and its write into them."""
 
 
 class EngineForms:
-    """Recognizes ops that would run in place without a dispatch mode."""
+    """Recognizes ops that would run in place without a dispatch mode, so that a recording counts no new tensor."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._buffered: tuple[int, int] | None = None
-        self._linear = False
-        self.calibrating: list[tuple[int, int]] | None = None
-        """While calibrating: use counts of the left operands of the engine's additions."""
+        self._buffered_use_counts: tuple[int, int] | None = None
+        """Use counts (see `_torch.use_counts`) of a gradient that only the engine's buffer references."""
+        self._in_linear = False
+        self.use_counts: list[tuple[int, int]] | None = None
+        """While `calibrate` runs: use counts of the left operands of additions in the backward pass; else None."""
 
     def set_in_linear(self, inside: bool) -> None:
         """Set whether `torch.nn.functional.linear` is running."""
-        self._linear = inside
+        self._in_linear = inside
 
-    def is_on_zeros(self, target: Any, notes: Sequence[Note]) -> bool:
+    def writes_fresh_zeros(self, target: Any, notes: Sequence[Note]) -> bool:
         """Return whether a derivative formula writes into zeros that it has just allocated.
 
         It does so in place; under a dispatch mode it calls the functional op, which allocates another tensor
@@ -42,12 +43,12 @@ class EngineForms:
         entry = self._ledger.find(target)
         if entry is None or entry.op is None or notes[entry.op].name not in _ZEROS:
             return False
-        since = notes[entry.op + 1 :]
-        if len(since) > _MAX_OPS_BETWEEN or any(entry.id == read for note in since for _, read in note.reads):
+        later = notes[entry.op + 1 :]
+        if len(later) > _MAX_OPS_BETWEEN or any(entry.id == read for note in later for _, read in note.reads):
             return False
         return _torch.called_by_engine()
 
-    def in_formula(self, op: Any, args: tuple[Any, ...], notes: Sequence[Note]) -> Any:
+    def in_place_variant(self, op: Any, args: tuple[Any, ...], notes: Sequence[Note]) -> Any:
         """Return the in-place variant of an op if a derivative formula applies it to its own temporary, or None."""
         in_place, nodes = _torch.IN_PLACE_IN_FORMULAS.get(op, (None, ()))
         if in_place is None or not _torch.in_backward() or torch.is_grad_enabled():
@@ -62,13 +63,17 @@ class EngineForms:
         return in_place if notes[entry.op].name != _NEGATED and _torch.called_by_engine() else None
 
     def calibrate(self) -> None:
-        """Learn the use count of a gradient that only the engine's buffer references. Call it under the mode."""
-        self.calibrating = []
+        """Measure the use counts of a gradient that only the engine's buffer references, under the dispatch mode.
+
+        `y` gets two gradients here, which the engine adds; while `use_counts` is a list, the observer's dispatch adds
+        the counts of the buffered one. `is_in_place` compares with them: torch gives no other sign of such a gradient.
+        """
+        self.use_counts = []
         x = torch.ones(2, requires_grad=True)
         y = x * 2
         (y.sigmoid() + y.tanh()).sum().backward()
-        self._buffered = self.calibrating[0] if self.calibrating else None
-        self.calibrating = None
+        self._buffered_use_counts = self.use_counts[0] if self.use_counts else None
+        self.use_counts = None
 
     def is_in_place(self, args: tuple[Any, ...], notes: Sequence[Note]) -> bool:
         """Return whether an addition would be in place: of a gradient in the engine's buffer, or of a linear's bias.
@@ -76,21 +81,25 @@ class EngineForms:
         The engine accumulates in place if nothing else references the buffered gradient
         (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`), but never under a dispatch mode.
         """
-        if self._linear:
+        if self._in_linear:
             return isinstance(args[1], torch.Tensor) and args[1].shape == args[0].shape[-1:]
-        if self._buffered is None or not _torch.in_backward() or torch.is_grad_enabled():
+        if self._buffered_use_counts is None or not _torch.in_backward() or torch.is_grad_enabled():
             return False
         gradient, other = args[0], args[1]
         if not isinstance(other, torch.Tensor) or gradient.shape != other.shape or gradient.dtype != other.dtype:
             return False
-        if _torch.is_sparse(gradient) or _torch.use_counts(gradient) != self._buffered or not is_dense(gradient):
+        if (
+            _torch.is_sparse(gradient)
+            or _torch.use_counts(gradient) != self._buffered_use_counts
+            or not is_dense(gradient)
+        ):
             return False
-        node = _torch.backward_node()  # that ran last
+        node = _torch.backward_node()  # the node that ran last
         by_node = node is not None and self._is_result_of(node, gradient, notes)
         if _torch.is_sparse(other):
             # a buffered sparse gradient is added to a new dense one; the reverse allocates (input_buffer.cpp)
             return by_node and _torch.called_by_engine()
-        if by_node and not _torch.gives_twice(node):
+        if by_node and not _torch.sends_two_gradients(node):
             return False  # an addition within the formula
         return _torch.called_by_engine()
 

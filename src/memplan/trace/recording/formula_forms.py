@@ -22,10 +22,10 @@ Bytes = Callable[[tuple[Any, ...], Any], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an op that a formula runs under a mode allocates without one."""
+    """What torch allocates without a dispatch mode in place of an op that a derivative formula runs under one."""
 
     absent: bool = False
-    """There is no such op: its result has no memory."""
+    """Whether there is no such op: its result has no memory."""
     temporaries: Bytes = lambda args, result: ()
     """Temporaries of the op, which replace its usual workspaces."""
     assumption: str | None = None
@@ -33,12 +33,13 @@ class Form:
 
 
 def _mask_of_largest(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """Temporaries: a tensor with ones where the element is the largest, and the same as integers to count them."""
+    """Temporaries of sharing a gradient among equal largest elements: their mask in the default dtype, and the mask as
+    int64, to count them."""
     return args[0].numel() * torch.get_default_dtype().itemsize, args[0].numel() * 8
 
 
 def _zero_count(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """Temporaries: the mask of zero elements, the same as integers, and their number along the dimension."""
+    """Temporaries of a product's gradient: the mask of zeros, the mask as int64, and its sum along the dimension."""
     count = result.numel()
     return count, 8 * count, 8 * count // result.shape[args[1] if len(args) > 1 else 0]
 
@@ -53,7 +54,7 @@ def _masked_select_on_card(args: tuple[Any, ...], result: Any) -> tuple[int, ...
     return (result.numel() * max(1, result.dim()) * 8,)
 
 
-def _flipped(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
+def _reversed_cumsum(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
     """Temporaries of a reverse cumulative sum: the flipped input, and the sums before they are flipped back."""
     size = result.numel() * result.element_size()
     return size, size
@@ -81,7 +82,7 @@ _CUMPROD: dict[str, Form | tuple[Form | None, ...]] = {
     **{f"aten.{name}": _ABSENT for name in _CUMPROD_ABSENT},
     **{f"aten.{name}": (None, _ABSENT) for name in ("mul.Tensor", "eq.Scalar")},  # the first is as it is
     **{f"aten.{name}": (_ABSENT, None) for name in ("cumsum.default", "where.self")},  # the last, the result
-    "aten.stack.default": Form(temporaries=_flipped),  # 2.11: the result of the loop
+    "aten.stack.default": Form(temporaries=_reversed_cumsum),  # 2.11: the result of the loop
 }
 FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
     **dict.fromkeys(_LARGEST, _SHARED_EVENLY),
@@ -105,7 +106,8 @@ _NO_MEMORY = "aten._efficientzerotensor.default"
 def form_of(
     op: str, notes: Sequence[Note], report: Callable[[str], None] | None = None, device: str = HOST
 ) -> Form | None:
-    """Return the Form of the op that runs now, the last of ``notes``, or None if a mode does not change it.
+    """Return what the running op (the last of ``notes``) allocates without a dispatch mode; None if the same as under
+    one.
 
     ``report`` receives the text of its assumption; ``device`` is that of the op's results.
     """
@@ -118,7 +120,7 @@ def form_of(
     form = None if node is None else table.get(node.name(), {}).get(op)
     if isinstance(form, tuple):
         form = form[min(_calls_before(op, notes), len(form) - 1)]
-    if form is None or not _torch.called_by_engine():  # a hook of the user's
+    if form is None or not _torch.called_by_engine():  # called by a hook, not by the formula
         return None
     if form.assumption is not None and report is not None:
         report(form.assumption)

@@ -32,7 +32,7 @@ class _Token:
         self._owner, self._entry = owner, entry
 
     def __del__(self) -> None:
-        self._owner.end(self._entry)
+        self._owner.free(self._entry)
 
 
 class HeldScalars:
@@ -40,30 +40,32 @@ class HeldScalars:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._new: tuple[weakref.ref[torch.Tensor], Entry] | None = None
+        self._allocated: tuple[weakref.ref[torch.Tensor], Entry] | None = None
+        """Result of the last op and its scalar, to attach to the result's autograd node when that exists."""
         self._by_sequence: dict[int, Entry] = {}
-        self._running: int | None = None
+        """Sequence number of an autograd node -> its scalar."""
+        self._running_node: int | None = None
+        """Sequence number of the running node, if its scalar is freed after it."""
 
     def save(self, name: str, args: tuple[Any, ...], result: Any, index: int) -> None:
         """Allocate the scalar operand of an op that has run, which the node of its result saves."""
         if name not in _OPS or isinstance(args[1], torch.Tensor) or self._ledger.real:
             return
-        if _torch.is_view(
-            result
-        ):  # autograd may create its node during a dispatch, holding a lock that `grad_fn` waits for
+        if _torch.is_view(result):  # reading its `grad_fn` in a dispatch can wait for a lock that autograd holds
             return
-        self._new = weakref.ref(result), self._ledger.hidden(wrapped(args[1]).itemsize, index)
+        self._allocated = weakref.ref(result), self._ledger.allocate_hidden(wrapped(args[1]).itemsize, index)
 
     def before_op(self, sequence: int | None) -> None:
-        """Free the scalar of the node that has just run. ``sequence``: of the node running now, None in forward."""
-        if self._new is not None:
-            self._attach(*self._new)
-            self._new = None
-        if self._running is not None and sequence != self._running:
-            self.end(self._by_sequence.pop(self._running))
-            self._running = None
+        """Attach the last op's scalar to its node, and free the scalar of a node that has just run. Called before each
+        op; ``sequence`` is that of the running node, None in forward."""
+        if self._allocated is not None:
+            self._attach(*self._allocated)
+            self._allocated = None
+        if self._running_node is not None and sequence != self._running_node:
+            self.free(self._by_sequence.pop(self._running_node))
+            self._running_node = None
         if sequence in self._by_sequence and not _torch.keeps_graph():
-            self._running = sequence
+            self._running_node = sequence
 
     def without_held(
         self, workspaces: Sequence[Extra], name: str, args: tuple[Any, ...], sequence: int | None
@@ -77,15 +79,16 @@ class HeldScalars:
         return (Extra(workspaces[0].bytes - wrapped(args[1]).itemsize),)
 
     def _attach(self, reference: weakref.ref[torch.Tensor], entry: Entry) -> None:
+        """Let the result's autograd node own a scalar; free it if there is no such node."""
         result = reference()
         node: Any = None if result is None else result.grad_fn
         if node is None:
-            self.end(entry)
+            self.free(entry)
             return
         node.metadata[self] = _Token(self, entry)
         self._by_sequence[_torch.node_sequence(node)] = entry
 
-    def end(self, entry: Entry) -> None:
+    def free(self, entry: Entry) -> None:
         """Free a scalar, unless it is freed already."""
         if entry.died is None:
-            self._ledger.end(entry)
+            self._ledger.free(entry)

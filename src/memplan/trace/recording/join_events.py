@@ -50,9 +50,9 @@ def join(
     calls = matched_calls(named.calls, plain.calls)
     named_events, events = _Events(named), _Events(plain)
     same = _same_allocations(named_events, named, events, plain, calls)
-    in_named = _numbers(entries, _on_clock(parts.ops, named_events, named.ranges), named_events)
+    in_named = _allocation_numbers(entries, _on_clock(parts.ops, named_events, named.ranges), named_events)
     number_of = {entry: same[number] for entry, number in in_named.items() if number in same}
-    ops = _on_clock(parts.ops, events, _ranges(named, plain, calls))
+    ops = _on_clock(parts.ops, events, _op_ranges_of_plain_run(named, plain, calls))
     op_of = _ops_of_calls(named, plain, calls)
     steps = [events.tick(start) for start in _starts_of_steps(plain)]
     known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}
@@ -64,7 +64,7 @@ def join(
         op = op_of.get(allocation.call, bisect_left(starts, allocation.born))
         storage = known.get(number)
         if storage is None:
-            explained = op < len(ops) and events.is_part(allocation, ops[op])
+            explained = op < len(ops) and events.is_freed_before_next(allocation, ops[op])
             op = op if op < len(ops) else None
             workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
             lost += 0 if explained or workspace else allocation.bytes
@@ -76,13 +76,19 @@ def join(
         ops=tuple(_renumbered(op, number_of) for op in ops),
         storages=tuple(storages),
         layers=tuple(
-            replace(layer, weights=_ids(layer.weights, number_of), buffers=_ids(layer.buffers, number_of))
+            replace(
+                layer,
+                weights=_renumbered_ids(layer.weights, number_of),
+                buffers=_renumbered_ids(layer.buffers, number_of),
+            )
             for layer in parts.layers
         ),
         steps=tuple(steps),
         end=len(events.times),
-        forms=tuple(_form(form, number_of) for form in parts.forms),
-        returned=tuple(replace(module, tensors=_views(module.tensors, number_of)) for module in parts.returned),
+        forms=tuple(_renumbered_form(form, number_of) for form in parts.forms),
+        returned=tuple(
+            replace(module, tensors=_renumbered_views(module.tensors, number_of)) for module in parts.returned
+        ),
         lines=on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
     )
     return Joined(
@@ -124,7 +130,7 @@ class _Allocation:
 
 
 class _Events:
-    """The allocator's events, numbered from 1, without frees of older allocations."""
+    """The allocator's events of a profile as a clock: ticks count them from 1, without frees of older allocations."""
 
     def __init__(self, record: _torch.Profile) -> None:
         self.allocations: list[_Allocation] = []
@@ -148,15 +154,16 @@ class _Events:
         """Return the tick of the last event up to a time in ns."""
         return bisect_right(self.times, time)
 
-    def is_part(self, allocation: _Allocation, op: Op) -> bool:
-        """Return whether nothing is allocated between an op and the free of an allocation, as of a wrapped scalar."""
+    def is_freed_before_next(self, allocation: _Allocation, op: Op) -> bool:
+        """Return whether an allocation is freed before anything else is allocated after an op, so that it is a part of
+        that op, such as a wrapped scalar."""
         if allocation.died is None:
             return False
-        born = self._born_ticks
-        return bisect_right(born, op.end) >= bisect_left(born, allocation.died)
+        ticks = self._born_ticks
+        return bisect_right(ticks, op.end) >= bisect_left(ticks, allocation.died)
 
     def find(self, address: int, tick: int) -> int | None:
-        """Return the number of the allocation that is live at an address after a tick."""
+        """Return the number of the allocation that is live at an address right after a tick; None if none is."""
         for allocation in reversed(self._by_address.get(address, ())):
             if allocation.born <= tick:
                 return allocation.number if allocation.died is None or allocation.died > tick else None
@@ -170,8 +177,8 @@ def _same_allocations(
 
     Allocations within matched calls match by size, in order. A call without a match counts as part of its parent.
     """
-    in_named = _by_call(named_events, named.calls, set(calls))
-    in_plain = _by_call(events, plain.calls, set(calls.values()))
+    in_named = _grouped_by_call(named_events, named.calls, set(calls))
+    in_plain = _grouped_by_call(events, plain.calls, set(calls.values()))
     same: dict[int, int] = {}
     for call, other in calls.items():
         first, second = in_named.get(call, []), in_plain.get(other, [])
@@ -180,8 +187,8 @@ def _same_allocations(
     return same
 
 
-def _by_call(events: _Events, calls: list[_torch.Call], among: set[int]) -> dict[int, list[_Allocation]]:
-    """Group allocations by their innermost call that is in ``among``."""
+def _grouped_by_call(events: _Events, calls: list[_torch.Call], among: set[int]) -> dict[int, list[_Allocation]]:
+    """Group allocations by the innermost call around them that is in ``among``."""
     grouped: dict[int, list[_Allocation]] = {}
     for allocation in events.allocations:
         call = allocation.call
@@ -191,7 +198,9 @@ def _by_call(events: _Events, calls: list[_torch.Call], among: set[int]) -> dict
     return grouped
 
 
-def _ranges(named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]) -> dict[str, tuple[int, int]]:
+def _op_ranges_of_plain_run(
+    named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]
+) -> dict[str, tuple[int, int]]:
     """Return mark of an op under the mode -> (start, end) of the op in the plain run."""
     ranges: dict[str, tuple[int, int]] = {}
     for number, call in enumerate(named.calls):
@@ -226,7 +235,8 @@ def _names_of(allocations: Iterable[_Allocation], calls: list[_torch.Call]) -> t
 
 
 def _on_clock(ops: Iterable[Op], events: _Events, ranges: dict[str, tuple[int, int]]) -> list[Op]:
-    """Return the ops with ticks of ``events``; an op without a range takes none."""
+    """Return the ops with start and end in ticks of ``events``, by the time ranges of their marks. Ops without a range
+    span no tick."""
     result: list[Op] = []
     tick = 0
     for op in ops:
@@ -236,8 +246,8 @@ def _on_clock(ops: Iterable[Op], events: _Events, ranges: dict[str, tuple[int, i
     return result
 
 
-def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, int]:
-    """Return id of a ledger entry -> number of its allocation."""
+def _allocation_numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, int]:
+    """Return id of a ledger entry -> number of its allocation: that at its address when its op ended."""
     first_read: dict[int, int] = {}
     for op in ops:
         for read in op.reads:
@@ -256,17 +266,18 @@ def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, 
 
 def _renumbered(op: Op, number_of: dict[int, int]) -> Op:
     reads = tuple(Operand(r.name, number_of[r.storage]) for r in op.reads if r.storage in number_of)
-    return replace(op, reads=reads, writes=_ids(op.writes, number_of))
+    return replace(op, reads=reads, writes=_renumbered_ids(op.writes, number_of))
 
 
-def _form(form: Form, number_of: dict[int, int]) -> Form:
-    names, views = [name for name, _ in form.reads], _views([view for _, view in form.reads], number_of)
-    return replace(form, reads=tuple(zip(names, views, strict=True)), writes=_views(form.writes, number_of))
+def _renumbered_form(form: Form, number_of: dict[int, int]) -> Form:
+    names = [name for name, _ in form.reads]
+    views = _renumbered_views([view for _, view in form.reads], number_of)
+    return replace(form, reads=tuple(zip(names, views, strict=True)), writes=_renumbered_views(form.writes, number_of))
 
 
-def _views(views: Iterable[View], number_of: dict[int, int]) -> tuple[View, ...]:
+def _renumbered_views(views: Iterable[View], number_of: dict[int, int]) -> tuple[View, ...]:
     return tuple(replace(view, storage=number_of.get(view.storage, -1 - view.storage)) for view in views)
 
 
-def _ids(entries: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:
+def _renumbered_ids(entries: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:
     return tuple(number_of[entry] for entry in entries if entry in number_of)

@@ -36,8 +36,9 @@ class Entry:
     stream: int = 0
     used_on: tuple[int, ...] = ()
     low: int | None = None
+    """Lower bound of the bytes, where these are only bounded."""
     companions: tuple[Entry, ...] = ()
-    """Hidden storages that are freed with this one, such as a library's reserve space."""
+    """Storages without a tensor that are freed with this one, such as a library's reserve space."""
     asked: Asked | None = None
     """Question to a library about its size, asked after the recording."""
     reference: Any = None
@@ -73,26 +74,33 @@ class _Reference(weakref.ref[Any]):
 
 
 class Ledger:
-    """Allocations and frees of storages on a clock of allocator events."""
+    """Records each storage's allocation and free, in ticks of a clock that counts allocator events.
+
+    Storages enter by their tensors (`entry`), or without one (`allocate_hidden`); a weak reference notes the free.
+    """
 
     def __init__(self, *, real: bool, card: bool = False) -> None:
         self.real = real
+        """Whether storages have memory, as in a measurement; a recording's are fake."""
         self.card = card
         """Whether real storages may be on a card."""
         self.clock = 0
+        """Allocations and frees so far."""
         self.entries: list[Entry] = []
+        """All storages in the order of their allocation."""
         self._live: dict[int, Entry] = {}
+        """Storage key -> entry, of storages with a tensor that are not freed."""
         self._closed = False
         self.device = HOST
         """Device of storages that are allocated now."""
         self.stream = 0
         """Stream that allocates now."""
-        self.before = 0
+        self.outside_bytes = 0
         """Bytes of tensors that existed before the recording."""
-        self.level = self.most = 0
+        self.level = self.peak = 0
         """Current and peak bytes on the card, in blocks of 512."""
         self._reordered: list[Entry] | None = None
-        """Storages freed within `freed_in_order`."""
+        """Storages freed so far within `freed_in_order`; None outside of it."""
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """Return the entry of the tensor's storage, or None if it has none."""
@@ -120,7 +128,7 @@ class Ledger:
             return [self.entry(tensor, op)]
         return [self.entry(part, op) for part in _torch.sparse_parts(tensor)]
 
-    def resized(self, tensor: torch.Tensor, op: int) -> None:
+    def reallocate_resized(self, tensor: torch.Tensor, op: int) -> None:
         """If the tensor's storage was resized in place, allocate the new size, then free the old."""
         if tensor.layout != torch.strided:
             return
@@ -130,28 +138,29 @@ class Ledger:
             return
         entry.reference = None
         self._allocate(storage, entry.key, tensor, op)
-        self.end(entry)
+        self.free(entry)
 
     def foreign(self, tensor: torch.Tensor, op: int | None) -> None:
         """Register a tensor whose memory is not from torch's allocator."""
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
 
-    def outside(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+    def register_outside(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
         """Register a tensor that existed before the recording, and its fake tensor: neither counts."""
         real = [entry for entry in self.parts(tensor, None) if entry.op is None]
-        self.before += sum(entry.bytes for entry in real)
+        self.outside_bytes += sum(entry.bytes for entry in real)
         for entry in (*real, *self.parts(fake, None)):
             if entry.op is None:
                 entry.bytes, entry.foreign = 0, True
 
-    def lifted(self, source: torch.Tensor, result: torch.Tensor, op: int) -> None:
-        """Register the source of `torch.tensor`, whose result counts, or `torch.from_numpy`, whose does not."""
+    def register_lifted(self, source: torch.Tensor, result: torch.Tensor, op: int) -> None:
+        """Register the tensors of ``aten.lift_fresh``. The source, memory of Python or numpy, does not count. The
+        result counts for `torch.tensor`, but not for `torch.from_numpy`, where it shares the source's memory."""
         self.foreign(source, op)
         if not source.untyped_storage().resizable():
             self.foreign(result, op)
 
-    def take_to(self, device: str) -> None:
+    def move_all(self, device: str) -> None:
         """Move all storages to a device, and allocate there from now on."""
         self.device = device
         for entry in self.entries:
@@ -160,7 +169,7 @@ class Ledger:
                 self._change_level(entry.bytes)
             entry.device = device
 
-    def hidden(
+    def allocate_hidden(
         self,
         size: int,
         op: int,
@@ -169,14 +178,14 @@ class Ledger:
         owner: torch.Tensor | None = None,
         asked: Asked | None = None,
     ) -> Entry:
-        """Allocate a storage without a tensor. It is freed with the storage of ``owner``, by `end`, or never."""
+        """Allocate a storage without a tensor. It is freed with the storage of ``owner``, by `free`, or never."""
         entry = self._add(size, op, "", ())
         entry.low, entry.asked = low, asked
         if owner is not None:
             self.entry(owner, op).companions += (entry,)
         return entry
 
-    def end(self, entry: Entry) -> None:
+    def free(self, entry: Entry) -> None:
         """Free a storage."""
         if entry.device != HOST:
             self._change_level(-entry.bytes)
@@ -187,7 +196,8 @@ class Ledger:
 
     @contextmanager
     def freed_in_order(self) -> Iterator[None]:
-        """Within this context nothing is allocated, and storages are freed in the order of their allocation."""
+        """Let the storages freed in this context, where nothing is allocated, count as freed in the order of their
+        allocation: torch's own order is arbitrary."""
         self._reordered = freed = []
         try:
             yield
@@ -198,12 +208,13 @@ class Ledger:
                 entry.died = tick
 
     def close(self) -> None:
-        """Stop recording frees."""
+        """Stop recording frees: what is alive now stays so to the end of the trace."""
         self._closed = True
         for entry in self.entries:
             entry.reference = None
 
     def _add(self, size: int, op: int | None, dtype: str, shape: tuple[int, ...]) -> Entry:
+        """Add an entry for a storage that is allocated now, on the ledger's current device and stream."""
         self.clock += 1
         entry = Entry(len(self.entries), size, self.clock, op, dtype, shape, device=self.device, stream=self.stream)
         self.entries.append(entry)
@@ -212,12 +223,14 @@ class Ledger:
         return entry
 
     def _change_level(self, size: int) -> None:
+        """Add an allocation's bytes on the card to the current level, or subtract those of a free (negative)."""
         self.level += round_to_blocks(size) if size > 0 else -round_to_blocks(-size)
-        self.most = max(self.most, self.level)
+        self.peak = max(self.peak, self.level)
 
     def _allocate(self, storage: torch.UntypedStorage, key: int, tensor: torch.Tensor, op: int | None) -> Entry:
+        """Add an entry for a new storage and watch for its free. Storages without memory of their own get 0 bytes."""
         entry = self._add(storage.nbytes(), op, str(tensor.dtype)[6:], tuple(tensor.shape))
-        reference = _Reference(storage, self._on_death)
+        reference = _Reference(storage, self._on_free)
         reference.entry = entry
         entry.reference, entry.key = reference, key
         traced = self.real and isinstance(tensor, _torch.FakeTensor)  # the step itself compiles or plans
@@ -235,13 +248,14 @@ class Ledger:
         self._live[key] = entry
         return entry
 
-    def _on_death(self, reference: Any) -> None:
+    def _on_free(self, reference: Any) -> None:
+        """Record that C++ freed a storage, and those that are freed with it."""
         entry = reference.entry
         if self._closed or entry.reference is not reference:
             return
-        self.end(entry)
+        self.free(entry)
         entry.reference = None
         if self._live.get(entry.key) is entry:
             del self._live[entry.key]
         for companion in entry.companions:
-            self.end(companion)
+            self.free(companion)

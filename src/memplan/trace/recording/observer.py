@@ -82,7 +82,7 @@ class Events(Protocol):
 
 
 class _Signature:
-    """The parts of an op's schema that we need, computed once per op."""
+    """The facts of an op's schema that the observer needs, computed once per op."""
 
     __slots__ = ("from_library", "mutable", "name", "positions", "unrecorded", "writes")
 
@@ -133,15 +133,15 @@ class Observer:
         self._signatures: dict[Any, _Signature] = {}
         self._after_backward = False
         place.on_module = self.leave_backward
-        place.on_result = self._returned
+        place.on_result = self._on_result
         place.before_update = self.ownership.before_update
         place.after_update = self.ownership.mark_states
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         """Run an op by ``run(func)`` and record it."""
-        if self.engine.calibrating is not None:
+        if self.engine.use_counts is not None:
             if func is _ADD and _torch.in_backward():
-                self.engine.calibrating.append(_torch.use_counts(args[0]))
+                self.engine.use_counts.append(_torch.use_counts(args[0]))
             return run(func)
         signature = self._signatures.get(func)
         if signature is None:
@@ -153,26 +153,26 @@ class Observer:
                 self._operands(signature, args, kwargs)
             return run(func)
         if signature.name in _EQUAL and self._events is not None:
-            self._note(signature, args, kwargs, None, func)
+            self._run_and_note(signature, args, kwargs, None, func)
             return self._events.equal()
         values_only = _torch.without_vectors(func, args) if self._without_vectors else None
         if values_only is not None:
             op, args = values_only
-            result = self._note_as(op, args, kwargs, lambda op: op(*args, **kwargs))
+            result = self._run_and_note_as(op, args, kwargs, lambda op: op(*args, **kwargs))
             return result if isinstance(result, tuple) else (result, result)
         if func is _ADD and self.engine.is_in_place(args, self.notes):
-            return self._note_as(_ADD_IN_PLACE, args, kwargs, run)
+            return self._run_and_note_as(_ADD_IN_PLACE, args, kwargs, run)
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
-        if in_place is not None and self.engine.is_on_zeros(args[0], self.notes):
-            return self._note_as(in_place, args, kwargs, run)
-        in_place = self.engine.in_formula(func, args, self.notes)
+        if in_place is not None and self.engine.writes_fresh_zeros(args[0], self.notes):
+            return self._run_and_note_as(in_place, args, kwargs, run)
+        in_place = self.engine.in_place_variant(func, args, self.notes)
         if in_place is not None:
-            return self._note_as(in_place, args, kwargs, run)
-        return self._note(signature, args, kwargs, None, func, run)
+            return self._run_and_note_as(in_place, args, kwargs, run)
+        return self._run_and_note(signature, args, kwargs, None, func, run)
 
-    def _note_as(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
-        """Run and record ``op`` in place of the dispatched one."""
-        return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, None, op, run)
+    def _run_and_note_as(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
+        """Run and record ``op`` instead of the dispatched op, whose variant it is."""
+        return self._run_and_note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, None, op, run)
 
     def set_without_vectors(self, without: bool) -> None:
         """Set whether the running function needs singular values or eigenvalues without their vectors."""
@@ -183,7 +183,7 @@ class Observer:
         self.engine.calibrate()
         self.sequences.restart()
 
-    def _note(
+    def _run_and_note(
         self,
         signature: _Signature,
         args: tuple[Any, ...],
@@ -192,6 +192,11 @@ class Observer:
         func: Any,
         run: _torch.Run | None = None,
     ) -> Any:
+        """Record an op with its reads, allocations and frees, and return its result.
+
+        The op runs here by ``run(func)``, on a semantics' terms; without ``run``, ``result`` is what it returned. On a
+        card, the ledger's device and stream are the op's meanwhile.
+        """
         index = len(self.notes)
         ledger = self.ledger
         reads, needs, on_card = self._operands(signature, args, kwargs)
@@ -217,7 +222,7 @@ class Observer:
         if run is not None:
             result = _result(semantics, signature.name, func, args, kwargs, run, self._on_assumption)
         if signature.mutable and signature.positions and isinstance(args[0], torch.Tensor):
-            ledger.resized(args[0], index)
+            ledger.reallocate_resized(args[0], index)
         correct = semantics.results.get(signature.name)
         result = result if correct is None else correct(args, kwargs, result)
         form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
@@ -227,7 +232,7 @@ class Observer:
         else:
             workspaces = tuple(map(Extra, form.temporaries(args, result)))
         if signature.name == _LIFT:
-            ledger.lifted(args[0], result, index)
+            ledger.register_lifted(args[0], result, index)
         absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
         self.ownership.workspaces.update(_allocations(result, workspaces, ledger, index, note, absent, semantics.order))
         old_parts.clear()
@@ -248,9 +253,10 @@ class Observer:
         """Record the tensor of `torch.get_rng_state` on the CPU, which no op creates."""
         if self.card is None:
             signature = self._signatures.setdefault(_EMPTY, _Signature(_EMPTY))
-            self._note(signature, (list(state.shape),), {"dtype": state.dtype}, state, _EMPTY)
+            self._run_and_note(signature, (list(state.shape),), {"dtype": state.dtype}, state, _EMPTY)
 
-    def _returned(self, module: int, result: Any) -> None:
+    def _on_result(self, module: int, result: Any) -> None:
+        """Note the result of a module's forward in the first step, for the forms of calls (`Forms`)."""
         if self.place.step == 0 and not _torch.in_backward():
             self.forms.returns(module, len(self.notes), result)
 
@@ -263,7 +269,12 @@ class Observer:
     def _operands(
         self, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[str, int]], tuple[str, ...], bool]:
-        """Return an op's reads as (name, storage), the names that need a gradient, and whether any is on the card."""
+        """Register an op's tensor arguments.
+
+        Returns:
+            Each storage that it reads, as (argument name, storage id); the names of arguments that require a gradient;
+            whether any tensor is on the card.
+        """
         reads: list[tuple[str, int]] = []
         needs: list[str] = []
         on_card = on_host = False
@@ -274,7 +285,7 @@ class Observer:
                     continue
                 parts = self.ledger.parts(item, None)
                 if parts[-1].op is None and self._is_outside(signature, item):
-                    self.ledger.outside(item, self.fake_of(item))
+                    self.ledger.register_outside(item, self.fake_of(item))
                 reads += [(name, entry.id) for entry in parts]
                 if parts[-1].device == ON_CARD:
                     on_card = True
@@ -304,6 +315,7 @@ class Observer:
     def _begin_note(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int, args: Any
     ) -> Note:
+        """Return the note of an op that is about to run: its phase, module, line and autograd node."""
         place = self.place
         phase = place.phase()
         grad_enabled = torch.is_grad_enabled()
@@ -323,8 +335,8 @@ class Observer:
         clock = self.ledger.clock
         frame = user_frame() if phase != "backward" or grad_enabled else None
         return Note(
-            signature.name, phase, place.step, place.module, frame, clock, clock, reads, [], needs, sequence,
-            grad_enabled,
+            name=signature.name, phase=phase, step=place.step, module=place.module, frame=frame, start=clock, end=clock,
+            reads=reads, writes=[], needs_grad=needs, sequence=sequence, grad_enabled=grad_enabled,
         )  # fmt: skip
 
     def _phase_after_backward(
@@ -380,6 +392,7 @@ def _result(
 
 
 def _outside_error(tensor: torch.Tensor) -> StepError:
+    """Return the error for a step that uses a real parameter from outside of ``build``."""
     return StepError(
         f"the step uses a real parameter of shape {tuple(tensor.shape)} that was made outside of build",
         expected="a build that makes the model itself, so that recording neither allocates nor changes it",
@@ -404,27 +417,27 @@ def _allocations(
     """
     allocated = [(workspace, _allocate(workspace, ledger, index)) for workspace in workspaces if workspace.first]
     if any(workspace.after is not None or workspace.until is not None for workspace in workspaces):
-        yield from _between_results(result, workspaces, allocated, ledger, index, note.writes, absent)
+        yield from _allocate_between_results(result, workspaces, allocated, ledger, index, note.writes, absent)
         return
-    _results(result, ledger, index, note.writes, absent, order.get(note.name))
+    _allocate_results(result, ledger, index, note.writes, absent, order.get(note.name))
     for workspace in workspaces:
         if not workspace.first:
             allocated.append((workspace, _allocate(workspace, ledger, index)))
             for later, (earlier, entry) in enumerate(reversed(allocated)):
                 if earlier.followed == later:  # it lives for so many more allocations only
-                    ledger.end(entry)
+                    ledger.free(entry)
     yield from _free([(workspace, entry) for workspace, entry in allocated if workspace.followed is None], ledger)
     yield from (entry.id for workspace, entry in allocated if workspace.followed is not None and workspace.workspace)
 
 
-def _between_results(
+def _allocate_between_results(
     result: Any, workspaces: Sequence[Extra], allocated: list[tuple[Extra, Entry]], ledger: Ledger, index: int,
     writes: list[int], absent: bool,
 ) -> Iterator[int]:  # fmt: skip
     """Like `_allocations`, for kernels that allocate and free workspaces between their results."""
     for number, part in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
         yield from _free([(workspace, entry) for workspace, entry in allocated if workspace.until == number], ledger)
-        _results(part, ledger, index, writes, absent)
+        _allocate_results(part, ledger, index, writes, absent)
         between = [workspace for workspace in workspaces if workspace.after == number]
         short = [workspace for workspace in between if workspace.until is None]
         long = [workspace for workspace in between if workspace.until is not None]
@@ -437,19 +450,23 @@ def _between_results(
 
 
 def _allocate(workspace: Extra, ledger: Ledger, index: int) -> Entry:
-    return ledger.hidden(workspace.bytes, index, low=workspace.low, owner=workspace.owner, asked=workspace.asked)
+    """Allocate a workspace of the op ``index`` in the ledger."""
+    return ledger.allocate_hidden(
+        workspace.bytes, index, low=workspace.low, owner=workspace.owner, asked=workspace.asked
+    )
 
 
 def _free(allocated: list[tuple[Extra, Entry]], ledger: Ledger) -> Iterator[int]:
-    """Free them in reverse order, as the locals of a C++ function are, and yield the ids of those called workspaces."""
+    """Free temporaries in reverse order, as the locals of a C++ function, unless they are freed with a result or never.
+    Yields the ids of library workspaces."""
     for workspace, entry in reversed(allocated):
         if not workspace.held and workspace.owner is None:
-            ledger.end(entry)
+            ledger.free(entry)
         if workspace.workspace:
             yield entry.id
 
 
-def _results(
+def _allocate_results(
     result: Any, ledger: Ledger, index: int, writes: list[int], absent: bool, order: tuple[int, ...] | None = None
 ) -> None:
     """Allocate the tensors among an op's results and append their entries to ``writes``.
@@ -474,11 +491,11 @@ def _results(
     elif isinstance(result, (list, tuple)):
         if order is None:
             for item in result:
-                _results(item, ledger, index, writes, absent)
+                _allocate_results(item, ledger, index, writes, absent)
             return
         device, by_position = ledger.device, dict[int, list[int]]()
         for position in (*order, *(set(range(len(result))) - set(order))):
             ledger.device = device if position in order else HOST
-            _results(result[position], ledger, index, by_position.setdefault(position, []), absent)
+            _allocate_results(result[position], ledger, index, by_position.setdefault(position, []), absent)
         ledger.device = device
         writes.extend(entry for _, entries in sorted(by_position.items()) for entry in entries)

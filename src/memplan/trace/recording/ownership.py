@@ -15,7 +15,10 @@ from memplan.trace.records import BackwardPass
 
 
 class Ownership:
-    """Who owns each storage: module, gradient or optimizer, which no op shows. Storages are ids of ledger entries."""
+    """Knows which storages are weights, buffers, gradients and optimizer states, which no op shows.
+
+    Storages are given by the ids of their ledger entries.
+    """
 
     def __init__(self, place: Place, ledger: Ledger, notes: Sequence[Note]) -> None:
         self.weights: dict[int, str] = {}
@@ -26,12 +29,14 @@ class Ownership:
         self.graded: set[int] = set()
         """Weights that had a gradient; several gradients can share a storage, so `gradients` may name fewer."""
         self.states: set[int] = set()
+        """Tensors of optimizer states."""
         self.found_inf: set[int] = set()
+        """Flags of a GradScaler for gradients that overflowed."""
         self.workspaces: set[int] = set()
         self.updating: set[int] = set()
         """Gradients and tensors computed from them since the last backward pass."""
         self.unowned: list[weakref.ref[nn.Parameter]] = []
-        """Parameters met in an op before any module or optimizer named them."""
+        """Parameters that an op read before any module or optimizer was known to have them."""
         self.optimized: set[int] = set()
         """Weights that optimizers update and that require a gradient."""
         self.passes: list[BackwardPass] = []
@@ -67,6 +72,7 @@ class Ownership:
             names.setdefault(self._ledger.entry(tensor, None).id, name)
 
     def _mark_gradient(self, parameter: torch.Tensor | None) -> None:
+        """Register the storages of a parameter's ``.grad``, if there is one."""
         if parameter is None or not parameter.is_leaf or parameter.grad is None:
             return
         weight = self._ledger.find(parameter)

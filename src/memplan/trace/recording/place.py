@@ -102,6 +102,7 @@ def format_frame(frame: tuple[str, int] | None) -> str | None:
 
 
 def _short(path: str) -> str:
+    """Return a path relative to site-packages, the working directory or a folder of ``sys.path``; else the name."""
     working_directory = os.getcwd() + os.sep
     packages = [root for root in map(os.path.abspath, sys.path) if root.endswith(("site-packages", "dist-packages"))]
     # site-packages first: the virtual environment may be inside the working directory
@@ -114,15 +115,19 @@ def _short(path: str) -> str:
 
 
 class Place:
-    """Follows the step through torch's own global hooks, which it sets on entering and removes on leaving."""
+    """Knows which module, optimizer or backward pass a step is in, by global hooks that `following` installs."""
 
     def __init__(self) -> None:
         self.building = True
+        """Whether ``build`` is still running."""
         self.step = -1
+        """Number of the running step; -1 while building."""
         self.modules: dict[int, weakref.ref[nn.Module]] = {}
+        """id() of each module that was registered or called -> the module."""
         self.made_at: dict[int, tuple[str, int] | None] = {}
         """id() of a module -> user line that was running when it registered its first parameter or buffer."""
         self.called: list[int] = []
+        """id() of each module that was called from outside of all modules, in order."""
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self.compiled: tuple[str, int] | None = None
         self.failed_in = 0
@@ -190,20 +195,23 @@ class Place:
         """Within this context, the global hooks are installed."""
         with ExitStack() as stack:
             for handle in (
-                module_hooks.register_module_parameter_registration_hook(self._seen),
-                module_hooks.register_module_buffer_registration_hook(self._seen),
-                module_hooks.register_module_module_registration_hook(self._seen),
-                module_hooks.register_module_forward_pre_hook(self._enter),
-                module_hooks.register_module_forward_hook(self._leave, always_call=True),
+                module_hooks.register_module_parameter_registration_hook(self._on_registration),
+                module_hooks.register_module_buffer_registration_hook(self._on_registration),
+                module_hooks.register_module_module_registration_hook(self._on_registration),
+                module_hooks.register_module_forward_pre_hook(self._on_call),
+                module_hooks.register_module_forward_hook(self._on_return, always_call=True),
                 optimizer_hooks.register_optimizer_step_pre_hook(self._start_update),
                 optimizer_hooks.register_optimizer_step_post_hook(self._end_update),
             ):
                 stack.callback(handle.remove)
             stack.enter_context(_torch.backward_watched(lambda keeps: self.on_backward(keeps)))
-            stack.enter_context(_torch.patched(nn.Module, __setstate__=self._copied(nn.Module.__setstate__)))
+            stack.enter_context(
+                _torch.patched(nn.Module, __setstate__=self._registering_copies(nn.Module.__setstate__))
+            )
             yield
 
-    def _seen(self, module: nn.Module, name: str, value: Any) -> None:
+    def _on_registration(self, module: nn.Module, name: str, value: Any) -> None:
+        """Register a module that gets a parameter, buffer or submodule, and the user's line that creates it."""
         if threading.get_ident() != self._thread:
             return
         known = self.modules.get(id(module))
@@ -215,8 +223,8 @@ class Place:
         if id(module) not in self.made_at and self.building and isinstance(value, torch.Tensor):
             self.made_at[id(module)] = user_frame()
 
-    def _copied(self, restore: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-        """Return `Module.__setstate__`, which `copy.deepcopy` and unpickling call, registering the module, too."""
+    def _registering_copies(self, restore: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+        """Return a `Module.__setstate__`, which `copy.deepcopy` and unpickling call, that also registers the module."""
 
         def restore_and_note(module: nn.Module, state: Any) -> None:
             restore(module, state)
@@ -225,7 +233,8 @@ class Place:
 
         return restore_and_note
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        """Enter a module, as a forward pre-hook of all modules."""
         if threading.get_ident() != self._thread:
             return
         module = _torch.hooked_module(module)
@@ -237,13 +246,14 @@ class Place:
         self._stack.append(id(module))
         self.on_module()
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _on_return(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Leave a module, as a forward hook of all modules, which also runs after an exception (without a result)."""
         if threading.get_ident() != self._thread:
             return
         module = _torch.hooked_module(module)
         if result is None and sys.exc_info()[1] is not None and self.failed_in == 0:
             self.failed_in = self._stack[-1] if self._stack else 0
-        # modules that raised have not run this hook: pop them, too
+        # inner modules that raised may not have run this hook: pop them, too
         if id(module) in self._stack:
             while self._stack.pop() != id(module):
                 pass
@@ -251,6 +261,7 @@ class Place:
                 self.on_result(id(module), result)
 
     def _start_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Enter an optimizer's step, as a pre-hook of all optimizers."""
         if threading.get_ident() != self._thread:
             return
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
@@ -270,7 +281,7 @@ def _nothing() -> None:
 
 
 def frame_of_error(error: BaseException) -> tuple[str, int] | None:
-    """Return file and line of the innermost frame of a traceback that is neither torch's nor ours."""
+    """Return file and line of the innermost frame of a traceback that is the user's (`is_users`)."""
     line = None
     trace = error.__traceback__
     while trace is not None:

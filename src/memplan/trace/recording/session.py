@@ -37,7 +37,7 @@ from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST
 
 RUNS = "a step that runs"
-"""What we expected where the user's own code raised."""
+"""Text for ``expected`` of an error that the user's own code raised."""
 # torch's errors where it has no CUDA, or the machine no GPU
 _CUDA = re.compile(
     r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver|"
@@ -51,7 +51,7 @@ COMPILED = (
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
 
 
-def of_outside(size: int) -> tuple[str, ...]:
+def note_about_outside(size: int) -> tuple[str, ...]:
     """Return the note about ``size`` bytes of tensors from outside of ``build``, none for 0."""
     if not size:
         return ()
@@ -79,7 +79,7 @@ torch's CUDA build; True: this environment; False: none."""
 def choose_target(
     device: str | torch.device | None, assumed: Mapping[str, float] | None = None, cudnn: Environment = None
 ) -> Target:
-    """Return the device to plan for, with notes about the choice.
+    """Return the device to record for, with notes about the choice.
 
     Raises:
         DeviceError: no such device in the catalogue, or none on this machine; no cuDNN in the environment named.
@@ -91,6 +91,8 @@ def choose_target(
 
 
 def _target(device: str | torch.device | None) -> Target:
+    """Return the target for a device's name: "cpu", "cuda" or a card of the catalogue; for None, this machine's GPU if
+    there is one, else the CPU."""
     if device is None:
         own = own_card()
         return Target(own.name, own) if own is not None else Target(HOST, notes=(CUDA_DIFFERS,))
@@ -372,13 +374,14 @@ def _allowed_tf32() -> bool | None:
 
 
 class _InOrder(int):
-    """Replaces `torch.randperm(n)`: its list is 0, 1, ..., n - 1."""
+    """Replaces the tensor that `torch.randperm(n)` returns: its `tolist` is 0, 1, ..., n - 1."""
 
     def tolist(self) -> list[int]:
         return list(range(self))
 
 
-def _weighted_in_sequence(self: Any) -> Iterator[int]:
+def _weighted_in_order(self: Any) -> Iterator[int]:
+    """Replace `WeightedRandomSampler.__iter__`: the indices 0, 1, ..., with the allocation of torch's draw."""
     drawn = torch.multinomial(self.weights, self.num_samples, self.replacement, generator=self.generator)
     yield from (number % len(self.weights) for number in range(self.num_samples))
     del drawn  # as torch's sampler, which holds it until the end
@@ -401,7 +404,7 @@ def _loaded_in_order() -> Iterator[None]:
 
     samplers = (
         (RandomSampler, lambda self: (number % len(self.data_source) for number in range(self.num_samples))),
-        (WeightedRandomSampler, _weighted_in_sequence),
+        (WeightedRandomSampler, _weighted_in_order),
         (SubsetRandomSampler, lambda self: iter(self.indices)),
     )
     with ExitStack() as patches:
@@ -429,13 +432,13 @@ class ObservedRun:
         return self.observer.ledger.clock
 
     def built(self) -> None:
-        """Register the modules that `build` made."""
+        """End building: register the modules that `build` made."""
         self.observer.place.building = False
         self.observer.ownership.mark_modules()
         self.end_part()
 
     def stepped(self) -> None:
-        """Register what a step leaves."""
+        """End a step: register the gradients and optimizer states that exist now."""
         self.observer.end_step()
         self.end_part()
 

@@ -64,6 +64,7 @@ class OutsideState:
                     group.update(options)
 
     def _written_arguments(self, func: Any) -> list[tuple[int, str]]:
+        """Return (position, name) of each argument that an op writes, also statistics of norms."""
         arguments = self._arguments.get(func)
         if arguments is None:
             statistics = [(at, name) for at, name in _torch.tensor_arguments(func) if name in _STATISTICS]
@@ -75,6 +76,7 @@ class OutsideState:
         return entry is None or entry.op is None
 
     def _save_content(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor's whole storage, if it existed before the run and is not saved yet."""
         if tensor.layout != torch.strided or not self._is_outside(tensor):
             return
         storage = tensor.untyped_storage()
@@ -84,6 +86,8 @@ class OutsideState:
             self._contents[key] = content, content.clone()
 
     def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Save an optimizer's state and options before its first update. Tensors in the state are not copied here: ops
+        that write them save their contents."""
         if id(optimizer) in self._optimizers:
             return
         state = {key: _copied(value) for key, value in optimizer.state.items()}

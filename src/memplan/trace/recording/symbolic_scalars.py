@@ -41,12 +41,12 @@ _ONE, _THREE = 1, 3
 
 
 class Choice(NamedTuple):
-    """Something that a recording may take otherwise at a line."""
+    """A branch or scalar read at a line of the user's code, with how a recording may override it."""
 
     line: Line
     kind: Literal["branch", "other value", "in turn"]
-    """The other direction of a branch; the smallest instead of the largest value of a scalar read; one value after the
-    other."""
+    """"branch": take the other direction; "other value": read the smallest value instead of the largest; "in turn":
+    read each value of the range, one after the other."""
 
 
 Overrides = frozenset[Choice]
@@ -64,7 +64,7 @@ class ScalarRead:
     alike: bool
     """Whether all have the same range."""
     times: int
-    """In all steps."""
+    """Number of reads in all steps."""
 
 
 class Decisions(NamedTuple):
@@ -74,11 +74,9 @@ class Decisions(NamedTuple):
     reads: Mapping[Line, ScalarRead]
 
 
-def reached(error: BaseException | None) -> bool:
-    """Return whether a call that raised may have received a symbolic scalar.
-
-    It looks at local variables, also in lists and tuples, of the user's innermost frame and of the frames below it.
-    """
+def may_hold_symbolic(error: BaseException | None) -> bool:
+    """Return whether the call that raised ``error`` may have received a symbolic scalar: whether a local variable of
+    the user's innermost frame, or of a frame that it called, is one or is a list or tuple of some."""
     frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     users = [number for number, frame in enumerate(frames) if is_users(frame.f_code.co_filename)]
     innermost = frames[users[-1] :] if users else []
@@ -92,18 +90,18 @@ def _has_symbolic(value: Any) -> bool:
 class ScalarPolicy:
     """Answers every scalar read of a recording, and records where values decide branches and sizes.
 
-    A value of known range counts as the largest possible, else as 1; a condition goes the way that this says.
+    A read returns the largest possible value if the range is known, else 1; conditions follow from that.
 
     Args:
-        shares: assumed by the user for lines.
-        overrides: what is taken otherwise.
+        shares: the user's assumptions of how much is selected, by line.
+        overrides: branches that take their other direction, and reads that return another value.
     """
 
     def __init__(self, shares: Shares, overrides: Overrides = frozenset()) -> None:
         self._shares, self._overrides = shares, overrides
         self.assumed = Assumed()
         self._last_known = False
-        """Whether the last value read is known, or assumed once and for all: nothing tracks what it decides."""
+        """Whether the last value read is known or assumed for good, so that it is returned as a plain number."""
         self._last: Range | None = None
         """Range of the last value read; None if unknown."""
         self._losses = 0
@@ -160,11 +158,15 @@ class ScalarPolicy:
         return float(value) if tensor.dtype.is_floating_point else int(value)
 
     def _range(self, tensor: torch.Tensor, observer: Observer) -> Range | None:
+        """Return the range of a tensor's values; None if unknown or too wide."""
         values = None if tensor.dtype is torch.bool else observer.ranges.of(tensor)
         return None if values is None or max(map(abs, values)) > _LARGEST else values
 
     def _value(self, bound: Range | None, *, whole: bool) -> Number:
-        """Return what a value counts as that the user's line reads."""
+        """Return the value to answer a scalar read of the user's line with, and record the read.
+
+        It is the largest of the range, unless a share or an override of the line says otherwise.
+        """
         line, share = user_frame(), self._shares.of(user_frame())
         if bound is not None and share != 1.0:
             value = bound[0] + share * (bound[1] - bound[0])
@@ -221,11 +223,11 @@ class ScalarPolicy:
             stack.enter_context(_torch.patched(torch, tensor_split=split))
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.fakes_dressed())
-            stack.enter_context(_torch.lazy_as_fake(mode, mode.within))
+            stack.enter_context(_torch.lazy_layers_with_fake_parameters(mode, mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
-            stack.enter_context(_torch.linear_seen(observer.engine.set_in_linear))
+            stack.enter_context(_torch.linear_calls_reported(observer.engine.set_in_linear))
             stack.enter_context(_torch.spectra_seen(observer.set_without_vectors))
             stack.enter_context(_torch.random_states_seen(random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
@@ -239,6 +241,7 @@ class ScalarPolicy:
 
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:
+        """Within this context, a check whether values have to be drawn again is true ``times`` times."""
         self._redraws = times
         try:
             yield
@@ -246,6 +249,7 @@ class ScalarPolicy:
             self._redraws = None
 
     def _item(self, tensor: torch.Tensor) -> Any:
+        """Replace `Tensor.item`: an unknown value is a symbolic scalar, or a bool that decides a branch."""
         value = torch.Tensor.item(tensor)
         if self._last_known or isinstance(value, complex):
             return value
@@ -260,6 +264,7 @@ class ScalarPolicy:
         return self._item(tensor) if tensor.dim() == 0 else [self._tolist(row) for row in tensor.unbind()]
 
     def _numpy(self, tensor: Any, observer: Observer) -> Any:
+        """Replace `Tensor.numpy`: an array of the known values, or filled with one assumed value."""
         if tensor.constant is not None:
             with _torch.no_modes():
                 return _holding(tensor.constant.numpy(), tensor)
@@ -277,6 +282,7 @@ class ScalarPolicy:
         return value if self._last_known else self.decides(value)
 
     def _float(self, tensor: torch.Tensor) -> float:
+        """Replace `float(tensor)`: the assumed value, smaller at each read by an optimizer that searches a line."""
         value = torch.Tensor.__float__(tensor)
         if not self._last_known and is_optimizing():
             self._losses += 1
@@ -286,19 +292,21 @@ class ScalarPolicy:
         return value
 
     def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
+        """Replace `int(tensor)` by an assumed plain number, with a note if the value's range is unknown."""
         value = convert(tensor)
         if not self._last_known and self._last is None:
             self.becomes_plain()
         return value
 
     def _index(self, tensor: torch.Tensor) -> int:
+        """Replace ``__index__``, by which a tensor becomes a size; raise DataDependentError if its range is unknown."""
         value = self._int(tensor, torch.Tensor.__index__)
         if not self._last_known and self._last is None:
             raise _used_as_size()
         return value
 
     def _splitting(self, split: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Tensor.split` for sizes that may be symbolic: their sum may differ from the tensor's size."""
+        """Return `Tensor.split` for sizes that may be symbolic: assumed sizes need not add up, and are made to fit."""
 
         def split_by(tensor: Any, sizes: Any, dim: int = 0) -> Any:
             if isinstance(sizes, (list, tuple)) and any(map(is_symbolic, sizes)):
@@ -309,7 +317,8 @@ class ScalarPolicy:
         return split_by
 
     def _making(self, make: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
-        """Return a function that makes a tensor of numbers: of symbolic scalars, its values are unknown."""
+        """Return a version of ``make`` (`torch.tensor`) for symbolic scalars: the result's values are unknown, within
+        the union of their ranges."""
 
         def make_unknown(*args: Any, **kwargs: Any) -> Any:
             result = make(*args, **kwargs)
@@ -328,9 +337,9 @@ class ScalarPolicy:
         return self.decides(True)
 
     def bounded(self, op: str, size: int, most: int, known: bool) -> None:
-        """Record that an op selects by value: by assumption ``size`` elements of at most ``most``.
+        """Record that an op's result has ``size`` elements by assumption, where values select up to ``most``.
 
-        ``known``: the size was inferred from other shapes.
+        ``known``: whether the size was inferred from other shapes.
         """
         self.last_bound, self.last_selected = user_frame(), size
         self.assumed.selected(op, size, most, known=known, counted=op in SIZED_BY_NUMBERS)
@@ -351,7 +360,7 @@ class ScalarPolicy:
         return answer
 
     def becomes_plain(self) -> None:
-        """Record that an unknown value without a known range became a number that is not followed."""
+        """Record that a value of unknown range became a plain number, so that what it decides cannot be followed."""
         self.last_decision = user_frame()
         self.assumed.add("branch", _DECIDES)
 
@@ -372,10 +381,10 @@ class ScalarPolicy:
 
 
 def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
-    """Return sizes of parts that add up to ``whole``; see `_SPLIT`.
+    """Return sizes like ``sizes`` that add up to ``whole``, for `Tensor.split` by symbolic scalars.
 
-    Largest possible sizes fill the first parts, and leave an element for each other part; of smallest possible sizes
-    the last parts take the rest, as far as their ranges go.
+    Where the sizes are too large together, the first parts get theirs and each later one keeps an element; where they
+    are too small, the last parts grow, as far as their ranges allow.
     """
     result, left = list[int](), whole
     for later, size in zip(range(len(sizes) - 1, -1, -1), sizes, strict=True):
@@ -391,21 +400,23 @@ def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
 
 
 def _splitting_at(split: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `tensor_split` that reads a tensor of places in Python: in C++ torch would read a fake one's memory."""
+    """Return a `tensor_split` (``split``) that converts a tensor of split positions to a list: torch's C++ would read
+    the memory of a fake one."""
 
-    def listed(value: Any, position: int) -> Any:
+    def as_list(value: Any, position: int) -> Any:
         return value.tolist() if position and isinstance(value, _torch.FakeTensor) else value
 
     def split_at(*args: Any, **kwargs: Any) -> Any:
         name = "tensor_indices_or_sections"
         if isinstance(kwargs.get(name), _torch.FakeTensor):
             kwargs["indices"] = kwargs.pop(name).tolist()
-        return split(*[listed(value, position) for position, value in enumerate(args)], **kwargs)
+        return split(*[as_list(value, position) for position, value in enumerate(args)], **kwargs)
 
     return split_at
 
 
 def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the items of nested lists and tuples."""
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(item, (list, tuple)):
             yield from _leaves(item)
@@ -422,7 +433,7 @@ _SEED_OPS = 8
 
 
 def _is_seed(observer: Observer, entry: Entry | None) -> bool:
-    """Return whether a value was just drawn by `random_()` from all integers, as seeds are."""
+    """Return whether a scalar was just drawn by `random_()` from all integers, as a seed: its value decides nothing."""
     if entry is None or entry.dtype not in ("int64", "int32"):
         return False
     recent = reversed(observer.notes[-_SEED_OPS:])
@@ -446,6 +457,7 @@ def _check_numpy(card: Residence | None, tensor: Any) -> None:
 
 
 def _used_as_size() -> DataDependentError:
+    """Return the error for a tensor of unknown value that the step uses as a size or an index."""
     return DataDependentError(
         "a tensor is used as an index or a size, and recording has no values",
         expected="shapes that follow from the shapes of the inputs",
@@ -455,13 +467,13 @@ def _used_as_size() -> DataDependentError:
 
 
 def branches(frame: tuple[str, int] | None) -> bool:
-    """Return whether a line of source branches: a plain float read there may decide the branch."""
+    """Return whether the source line of a frame has a branch, which a plain float read there may decide."""
     line = linecache.getline(*frame) if frame is not None else ""
     return _BRANCH.search(line) is not None
 
 
 def _shared_memory(observer: Observer) -> dict[str, Callable[[torch.Tensor], Any]]:
-    """Return `torch.Tensor.share_memory_`, which allocates shared memory and frees the former, and `is_shared`."""
+    """Return replacements for `Tensor.share_memory_`, recorded as a temporary of the tensor's size, and `is_shared`."""
     shared = set[int]()
 
     def is_shared(tensor: torch.Tensor) -> bool:

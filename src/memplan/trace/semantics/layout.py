@@ -70,7 +70,7 @@ def in_own_format(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_to(tensor: torch.Tensor, last: bool) -> int:
-    """Return the bytes that ``tensor.contiguous(memory_format=...)`` allocates, channels last or contiguous."""
+    """Return the bytes that ``tensor.contiguous(memory_format=...)`` allocates, for channels last if ``last``."""
     if not last:
         return copied(tensor)
     form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d

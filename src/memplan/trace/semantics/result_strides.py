@@ -25,12 +25,12 @@ from memplan.trace.semantics.tensor_iterator import (
 Correction = Callable[[Arguments, Keywords, Any], Any]
 
 
-def laid_out(result: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """Return the result if it has these strides, else a new tensor that does."""
+def with_strides(result: torch.Tensor, strides: Strides) -> torch.Tensor:
+    """Return the result if it has these strides, else a new tensor like it that has them."""
     return result if result.stride() == strides else result.new_empty_strided(result.shape, strides)
 
 
-def then(*corrections: Correction) -> Correction:
+def in_sequence(*corrections: Correction) -> Correction:
     """Return the corrections composed, applied in this order."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
@@ -42,14 +42,15 @@ def then(*corrections: Correction) -> Correction:
 
 
 def elementwise(*positions: int) -> Correction:
-    """Return the correction for a TensorIterator kernel whose operands are these arguments, in this order, or all."""
+    """Return the correction for a TensorIterator kernel whose operands are the arguments at these positions, in this
+    order; without positions, all."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         candidates = [args[position] for position in positions] if positions else args
         operands = [operand for operand in candidates if isinstance(operand, torch.Tensor)]
         if not _are_strided(result, *operands):
             return result
-        return laid_out(result, elementwise_strides(operands, result.shape))
+        return with_strides(result, elementwise_strides(operands, result.shape))
 
     return corrected
 
@@ -59,45 +60,49 @@ def _arithmetic(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     operands = [operand for operand in args[:2] if isinstance(operand, torch.Tensor)]
     if not _are_strided(result, *operands):
         return result
-    return laid_out(result, elementwise_strides(operands, result.shape, with_scalar=len(operands) < 2))
+    return with_strides(result, elementwise_strides(operands, result.shape, with_scalar=len(operands) < 2))
 
 
-def like(position: int, index: int = 0) -> Correction:
-    """Return the correction for a result, or element `index` of several, allocated by ``empty_like`` of an argument."""
+def empty_like(position: int, index: int = 0) -> Correction:
+    """Return the correction for a result (of several, the one at ``index``) that the kernel allocates by
+    ``at::empty_like`` of the argument at ``position``."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         default = kwargs.get("memory_format") in (None, torch.preserve_format)
         if not default or kwargs.get("layout") not in (None, torch.strided) or not _are_strided(args[position]):
             return result
-        return _replaced(result, index, lambda output: preserved_strides(args[position]))
+        return _with_strides_of(result, index, lambda output: preserved_strides(args[position]))
 
     return corrected
 
 
-def in_order(index: int = 0) -> Correction:
-    """Return the correction for a result, or element `index` of several, that is always contiguous."""
-    return lambda args, kwargs, result: _replaced(result, index, lambda output: contiguous_strides(output.shape))
+def contiguous(index: int = 0) -> Correction:
+    """Return the correction for a result (of several, the one at ``index``) that is always contiguous."""
+    return lambda args, kwargs, result: _with_strides_of(result, index, lambda output: contiguous_strides(output.shape))
 
 
-def as_suggested(position: int, index: int = 0) -> Correction:
-    """Return the correction for a result in an argument's ``suggest_memory_format()``."""
+def suggested_format(position: int, index: int = 0) -> Correction:
+    """Return the correction for a result (of several, the one at ``index``) in the memory format that the argument at
+    ``position`` suggests (``suggest_memory_format()``)."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         def strides(output: torch.Tensor) -> Strides:
             last = suggests_channels_last(args[position])
             return (channels_last_strides if last else contiguous_strides)(output.shape)
 
-        return _replaced(result, index, strides)
+        return _with_strides_of(result, index, strides)
 
     return corrected
 
 
-def _replaced(result: Any, index: int, strides: Callable[[torch.Tensor], Strides]) -> Any:
+def _with_strides_of(result: Any, index: int, strides: Callable[[torch.Tensor], Strides]) -> Any:
+    """Return a result, or a tuple of several with the one at ``index``, with the strides that ``strides(tensor)``
+    returns."""
     if isinstance(result, torch.Tensor):
-        return laid_out(result, strides(result)) if _are_strided(result) else result
+        return with_strides(result, strides(result)) if _are_strided(result) else result
     results = list(result)
     if results[index] is not None and _are_strided(results[index]):
-        results[index] = laid_out(results[index], strides(results[index]))
+        results[index] = with_strides(results[index], strides(results[index]))
     return tuple(results)
 
 
@@ -106,16 +111,16 @@ def _are_strided(*tensors: Any) -> bool:
 
 
 def has_usable_sizes(tensor: torch.Tensor) -> bool:
-    """Return whether all sizes are integers, or one of them is 1; otherwise torch's own strides stay.
+    """Return whether a tensor's strides can be corrected: its sizes are integers, or one of them is 1.
 
-    Comparing other symbolic sizes would add guards that tie the graph to them.
+    Comparing other symbolic sizes would add guards that tie the graph to them, so torch's own strides stay.
     """
     numbers = [size for size in tensor.shape if type(size) is int]
     return len(numbers) == tensor.dim() or 1 in numbers
 
 
 def _view(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """TensorUtils.cpp, `computeStride`."""
+    """Strides of the results (TensorUtils.cpp, `computeStride`): the strides of a view's dimensions of size 1."""
     if 1 not in result.shape:
         return result
     strides = _torch.view_strides(args[0], result.shape)
@@ -149,13 +154,13 @@ STRIDES: Mapping[str, Correction] = {
     "aten.threshold_backward.default": elementwise(1, 0),
     "aten.leaky_relu_backward.default": elementwise(1, 0),
     # TensorFactories.cpp, TensorTransformations.cpp, Activation.cpp, Sorting.cpp
-    **{f"aten.{name}.default": like(0) for name in _LIKE.split()},
-    "aten._prelu_kernel.default": like(0),
-    "aten.sort.default": then(like(0), like(0, index=1)),
+    **{f"aten.{name}.default": empty_like(0) for name in _LIKE.split()},
+    "aten._prelu_kernel.default": empty_like(0),
+    "aten.sort.default": in_sequence(empty_like(0), empty_like(0, index=1)),
     # SoftMax.cpp, TriangularOps.cpp, LinearAlgebra.cpp, Loss.cpp, layer_norm.cpp
-    **{f"aten.{name}.default": in_order() for name in _CONTIGUOUS.split()},
-    "aten.masked_fill.Scalar": in_order(),
+    **{f"aten.{name}.default": contiguous() for name in _CONTIGUOUS.split()},
+    "aten.masked_fill.Scalar": contiguous(),
     # UpSample.cpp
-    **{f"aten.{name}.default": as_suggested(0) for name in _UPSAMPLING.split()},
+    **{f"aten.{name}.default": suggested_format(0) for name in _UPSAMPLING.split()},
 }
 """Overload name -> (args, kwargs, result) -> the result with the strides of the kernel's output."""

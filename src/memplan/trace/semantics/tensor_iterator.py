@@ -34,7 +34,9 @@ def elementwise_strides(operands: Sequence[torch.Tensor], shape: Sizes, *, with_
         strides = operands[-1].stride()
         if all(operand.stride() == strides and is_dense(operand) for operand in operands):
             return strides
-    return _dense_strides(shape, _inner_to_outer(shape, [_expanded_strides(operand, shape) for operand in operands]))
+    return _dense_strides(
+        shape, _dims_inner_to_outer(shape, [_expanded_strides(operand, shape) for operand in operands])
+    )
 
 
 def preserved_strides(tensor: torch.Tensor) -> Strides:
@@ -46,7 +48,7 @@ def preserved_strides(tensor: torch.Tensor) -> Strides:
     """
     if is_dense(tensor):
         return tensor.stride()
-    return _dense_strides(tensor.shape, _inner_to_outer(tensor.shape, [tensor.stride()]))
+    return _dense_strides(tensor.shape, _dims_inner_to_outer(tensor.shape, [tensor.stride()]))
 
 
 def contiguous_strides(shape: Sizes) -> Strides:
@@ -60,6 +62,7 @@ def channels_last_strides(shape: Sizes) -> Strides:
 
 
 def _dense_strides(shape: Sizes, inner_to_outer: Sequence[int]) -> Strides:
+    """Return strides without gaps for dimensions in this order, the innermost first."""
     strides, step = [1] * len(shape), 1
     for dim in inner_to_outer:
         strides[dim] = step
@@ -68,18 +71,20 @@ def _dense_strides(shape: Sizes, inner_to_outer: Sequence[int]) -> Strides:
 
 
 def _expanded_strides(operand: torch.Tensor, shape: Sizes) -> Strides:
+    """Return an operand's strides as broadcast to a shape: 0 in dimensions that it is expanded in."""
     missing = len(shape) - operand.dim()
     dims = zip(operand.shape, operand.stride(), shape[missing:], strict=True)
     return (0,) * missing + tuple(0 if size == 1 and target != 1 else stride for size, stride, target in dims)
 
 
-def _inner_to_outer(shape: Sizes, operands: Sequence[Strides]) -> list[int]:
-    """Sort dimensions as `TensorIteratorBase::reorder_dimensions` does: by insertion, since not all are comparable."""
+def _dims_inner_to_outer(shape: Sizes, operands: Sequence[Strides]) -> list[int]:
+    """Sort dimensions from the innermost to the outermost, as `TensorIteratorBase::reorder_dimensions` does: by an
+    insertion sort, whose result is another than other sorts' where two dimensions do not compare."""
     order = list(range(len(shape) - 1, -1, -1))
     for start in range(1, len(order)):
         position = start
         for before in range(start - 1, -1, -1):
-            comparison = _compare(order[before], order[position], shape, operands)
+            comparison = _compare_dims(order[before], order[position], shape, operands)
             if comparison > 0:
                 order[before], order[position] = order[position], order[before]
                 position = before
@@ -88,7 +93,7 @@ def _inner_to_outer(shape: Sizes, operands: Sequence[Strides]) -> list[int]:
     return order
 
 
-def _compare(first: int, second: int, shape: Sizes, operands: Sequence[Strides]) -> int:
+def _compare_dims(first: int, second: int, shape: Sizes, operands: Sequence[Strides]) -> int:
     """Return -1 if the first of two dimensions is the inner one, 1 if the second is, 0 if no operand decides."""
     for strides in operands:
         first_stride, second_stride = strides[first], strides[second]

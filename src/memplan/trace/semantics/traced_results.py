@@ -12,7 +12,7 @@ import torch
 
 from memplan.trace.semantics.cpu import results as recorded
 from memplan.trace.semantics.kinds import Arguments, Keywords
-from memplan.trace.semantics.result_strides import then
+from memplan.trace.semantics.result_strides import in_sequence
 
 TRAINING_NORM = "aten._native_batch_norm_legit_functional.default"
 
@@ -47,7 +47,7 @@ _IN_MIXED_PRECISION = {
 }
 RESULTS: Mapping[str, Callable[[Arguments, Keywords, Any], Any]] = {
     **recorded.RESULTS,
-    **{name: then(recorded.RESULTS[name], correction) for name, correction in _IN_MIXED_PRECISION.items()},
+    **{name: in_sequence(recorded.RESULTS[name], correction) for name, correction in _IN_MIXED_PRECISION.items()},
 }
 INSTEAD = recorded.INSTEAD
 

@@ -225,7 +225,9 @@ def test_large_three_dimensional_convolutions_count_their_columns() -> None:
 
 
 def backing(x: torch.Tensor, weight: torch.Tensor, groups: int = 1, arch: Arch = A100, **options: Any) -> str:
-    return cudnn_convolution.backing(x, weight, [1, 1], False, [0, 0], [1, 1], groups, arch, **options).backend
+    return cudnn_convolution.convolution_backend(
+        x, weight, [1, 1], False, [0, 0], [1, 1], groups, arch, **options
+    ).backend
 
 
 def test_depthwise_convolutions_are_torchs_own_but_in_channels_last() -> None:
@@ -263,7 +265,7 @@ def test_depthwise_convolutions_in_float16_go_by_a_table(
     batch, channels, width = shape
     x = torch.empty(batch, channels, width, width, dtype=torch.float16)
     weight = torch.empty(channels, 1, taps, taps, dtype=torch.float16)
-    chosen = cudnn_convolution.backing(x, weight, [1, 1], False, [0, 0], [stride] * 2, channels, A100)
+    chosen = cudnn_convolution.convolution_backend(x, weight, [1, 1], False, [0, 0], [stride] * 2, channels, A100)
     assert chosen.backend == expected
 
 

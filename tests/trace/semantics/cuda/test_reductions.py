@@ -7,7 +7,7 @@ import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.kernels import FORMULAS
-from memplan.trace.semantics.cuda.reductions import staging
+from memplan.trace.semantics.cuda.reductions import staging_buffer
 
 H100 = Arch((9, 0), 132)
 
@@ -34,12 +34,12 @@ def test_recorded_sizes(name: str, x: torch.Tensor, dim: object, recorded: tuple
 
 
 def test_nothing_is_staged_where_nothing_is_reduced_or_little() -> None:
-    assert staging(torch.empty(8, 8), [0], 4, H100) == ()
-    assert staging(torch.empty(1, 4096), [0], 4, H100) == ()
-    assert staging(torch.empty(0, 4096), [0], 4, H100) == ()
+    assert staging_buffer(torch.empty(8, 8), [0], 4, H100) == ()
+    assert staging_buffer(torch.empty(1, 4096), [0], 4, H100) == ()
+    assert staging_buffer(torch.empty(0, 4096), [0], 4, H100) == ()
 
 
 def test_more_multiprocessors_stage_more() -> None:
     x = torch.empty(8192, 4096, device="meta")
-    small, large = (sum(staging(x, [0], 4, Arch((8, 0), count))) for count in (20, 108))
+    small, large = (sum(staging_buffer(x, [0], 4, Arch((8, 0), count))) for count in (20, 108))
     assert 0 < small < large

@@ -45,12 +45,12 @@ class Followed:
         return self.function in (code.co_name, code.co_qualname.replace(".<locals>", ""))
 
 
-class _Watched:
+class _FollowedFunction:
     """A followed function, with the spans of its lines."""
 
     def __init__(self, code: CodeType) -> None:
         self._code = code
-        self._first_of = _statements(code.co_filename)
+        self._first_of = _first_lines_of_statements(code.co_filename)
         self.spans: dict[tuple[int, int, int, bool], int] = {}
         """(line, start, end, cut) -> hits: iterations without allocations share an entry."""
 
@@ -88,7 +88,7 @@ def _last_lines(code: CodeType) -> Iterator[int]:
             yield from _last_lines(part)
 
 
-def _statements(file: str) -> dict[int, int]:
+def _first_lines_of_statements(file: str) -> dict[int, int]:
     """Return line -> first line, for the lines of statements and block headers that span several lines."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -104,10 +104,10 @@ def _statements(file: str) -> dict[int, int]:
     return first
 
 
-class _Running(NamedTuple):
+class _RunningLine(NamedTuple):
     """The line that a frame is running."""
 
-    function: _Watched
+    function: _FollowedFunction
     line: int
     start: int
     hits: int
@@ -118,9 +118,9 @@ class LineWatch:
     """Records when lines of followed functions begin and end, on a monotonic clock."""
 
     clock: Callable[[], int]
-    _open: dict[int, _Running] = field(default_factory=dict)
+    _open: dict[int, _RunningLine] = field(default_factory=dict)
     """id() of a frame -> the line that it is running."""
-    _watched: dict[CodeType, _Watched | None] = field(default_factory=dict)
+    _watched: dict[CodeType, _FollowedFunction | None] = field(default_factory=dict)
     _previous: Any = None
     """Trace function to restore."""
     _tracing: bool = False
@@ -129,7 +129,7 @@ class LineWatch:
         """Trace this thread from now on."""
         if not self._tracing:
             self._tracing, self._previous = True, sys.gettrace()
-            sys.settrace(self._called)
+            sys.settrace(self._trace_call)
 
     def stop(self) -> None:
         """Stop tracing; spans of running lines end now."""
@@ -144,18 +144,20 @@ class LineWatch:
         """Return the functions that ran, in the order of their first calls. Call it after `stop`."""
         return tuple(watched.row() for watched in self._watched.values() if watched is not None and watched.spans)
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _trace_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Trace function of `sys.settrace` for each call: returns the one for the lines of a followed function."""
         code = frame.f_code
         if code not in self._watched:
-            self._watched[code] = _Watched(code) if _is_followed(code) else None
+            self._watched[code] = _FollowedFunction(code) if _is_followed(code) else None
         watched = self._watched[code]
         if watched is None or not self._tracing:
             return None
         if _resumes(frame):
-            self._open[id(frame)] = _Running(watched, watched.line(frame.f_lineno), self.clock(), 0)
-        return self._ran
+            self._open[id(frame)] = _RunningLine(watched, watched.line(frame.f_lineno), self.clock(), 0)
+        return self._trace_line
 
-    def _ran(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Trace function within a followed function: a new line, or a return, ends the span of the line before."""
         watched = self._watched[frame.f_code]
         if watched is None or not self._tracing:
             return None
@@ -165,10 +167,10 @@ class LineWatch:
             if last is None or last.line != line or not watched.is_long(line):
                 now = self.clock()
                 self._end_span(id(frame), now)
-                self._open[id(frame)] = _Running(watched, line, now, 1)
+                self._open[id(frame)] = _RunningLine(watched, line, now, 1)
         elif event == "return" and last is not None:  # also on yield, or on an exception
             self._end_span(id(frame), self.clock())
-        return self._ran
+        return self._trace_line
 
     def _end_span(self, frame: int, now: int, *, cut: bool = False) -> None:
         last = self._open.pop(frame, None)
@@ -177,7 +179,8 @@ class LineWatch:
 
 
 def _resumes(frame: FrameType) -> bool:
-    """Return whether a generator or coroutine resumes after a yield, by the argument of its RESUME instruction."""
+    """Return whether a call event is a generator or coroutine that resumes after a yield. The low bits of the argument
+    of its RESUME instruction tell so."""
     code, at = frame.f_code.co_code, frame.f_lasti
     return at >= 0 and dis.opname[code[at]] == "RESUME" and code[at + 1] & 3 > 0
 
@@ -240,7 +243,7 @@ def watching(clock: Callable[[], int]) -> Iterator[LineWatch]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Within this context, record no lines; decorated functions do not start a watch of their own either."""
+    """Within this context, record no lines; a decorated function that is called starts no watch of its own either."""
     _watches.append(None)
     try:
         yield
@@ -249,7 +252,7 @@ def unwatched() -> Iterator[None]:
 
 
 def _forget(watch: LineWatch | None) -> None:
-    """Remove the last entry of ``watch``; another thread may have appended others after it."""
+    """Remove the last occurrence of ``watch``, above which another thread may have pushed its own."""
     del _watches[max(at for at, other in enumerate(_watches) if other is watch)]
 
 

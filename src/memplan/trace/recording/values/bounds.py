@@ -61,9 +61,10 @@ class Bounds:
 
     Args:
         shares: assumed by the user.
-        tell: told the name of an op, the assumed and the largest number of elements, and whether ``counts`` say so.
-        range_of: range of a tensor's elements, None where that is not known.
-        counts: executions of lines at which it is known how many elements are selected.
+        tell: called with the name of an op, the assumed and the largest number of elements, and whether ``counts``
+            decided.
+        range_of: returns the range of a tensor's elements, None if unknown.
+        counts: execution of a line -> number of elements that values select there, where it is known.
     """
 
     def __init__(
@@ -132,18 +133,19 @@ class _Form:
     """Returns the size if the values that decide it are known."""
 
 
-def _elements(named: Keywords, range_of: RangeOf) -> int:
+def _most_elements(named: Keywords, range_of: RangeOf) -> int:
     x = named["self"]
     return min(x.numel(), 2) if x.dtype is torch.bool and "return_inverse" in named else x.numel()
 
 
-def _places(named: Keywords, count: int) -> torch.Tensor:
+def _nonzero_result(named: Keywords, count: int) -> torch.Tensor:
     """TensorAdvancedIndexing.cpp, nonzero_out_cpu: a row for each dimension, seen as a column."""
     x = named["self"]
     return x.new_empty((x.dim(), count), dtype=_INDEX).t()
 
 
-def _known_to_be_selected(named: Keywords) -> int | None:
+def _count_of_known_mask(named: Keywords) -> int | None:
+    """Return how many elements a mask with known values selects; None if they are unknown."""
     mask = named["mask"].constant if isinstance(named["mask"], _torch.FakeTensor) else named["mask"]
     if mask is None:
         return None
@@ -151,8 +153,8 @@ def _known_to_be_selected(named: Keywords) -> int | None:
         return int(mask.expand(torch.broadcast_shapes(named["self"].shape, mask.shape)).sum())
 
 
-def _distinct(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
-    """Unique.cpp: the elements, where each came from, and how often each is there."""
+def _unique_result(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
+    """Return the results of `unique` (Unique.cpp): the elements, where each came from, and how often each is there."""
     x = named["self"]
     elements = x.new_empty(count), x.new_empty(x.shape if named["return_inverse"] else 0, dtype=_INDEX)
     if "return_counts" not in named:  # `_unique`
@@ -160,15 +162,16 @@ def _distinct(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
     return *elements, x.new_empty(count if named["return_counts"] else 0, dtype=_INDEX)
 
 
-def _rows(named: Keywords, range_of: RangeOf) -> int:
+def _most_rows(named: Keywords, range_of: RangeOf) -> int:
     x, dim = named["self"], named.get("dim")
     return x.numel() if dim is None else x.shape[dim]
 
 
-def _distinct_rows(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
+def _unique_dim_result(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
+    """Return the results of `unique` along a dimension: the rows, where each came from, and how often each is there."""
     x, dim = named["self"], named.get("dim")
     if dim is None:
-        return _distinct(named, count)
+        return _unique_result(named, count)
     shape = list(x.shape)
     shape[dim] = count
     inverse = x.new_empty(x.shape[dim], dtype=_INDEX)
@@ -186,50 +189,51 @@ def _known_steps(named: Keywords) -> int | None:
     return None if lengths is None else sum(lengths)
 
 
-def _packed(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """PackedSequence.cpp, _pack_padded_sequence: the steps of all sequences, and how many sequences have each.
+def _packed_sequence(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the results of `pack_padded_sequence` (PackedSequence.cpp, _pack_padded_sequence): the time steps of all
+    sequences, and the number of sequences at each.
 
-    How many is read in C++, so that it is a real tensor.
+    The latter is a real tensor, since C++ reads its values.
     """
     x, batch = named["input"], named["lengths"].shape[0]
-    lengths = _lengths(named) or _with_one_whole(count, batch, x.shape[1 if named["batch_first"] else 0])
+    lengths = _lengths(named) or _lengths_of_steps(count, batch, x.shape[1 if named["batch_first"] else 0])
     with _torch.no_modes():
         sizes = torch.tensor([sum(length > step for length in lengths) for step in range(max(lengths))])
     return x.new_empty((sum(lengths), *x.shape[2:])), sizes
 
 
-def _with_one_whole(steps: int, batch: int, longest: int) -> list[int]:
+def _lengths_of_steps(steps: int, batch: int, longest: int) -> list[int]:
     """Return sequence lengths that sum to about ``steps``: the first is ``longest``, the others are equal."""
     others = max(batch - 1, 1)
     return [longest, *[min(longest, max(1, math.ceil((steps - longest) / others)))] * (batch - 1)]
 
 
-def _bins(named: Keywords, range_of: RangeOf) -> int | None:
+def _most_bins(named: Keywords, range_of: RangeOf) -> int | None:
     """SummaryOps.cpp, bincount: a bin for each number up to the largest."""
     values = range_of(named["self"])
     return None if values is None else max(int(named["minlength"]), int(values[1]) + 1)
 
 
-def _counted(named: Keywords, count: int) -> torch.Tensor:
+def _bincount_result(named: Keywords, count: int) -> torch.Tensor:
     weights = named["weights"]
     dtype = _INDEX if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
     return named["self"].new_empty(count, dtype=dtype)
 
 
-def _repeats(named: Keywords, range_of: RangeOf) -> int | None:
+def _most_repeats(named: Keywords, range_of: RangeOf) -> int | None:
     """Repeat.cpp: each index as often as its number says."""
     values = range_of(named["repeats"])
     return None if values is None else int(values[1]) * named["repeats"].numel()
 
 
-def _longest(named: Keywords, range_of: RangeOf) -> int:
+def _longest_target(named: Keywords, range_of: RangeOf) -> int:
     """No target is longer than its padded row, or than all targets concatenated."""
     lengths, most = named["target_lengths"], named["targets"].shape[-1]
     values = range_of(lengths) if isinstance(lengths, torch.Tensor) else None
     return most if values is None else min(most, int(values[1]))
 
 
-def _aligned(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _ctc_result(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """LossCTC.cpp, ctc_loss_cpu_template: losses, and (batch, steps, 2 * target length + 1) alphas."""
     x = named["log_probs"]
     return x.new_empty(x.shape[1]), x.new_empty((x.shape[1], x.shape[0], 2 * count + 1))
@@ -239,22 +243,22 @@ SIZED_BY_NUMBERS = frozenset({"bincount", "repeat_interleave", "_ctc_loss"})
 """Ops that select nothing, but whose results are as large as numbers among their values."""
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
 _FORMS: Mapping[str, _Form] = {
-    "aten.nonzero.default": _Form(_elements, _places),
+    "aten.nonzero.default": _Form(_most_elements, _nonzero_result),
     "aten.masked_select.default": _Form(
         lambda named, range_of: math.prod(torch.broadcast_shapes(named["self"].shape, named["mask"].shape)),
         lambda named, count: named["self"].new_empty(count),
-        _known_to_be_selected,
+        _count_of_known_mask,
     ),
     "aten._pack_padded_sequence.default": _Form(
         lambda named, range_of: math.prod(named["input"].shape[:2]),  # padding included
-        _packed,
+        _packed_sequence,
         _known_steps,
     ),
-    **{f"aten._ctc_loss.{form}": _Form(_longest, _aligned) for form in ("default", "Tensor")},
-    **{f"aten.{name}.default": _Form(_elements, _distinct) for name in ("_unique", "_unique2")},
-    "aten.bincount.default": _Form(_bins, _counted),
-    "aten.repeat_interleave.Tensor": _Form(_repeats, lambda named, count: named["repeats"].new_empty(count)),
-    **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
+    **{f"aten._ctc_loss.{form}": _Form(_longest_target, _ctc_result) for form in ("default", "Tensor")},
+    **{f"aten.{name}.default": _Form(_most_elements, _unique_result) for name in ("_unique", "_unique2")},
+    "aten.bincount.default": _Form(_most_bins, _bincount_result),
+    "aten.repeat_interleave.Tensor": _Form(_most_repeats, lambda named, count: named["repeats"].new_empty(count)),
+    **{f"aten.{name}": _Form(_most_rows, _unique_dim_result) for name in _UNIQUE},
     "torchvision.nms.default": _Form(  # indices of the boxes that are left
         lambda named, range_of: named["dets"].shape[0],
         lambda named, count: named["dets"].new_empty(count, dtype=_INDEX),

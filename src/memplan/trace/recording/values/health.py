@@ -14,7 +14,8 @@ _NOT = ("aten.logical_not", "aten.bitwise_not")
 
 
 def answer_of_healthy(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry]) -> bool | None:
-    """Return what a value says where nothing is nan or infinite; None of one that is no check for that.
+    """Return the result of a check for nan or inf (`torch.isnan(x).any()`) where all values are finite; None for a
+    scalar that is no such check.
 
     `torch.isfinite` is ``(x == x) * (x.abs() != inf)`` (ATen, TensorCompare.cpp), seen in torch 2.11 and 2.13.
     """
@@ -22,6 +23,8 @@ def answer_of_healthy(entry: Entry | None, notes: Sequence[Note], entries: Seque
 
 
 def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry], depth: int) -> bool | None:
+    """Evaluate a check by the ops that computed it, up to ``depth`` ops back; None if these are no check for nan or
+    inf."""
     if entry is None or entry.op is None or entry.dtype != "bool":
         return None
     note = notes[entry.op]
@@ -34,11 +37,12 @@ def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry]
     answers = [_answer(entries[read], notes, entries, depth - 1) for _, read in note.reads]
     if note.name.startswith(_NOT):
         return None if answers[0] is None else not answers[0]
-    wanted = not note.name.startswith(_ANY)
-    return wanted if wanted in answers else None
+    decisive = not note.name.startswith(_ANY)  # all finite: "any" is False by one False, "all" is True by one True
+    return decisive if decisive in answers else None
 
 
 def _is_finite(note: Note, notes: Sequence[Note], entries: Sequence[Entry]) -> bool:
+    """Return whether a multiplication is the last op of `torch.isfinite`."""
     makers = [entries[read].op for _, read in note.reads]
     if len(makers) != 2 or None in makers:
         return False

@@ -22,9 +22,9 @@ class NoSuchRow(IndexError):
 
 
 class Positions:
-    """Knows which storages count up, and refuses what the real step refuses: a position that a table does not have.
+    """Knows the values of position ids (`torch.arange`), to refuse a position that an embedding's table does not have.
 
-    Other values of whole numbers are not known; of these nothing is said.
+    Other integers are unknown, and are not checked.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -32,10 +32,10 @@ class Positions:
         self._first_and_step: dict[int, tuple[int, int]] = {}
 
     def before(self, name: str, args: tuple[object, ...]) -> None:
-        """Note that an op is about to run.
+        """Check an embedding that is about to run.
 
         Raises:
-            NoSuchRow: it looks up a row that the table does not have, as torch says it on the CPU.
+            NoSuchRow: it looks up a row that the table does not have, as the real step would raise on the CPU.
         """
         if name != _TABLE or not isinstance(args[0], torch.Tensor) or not isinstance(args[1], torch.Tensor):
             return
@@ -51,7 +51,7 @@ class Positions:
         result: object,
         written: Sequence[object] = (),
     ) -> None:
-        """Note that an op has run; ``written``: arguments that it changed."""
+        """Note a result that counts up, and forget those that the op wrote (``written``)."""
         for one in written:
             if isinstance(one, torch.Tensor):
                 self._first_and_step.pop(self._ledger.entry(one, None).id, None)
@@ -67,7 +67,7 @@ class Positions:
             self._first_and_step[self._ledger.entry(result, None).id] = first, step
 
     def _shifted(self, args: tuple[object, ...], sign: int, result: torch.Tensor) -> None:
-        """Positions that begin later: a number was added, such as that of tokens seen before."""
+        """Note a result that counts up from elsewhere, since a number was added to one (that of tokens seen before)."""
         one, number = args[:2]
         if not isinstance(one, torch.Tensor) or one.dim() != 1 or not isinstance(number, int):
             return
@@ -79,6 +79,7 @@ class Positions:
             self._first_and_step[self._ledger.entry(result, None).id] = begin, step * int(one.stride(0))
 
     def _largest(self, indices: torch.Tensor) -> int | None:
+        """Return the largest value of a view of a storage that counts up; None if its values are unknown."""
         entry = self._ledger.find(indices)
         known = None if entry is None else self._first_and_step.get(entry.id)
         if known is None or not indices.numel():

@@ -32,6 +32,7 @@ def is_optimizing() -> bool:
 
 
 def _frame_of_optimizer() -> FrameType | None:
+    """Return the innermost frame of `torch.optim.LBFGS`'s own code, unless it called the user's closure since."""
     for frame in callers():
         if frame.f_code.co_filename == _FILE:
             return frame
@@ -42,7 +43,7 @@ def _frame_of_optimizer() -> FrameType | None:
 
 @functools.cache
 def _ends() -> frozenset[int]:
-    """Return the lines of conditions whose body is a single ``break`` or ``return``."""
+    """Return the lines of LBFGS's file with a condition to stop: its body is a single ``break`` or ``return``."""
     lines: set[int] = set()
     for node in ast.walk(ast.parse(Path(_FILE).read_text(encoding="utf-8"))):
         if isinstance(node, ast.If) and len(node.body) == 1 and isinstance(node.body[0], (ast.Break, ast.Return)):

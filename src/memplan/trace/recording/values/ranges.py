@@ -72,14 +72,17 @@ def corners(combine: Callable[[Number, Number], Number], one: Range | None, othe
 
 
 def _same(*positions: int) -> Rule:
+    """Return the rule of an op whose results are elements of the arguments at these positions."""
     return lambda call: union([call.of(at) for at in positions])
 
 
-def _known(value: Number) -> Rule:
+def _constant(value: Number) -> Rule:
     return lambda call: (value, value)
 
 
 def _binary(combine: Callable[[Number, Number], Number]) -> Rule:
+    """Return the rule of an elementwise op of two operands, which is monotone in each; ``alpha`` scales the second."""
+
     def rule(call: Call) -> Range | None:
         return corners(lambda a, b: combine(a, _alpha(call) * b), call.of(0), call.of(1))
 
@@ -91,6 +94,7 @@ def _alpha(call: Call) -> Number:
 
 
 def _divided(call: Call) -> Range | None:
+    """Range of a quotient; unknown if the divisor may be 0."""
     divisor = call.of(1)
     if divisor is None or divisor[0] <= 0 <= divisor[1]:
         return None
@@ -103,6 +107,8 @@ def _rounded(values: Range) -> Range:
 
 
 def _whole(rule: Rule) -> Rule:
+    """Return a rule whose range is widened to integers, for ops that round."""
+
     def rounded(call: Call) -> Range | None:
         values: Any = rule(call)
         return None if values is None else _rounded(values)
@@ -118,6 +124,8 @@ def _remainder(call: Call) -> Range | None:
 
 
 def _clamped(low_at: int, high_at: int) -> Rule:
+    """Return the rule of a clamp whose lower and upper bound are at these argument positions, if there."""
+
     def rule(call: Call) -> Range:
         low, high = call.of(0) or (-math.inf, math.inf)
         for combine, at in ((max, low_at), (min, high_at)):
@@ -195,8 +203,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("copy", "fill", "full_like", "full"), _same(1)),
     "new_full": _same(2),
     "scalar_tensor": _same(0),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), _known(0)),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), _known(1)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), _constant(0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _constant(1)),
     "where": _same(1, 2),
     **dict.fromkeys(("maximum", "minimum"), _same(0, 1)),
     **dict.fromkeys(("masked_fill", "masked_scatter"), _same(0, 2)),
@@ -288,17 +296,18 @@ class ValueRanges:
         rule = rule_of(name)
         values = None if rule is None else _computed(rule, Call(args, kwargs, result, self.of))
         if written:
-            self._written(written, values)
+            self._put_written(written, values)
         elif values is not None:
             results = result if isinstance(result, (list, tuple)) else [result]
             for tensor, ends in zip(results, values if isinstance(values, list) else [values], strict=False):
                 if isinstance(tensor, torch.Tensor):
                     self.put(tensor, ends)
 
-    def _written(self, targets: Sequence[Any], values: Range | list[Range | None] | None) -> None:
-        each = values if isinstance(values, list) else [values]
-        each = each if len(each) == len(targets) else [None] * len(targets)
-        for target, ends in zip(targets, each, strict=True):
+    def _put_written(self, targets: Sequence[Any], values: Range | list[Range | None] | None) -> None:
+        """Set the ranges of arguments that an op wrote. A write into a part of a storage widens the storage's range."""
+        ranges = values if isinstance(values, list) else [values]
+        ranges = ranges if len(ranges) == len(targets) else [None] * len(targets)
+        for target, ends in zip(targets, ranges, strict=True):
             for tensor in target if isinstance(target, (list, tuple)) else [target]:
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                     known = ends if tensor is target else None

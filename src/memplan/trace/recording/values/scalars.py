@@ -63,7 +63,8 @@ def bound_of(value: Any) -> Range | None:
 
 
 def _method(base: type, name: str) -> Callable[..., Any]:
-    """Return an operator's method; an int's beside a float is the float's, whose reflected one would lose our type."""
+    """Return an operator's method. For an int and a float it is the float's method of the same name: Python would call
+    the plain float's reflected one, and the result would not be symbolic."""
     method = getattr(base, name)
 
     def call(self: Any, *others: Any) -> Any:
@@ -76,6 +77,7 @@ def _method(base: type, name: str) -> Callable[..., Any]:
 
 
 def _computing(base: type, name: str) -> Callable[..., Any]:
+    """Return an arithmetic operator whose result is symbolic again, with a range if one is known."""
     method = _method(base, name)
 
     @functools.wraps(getattr(base, name))
@@ -87,6 +89,7 @@ def _computing(base: type, name: str) -> Callable[..., Any]:
 
 
 def _bound(name: str, *operands: Any) -> Range | None:
+    """Return the range of an operator's result; None if unknown."""
     ranges = [bound_of(operand) for operand in operands]
     if name not in _MONOTONE or None in ranges:
         return None
@@ -96,6 +99,7 @@ def _bound(name: str, *operands: Any) -> Range | None:
 
 
 def _comparing(base: type, name: str) -> Callable[..., Any]:
+    """Return a comparison operator, which reports a branch unless the ranges decide the answer."""
     method = _method(base, name)
 
     @functools.wraps(getattr(base, name))
@@ -118,6 +122,7 @@ def _is_certain(name: str, one: Range | None, other: Range | None) -> bool:
 
 
 def _whole(name: str) -> Callable[..., Any]:
+    """Return a conversion of a symbolic float to an integer (``__int__``, ``__floor__``, ``__round__``)."""
     method = getattr(float, name)
 
     @functools.wraps(method)

@@ -10,14 +10,14 @@ import torch
 
 
 def selected_beside(error: BaseException | None, assumed: int) -> int | None:
-    """Return how many elements must have been selected, by the error of an op that met too many.
+    """Infer how many elements values select, from the error of an op whose operands do not fit the assumed number.
 
     Args:
         error: of an op whose operands cannot be broadcast.
-        assumed: number of elements that were assumed to be selected.
+        assumed: number of elements that was assumed to be selected.
 
     Returns:
-        The size that another operand has in the dimension of that size; None where there is none, or several.
+        The smaller size of another operand in the dimension of that size; None if there is none, or several.
     """
     frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     dispatched = [frame.f_locals.get("args") for frame in frames if frame.f_code.co_name == "__torch_dispatch__"]

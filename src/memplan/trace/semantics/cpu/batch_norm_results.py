@@ -15,7 +15,7 @@ import torch
 
 
 def _training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``native_batch_norm`` in training: output, mean and inverse standard deviation."""
+    """Results of ``native_batch_norm`` in training: output, mean and inverse standard deviation."""
     x, *others, training, _, _ = args
     if kwargs or not training or not _is_plain(x, *others):
         return NotImplemented
@@ -23,14 +23,14 @@ def _training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _functional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_native_batch_norm_legit_functional``: as `_training`, and the new running mean and variance."""
+    """Results of ``_native_batch_norm_legit_functional``: as `_training`, and the new running mean and variance."""
     running = args[3:5]
     results = NotImplemented if any(statistic is None for statistic in running) else _training(args, kwargs)
     return results if results is NotImplemented else (*results, *map(torch.empty_like, running))
 
 
 def _backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``native_batch_norm_backward``: gradients of input, weight and bias."""
+    """Results of ``native_batch_norm_backward``: gradients of input, weight and bias."""
     gradient, x, *others, _, _, mask = args
     if kwargs or gradient.shape != x.shape or gradient.stride() != x.stride() or not _is_plain(gradient, x, *others):
         return NotImplemented

@@ -18,8 +18,9 @@ from memplan.trace.semantics.cpu.onednn import Shape, Work
 from memplan.trace.semantics.layout import bytes_of, copied_to, has_amx, simd, suggests_channels_last
 
 
-def _channels_last(s: Shape, scratch: int = 0) -> int:
-    """Channels-last tensors: only the weight is reordered; oneDNN reads and writes the others in place."""
+def _channels_last_temporaries(s: Shape, scratch: int = 0) -> int:
+    """Return the temporary bytes for channels-last tensors: the reordered weight and the scratchpad. oneDNN reads and
+    writes the other tensors in place."""
     return (s.weight_bytes(1, simd()) if s.groups == 1 or s.depthwise else s.weight_bytes()) + scratch
 
 
@@ -31,7 +32,10 @@ def _shape(
     transposed: bool,
     groups: int,
 ) -> Shape:
-    """``x`` and ``y`` are input and output of the op, also if it is transposed."""
+    """Return a convolution as oneDNN sees it.
+
+    ``x`` is the op's input and ``y`` its output shape, also if it is transposed; ``steps``: stride, padding, dilation.
+    """
     wide, narrow = (tuple(y), tuple(x.shape)) if transposed else (tuple(x.shape), tuple(y))
     wide_space, narrow_space, kernel = wide[2:], narrow[2:], tuple(weight.shape[2:])
     if len(kernel) == 1:  # view1d_as_2d
@@ -40,17 +44,22 @@ def _shape(
     padding = (*(0,) * (len(kernel) - len(steps[1])), *steps[1])
     stride = (*(1,) * (len(kernel) - len(steps[0])), *steps[0])
     channels = x.shape[0], wide[1], narrow[1]
-    properties = groups, stride, padding, dilated, x.element_size(), x.dtype is torch.bfloat16 and has_amx()
-    return Shape(*channels, wide_space, narrow_space, kernel, *properties)
+    return Shape(
+        *channels, wide_space=wide_space, narrow_space=narrow_space, kernel=kernel, groups=groups, stride=stride,
+        padding=padding, dilated=dilated, itemsize=x.element_size(), tiled=x.dtype is torch.bfloat16 and has_amx(),
+    )  # fmt: skip
 
 
 def _peak_with_reorder(work: Work, result: int, before: int = 0) -> int:
-    """Peak bytes of a call whose result is reordered to a plain tensor (``mkldnn_to_dense``)."""
+    """Return the peak bytes of a oneDNN call whose result is then reordered to a plain tensor (``mkldnn_to_dense``).
+
+    ``result``: bytes of that tensor. ``before``: bytes of a further temporary while the call runs.
+    """
     running = work.source + work.other + work.weight + work.result + work.scratch + before
     return max(running, work.result + result * (2 if work.last else 1))
 
 
-def resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def resized_transposed_result(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Return the result of a 3-d transposed convolution without oneDNN in a storage of the input's size: the kernel
     allocates it that large, then resizes it, which frees nothing.
 
@@ -65,7 +74,7 @@ def resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
 
 
 def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``aten.convolution.default``."""
+    """Return the bytes that ``aten.convolution.default`` allocates at its peak beyond the result."""
     x, weight, bias, stride, padding, dilation, transposed, outpad, groups = args[:9]
     if not x.numel():  # torch's backend for empty inputs only allocates the result
         return 0
@@ -77,7 +86,7 @@ def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
     s = _shape(x, weight, result.shape, (stride, padding, dilation), transposed, groups)
     work = onednn.data_gradient(s) if transposed else onednn.forward(s)
     if last:
-        return copies + _channels_last(s, work.scratch)
+        return copies + _channels_last_temporaries(s, work.scratch)
     # a transposed convolution adds its bias after the product, to the result in float32
     apart = transposed and bias is not None and not work.last
     y = bytes_of(result)
@@ -85,7 +94,7 @@ def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 
 
 def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``aten.convolution_backward.default``."""
+    """Return the bytes that ``aten.convolution_backward.default`` allocates at its peak beyond the results."""
     gradient, x, weight, _, stride, padding, dilation, transposed, outpad, groups, mask = args[:11]
     if not x.numel():
         return 0
@@ -98,7 +107,9 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     peaks = [0]
     if mask[0]:
         work = onednn.forward(s) if transposed else onednn.data_gradient(s)
-        peaks.append(_channels_last(s, work.scratch) + grad_input if last else _peak_with_reorder(work, grad_input))
+        peaks.append(
+            _channels_last_temporaries(s, work.scratch) + grad_input if last else _peak_with_reorder(work, grad_input)
+        )
     bias_bytes = gradient.shape[1] * s.itemsize if mask[2] else 0
     results = grad_input + bias_bytes
     if mask[1] or mask[2]:
@@ -110,7 +121,8 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _works_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """``mkldnn_conv_use_channels_last`` (ConvUtils.h); a 1-d convolution makes its input contiguous first."""
+    """Return whether oneDNN computes in channels last: ``mkldnn_conv_use_channels_last`` (ConvUtils.h). A 1-d
+    convolution makes its input contiguous first."""
     return x.dim() > 3 and (suggests_channels_last(x) or suggests_channels_last(weight))
 
 
@@ -123,7 +135,7 @@ def uses_onednn(
     outpad: Sequence[int],
     groups: int,
 ) -> bool:
-    """``ConvParams::use_mkldnn`` (ATen/native/Convolution.cpp)."""
+    """Return whether oneDNN runs a convolution: ``ConvParams::use_mkldnn`` (ATen/native/Convolution.cpp)."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
     if transposed and any(p >= s for p, s in zip(outpad, stride, strict=True)):

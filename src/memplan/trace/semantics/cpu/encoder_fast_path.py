@@ -25,7 +25,8 @@ def _linear(x: torch.Tensor, rows: int, into: int, out: int) -> int:
 def attention_peak(
     x: torch.Tensor, heads: int, mask: torch.Tensor | None, weights: bool = False, average: bool = False
 ) -> int:
-    """Return the peak bytes: the projections, the scores with queries, keys and values, or the output projection."""
+    """Return the peak bytes of self-attention: the largest of its moments (projections, scores, output projection,
+    averaged weights). ``weights``: whether it returns the attention weights; ``average``: averaged over heads."""
     batch, length, width = x.shape
     unit, scores = bytes_of(x), batch * heads * length * length * x.element_size()
     rows, head = batch * length, width // heads
@@ -43,7 +44,7 @@ def attention_peak(
 
 
 def attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``_native_multi_head_attention`` with one tensor as query, key and value."""
+    """Return the temporary bytes of ``_native_multi_head_attention`` with one tensor as query, key and value."""
     x, heads = args[0], args[4]
     options = dict(zip(("mask", "need_weights", "average_attn_weights"), args[9:], strict=False))
     options |= kwargs
@@ -55,7 +56,8 @@ def attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 
 
 def layer(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, attend: Attend = attention_peak) -> int:
-    """``_transformer_encoder_layer_fwd``; ``attend`` returns the peak bytes of its attention."""
+    """Return the temporary bytes of ``_transformer_encoder_layer_fwd``: the peak of its attention (by ``attend``) or of
+    its feed-forward part."""
     x, heads, norm_first, hidden = args[0], args[2], args[8], args[14].shape[0]
     if x.is_nested or x.dim() != 3:
         return 0

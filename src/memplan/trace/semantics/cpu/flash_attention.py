@@ -17,7 +17,8 @@ def _rows(length: int) -> int:
 
 
 def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Per thread: scores, row sums and an output block in float32; in reduced precision also packed keys and values."""
+    """Return the bytes of the blocks of all threads: scores, row sums and an output block in float32; in reduced
+    precision also packed keys and values."""
     q, k, v = args[:3]
     threads, head = torch.get_num_threads(), q.shape[-1]
     rows, columns = _rows(q.shape[2]), min(512, k.shape[2])
@@ -32,8 +33,8 @@ def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Per thread: scores and their gradient; row sums; a copy of the output's gradient unless its heads lie within its
-    rows."""
+    """Return the bytes of the blocks of all threads (scores and their gradient), of row sums, and of a copy of the
+    output's gradient unless its heads lie within its rows."""
     gradient, q, k = args[:3]
     threads = torch.get_num_threads()
     rows, columns = _rows(q.shape[2]), min(512, k.shape[2])

@@ -16,11 +16,13 @@ from memplan.trace.semantics.layout import bytes_of, copied_to, space, suggests_
 
 
 def _columns(channels: int, weight: torch.Tensor, positions: int, itemsize: int) -> int:
+    """Return the bytes of the columns that im2col makes: for each position the values under the kernel."""
     return channels * prod(weight.shape[2:]) * positions * itemsize
 
 
 def _contiguous_copies(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> int:
-    """Copies of tensors that are not in the common memory format (``thnn_conv_use_channels_last``, ConvUtils.h)."""
+    """Return the bytes of the copies of tensors that are not in the common memory format
+    (``thnn_conv_use_channels_last``, ConvUtils.h)."""
     last = x.dim() == 4 and (suggests_channels_last(x) or suggests_channels_last(weight))
     return sum(copied_to(t, last) for t in (x, weight, *others))
 
@@ -49,8 +51,8 @@ def forward(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Return the bytes of the columns, and with groups the slices of input and output, which are concatenated at the
-    end; the slices of a single image are views."""
+    """Return the temporary bytes of a forward: the columns, and with groups the slices of input and output, which are
+    concatenated at the end; the slices of a single image are views."""
     batch, size = x.shape[0], x.element_size()
     if _handles_groups(x, transposed, dilation):
         groups = 1
@@ -83,8 +85,8 @@ def backward(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Return the bytes of the columns, which are live while the last result is computed; with groups, each result is
-    first computed in slices."""
+    """Return the temporary bytes of a backward: the columns, which are live while the last result is computed; with
+    groups, each result is first computed in slices."""
     batch, size = x.shape[0], x.element_size()
     if _handles_groups(x, transposed, dilation):
         groups = 1

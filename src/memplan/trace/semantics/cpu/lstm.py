@@ -60,18 +60,18 @@ def _leading_dimension(size: int, itemsize: int = _FLOAT) -> int:
 
 
 def _scratchpad(steps: int, batch: int, hidden: int) -> int:
-    """Gates of the `steps` whose input product is one GEMM, and two hidden states."""
+    """Return the scratchpad bytes: gates of the time steps whose input product is one GEMM, and two hidden states."""
     gates = steps * batch * _leading_dimension(4 * hidden) * _FLOAT
     return padded(gates, _PAGE) + 2 * padded(batch * _leading_dimension(hidden) * _FLOAT, _PAGE) + _POINTERS
 
 
 def _weights(inputs: int, hidden: int) -> int:
-    """Both weights transposed, with all gates in a row, and the sum of the biases."""
+    """Return the bytes of both weights transposed, with all gates in a row, and of the sum of the biases."""
     return (inputs + hidden) * _leading_dimension(4 * hidden) * _FLOAT + 4 * hidden * _FLOAT
 
 
 def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``mkldnn_rnn_layer``. Without gradients another kernel runs, with another scratchpad."""
+    """Return the temporary bytes of ``mkldnn_rnn_layer``. With gradients disabled, another kernel runs."""
     (steps, batch, inputs), hidden = args[0].shape, args[10]
     if args[0].dtype is not torch.float32:
         return _weights(inputs, hidden) // 2 + _POINTERS
@@ -81,14 +81,16 @@ def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def _inference(steps: int, batch: int, inputs: int, hidden: int) -> int:
-    """The brgemm kernel, in blocks of 32 columns. The part for the states is fitted to batches up to 64."""
+    """Return the temporary bytes of the brgemm kernel, in blocks of 32 columns. The term for the states was fitted to
+    batches up to 64."""
     weights = 4 * (inputs + hidden) * padded(hidden, 32) * _FLOAT
     gates = padded(steps * batch * 4 * hidden * _FLOAT, _PAGE)
     return weights + gates + 16 * batch * hidden * _FLOAT + _POINTERS
 
 
 def backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``mkldnn_rnn_layer_backward``: weights for both directions, contiguous or zero gradients, and the scratchpad."""
+    """Return the temporary bytes of ``mkldnn_rnn_layer_backward``: the weights, transposed and with padded rows; the
+    gradients, made contiguous or zero; and the scratchpad."""
     (steps, batch, inputs), hidden = args[0].shape, args[5].shape[-1]
     # Half precision computes the gates of one step at a time: measured on one shape, so approximate.
     merged_steps = steps if args[0].dtype is torch.float32 else 1

@@ -44,24 +44,24 @@ def scratch(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``mm``; with an empty operand it only fills its result."""
+    """Return the temporary bytes of ``mm``; with an empty operand it only fills its result."""
     if not args[0].numel() or not args[1].numel():
         return 0
     return _copies(args[0], args[1]) + scratch(args[0], args[1])
 
 
 def sum_and_product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``addmm``."""
+    """Return the temporary bytes of ``addmm``."""
     return _copies(args[1], args[2]) + scratch(args[1], args[2])
 
 
 def batched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``bmm``: float32 copies one matrix at a time; oneDNN, for bfloat16, needs contiguous operands."""
+    """Return the temporary bytes of ``bmm``. Only oneDNN, for bfloat16, has any: it needs contiguous operands."""
     return _batched(args[0], args[1])
 
 
 def sum_and_batched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``baddbmm``."""
+    """Return the temporary bytes of ``baddbmm``, as of `batched`."""
     return _batched(args[1], args[2])
 
 
@@ -72,7 +72,7 @@ def _batched(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def by_vector(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``mv`` (Blas.cpp, gemv): a contiguous copy of the matrix if BLAS cannot read it."""
+    """Return the temporary bytes of ``mv`` (Blas.cpp, gemv): a contiguous copy of the matrix if BLAS cannot read it."""
     return _copies(args[0]) if args[0].numel() else 0
 
 

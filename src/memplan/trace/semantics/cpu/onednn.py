@@ -103,7 +103,7 @@ class Work:
 
 
 def forward(s: Shape) -> Work:
-    """Return the buffers of a forward."""
+    """Return the buffers of a forward pass, by which of oneDNN's kernels runs it."""
     b = simd()
     if s.tiled or (s.depthwise and s.volumetric and not s.dilated):
         return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
@@ -115,7 +115,7 @@ def forward(s: Shape) -> Work:
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
     if s.wide < b and not s.pointwise:  # ``is_1stconv``: reads a plain tensor
         return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
-    return Work(s.wide_bytes(b), s.weight_bytes(b, b), s.narrow_bytes(b), _to_unit_stride(s))
+    return Work(s.wide_bytes(b), s.weight_bytes(b, b), s.narrow_bytes(b), _unit_stride_copy(s))
 
 
 def data_gradient(s: Shape) -> Work:
@@ -148,12 +148,12 @@ def weight_gradient(s: Shape) -> Work:
     if shallow or skips or _goes_by_columns(s, 8, 1) or s.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
         return Work(0, s.weight_bytes(), 0, _columns(s) + 4 * torch.get_num_threads() * s.weight_bytes())
     if s.groups > 1:
-        return Work(s.narrow_bytes(), s.weight_bytes(), 0, _sums(s, s.weight_bytes()), other=s.wide_bytes())
+        return Work(s.narrow_bytes(), s.weight_bytes(), 0, _weight_sums(s, s.weight_bytes()), other=s.wide_bytes())
     flat = s.wide <= 3 and not s.pointwise
     if 3 < s.wide < b and not s.pointwise:  # AVX-512's kernel refuses it, AVX2's runs
         b = 8
     weight = s.weight_bytes(1 if flat else b, b)
-    scratch = _sums(s, weight) + _to_unit_stride(s)
+    scratch = _weight_sums(s, weight) + _unit_stride_copy(s)
     return Work(s.narrow_bytes(b), weight, 0, scratch, other=0 if flat else s.wide_bytes(b))
 
 
@@ -169,10 +169,13 @@ def channels_last_weight_gradient(s: Shape) -> Work:
 
 
 def _goes_by_columns(s: Shape, group_block: int, row: int) -> bool:
-    """Whether no other kernel runs it: channels of groups cannot be padded to whole blocks, and the code for a row of
-    `row` results, unrolled, must be short."""
+    """Return whether only the im2col kernel runs a convolution.
+
+    The others need groups whose channels fill whole blocks (of ``group_block``), and unroll the code for a row of
+    ``row`` results, which must stay short.
+    """
     unrolled = s.kernel[-1] * min(s.wide // s.groups, 16) * min(row, 28)
-    if s.padded_beyond or (s.depthwise and s.volumetric) or unrolled > _MOST_UNROLLED:
+    if s.padded_beyond or (s.depthwise and s.volumetric) or unrolled > _MAX_UNROLLED:
         return True
     return s.groups > 1 and not s.depthwise and any(n // s.groups % group_block for n in (s.wide, s.narrow))
 
@@ -182,7 +185,7 @@ def _least_block() -> int:
     return 4 if simd() == 16 else 8
 
 
-_MOST_UNROLLED = (256 << 10) // (3 * 15)
+_MAX_UNROLLED = (256 << 10) // (3 * 15)
 """Instructions of 15 bytes that a kernel's code may have, for each of its three cases: both edges of a row, and between
 (`init_conf` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). Approximate."""
 _LONGEST_OF_WEIGHT_GRADIENT = 13
@@ -190,7 +193,7 @@ _LONGEST_OF_WEIGHT_GRADIENT = 13
 
 
 def _columns(s: Shape) -> int:
-    """Return the bytes of the columns of an image (of a slice of a volume), for each thread."""
+    """Return the bytes of im2col's columns: of one image, or one slice of a volume, for each thread."""
     if s.pointwise and not s.strided:  # reads its input in place
         return 0
     columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space[-2:]) * s.itemsize
@@ -204,14 +207,14 @@ def _padded_image(s: Shape) -> int:
     return torch.get_num_threads() * area * s.narrow * s.itemsize
 
 
-def _to_unit_stride(s: Shape) -> int:
+def _unit_stride_copy(s: Shape) -> int:
     """Return the bytes of a strided 1x1 convolution's input without skipped positions, for each thread."""
     if not (s.pointwise and s.strided):
         return 0
     return torch.get_num_threads() * padded(s.wide, simd()) * prod(s.narrow_space) * s.itemsize
 
 
-def _sums(s: Shape, weight: int) -> int:
+def _weight_sums(s: Shape, weight: int) -> int:
     """Return the bytes of the sums of threads that share the images of a batch, one weight each but for the first.
 
     They share channels instead if the weight is large beside the tensors: oneDNN weighs the bytes that are moved

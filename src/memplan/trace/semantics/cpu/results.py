@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.cpu.convolution import resized
+from memplan.trace.semantics.cpu.convolution import resized_transposed_result
 from memplan.trace.semantics.cpu.lstm import with_both_biases, with_workspace
 from memplan.trace.semantics.cpu.strides import STRIDES
 
 _NO_REDUCTION = 0
 
 
-def _reduced_in_place(position: int) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+def _reduced_loss(position: int) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
     """Return the correction of a loss whose reduced, 0-dim result lies in the storage of the unreduced loss.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp: the loss is computed into the result, which is then reduced
@@ -53,22 +53,22 @@ def _embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
 
 RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
     **STRIDES,
-    "aten.convolution.default": resized,
+    "aten.convolution.default": resized_transposed_result,
     "aten._embedding_bag.default": _embedding_bag,
     "aten.col2im.default": _resized_from_operand,
     "aten.im2col.default": _resized_from_operand,
     "aten.mkldnn_rnn_layer.default": with_workspace,
     "aten.mkldnn_rnn_layer_backward.default": with_both_biases,
-    "aten.mse_loss.default": _reduced_in_place(2),
-    "aten.smooth_l1_loss.default": _reduced_in_place(2),
-    "aten.soft_margin_loss.default": _reduced_in_place(2),
-    "aten.binary_cross_entropy.default": _reduced_in_place(3),
+    "aten.mse_loss.default": _reduced_loss(2),
+    "aten.smooth_l1_loss.default": _reduced_loss(2),
+    "aten.soft_margin_loss.default": _reduced_loss(2),
+    "aten.binary_cross_entropy.default": _reduced_loss(3),
 }
 """Overload name -> (args, kwargs, result) -> the result with the kernel's sizes and strides."""
 
 
-def grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_grouped_mm``: fake tensors support bfloat16 only, the kernels float32 and float16 on every device.
+def grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Result of ``_grouped_mm``: fake tensors support bfloat16 only, the kernels also float32 and float16.
 
     Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`: rows are aligned to 16 bytes.
     """
@@ -87,7 +87,8 @@ def grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_ctc_loss``: the losses, and the log alphas saved for backward, as long as the longest target if that is known.
+    """Results of ``_ctc_loss``: the losses, and the log alphas saved for backward, as long as the longest target;
+    NotImplemented if that is unknown.
 
     Source: aten/src/ATen/native/LossCTC.cpp, `ctc_loss_cpu_template`.
     """
@@ -108,7 +109,7 @@ def _known_lengths(lengths: Any) -> list[int] | None:
 
 
 def _embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_embedding_bag_backward``: torch runs the real kernel on fake tensors, which reads memory that does not exist.
+    """Result of ``_embedding_bag_backward``: torch would run the real kernel on fake tensors, which have no memory.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp, `_embedding_bag_dense_backward_cpu`.
     """
@@ -117,7 +118,8 @@ def _embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _lstsq(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``linalg_lstsq`` by ``gelsy``, the default: the solution is a view of the right side's copy, which has all rows.
+    """Results of ``linalg_lstsq`` by ``gelsy``, the default: the solution is a view of the right side's copy, which has
+    all rows.
 
     Source: aten/src/ATen/native/BatchLinearAlgebra.cpp, `linalg_lstsq_out_info`. With other drivers the residuals
     depend on the ranks, which are values.
@@ -137,7 +139,7 @@ def _lstsq(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
-    "aten._grouped_mm.default": grouped_product,
+    "aten._grouped_mm.default": grouped_mm,
     "aten._embedding_bag_backward.default": _embedding_bag_backward,
     "aten.linalg_lstsq.default": _lstsq,
 }

@@ -21,8 +21,8 @@ _GRAIN_SIZE = 32768
 
 
 def masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, masked_select_out_impl_cpu: the mask as int64, to be counted before the result is
-    allocated; unless the kernel runs serially, the mask as int64 and its running sums."""
+    """Bytes of temporaries (TensorAdvancedIndexing.cpp, masked_select_out_impl_cpu): the mask as int64, to be counted
+    before the result is allocated; unless the kernel runs serially, the mask as int64 and its running sums."""
     x, mask = args
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     count_scratch = _INDEX * (math.prod(shape) + 1)
@@ -31,8 +31,9 @@ def masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     return max(count_scratch - bytes_of(result), 0 if serial else 2 * _INDEX * math.prod(shape))
 
 
-def distinct(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Unique.cpp, unique_cpu_sorted_template: sorted elements and their permutation, and while sorting a second one."""
+def unique(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (Unique.cpp, unique_cpu_sorted_template): sorted elements and their permutation, and while
+    sorting a second one."""
     x = args[0]
     if x.dtype is torch.bool:
         return 0
@@ -42,31 +43,34 @@ def distinct(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return copied(x) + max(sorted_bytes + _INDEX * x.numel() - sum(map(bytes_of, result)), with_counts)
 
 
-def distinct_rows(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Unique.cpp, _unique_dim_cpu_template: the sorted rows, and a contiguous copy of the input."""
+def unique_dim(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (Unique.cpp, _unique_dim_cpu_template): the sorted rows, and a contiguous copy of the
+    input."""
     x, dim = args[0], args[1]
     return bytes_of(x) + copied(x.movedim(dim, 0))
 
 
-def indexed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """IndexingUtils.h, expandTensors: each mask is converted to int64 indices, one tensor per dimension of the mask."""
+def index(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (IndexingUtils.h, expandTensors): each mask is converted to int64 indices, one tensor per
+    dimension of the mask."""
     x, indices = args[0], args[1]
     slice_numel = x.numel() // max(1, math.prod(_indexed_sizes(x, indices)))
     return _index_bytes(indices, result.numel() // max(1, slice_numel))
 
 
 def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, _index_put_impl_: as `indexed`; one value without accumulation is a masked_fill."""
+    """Bytes of temporaries (TensorAdvancedIndexing.cpp, _index_put_impl_): as `index`; one value without accumulation
+    is a masked_fill."""
     x, indices, values = args[0], args[1], args[2]
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if values.numel() == 1 and not accumulates and len(_masks(indices)) == len(indices) == 1:
         return 0
     slice_dims = x.dim() - len(_indexed_sizes(x, indices))
     value_per_index = values.dim() > slice_dims and values.shape[0] != 1
-    return _index_bytes(indices, values.shape[0] if value_per_index else _most_selected(indices))
+    return _index_bytes(indices, values.shape[0] if value_per_index else _max_selected(indices))
 
 
-def _most_selected(indices: Sequence[Any]) -> int:
+def _max_selected(indices: Sequence[Any]) -> int:
     """Return how many elements the masks select: the exact number if it is known, else all."""
     masks = _masks(indices)
     if not masks:
@@ -76,6 +80,7 @@ def _most_selected(indices: Sequence[Any]) -> int:
 
 
 def _index_bytes(indices: Sequence[Any], selected: int) -> int:
+    """Return the bytes of the int64 indices that masks are converted to, if each selects this many elements."""
     return sum(_INDEX * mask.dim() * selected for mask in _masks(indices))
 
 
@@ -97,7 +102,7 @@ def _indexed_sizes(x: torch.Tensor, indices: Sequence[Any]) -> list[int]:
 
 
 def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, masked_scatter__cpu: a contiguous copy of the source."""
+    """Bytes of temporaries (TensorAdvancedIndexing.cpp, masked_scatter__cpu): a contiguous copy of the source."""
     return copied(args[2])
 
 
@@ -105,10 +110,10 @@ FORMULAS: dict[str, Formula] = {
     "aten.masked_scatter.default": masked_scatter,
     "aten.masked_scatter_.default": masked_scatter,
     "aten.masked_select.default": masked_select,
-    "aten._unique.default": distinct,
-    "aten._unique2.default": distinct,
-    "aten.unique_dim.default": distinct_rows,
-    "aten.index.Tensor": indexed,
+    "aten._unique.default": unique,
+    "aten._unique2.default": unique,
+    "aten.unique_dim.default": unique_dim,
+    "aten.index.Tensor": index,
     "aten.index_put.default": index_put,
     "aten.index_put_.default": index_put,
     "aten._unsafe_index_put.default": index_put,

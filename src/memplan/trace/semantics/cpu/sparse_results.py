@@ -57,7 +57,7 @@ def _new(
     )
 
 
-def _copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _copy_sparse(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a copy of a sparse tensor: new indices and new values."""
     known = _torch.known_indices(tensor)
     return _new(tensor, _torch.sparse_length(tensor), coalesced=tensor.is_coalesced(), dtype=dtype, known=known)
@@ -75,30 +75,32 @@ def _is_stolen_by_engine(tensor: torch.Tensor) -> bool:
 
 
 def _copy(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensor.cpp, clone_sparse, and dtype conversions."""
+    """Result (SparseTensor.cpp, clone_sparse, and dtype conversions): a new tensor, except of a gradient that
+    autograd's engine would not clone but keep."""
     tensor = args[0]
     if not coo(tensor) or kwargs.get("layout") not in (None, torch.sparse_coo):
         return NotImplemented
     if _is_stolen_by_engine(tensor):
         known, (indices, values) = _torch.known_indices(tensor), _torch.sparse_parts(tensor)
         return _torch.sparse_coo(indices, values, tensor.shape, coalesced=tensor.is_coalesced(), known=known)
-    return _copied(tensor, kwargs.get("dtype"))
+    return _copy_sparse(tensor, kwargs.get("dtype"))
 
 
 def _coalesce(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensor.cpp, _coalesce_sparse_cpu: storages for all elements, of which the result uses the distinct ones."""
+    """Result (SparseTensor.cpp, _coalesce_sparse_cpu): storages for all elements, of which the result uses the distinct
+    ones."""
     tensor = args[0]
     if tensor.is_coalesced():
-        return _copied(tensor)
+        return _copy_sparse(tensor)
     count, known = _torch.sparse_length(tensor), _torch.known_indices(tensor)
     if known is not None:
-        known = _torch.distinct(known)
+        known = _torch.distinct_columns(known)
     distinct = min(count, _rows_of(tensor.shape, tensor.sparse_dim())) if known is None else known.shape[1]
     return _new(tensor, distinct, stored=count, coalesced=True, known=known)
 
 
 def _from_parts(args: Arguments, kwargs: Keywords) -> Any:
-    """A COO tensor that shares the storages of the indices and values it is built from."""
+    """Result of constructing a COO tensor: it shares the storages of the indices and values."""
     _, _, shape, indices, values = args
     dtype = kwargs.get("dtype")
     if not isinstance(indices, torch.Tensor) or dtype not in (None, values.dtype):
@@ -106,8 +108,9 @@ def _from_parts(args: Arguments, kwargs: Keywords) -> Any:
     return _torch.sparse_coo(indices, values, shape, coalesced=bool(kwargs.get("is_coalesced")))
 
 
-def _added(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, add_out_sparse_cpu: the elements of both; if both are coalesced, equal indices merge."""
+def _sum(args: Arguments, kwargs: Keywords) -> Any:
+    """Result (SparseTensorMath.cpp, add_out_sparse_cpu): the sum of two sparse tensors has the elements of both; equal
+    indices merge if both are coalesced."""
     left, right = args[:2]
     if not coo(left) or not coo(right):
         return NotImplemented
@@ -120,44 +123,45 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or (value.layout == torch.strided and value.dim() == 0)
 
 
-def _scaled(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, mul_out_sparse_zerodim and div_out_sparse_zerodim: multiplied or divided by a number."""
+def _product_with_number(args: Arguments, kwargs: Keywords) -> Any:
+    """Result (SparseTensorMath.cpp, mul_out_sparse_zerodim and div_out_sparse_zerodim): multiplied or divided by a
+    number."""
     tensor, factor = args[:2]
     if _is_number(tensor):
         tensor, factor = factor, tensor
     if not coo(tensor) or not _is_number(factor):
         return NotImplemented
-    return _copied(tensor, torch.result_type(*args[:2]))
+    return _copy_sparse(tensor, torch.result_type(*args[:2]))
 
 
-def _in_place(functional: Instead) -> Instead:
+def _in_place_version(functional: Instead) -> Instead:
     """Return the in-place version of `functional`: the first argument takes over the parts of the result."""
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
         replacement = functional(args, kwargs) if coo(args[0]) else NotImplemented
-        return replacement if replacement is NotImplemented else _torch.become(args[0], replacement)
+        return replacement if replacement is NotImplemented else _torch.replace_sparse_parts(args[0], replacement)
 
     return result
 
 
-def _overwritten_values(args: Arguments, kwargs: Keywords) -> Any:
-    """In-place ops that write into the existing values and leave the indices alone."""
+def _values_in_place(args: Arguments, kwargs: Keywords) -> Any:
+    """Result of an in-place op that writes into the existing values: the tensor, with the same indices."""
     return args[0] if coo(args[0]) else NotImplemented
 
 
-def _zeroed(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, zero_sparse_."""
+def _no_elements(args: Arguments, kwargs: Keywords) -> Any:
+    """Result (SparseTensorMath.cpp, zero_sparse_): no elements are left."""
     return _new(args[0], 0, coalesced=True)
 
 
-def _masked(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensor.cpp, sparse_mask."""
+def _sparse_mask(args: Arguments, kwargs: Keywords) -> Any:
+    """Result (SparseTensor.cpp, sparse_mask): a tensor with the mask's indices."""
     tensor, mask = args[:2]
-    return tensor if tensor is mask and mask.is_coalesced() else _copied(mask, tensor.dtype)
+    return tensor if tensor is mask and mask.is_coalesced() else _copy_sparse(mask, tensor.dtype)
 
 
-def _transposed(args: Arguments, kwargs: Keywords) -> Any:
-    """TensorShape.cpp, sparse_transpose_: a copy with two rows of the indices swapped."""
+def _transpose(args: Arguments, kwargs: Keywords) -> Any:
+    """Result (TensorShape.cpp, sparse_transpose_): a copy with two rows of the indices swapped."""
     tensor = args[0]
     if not coo(tensor) or tensor.dim() != 2 or tensor.sparse_dim() != 2:
         return NotImplemented
@@ -165,7 +169,8 @@ def _transposed(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _bag_gradient(args: Arguments, kwargs: Keywords) -> Any:
-    """EmbeddingBag.cpp, _embedding_bag_sparse_backward and _embedding_bag_dense_backward_cpu."""
+    """Result (EmbeddingBag.cpp, _embedding_bag_sparse_backward): an element per index;
+    _embedding_bag_dense_backward_cpu: the whole table's gradient."""
     gradient, indices, rows, sparse = args[0], args[1], args[6], args[9]
     width = gradient.shape[-1]
     if not sparse:
@@ -174,7 +179,7 @@ def _bag_gradient(args: Arguments, kwargs: Keywords) -> Any:
     return _torch.sparse_coo(indices.reshape(1, -1), values, (rows, width), coalesced=False)
 
 
-def padding_left_out(args: Arguments) -> bool:
+def drops_embedding_padding(args: Arguments) -> bool:
     """Return whether this indexing is how the sparse gradient of an embedding drops `padding_idx` (Embedding.cpp)."""
     indices = args[1] if len(args) > 1 else None
     if not isinstance(indices, (list, tuple)) or len(indices) != 1 or not isinstance(indices[0], torch.Tensor):
@@ -186,14 +191,14 @@ def padding_left_out(args: Arguments) -> bool:
 
 
 def _without_padding(args: Arguments, kwargs: Keywords) -> Any:
-    return args[0].new_empty(args[0].shape) if padding_left_out(args) else NotImplemented
+    return args[0].new_empty(args[0].shape) if drops_embedding_padding(args) else NotImplemented
 
 
 def _to_sparse(args: Arguments, kwargs: Keywords) -> Any:
-    """TensorConversions.cpp, dense_to_sparse."""
+    """Result (TensorConversions.cpp, dense_to_sparse): no element is assumed to be zero."""
     tensor, layout = args[0], kwargs.get("layout")
     if layout not in (None, torch.sparse_coo):
-        return _refused(args, kwargs)
+        return _refuse_compressed(args, kwargs)
     if coo(tensor):
         return NotImplemented
     sparse_dim = args[1] if len(args) > 1 and isinstance(args[1], int) else tensor.dim()
@@ -203,14 +208,17 @@ def _to_sparse(args: Arguments, kwargs: Keywords) -> Any:
     return _torch.sparse_coo(indices, values, tensor.shape, coalesced=True)
 
 
-def _refused(args: Arguments, kwargs: Keywords) -> Any:
-    """Compressed layouts."""
+def _refuse_compressed(args: Arguments, kwargs: Keywords) -> Any:
+    """Refuse an op that makes a tensor in a compressed layout."""
     raise _torch.compressed_layout_error()
 
 
 def _product(first: int) -> Instead:
-    """SparseTensorMath.cpp, s_addmm_out_sparse_dense_cpu, of `args[first]` and the next argument. Fake tensors have no
-    kernel for it."""
+    """Return the function for the result of a product of a sparse and a dense matrix, for which fake tensors have no
+    kernel. ``first``: position of the left operand.
+
+    Source: SparseTensorMath.cpp, s_addmm_out_sparse_dense_cpu.
+    """
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
         left, right = args[first : first + 2]
@@ -227,20 +235,23 @@ INSTEAD: Mapping[str, Instead] = {
     "aten.neg.default": _copy,
     _COALESCE: _coalesce,
     "aten._sparse_coo_tensor_with_dims_and_tensors.default": _from_parts,
-    **{f"aten.{name}.Tensor": _added for name in ("add", "sub")},
-    **{f"aten.{name}_.Tensor": _in_place(_added) for name in ("add", "sub")},
-    **{f"aten.{name}": _scaled for name in ("mul.Tensor", "mul.Scalar", "div.Tensor")},
-    **{f"aten.mul_.{form}": _in_place(_scaled) for form in ("Tensor", "Scalar")},
-    "aten.div_.Tensor": _overwritten_values,
-    "aten.zero_.default": _in_place(_zeroed),
-    "aten.sparse_mask.default": _masked,
-    "aten.t.default": _transposed,
+    **{f"aten.{name}.Tensor": _sum for name in ("add", "sub")},
+    **{f"aten.{name}_.Tensor": _in_place_version(_sum) for name in ("add", "sub")},
+    **{f"aten.{name}": _product_with_number for name in ("mul.Tensor", "mul.Scalar", "div.Tensor")},
+    **{f"aten.mul_.{form}": _in_place_version(_product_with_number) for form in ("Tensor", "Scalar")},
+    "aten.div_.Tensor": _values_in_place,
+    "aten.zero_.default": _in_place_version(_no_elements),
+    "aten.sparse_mask.default": _sparse_mask,
+    "aten.t.default": _transpose,
     "aten._embedding_bag_backward.default": _bag_gradient,
     "aten.index.Tensor": _without_padding,
     "aten._to_sparse.default": _to_sparse,
     "aten._to_sparse.sparse_dim": _to_sparse,
-    **{f"aten._to_sparse_{layout}.default": _refused for layout in ("csr", "csc", "bsr", "bsc")},
-    **{f"aten.sparse_compressed_tensor.{form}": _refused for form in ("comp_plain_value_size", "comp_plain_value")},
+    **{f"aten._to_sparse_{layout}.default": _refuse_compressed for layout in ("csr", "csc", "bsr", "bsc")},
+    **{
+        f"aten.sparse_compressed_tensor.{form}": _refuse_compressed
+        for form in ("comp_plain_value_size", "comp_plain_value")
+    },
     "aten.mm.default": _product(0),
     **{f"aten.{name}.default": _product(1) for name in ("addmm", "_sparse_addmm")},
 }
@@ -267,7 +278,7 @@ def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | No
     if name.startswith("aten._foreach_") and any(map(_torch.is_sparse, args[0])):
         return _not_counted(name)
     if not _torch.is_sparse(result):
-        drops_padding = name == "aten.index.Tensor" and padding_left_out(args)
+        drops_padding = name == "aten.index.Tensor" and drops_embedding_padding(args)
         return "no index of an embedding was taken as its padding: never more" if drops_padding else None
     if name == _COALESCE:
         return None if args[0]._nnz() < 2 or _torch.known_indices(args[0]) is not None else _ALL_DIFFERENT

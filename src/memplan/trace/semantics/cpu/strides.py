@@ -13,13 +13,13 @@ from memplan.trace.semantics.layout import copied_to, suggests_channels_last
 from memplan.trace.semantics.result_strides import STRIDES as EVERYWHERE
 from memplan.trace.semantics.result_strides import (
     Correction,
-    as_suggested,
+    contiguous,
     elementwise,
+    empty_like,
     has_usable_sizes,
-    in_order,
-    laid_out,
-    like,
-    then,
+    in_sequence,
+    suggested_format,
+    with_strides,
 )
 from memplan.trace.semantics.tensor_iterator import (
     channels_last_strides,
@@ -36,15 +36,16 @@ def _is_channels_last(x: torch.Tensor) -> bool:
 
 
 def _norm(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Normalization.cpp, `suggest_memory_format_contig`: contiguous, unless the input is channels last and not
-    contiguous."""
+    """Strides of the results (Normalization.cpp, `suggest_memory_format_contig`): contiguous, unless the input is
+    channels last and not contiguous."""
     x, (output, *statistics) = args[0], results
     last = not x.is_contiguous() and _is_channels_last(x)
     return _formatted(output, last=last), *statistics
 
 
 def _norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Normalization.cpp, `batch_norm_backward_cpu_template`: as `_norm` if gradient and input have the same format."""
+    """Strides of the results (Normalization.cpp, `batch_norm_backward_cpu_template`): as `_norm` if gradient and input
+    have the same format."""
     (gradient, x), (grad_input, *others) = args[:2], results
     last = suggests_channels_last(x)
     dense = all(t.is_contiguous() or _is_channels_last(t) for t in (gradient, x))
@@ -54,32 +55,33 @@ def _norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
 
 
 def _formatted(tensor: torch.Tensor, *, last: bool) -> torch.Tensor:
-    return laid_out(tensor, (channels_last_strides if last else contiguous_strides)(tensor.shape))
+    return with_strides(tensor, (channels_last_strides if last else contiguous_strides)(tensor.shape))
 
 
 def _convolution_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Convolution.cpp: a weight gradient that is contiguous in more than one format gets contiguous strides, unless the
-    weight is channels last or grouped."""
+    """Strides of the results (Convolution.cpp): a weight gradient that is contiguous in more than one format gets
+    contiguous strides, unless the weight is channels last or grouped."""
     grad_input, grad_weight, grad_bias = results
     plain = args[9] == 1 and not suggests_channels_last(args[2])
     if plain and grad_weight is not None and grad_weight.is_contiguous():
-        grad_weight = laid_out(grad_weight, contiguous_strides(grad_weight.shape))
+        grad_weight = with_strides(grad_weight, contiguous_strides(grad_weight.shape))
     return grad_input, grad_weight, grad_bias
 
 
 def _prelu_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
     """Activation.cpp, `_prelu_kernel_backward`, whose TensorIterator has input, weight and gradient in this order."""
     gradient, x, weight = args[:3]
-    return tuple(laid_out(grad, elementwise_strides([x, weight, gradient], grad.shape)) for grad in results)
+    return tuple(with_strides(grad, elementwise_strides([x, weight, gradient], grad.shape)) for grad in results)
 
 
 def _group_norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """group_norm.cpp: in the input's memory format; from torch 2.14 on, ``empty_like`` of the input in that format."""
+    """Strides of the results (group_norm.cpp): in the input's memory format; from torch 2.14 on, ``empty_like`` of the
+    input in that format."""
     x = args[1]
     if torch_version() < (2, 14) or copied_to(x, suggests_channels_last(x)):
-        return as_suggested(1)(args, kwargs, results)
+        return suggested_format(1)(args, kwargs, results)
     grad_input, *others = results
-    return (None if grad_input is None else laid_out(grad_input, preserved_strides(x)), *others)
+    return (None if grad_input is None else with_strides(grad_input, preserved_strides(x)), *others)
 
 
 def _on_cpu(correction: Correction) -> Correction:
@@ -101,26 +103,26 @@ _NORMS = (
 _CPU_ONLY: Mapping[str, Correction] = {
     **{f"aten.{name}": _norm for name in _NORMS},
     "aten.native_batch_norm_backward.default": _norm_backward,
-    "aten.native_group_norm.default": as_suggested(0),  # group_norm.cpp
+    "aten.native_group_norm.default": suggested_format(0),  # group_norm.cpp
     "aten.native_group_norm_backward.default": _group_norm_backward,
     "aten.convolution_backward.default": _convolution_backward,
     "aten._prelu_kernel_backward.default": _prelu_backward,
     # Dropout.cpp
-    "aten.native_dropout.default": then(
-        lambda args, kwargs, results: (elementwise(0)(args, kwargs, results[0]), results[1]), like(0, index=1)
+    "aten.native_dropout.default": in_sequence(
+        lambda args, kwargs, results: (elementwise(0)(args, kwargs, results[0]), results[1]), empty_like(0, index=1)
     ),
     "aten.native_dropout_backward.default": elementwise(0, 1),
     # Activation.cpp, GatedLinearUnit.cpp, LossNLL2d.cpp, FlashAttentionKernel.cpp
-    "aten.log_sigmoid_forward.default": then(in_order(), in_order(index=1)),
-    "aten.log_sigmoid_backward.default": like(0),
-    "aten.glu_backward.default": in_order(),
-    "aten.nll_loss2d_backward.default": like(1),
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": like(0),
+    "aten.log_sigmoid_forward.default": in_sequence(contiguous(), contiguous(index=1)),
+    "aten.log_sigmoid_backward.default": empty_like(0),
+    "aten.glu_backward.default": contiguous(),
+    "aten.nll_loss2d_backward.default": empty_like(1),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": empty_like(0),
     # ReplicationPadding.cpp, ChanelShuffle.cpp
-    "aten.replication_pad2d_backward.default": as_suggested(1),
-    "aten.replication_pad3d.default": as_suggested(0),
-    "aten.replication_pad3d_backward.default": as_suggested(1),
-    "aten.channel_shuffle.default": as_suggested(0),
+    "aten.replication_pad2d_backward.default": suggested_format(1),
+    "aten.replication_pad3d.default": suggested_format(0),
+    "aten.replication_pad3d_backward.default": suggested_format(1),
+    "aten.channel_shuffle.default": suggested_format(0),
 }
 STRIDES: Mapping[str, Correction] = {**EVERYWHERE, **{name: _on_cpu(entry) for name, entry in _CPU_ONLY.items()}}
 """Overload name -> (args, kwargs, result) -> the result with the strides of the kernel's output."""

@@ -47,9 +47,10 @@ def flash_splits(blocks: int, multiprocessors: int, columns: int) -> int:
 
 
 def flash_forward(heads_first: bool, dropout: int) -> Formula:
-    """flash_api.cpp, mha_fwd: partial outputs and their log-sum-exp if the keys are split, which needs no dropout.
+    """Formula of flash attention: partial outputs and their log-sum-exp if the keys are split (never with dropout).
 
-    ``dropout`` is the position of its probability.
+    Source: flash_api.cpp, mha_fwd. ``heads_first``: the layout of the operands; ``dropout``: the position of its
+    probability.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -69,7 +70,7 @@ def flash_forward(heads_first: bool, dropout: int) -> Formula:
 
 
 def flash_backward(heads_first: bool) -> Formula:
-    """flash_api.cpp, mha_bwd and mha_varlen_bwd; attention_backward.cu, _flash_attention_backward.
+    """Formula of flash attention's backward (flash_api.cpp, mha_bwd; attention_backward.cu, _flash_attention_backward).
 
     The gradient of the queries in float32, with rows padded to 128 and head sizes to 32 (with deterministic algorithms
     one per split of the keys); a sum per row; gradients of keys and values for every query head with grouped queries;
@@ -93,7 +94,10 @@ def flash_backward(heads_first: bool) -> Formula:
 
 
 def efficient_forward(heads_first: bool) -> Formula:
-    """attention.cu, _efficient_attention_forward: a float32 accumulator for half precision and head sizes over 128."""
+    """Formula of memory-efficient attention: a float32 accumulator for half precision and head sizes over 128.
+
+    Source: attention.cu, _efficient_attention_forward.
+    """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         q, k, v = (_by_length(t, heads_first) for t in args[:3])
@@ -104,8 +108,9 @@ def efficient_forward(heads_first: bool) -> Formula:
     return formula
 
 
-def _tiles(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
-    """(Queries, keys) in a tile, and whether the gradients of keys and values stay in registers.
+def _tile_shape(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
+    """The tiles of memory-efficient attention's backward: queries and keys in a tile, and whether the gradients of keys
+    and values stay in registers.
 
     Source: mem_eff_attention/kernels/cutlassB.h, the first kernel of the list whose head size and shared memory fit.
     That the large tiles do not fit with less than 100 KiB per block is inferred from the list, which has smaller ones
@@ -125,10 +130,14 @@ def _tiles(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
 
 
 def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch: Arch) -> int:
-    """mem_eff_attention/kernel_backward.h, workspace_size: dq in tiles of float32; dk and dv where not in registers."""
+    """Bytes of the workspace of memory-efficient attention's backward: gradients of the queries in float32 tiles, and
+    of keys and values unless they stay in registers.
+
+    Source: mem_eff_attention/kernel_backward.h, workspace_size.
+    """
     (batch, rows, heads, size), keys, width = q.shape, k.shape[1], v.shape[-1]
     reduced = q.dtype in _REDUCED
-    tile_rows, tile_columns, in_registers = _tiles(max(size, width), reduced, arch)
+    tile_rows, tile_columns, in_registers = _tile_shape(max(size, width), reduced, arch)
     elements = -(-rows // tile_rows) * -(-size // tile_columns) * (tile_rows * tile_columns + 4)
     splits = -(-keys // tile_columns)
     if batch * heads >= 256 and keys <= 2 * tile_columns:
@@ -140,7 +149,7 @@ def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch
 
 
 def efficient_backward(heads_first: bool) -> Formula:
-    """attention_backward.cu, _efficient_attention_backward.
+    """Formula of memory-efficient attention's backward (attention_backward.cu, _efficient_attention_backward).
 
     The gradient is made contiguous by length before the results are allocated. Output times gradient is summed per row:
     inside the kernel in half precision; in float32 by a product as large as the output, its sums and a contiguous copy
@@ -160,12 +169,12 @@ def efficient_backward(heads_first: bool) -> Formula:
 
 
 def cudnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """cudnn/MHA.cpp: the workspace of cuDNN's plan, which is empty except on sm_90 (cuDNN 9.19)."""
+    """Temporaries (cudnn/MHA.cpp): the workspace of cuDNN's plan, which is empty except on sm_90 (cuDNN 9.19)."""
     return nonzero(_PLAN_BYTES[9] if arch.capability[0] == 9 else 0)
 
 
 def cudnn_backward(heads_first: bool) -> Formula:
-    """cudnn/MHA.cpp: the workspace of cuDNN's plan, as far as its parts are known.
+    """Formula of cuDNN's attention backward (cudnn/MHA.cpp): its plan's workspace, as far as its parts are known.
 
     dq in float32, on sm_80 to sm_89 twice, and a sum per row; dk and dv for every query head with grouped queries
     (cudnn-frontend, the backward node of scaled dot product attention; cuDNN 9.19's answers for several shapes on

@@ -55,7 +55,7 @@ class Autocast:
         """The cached low-precision copies of weights."""
         return [copy for _, copy in self._copies.values()]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the cache of casts, as torch does when the outermost autocast context ends."""
         self._copies.clear()
 
@@ -67,7 +67,10 @@ class Autocast:
         return {name: self._kernel(op) for name, op in ops.items() if op is not None}
 
     def _kernel(self, op: Any) -> dispatch.Kernel:
-        prepare = _POLICIES.get(op.overloadpacket.__name__, _unknown) if op.namespace == "aten" else _of_library
+        """Return the autocast kernel of an op: it casts by the op's policy and calls the op below autocast."""
+        prepare = (
+            _POLICIES.get(op.overloadpacket.__name__, _refuse_unknown) if op.namespace == "aten" else _cast_as_library
+        )
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with dispatch.below_autocast():
@@ -94,7 +97,7 @@ class Autocast:
     def _any_on_card(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return any(self._on_card(tensor) for tensor in _tensors((*args, *kwargs.values())))
 
-    def takes(self, value: Any) -> bool:
+    def would_cast(self, value: Any) -> bool:
         """Whether autocast would cast ``value``: a floating-point tensor on the card, other than float64."""
         return (
             isinstance(value, torch.Tensor)
@@ -107,7 +110,7 @@ class Autocast:
         """Return a tensor, or each tensor of a list, in another dtype. Casts of weights are cached."""
         if isinstance(value, (list, tuple)):
             return [self.cast(item, dtype) for item in value]
-        if not self.takes(value) or value.dtype is dtype:
+        if not self.would_cast(value) or value.dtype is dtype:
             return value
         if not self._is_cacheable(value, dtype):
             return value.to(dtype)
@@ -121,7 +124,10 @@ class Autocast:
 
     @staticmethod
     def _is_cacheable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """autocast_mode.cpp, cached_cast: leaves in float32 that need a gradient, cast to the lower precision."""
+        """Whether the cast of a tensor is cached: of float32 leaves that need a gradient, to the lower precision.
+
+        Source: autocast_mode.cpp, cached_cast.
+        """
         return (
             torch.is_autocast_cache_enabled()
             and dtype is torch.get_autocast_dtype("cuda")
@@ -154,17 +160,18 @@ def installed(on_card: OnCard) -> Iterator[Autocast]:
 
         def clear_both() -> None:
             clear()
-            state.forget()
+            state.clear()
 
         with _torch.patched(torch, set_autocast_enabled=set_enabled, clear_autocast_cache=clear_both):
             try:
                 set_active(torch.is_autocast_enabled("cuda"))
                 yield state
             finally:
-                state.forget()
+                state.clear()
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -183,17 +190,17 @@ def _cast_all(state: Autocast, op: Any, args: Any, kwargs: Any, dtype: torch.dty
     return op, positional[::-1], cast
 
 
-def _lower(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+def _cast_to_lower(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     return _cast_all(state, op, args, kwargs, torch.get_autocast_dtype("cuda"))
 
 
-def _float(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+def _cast_to_float32(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     return _cast_all(state, op, args, kwargs, torch.float32)
 
 
-def _float_by_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+def _set_dtype_argument(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """Pass ``dtype=torch.float32`` to an op that casts by itself, unless the user passed another dtype."""
-    if not state.takes(args[0]):
+    if not state.would_cast(args[0]):
         return op, args, kwargs
     for position, argument in enumerate(_torch.arguments(op)):
         if argument.name == "dtype":
@@ -205,9 +212,9 @@ def _float_by_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepare
     return op, args, kwargs
 
 
-def _norm(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+def _norm_with_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """Call the overload of ``norm`` that has a dtype argument instead."""
-    dtype = torch.float32 if state.takes(args[0]) else args[0].dtype
+    dtype = torch.float32 if state.would_cast(args[0]) else args[0].dtype
     arguments = [*args]
     for argument in _torch.arguments(op)[len(args) :]:
         arguments.append(kwargs.get(argument.name, argument.default_value))
@@ -216,24 +223,24 @@ def _norm(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     return getattr(_ATEN.norm, f"{overload}_dtype"), arguments, {"dtype": dtype}
 
 
-def _widest(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+def _cast_to_widest(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """Cast to float32 if any of the tensors is in float32, else to the autocast dtype."""
     lower = torch.get_autocast_dtype("cuda")
-    dtypes = {t.dtype for t in _tensors((*args, *kwargs.values())) if state.takes(t)}
+    dtypes = {t.dtype for t in _tensors((*args, *kwargs.values())) if state.would_cast(t)}
     if not dtypes <= {torch.float32, lower}:
         others = ", ".join(sorted(str(dtype) for dtype in dtypes - {torch.float32, lower}))
         raise RuntimeError(f"{op} got {others} while autocast gives {lower}: it takes float32 and what autocast gives")
     return _cast_all(state, op, args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
 
 
-def _recurrent(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """cudnn/AutocastRNN.cpp: float16, whatever the autocast dtype, with new copies of the weights at every call.
+def _cast_recurrent(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """Cast a recurrent network's tensors to float16, whatever the autocast dtype; weights are copied at every call.
 
-    torch copies them into one buffer; here each has its own.
+    torch copies them into one buffer; here each has its own. Source: cudnn/AutocastRNN.cpp.
     """
     half = torch.float16
     x, weights, stride, buffer, hx, cx, *options = args
-    if state.takes(weights[0]) and weights[0].dtype is not half:
+    if state.would_cast(weights[0]) and weights[0].dtype is not half:
         weights = [weight.to(half) for weight in weights]
         with torch.no_grad():
             buffer = weights[0].detach().reshape(-1)[:1].expand(buffer.numel())
@@ -241,13 +248,13 @@ def _recurrent(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     return op, arguments, kwargs
 
 
-def _banned(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+def _refuse(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """Call torch's own kernel, which raises torch's message for any tensors."""
     dispatch.with_cuda_autocast(op, *args, **kwargs)
     raise AssertionError(f"{op} is not refused by this torch")
 
 
-def _of_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+def _cast_as_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """Cast as the autocast kernel of the op's library does, which is observed on tensors without data."""
     try:
         arg_dtypes, own_dtypes, returned_dtypes = dispatch.cast_on_cuda(op, args, kwargs)
@@ -272,7 +279,8 @@ def _of_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     return run, positional, named
 
 
-def _unknown(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+def _refuse_unknown(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """Raise an error for an op that autocast treats, and whose policy is not in `_POLICIES`."""
     raise RecordingError(
         f"autocast on CUDA treats {op}, and how is not known here",
         expected=f"an op that autocast treated in the versions of torch up to 2.15; this one is {torch.__version__}",
@@ -281,12 +289,12 @@ def _unknown(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
 
 
 _POLICIES: dict[str, Callable[[Autocast, Any, Any, Any], Prepared]] = {
-    **dict.fromkeys(_LOWER.split(), _lower),
-    **dict.fromkeys(_FLOAT.split(), _float),
-    **dict.fromkeys(_FLOAT_BY_DTYPE.split(), _float_by_dtype),
-    **dict.fromkeys(_WIDEST.split(), _widest),
-    "norm": _norm,
-    "_cudnn_rnn": _recurrent,
-    "binary_cross_entropy": _banned,
+    **dict.fromkeys(_LOWER.split(), _cast_to_lower),
+    **dict.fromkeys(_FLOAT.split(), _cast_to_float32),
+    **dict.fromkeys(_FLOAT_BY_DTYPE.split(), _set_dtype_argument),
+    **dict.fromkeys(_WIDEST.split(), _cast_to_widest),
+    "norm": _norm_with_dtype,
+    "_cudnn_rnn": _cast_recurrent,
+    "binary_cross_entropy": _refuse,
 }
 """Op name -> its autocast policy."""

@@ -80,7 +80,7 @@ def installed(
         "ctc_loss.Tensor": table.ctc_loss,
     }
     for name in _RECURRENT:
-        kernels |= {f"{name}.input": table.recurrent(name), f"{name}.data": table.packed(name)}
+        kernels |= {f"{name}.input": table.recurrent(name), f"{name}.data": table.packed_recurrent(name)}
     instead = {_overload(name): kernel for name, kernel in kernels.items()}
     with (
         dispatch.overridden({**kernels, "_fused_rms_norm": table.rms_norm}, dispatch.AUTOGRAD_CPU),
@@ -95,7 +95,7 @@ def _overload(name: str) -> Any:
 
 
 def enabled_now() -> Enabled:
-    """What `scaled_dot_product_attention` may choose from under the current `torch.backends.cuda` settings."""
+    """Return the kernels that `scaled_dot_product_attention` may choose under torch's current settings."""
     allowed, version = torch.backends.cuda, sdpa_choice.versions()
     order: list[Any] = [_BACKENDS[number] for number in dispatch.tried_in_order() if number in _BACKENDS]
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -112,7 +112,7 @@ def enabled_now() -> Enabled:
 
 
 class _Table:
-    """The CUDA decompositions."""
+    """The CUDA decompositions, each a kernel with the arguments of its op; tensors on the host take the CPU's."""
 
     def __init__(self, on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch]) -> None:
         self._on_card = on_card
@@ -122,7 +122,7 @@ class _Table:
         self.differing: set[Arch] = set()
 
     def dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        """native/Dropout.cpp: a single kernel that saves a bool mask, if anything is dropped at random."""
+        """Dropout (native/Dropout.cpp): if anything is dropped at random, a single kernel that saves a bool mask."""
         if train and 0 < p < 1 and x.numel() and self._on_card(x):
             return _ATEN.native_dropout.default(x, p, train)[0]
         return dispatch.composite(_ATEN.dropout.default, x, p, train)
@@ -139,10 +139,8 @@ class _Table:
         epsilon: float,
         enabled: bool,
     ) -> torch.Tensor:
-        """native/Normalization.cpp, _batch_norm_impl_index: cuDNN reads and saves its input in its memory format.
-
-        An input in no memory format is copied.
-        """
+        """Batch norm (native/Normalization.cpp, _batch_norm_impl_index): cuDNN reads and saves its input in a memory
+        format, so that an input in none is copied first."""
         if self._on_card(x) and uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn:
             x = in_own_format(x)
         return dispatch.composite(
@@ -150,19 +148,19 @@ class _Table:
         )
 
     def softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """native/SoftMax.cpp: float16 to float32 in the kernel, without a float32 copy first."""
+        """Softmax (native/SoftMax.cpp): float16 is converted to float32 in the kernel, without a copy first."""
         if dtype is torch.float32 and x.dtype is torch.float16 and self._on_card(x):
             return _ATEN._softmax.default(x, dim, True)
         return dispatch.composite(_ATEN.softmax.int, x, dim, dtype)
 
     def log_softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """native/SoftMax.cpp: like `softmax`."""
+        """Log-softmax (native/SoftMax.cpp): like `softmax`."""
         if dtype is torch.float32 and x.dtype is torch.float16 and self._on_card(x):
             return _ATEN._log_softmax.default(x, dim, True)
         return dispatch.composite(_ATEN.log_softmax.int, x, dim, dtype)
 
     def rms_norm(self, x: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
-        """native/layer_norm.cpp: one kernel that saves its input and a float32 statistic per row.
+        """RMS norm (native/layer_norm.cpp): one kernel that saves its input and a float32 statistic per row.
 
         ``rms_norm`` itself is not replaced: it calls this op under the same conditions on every device.
         """
@@ -182,15 +180,15 @@ class _Table:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """native/transformers/attention.cpp: the kernel that `sdpa_choice.choose` selects, with its preprocessing."""
-        if not self._on_card(query) or not _acceptable(query, key, value, attn_mask, is_causal):
+        """Attention (native/transformers/attention.cpp) by the kernel that `sdpa_choice.choose` selects."""
+        if not self._on_card(query) or not _are_valid(query, key, value, attn_mask, is_causal):
             return dispatch.composite(
                 _ATEN.scaled_dot_product_attention.default,
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
         arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         choice = sdpa_choice.choose(*arguments, arch=self._arch, enabled=enabled_now())
-        self._compare(arguments, choice.kernel)
+        self._compare_cards(arguments, choice.kernel)
         self._chosen("scaled_dot_product_attention", f"{_TITLES[choice.kernel]}: {choice.reason}")
         if choice.kernel == "math":
             return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -201,7 +199,7 @@ class _Table:
         output = kernel(_Call(query, key, value, attn_mask, dropout_p, is_causal, scale))
         return output.squeeze(0) if unbatched else output
 
-    def _compare(self, arguments: tuple[Any, ...], kernel: str) -> None:
+    def _compare_cards(self, arguments: tuple[Any, ...], kernel: str) -> None:
         """Add the cards on which attention runs another kernel, or none, to `differing`."""
         enabled = enabled_now()
         for other in self._others - self.differing:
@@ -216,10 +214,12 @@ class _Table:
                 self.differing.add(other)
 
     def recurrent(self, name: str) -> Callable[..., Any]:
-        """native/RNN.cpp: cuDNN, with the weights in one buffer (modules flatten them when moved to the card)."""
+        """Return the kernel of a recurrent op (native/RNN.cpp): cuDNN's, with the weights in one buffer, since modules
+        flatten them when moved to the card."""
         op = getattr(_ATEN, name).input
 
         def run(x: torch.Tensor, states: Any, weights: list[torch.Tensor], *options: Any) -> Any:
+            """Run a recurrent network by cuDNN's op, or decomposed where cuDNN refuses it."""
             if not self._on_card(x):
                 return dispatch.composite(op, x, states, weights, *options)
             refusal = self._cudnn_refusal(x)
@@ -233,20 +233,22 @@ class _Table:
         return run
 
     def _cudnn_refusal(self, x: torch.Tensor) -> str | None:
-        """native/RNN.cpp, use_cudnn: why cuDNN does not run a recurrent network; None if it does."""
+        """Say why cuDNN does not run a recurrent network (native/RNN.cpp, use_cudnn); None if it does."""
         if not torch.backends.cudnn.enabled:
             return "cuDNN is switched off"
         if x.dtype is torch.bfloat16 and self._arch < (8, 0):
             return "cuDNN takes bfloat16 from sm_80 on"
         return None if x.numel() else "the input is empty"
 
-    def packed(self, name: str) -> Callable[..., Any]:
-        """native/RNN.cpp: cuDNN, on packed sequences. Their batch sizes are in host memory."""
+    def packed_recurrent(self, name: str) -> Callable[..., Any]:
+        """Return the kernel of a recurrent op on packed sequences (native/RNN.cpp): cuDNN's. Their batch sizes are in
+        host memory."""
         op = getattr(_ATEN, name).data
 
         def run(
             data: torch.Tensor, sizes: torch.Tensor, states: Any, weights: list[torch.Tensor], *options: Any
         ) -> Any:
+            """Run a recurrent network of packed sequences by cuDNN's op; their lengths have to be known."""
             if not self._on_card(data):
                 return dispatch.composite(op, data, sizes, states, weights, *options)
             refusal = self._cudnn_refusal(data)
@@ -273,7 +275,7 @@ class _Table:
         b_ih: torch.Tensor | None = None,
         b_hh: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """native/RNN.cpp, LSTMCell: two products and one kernel for all gates, which saves them."""
+        """LSTM cell (native/RNN.cpp, LSTMCell): two products and one kernel for all gates, which saves them."""
         if not self._on_card(x):
             return dispatch.composite(_ATEN.lstm_cell.default, x, states, w_ih, w_hh, b_ih, b_hh)
         gates = x @ w_ih.t(), states[0] @ w_hh.t()
@@ -288,7 +290,7 @@ class _Table:
         b_ih: torch.Tensor | None = None,
         b_hh: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """native/RNN.cpp, GRUCell: like `lstm_cell`."""
+        """GRU cell (native/RNN.cpp, GRUCell): like `lstm_cell`."""
         if not self._on_card(x):
             return dispatch.composite(_ATEN.gru_cell.default, x, hidden, w_ih, w_hh, b_ih, b_hh)
         return _ATEN._thnn_fused_gru_cell.default(x @ w_ih.t(), hidden @ w_hh.t(), hidden, b_ih, b_hh)[0]
@@ -303,7 +305,7 @@ class _Table:
         reduction: int = _MEAN,
         zero_infinity: bool = False,
     ) -> torch.Tensor:
-        """native/LossCTC.cpp: lengths are read on the host; a mean divides by the target lengths, on the card."""
+        """CTC loss (native/LossCTC.cpp): lengths are read on the host; a mean divides by them on the card."""
         op, arguments = _ATEN.ctc_loss.Tensor, (log_probs, targets, steps, lengths, blank)
         if reduction != _MEAN or not self._on_card(log_probs) or self._on_card(lengths):
             return dispatch.composite(op, *arguments, reduction, zero_infinity)
@@ -314,7 +316,7 @@ class _Table:
 _TITLES = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN", "math": "math"}
 
 
-def _acceptable(
+def _are_valid(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
 ) -> bool:
     """Whether the arguments of attention are valid at all; if not, the original op raises its own error."""
@@ -348,7 +350,7 @@ class _Call:
 
 
 def _flash(call: _Call) -> torch.Tensor:
-    """Heads are padded to a multiple of 8 first, and the padded tensors are saved for backward."""
+    """Run flash attention. Heads are padded to a multiple of 8 first, and the padded tensors are saved for backward."""
     head = call.query.shape[-1]
     scale = 1 / math.sqrt(head) if call.scale is None else call.scale
     heads = [functional.pad(t, [0, -head % 8]) for t in call.heads] if head % 8 else call.heads
@@ -358,10 +360,11 @@ def _flash(call: _Call) -> torch.Tensor:
 
 
 def _efficient(call: _Call) -> torch.Tensor:
-    """The mask is converted to an additive one whose rows are aligned to 8 elements, and expanded."""
+    """Run memory-efficient attention. The mask is converted to an additive one with rows aligned to 8 elements, and
+    expanded."""
     mask = call.mask
     if mask is not None:
-        aligned = _aligned(_additive(mask, call.query.dtype))
+        aligned = _aligned_mask(_additive(mask, call.query.dtype))
         mask = aligned.expand(*call.query.shape[:3], call.key.shape[2])
     kernel = _ATEN._scaled_dot_product_efficient_attention.default
     compute_logsumexp = _needs_gradient(*call.heads)
@@ -385,7 +388,8 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, mask.new_full((), 0.0, dtype=dtype), -math.inf)
 
 
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
+def _aligned_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask whose rows begin at multiples of 8 elements: a view of a padded copy, unless it has such rows."""
     if mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]
@@ -418,7 +422,7 @@ def _math(
         square = (query.shape[-2], key.shape[-2])
         bias = _additive(scaled.new_ones(square, dtype=torch.bool).tril(), scaled.dtype)
     if gqa:
-        key, value = (_repeated(t, query.shape[-3]) for t in (key, value))
+        key, value = (_repeat_heads(t, query.shape[-3]) for t in (key, value))
     weights = scaled @ _ATEN.mul.Scalar(key.transpose(-2, -1), root)
     if bias is not None:
         weights.add_(bias)
@@ -431,7 +435,7 @@ def _math(
     return output
 
 
-def _repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
+def _repeat_heads(heads: torch.Tensor, count: int) -> torch.Tensor:
     return heads if heads.shape[-3] == count else heads.repeat_interleave(count // heads.shape[-3], -3)
 
 
@@ -460,7 +464,7 @@ def _cudnn_recurrent(
     batch_first: bool,
     batch_sizes: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """cudnn/RNN.cpp, _cudnn_impl: output, last hidden states and last cells."""
+    """Run cuDNN's recurrent op (cudnn/RNN.cpp, _cudnn_impl). Returns output, last hidden states and last cells."""
     hidden = (hx if cx is None else cx).shape[2]
     projection = 0 if hx.shape[2] == hidden else hx.shape[2]
     number = (4 if biases else 2) + bool(projection)

@@ -158,7 +158,8 @@ def _is_empty(name: str, args: tuple[Any, ...], result: Any) -> bool:
 
 
 def _bias_fits(args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> bool:
-    """native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt: whether cuBLASLt adds the bias in its epilogue."""
+    """Whether cuBLASLt adds the bias of an ``addmm`` in its epilogue: native/cuda/Blas.cpp,
+    isInputCompliesAddmmCudaLt."""
     bias, a, b = args[:3]
     row = bias.dim() == 1 or sum(n != 1 for n in bias.shape) == 1
     fits = row and bias.is_contiguous() and bias.shape[-1] == b.shape[1] and kwargs.get("beta", 1) == 1

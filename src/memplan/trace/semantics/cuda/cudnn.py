@@ -66,8 +66,9 @@ def uses_batch_norm(
     return Choice(True, "cuDNN's batch norm")
 
 
-def _persistent(x: torch.Tensor, training: bool) -> bool:
-    """cudnn/BatchNorm.cpp, getCudnnBatchNormMode: the persistent kernel is for channels last, in training."""
+def _is_persistent(x: torch.Tensor, training: bool) -> bool:
+    """Whether cuDNN runs its persistent kernel: in training, for channels last (cudnn/BatchNorm.cpp,
+    getCudnnBatchNormMode)."""
     return training and like_channels_last(x.shape, x.stride()) and not x.is_contiguous()
 
 
@@ -82,7 +83,7 @@ def batch_norm_reserve_bytes(x: torch.Tensor, training: bool, arch: Arch) -> Int
     0 is expected, was measured on an H100, and is what other frameworks rely on. cuDNN does not document it, so on
     other cards the upper end for the persistent kernel is the mask of a fused activation, one bit per element.
     """
-    return (0, -(-x.numel() // 8)) if _persistent(x, training) and arch.capability != _MEASURED else (0, 0)
+    return (0, -(-x.numel() // 8)) if _is_persistent(x, training) and arch.capability != _MEASURED else (0, 0)
 
 
 def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, backward: bool = False) -> Interval:
@@ -92,7 +93,7 @@ def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, b
     counter per 64 channels; counters and a small constant are added once. Exact on an H100 for the six shapes in
     ``goldens/`` (``batch_norm_channels_last``, ``resnet18_channels_last``); the upper end on other cards.
     """
-    if not _persistent(x, training):
+    if not _is_persistent(x, training):
         return 0, 0
     channels = x.shape[1]
     rows, counters = x.numel() // max(1, channels), 4 * -(-channels // 64)
@@ -213,10 +214,10 @@ class RecurrentCall(NamedTuple):
             rows, batch = x.shape[0], batch_sizes[0]
         else:
             rows, batch = x.shape[0] * x.shape[1], x.shape[0 if args[10] else 1]
-        kind = MODES[args[6]]
         return cls(
-            *(kind, rows, batch, x.shape[-1], args[7], args[9], args[13], args[11], x.element_size(), args[8], args[12])
-        )
+            kind=MODES[args[6]], rows=rows, batch=batch, inputs=x.shape[-1], hidden=args[7], layers=args[9],
+            bidirectional=args[13], dropout=args[11], itemsize=x.element_size(), projection=args[8], training=args[12],
+        )  # fmt: skip
 
     def reserve(self, arch: Arch) -> Interval:
         """Bytes of the reserve; 0 without training."""
@@ -242,13 +243,15 @@ def dropout_state_bytes(arch: Arch) -> int:
 
 
 def rnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """cudnn/RNN.cpp, _cudnn_rnn: a contiguous, time-first copy of the input. `table` counts reserve and workspace."""
+    """Temporaries (cudnn/RNN.cpp, _cudnn_rnn): a contiguous, time-first copy of the input. `table` counts reserve and
+    workspace."""
     x = args[0].transpose(0, 1) if args[10] and not args[14] else args[0]
     return (bytes_of(x),) if copied(x) else ()
 
 
 def rnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """cudnn/RNN.cpp, _cudnn_rnn_backward: contiguous, time-first copies of input and gradients; zeros for missing ones.
+    """Temporaries (cudnn/RNN.cpp, _cudnn_rnn_backward): contiguous, time-first copies of input and gradients; zeros for
+    missing ones.
 
     The weight gradients are views of one buffer, which counts as a result (`results.recurrent_backward`).
     """

@@ -43,7 +43,7 @@ class Workspace(NamedTuple):
     """Whether cuDNN runs it, and can be queried."""
 
 
-class Backing(NamedTuple):
+class BackendChoice(NamedTuple):
     """Which library runs a convolution, and why."""
 
     backend: Backend
@@ -71,22 +71,23 @@ class _Shape:
         return self.inputs * self.outputs // self.groups * self.kernel
 
 
-def _describe(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, options: tuple[Any, ...]) -> _Shape:
+def _shape_of(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, options: tuple[Any, ...]) -> _Shape:
+    """Describe a convolution of ``x`` to ``y``; ``options``: stride, dilation, transposed, groups."""
     stride, dilation, transposed, groups = options
     big, little = (y, x) if transposed else (x, y)
     taps = weight.shape[2:]
     winograd = all(n == 3 for n in taps) and all(n == 1 for n in (*stride, *dilation)) and len(taps) == 2
     return _Shape(
-        x.shape[0],
-        big.shape[1],
-        little.shape[1],
-        groups,
-        space(big.shape),
-        space(little.shape),
-        prod(taps),
-        x.element_size(),
-        len(taps),
-        winograd,
+        batch=x.shape[0],
+        inputs=big.shape[1],
+        outputs=little.shape[1],
+        groups=groups,
+        large=space(big.shape),
+        small=space(little.shape),
+        kernel=prod(taps),
+        itemsize=x.element_size(),
+        ranks=len(taps),
+        winograd=winograd,
     )
 
 
@@ -97,7 +98,7 @@ def is_depthwise(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups
     return x.shape[1] == groups and weight.shape[0] % x.shape[1] == 0
 
 
-def _fast_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:
+def _prefers_cudnn_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:
     """Whether torch prefers cuDNN for a contiguous float16 depthwise convolution.
 
     Source: native/Convolution.cpp, use_cudnn_depthwise and check_cudnn_depthwise_workload_with_filter. From 2.14 on
@@ -121,7 +122,10 @@ def _fast_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]
 
 
 def in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """native/ConvUtils.h, cudnn_conv_suggest_memory_format: if input or weight is, but never in float64."""
+    """Whether cuDNN convolves in channels last: if input or weight is, but never in float64.
+
+    Source: native/ConvUtils.h, cudnn_conv_suggest_memory_format.
+    """
     if torch.float64 in (x.dtype, weight.dtype):
         return False
     return suggests_channels_last(x) or suggests_channels_last(weight)
@@ -133,7 +137,7 @@ def allows_tf32() -> bool:
     return cudnn.conv.fp32_precision == "tf32"
 
 
-def backing(
+def convolution_backend(
     x: torch.Tensor,
     weight: torch.Tensor,
     dilation: Sequence[int],
@@ -143,13 +147,13 @@ def backing(
     groups: int,
     arch: Arch,
     enabled: bool = True,
-) -> Backing:
+) -> BackendChoice:
     """Which library runs a convolution on CUDA.
 
     Source: native/Convolution.cpp, use_cudnn and _select_conv_backend. ``enabled`` is ``torch.backends.cudnn.enabled``.
     """
     if not x.numel() or not weight.numel():
-        return Backing("empty", "nothing to convolve")
+        return BackendChoice("empty", "nothing to convolve")
     bfloat16 = torch.bfloat16 in (x.dtype, weight.dtype)
     wide = any(p >= s for p, s in zip(output_padding, stride, strict=False))
     refusal = None
@@ -160,15 +164,15 @@ def backing(
     elif wide:
         refusal = "the output padding reaches the stride"
     if is_depthwise(x, weight, transposed, groups) and (refusal or not in_channels_last(x, weight)):
-        if not refusal and max(dilation) == 1 and _fast_depthwise(x, weight, stride):
-            return Backing("cudnn", "cuDNN's depthwise kernel for float16")
-        return Backing("depthwise", "torch's own depthwise kernel")
+        if not refusal and max(dilation) == 1 and _prefers_cudnn_depthwise(x, weight, stride):
+            return BackendChoice("cudnn", "cuDNN's depthwise kernel for float16")
+        return BackendChoice("depthwise", "torch's own depthwise kernel")
     if refusal:
-        return Backing("slow", refusal)
-    return Backing("cudnn", "cuDNN")
+        return BackendChoice("slow", refusal)
+    return BackendChoice("cudnn", "cuDNN")
 
 
-def _layout(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
+def _layout_bytes(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
     """Bytes of all three tensors converted to channels last, with channels padded to 16 bytes, for the tensor cores.
 
     Source: cuDNN's developer guide, "Conversion between FP32 and FP16" and "Tensor Core operations" on padding.
@@ -184,7 +188,7 @@ def _layout(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
     return (images + deep * wide // shape.groups * shape.kernel) * shape.itemsize
 
 
-def _winograd(shape: _Shape) -> int:
+def _winograd_bytes(shape: _Shape) -> int:
     """Bytes of F(4x4, 3x3): 36 float32 values for every 16 of the images, and 36 for every filter."""
     if not shape.winograd:
         return 0
@@ -192,14 +196,14 @@ def _winograd(shape: _Shape) -> int:
     return int((images * _WINOGRAD + shape.weights // shape.kernel * 36) * _FLOAT)
 
 
-def _columns(shape: _Shape) -> int:
+def _im2col_bytes(shape: _Shape) -> int:
     """Bytes of the im2col buffer: every patch of every image as a column."""
     if shape.kernel == 1:
         return 0
     return shape.batch * shape.inputs * shape.kernel * shape.small * shape.itemsize
 
 
-def _fourier(shape: _Shape) -> int:
+def _fft_bytes(shape: _Shape) -> int:
     """Bytes of tiled FFTs: complex float32 spectra of 32 x 17 for images and filters, if kernels fit a tile."""
     if shape.ranks != 2 or shape.kernel >= _FFT_TILE**2 or shape.groups > 1:
         return 0
@@ -209,7 +213,7 @@ def _fourier(shape: _Shape) -> int:
     return pairs * spectrum
 
 
-def _split(shape: _Shape, arch: Arch) -> int:
+def _split_sum_bytes(shape: _Shape, arch: Arch) -> int:
     """Bytes of float32 partial weight gradients of a split product that fills the card twice with 128 x 128 tiles."""
     high = -(-shape.outputs // shape.groups // _TILE)
     wide = -(-(shape.inputs // shape.groups * shape.kernel) // _TILE)
@@ -241,25 +245,25 @@ def convolution_workspace(
         x, weight, y = args[0], args[1], result
         stride, dilation, transposed, output_padding, groups = *args[3:4], *args[5:9]
         mask = (True, False, False)
-    chosen = backing(
+    chosen = convolution_backend(
         x, weight, dilation, transposed, output_padding, stride, groups, arch, torch.backends.cudnn.enabled
     )
-    shape = _describe(x, weight, y, (stride, dilation, transposed, groups))
+    shape = _shape_of(x, weight, y, (stride, dilation, transposed, groups))
     if chosen.backend == "slow":  # ConvolutionMM2d.cu and its kin: the columns of one sample, one group at a time
-        columns = _columns(shape) // max(1, shape.batch * groups)
+        columns = _im2col_bytes(shape) // max(1, shape.batch * groups)
         return Workspace(columns, columns, chosen.reason, product=True)
     if chosen.backend != "cudnn":
         return Workspace(0, 0, chosen.reason)
     cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
     cores = cores or (arch.capability >= (8, 0) and x.dtype is torch.float32 and allows_tf32())
-    algorithms = [_winograd(shape)]
+    algorithms = [_winograd_bytes(shape)]
     if shape.ranks == 3 or benchmark or x.dtype is torch.float64:
-        algorithms.append(_columns(shape))
+        algorithms.append(_im2col_bytes(shape))
     if benchmark:
-        algorithms.append(_fourier(shape))
+        algorithms.append(_fft_bytes(shape))
     if mask[1]:
-        algorithms.append(_split(shape, arch))
-    high = _layout(shape, in_channels_last(x, weight), cores) + max(algorithms)
+        algorithms.append(_split_sum_bytes(shape, arch))
+    high = _layout_bytes(shape, in_channels_last(x, weight), cores) + max(algorithms)
     return Workspace(0, high, f"{chosen.reason} chooses the algorithm on the card", cudnn=True)
 
 
@@ -285,8 +289,9 @@ def copies(backward: bool) -> Any:
     return formula
 
 
-def around(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Extra]:
-    """The copies of `copies` with their lifetimes, and the staging buffer of the bias gradient.
+def operand_copies(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Extra]:
+    """The copies that a convolution makes of its operands (see `copies`), with their lifetimes, and the staging buffer
+    of the bias gradient.
 
     Operands are copied before the results are allocated, and freed when the bias gradient is computed. Source:
     native/Convolution.cpp, convolution_backward; native/cudnn/ConvShared.cpp, cudnn_convolution_backward: the gradient
@@ -302,13 +307,12 @@ def around(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Extra]:
             before.append(grad)
         else:
             size = copied_operand(grad, last)
-            each = (
-                Extra(size, after=0),
-                Extra(size, after=0, until=_BIAS),
-            )  # the second before its result is allocated
-            after = [copy for copy, wanted in zip(each, args[10], strict=False) if size and wanted]
+            for_input, for_weight = Extra(size, after=0), Extra(size, after=0, until=_BIAS)
+            after = [
+                copy for copy, wanted in zip((for_input, for_weight), args[10], strict=False) if size and wanted
+            ]  # the weight gradient's copy is made before that result is allocated
         if args[10][_BIAS]:
-            summed = reductions.staging(grad, [0, *range(2, grad.dim())], max(4, grad.element_size()), arch)
+            summed = reductions.staging_buffer(grad, [0, *range(2, grad.dim())], max(4, grad.element_size()), arch)
             after += [Extra(size, after=_BIAS) for size in summed if size]
     sizes = [copied_operand(operand, last) for operand in before]
     return [*(Extra(size, first=True, until=_BIAS) for size in sizes if size), *after]

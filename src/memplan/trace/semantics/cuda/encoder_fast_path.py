@@ -24,19 +24,22 @@ def temporaries(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result
     """Peak bytes that the fast path allocates beyond its results, on a card of this compute capability."""
 
     def attend(x: torch.Tensor, heads: int, mask: torch.Tensor | None) -> int:
-        return _fused_peak(x, heads) if _is_fused(x, heads, mask, capability) else parts.attention_peak(x, heads, mask)
+        """Peak bytes of self-attention in an encoder layer."""
+        fused = _uses_fused_attention(x, heads, mask, capability)
+        return _fused_peak(x, heads) if fused else parts.attention_peak(x, heads, mask)
 
     if name == _LAYER:
         return max(0, parts.layer(args, kwargs, result, attend))
     x, heads, options = args[0], args[4], dict(zip(("mask", "need_weights"), args[9:], strict=False)) | kwargs
     self_attention = args[1] is x and args[2] is x
     may_fuse = self_attention and x.dim() == 3 and not x.is_nested and not options.get("need_weights", True)
-    if may_fuse and _is_fused(x, heads, options.get("mask"), capability):
+    if may_fuse and _uses_fused_attention(x, heads, options.get("mask"), capability):
         return _fused_peak(x, heads) - bytes_of(x)
     return max(0, parts.attention(args, kwargs, result))
 
 
-def _is_fused(x: torch.Tensor, heads: int, mask: torch.Tensor | None, capability: Any) -> bool:
+def _uses_fused_attention(x: torch.Tensor, heads: int, mask: torch.Tensor | None, capability: Any) -> bool:
+    """Return whether a fused kernel runs self-attention of ``x``, as `sdpa_choice.choose` says."""
     size = x.shape[-1] // heads
     if mask is not None or size % 8:
         return False

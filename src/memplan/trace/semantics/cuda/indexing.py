@@ -56,14 +56,15 @@ def radix_sort_bytes(count: int, key: int, value: int, arch: Arch, bits: int | N
 
 
 def embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
-    """Embedding.cpp: a contiguous copy of the indices, if they are not."""
+    """Temporaries (Embedding.cpp): a contiguous copy of the indices, if they are not."""
     return tuple(Extra(size, first=True) for size in nonzero(copied(args[1])))
 
 
 def embedding_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int | Extra, ...]:
-    """Embedding.cu, EmbeddingBackwardKernel.cu: nothing up to 3072 indices, else a sort and sums by segment.
+    """Temporaries (Embedding.cu, EmbeddingBackwardKernel.cu): nothing up to 3072 indices, else a sort and sums by
+    segment.
 
     Allocated before the result: contiguous copies of operands, the sorted indices and their original positions; during
     the sort also the unsorted positions and CUB's storage. Allocated after it: where each segment begins, three arrays
@@ -74,12 +75,13 @@ def embedding_backward(
     copies = tuple(Extra(size, first=True) for size in nonzero(copied(indices), copied(gradient)))
     if indices.numel() <= _FEW_INDICES and not by_frequency:
         return copies
-    return copies + _segments(gradient, indices, rows, by_frequency, arch)
+    return copies + _segment_sums(gradient, indices, rows, by_frequency, arch)
 
 
-def _segments(
+def _segment_sums(
     gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, arch: Arch
 ) -> tuple[int | Extra, ...]:
+    """Allocations of an embedding's gradient by sorted indices: see `embedding_backward`."""
     count, itemsize, accumulator = indices.numel(), indices.element_size(), max(4, gradient.element_size())
     segments = min(count, rows)
     partial = count // _ROWS_PER_THREAD + segments
@@ -96,7 +98,8 @@ def _segments(
 def embedding_bag_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int | Extra, ...]:
-    """EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg: like `embedding_backward` for any count; none for max."""
+    """Temporaries (EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg): those of
+    `embedding_backward`, for any number of indices; none in mode max."""
     return _bag_gradient(args[0], args[1], args[5], args[6], args[7], arch)
 
 
@@ -104,36 +107,40 @@ def _bag_gradient(
     gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, mode: int, arch: Arch
 ) -> tuple[int | Extra, ...]:
     copies = tuple(Extra(size, first=True) for size in nonzero(copied(gradient)))
-    return copies if mode == _MAXIMUM else copies + _segments(gradient, indices, rows, by_frequency, arch)
+    return copies if mode == _MAXIMUM else copies + _segment_sums(gradient, indices, rows, by_frequency, arch)
 
 
 def embedding_bag_backward_by_offsets(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int | Extra, ...]:
-    """EmbeddingBag.cpp, _embedding_bag_backward_symint: the kernel of dense gradients. Sparse gradients: nothing."""
+    """Temporaries (EmbeddingBag.cpp, _embedding_bag_backward_symint): the kernel of dense gradients. Sparse gradients:
+    nothing."""
     if result.layout is not torch.strided:
         return ()
     return _bag_gradient(args[0], args[1], args[6], args[7], args[8], arch)
 
 
-def ctc(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """LossCTC.cu, ctc_loss_gpu_template: the offset of each target and both lengths, as 64-bit integers."""
+def ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (LossCTC.cu, ctc_loss_gpu_template): the offset of each target and both lengths, as 64-bit
+    integers."""
     return nonzero(*[args[0].shape[1] * _INDEX] * 3)
 
 
-def ctc_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """LossCTC.cu, ctc_loss_backward_gpu_template: like `ctc`, and backward variables as large as the forward ones."""
-    return (*ctc(args[1:], kwargs, result, arch), *nonzero(bytes_of(args[6])))
+def ctc_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (LossCTC.cu, ctc_loss_backward_gpu_template): like `ctc_loss`, and backward variables as large as the
+    forward ones."""
+    return (*ctc_loss(args[1:], kwargs, result, arch), *nonzero(bytes_of(args[6])))
 
 
 def unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """UnfoldBackward.h: an index per position along the dimension, if windows overlap or leave gaps."""
+    """Temporaries (UnfoldBackward.h): an index per position along the dimension, if windows overlap or leave gaps."""
     sizes, dim, size, step = args[1:5]
     return nonzero(sizes[dim] * _INDEX if step < size and sizes else 0)
 
 
 def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Indexing.cu, index_put_with_sort_kernel: only used to accumulate values, or with deterministic algorithms.
+    """Temporaries (Indexing.cu, index_put_with_sort_kernel): only used to accumulate values, or with deterministic
+    algorithms.
 
     Four lists of 64-bit indices and the storage of their sort; the values expanded to the indexed shape; and a copy of
     the tensor if it is not contiguous or the indexed dimensions are not adjacent.
@@ -158,8 +165,11 @@ def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: 
     return nonzero(*lists, radix_sort_bytes(count, _INDEX, _INDEX, arch, bits), copy, expanded_values)
 
 
-def _sorted_pairs(segments: int, length: int, size: int, arch: Arch) -> tuple[int, ...]:
-    """SortStable.cu, launch_stable_sort_kernel: a sort per segment, one sort of all by segment, or a segmented sort."""
+def _sort_temporaries(segments: int, length: int, size: int, arch: Arch) -> tuple[int, ...]:
+    """Allocations of sorting ``segments`` rows of ``length`` elements of ``size`` bytes, with their positions.
+
+    Source: SortStable.cu, launch_stable_sort_kernel: row by row, all rows at once by row number, or a segmented sort.
+    """
     count = segments * length
     if segments == 1 or length >= _LONG_SORT:
         return length * _INDEX, radix_sort_bytes(length, size, _INDEX, arch)
@@ -169,7 +179,7 @@ def _sorted_pairs(segments: int, length: int, size: int, arch: Arch) -> tuple[in
 
 
 def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Sort.cpp, SortStable.cu: up to 4096 elements in place, with the indices of one row.
+    """Temporaries (Sort.cpp, SortStable.cu): up to 4096 elements in place, with the indices of one row.
 
     Larger ones are copied unless ``dim`` is the last dimension of a contiguous tensor.
     """
@@ -182,28 +192,30 @@ def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch)
         return nonzero(length * _INDEX if x.numel() > 1 else 0)
     last = x.stride(dim) == 1 and x.is_contiguous()
     transposed = () if last else (bytes_of(x), bytes_of(x), x.numel() * _INDEX)
-    return transposed + _sorted_pairs(x.numel() // length, length, x.element_size(), arch)
+    return transposed + _sort_temporaries(x.numel() // length, length, x.element_size(), arch)
 
 
 def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
-    """Sorting.cpp, median_impl: without a dimension, a copy of the input is sorted before the result is allocated."""
+    """Temporaries (Sorting.cpp, median_impl): without a dimension, a copy of the input is sorted before the result is
+    allocated."""
     x = args[0]
     count = x.numel()
     if count <= _SHORT_SORT:
         pairs = nonzero(count * _INDEX if count > 1 else 0)
     else:
-        pairs = _sorted_pairs(1, count, x.element_size(), arch)
+        pairs = _sort_temporaries(1, count, x.element_size(), arch)
     sorting = (Extra(size, first=True, until=0) for size in nonzero(count * _INDEX, *pairs))
     return (Extra(bytes_of(x), first=True), *sorting) if count else ()
 
 
 def topk(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """TensorTopK.cpp: a contiguous copy of the operand."""
+    """Temporaries (TensorTopK.cpp): a contiguous copy of the operand."""
     return nonzero(copied(args[0]))
 
 
 def randperm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """cuda/Randperm.cu, randperm_out_cuda: indices, random keys, sorted keys, and the storage of their sort.
+    """Temporaries (cuda/Randperm.cu, randperm_out_cuda): indices, random keys, sorted keys, and the storage of their
+    sort.
 
     The keys have enough bits to be distinct with a probability of 0.9; 32-bit keys are used for up to 32 bits.
     """
@@ -216,7 +228,8 @@ def randperm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: A
 
 
 def multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Distributions.cpp, multinomial_out: random numbers for all of the operand; for several samples, the top-k values.
+    """Temporaries (Distributions.cpp, multinomial_out): random numbers for all of the operand; for several samples, the
+    top-k values.
 
     MultinomialKernel.cu, with replacement: a copy, the normalized distribution and its cumulative sums.
     """
@@ -247,14 +260,16 @@ def scan_bytes(count: int, dtype: torch.dtype) -> int:
 
 
 def cumulative(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ScanUtils.cuh, scan_dim: like `scan`, with the storage of CUB's scan if the tensor is a single row."""
+    """Temporaries (ScanUtils.cuh, scan_dim): like `scan`, with the storage of CUB's scan if the tensor is a single
+    row."""
     x, dim = args[0], args[1]
     single_row = x.dim() and x.shape[dim] == x.numel() and x.numel() > 1
     return scan(args, kwargs, result, arch) + ((scan_bytes(x.numel(), result.dtype),) if single_row else ())
 
 
 def scan(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ReduceOps.cpp, impl_func_cum_ops; ScanKernels.cpp: the operand contiguous and in the dtype of the result."""
+    """Temporaries (ReduceOps.cpp, impl_func_cum_ops; ScanKernels.cpp): the operand cast to the dtype of the result, or
+    its contiguous copy."""
     x = args[0]
     if x.dtype is not result.dtype:
         return nonzero(x.numel() * result.element_size())
@@ -262,7 +277,7 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch)
 
 
 def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """IndexKernel.cu, launch_masked_scatter_kernel: the cumulative sum of the mask, in 64 bits.
+    """Temporaries (IndexKernel.cu, launch_masked_scatter_kernel): the cumulative sum of the mask, in 64 bits.
 
     The mask is expanded to the shape of the tensor and made contiguous.
     """
@@ -273,24 +288,26 @@ def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 
 
 def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """FunctionsManual.cpp, masked_scatter_backward: the selected gradients and their zero padding, to concatenate."""
+    """Temporaries (FunctionsManual.cpp, masked_scatter_backward): the selected gradients and their zero padding, to
+    concatenate."""
     return nonzero(bytes_of(result))
 
 
 def histogram(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
-    """SummaryOps.cu, _histc_cuda_template: minimum and maximum of the input, if no range was passed."""
+    """Temporaries (SummaryOps.cu, _histc_cuda_template): minimum and maximum of the input, if no range was passed."""
     low, high = (*args[2:4], *(kwargs.get(name, 0) for name in ("min", "max")[len(args[2:4]) :]))
     size = args[0].element_size()
     return (Extra(size, first=True, until=0), Extra(size, first=True)) if low == high and args[0].numel() else ()
 
 
-def flattened(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ReduceOps.cpp, argmax without a dimension: a flattened copy of the operand."""
+def flattened_copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (ReduceOps.cpp, argmax without a dimension): a flattened copy of the operand."""
     return () if args[1:] or kwargs.get("dim") is not None or result.dim() else nonzero(copied(args[0]))
 
 
 def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ForeachReduceOp.cu, foreach_tensor_norm_cuda: per tensor, as many partial sums as the largest one has chunks.
+    """Temporaries (ForeachReduceOp.cu, foreach_tensor_norm_cuda): per tensor, as many partial sums as the largest one
+    has chunks.
 
     A chunk is 65,536 elements (MultiTensorApply.cuh). The slow path, for mixed dtypes or layouts, needs none.
     """
@@ -307,8 +324,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.embedding_dense_backward.default": embedding_backward,
     "aten._embedding_bag_dense_backward.default": embedding_bag_backward,
     "aten._embedding_bag_backward.default": embedding_bag_backward_by_offsets,
-    **{f"aten._ctc_loss.{form}": ctc for form in ("default", "Tensor")},
-    **{f"aten._ctc_loss_backward.{form}": ctc_backward for form in ("default", "Tensor")},
+    **{f"aten._ctc_loss.{form}": ctc_loss for form in ("default", "Tensor")},
+    **{f"aten._ctc_loss_backward.{form}": ctc_loss_backward for form in ("default", "Tensor")},
     **{f"aten.{name}.default": index_put for name in ("_index_put_impl_", "index_put_", "index_put")},
     "aten.sort.default": sort,
     "aten.sort.stable": sort,
@@ -325,8 +342,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.masked_scatter_.default": masked_scatter,
     "aten.masked_scatter_backward.default": masked_scatter_backward,
     "aten.histc.default": histogram,
-    "aten.argmax.default": flattened,
-    "aten.argmin.default": flattened,
+    "aten.argmax.default": flattened_copy,
+    "aten.argmin.default": flattened_copy,
     "aten._foreach_norm.Scalar": foreach_norm,
 }
 """Overload name -> bytes of the allocations that are live at the kernel's peak."""

@@ -35,7 +35,8 @@ def copies_by_format(*positions: int) -> Formula:
 
 
 def pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """DilatedMaxPool2d.cu, AveragePool2d.cu: copies of gradient and indices into the memory format of the input."""
+    """Temporaries (DilatedMaxPool2d.cu, AveragePool2d.cu): copies of gradient and indices into the memory format of the
+    input."""
     last = suggests_channels_last(args[1])
     indices = [a for a in args[2:] if isinstance(a, torch.Tensor) and a.dtype is torch.int64]
     return nonzero(*(copied_to(t, last) for t in (args[0], *indices)))
@@ -46,7 +47,7 @@ def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> 
 
 
 def reduced_loss(position: int) -> Formula:
-    """Loss.cpp, mse_loss, smooth_l1_loss, huber_loss: the unreduced loss, unless it is the result.
+    """Formula of a loss (Loss.cpp, mse_loss, smooth_l1_loss, huber_loss): the unreduced loss, unless it is the result.
 
     ``position`` is that of the reduction. The first two use another unreduced loss as the storage of the result.
     """
@@ -61,19 +62,21 @@ def reduced_loss(position: int) -> Formula:
 
 
 def soft_margin(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Loss.cpp, soft_margin_loss_out: the reduced loss, before it is copied into the storage of the unreduced one."""
+    """Temporaries (Loss.cpp, soft_margin_loss_out): the reduced loss, before it is copied into the storage of the
+    unreduced one."""
     return () if _reduction(args, kwargs, 2) == _NO_REDUCTION else (result.element_size(),)
 
 
 def soft_margin_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Loss.cpp, soft_margin_loss_backward_out: two factors per element."""
+    """Temporaries (Loss.cpp, soft_margin_loss_backward_out): two factors per element."""
     return nonzero(bytes_of(result), bytes_of(result))
 
 
 def cross_entropy_with_logits(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int, ...]:
-    """Loss.cpp, binary_cross_entropy_with_logits: log-sigmoid, and the loss before reduction or its positive weight."""
+    """Temporaries (Loss.cpp, binary_cross_entropy_with_logits): log-sigmoid, and the loss before reduction or its
+    positive weight."""
     size = bytes_of(args[0])
     positive = args[3] if len(args) > 3 else kwargs.get("pos_weight")
     reduced = _reduction(args, kwargs, 4) != _NO_REDUCTION
@@ -81,11 +84,13 @@ def cross_entropy_with_logits(
 
 
 def _concatenated(first: Formula, second: Formula) -> Formula:
+    """Return the formula with the allocations of both."""
     return lambda args, kwargs, result, arch: (*first(args, kwargs, result, arch), *second(args, kwargs, result, arch))
 
 
 def sum_cast(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ReduceOpsUtils.h, make_reduction: an operand of another dtype is cast first, unless in half precision."""
+    """Temporaries (ReduceOpsUtils.h, make_reduction): an operand of another dtype is cast first, unless in half
+    precision."""
     x = args[0]
     if x.dtype is result.dtype or (x.dtype in _REDUCED and result.dtype is torch.float32):
         return ()
@@ -93,25 +98,27 @@ def sum_cast(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: A
 
 
 def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """TensorCompare.cpp, where_self_out: casts of operands to the dtype of the result."""
+    """Temporaries (TensorCompare.cpp, where_self_out): casts of operands to the dtype of the result."""
     cast = [t for t in args[1:3] if t.dim() and t.dtype is not result.dtype]
     return nonzero(*(t.numel() * result.element_size() for t in cast))
 
 
-def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Im2Col.cu and Col2Im.cu: a copy of the operand; the result is first allocated in its size, then resized."""
+def im2col(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (Im2Col.cu and Col2Im.cu): a copy of the operand; the result is first allocated in its size, then
+    resized."""
     x = args[0]
     return nonzero(copied(x), bytes_of(x) if result.numel() > x.numel() else 0)
 
 
 def roll(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """TensorTransformations.cu, roll_cuda: a copy of the operand, or the result of each dimension but the last."""
+    """Temporaries (TensorTransformations.cu, roll_cuda): a copy of the operand, or the result of each dimension but the
+    last."""
     x, dims = args[0], args[2] if len(args) > 2 else kwargs.get("dims", ())
     return (bytes_of(result),) * (len(dims) - 1) or nonzero(copied(x))
 
 
 def is_infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """TensorCompare.cpp, isinf: the absolute values of floating-point operands."""
+    """Temporaries (TensorCompare.cpp, isinf): the absolute values of floating-point operands."""
     return nonzero(bytes_of(args[0])) if args[0].is_floating_point() else ()
 
 
@@ -119,7 +126,8 @@ _MOST_CHANNELS = 1024
 
 
 def grid_sample(grid: int) -> Formula:
-    """GridSampler.cpp, grid_sampler: for cuDNN, expanded operands are copied and the grid is made contiguous.
+    """Formula of grid sampling (GridSampler.cpp): for cuDNN, expanded operands are copied and the grid is made
+    contiguous.
 
     ``grid`` is the position of that argument.
     """
@@ -137,7 +145,7 @@ def grid_sample(grid: int) -> Formula:
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the maximum of each row."""
+    """Temporaries (ReduceOps.cpp, logsumexp_out_impl): the exponentials, and the maximum of each row."""
     return nonzero(bytes_of(args[0]), bytes_of(result))
 
 
@@ -177,7 +185,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.logsumexp.default": logsumexp,
     **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
     **{f"aten.{name}.default": copies_of(0) for name in _CONTIGUOUS},
-    **{f"aten.{name}.default": columns for name in ("im2col", "col2im")},
+    **{f"aten.{name}.default": im2col for name in ("im2col", "col2im")},
     "aten.roll.default": roll,
     "aten.isinf.default": is_infinite,
     "aten.grid_sampler_2d.default": grid_sample(1),

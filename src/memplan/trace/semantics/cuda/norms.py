@@ -40,7 +40,8 @@ def _partial_rows(rows: int, columns: int, arch: Arch) -> int:
 
 
 def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """layer_norm_kernel.cu, layer_norm_backward_cuda: contiguous operands, and partial sums for weight and bias.
+    """Temporaries (layer_norm_kernel.cu, layer_norm_backward_cuda): contiguous operands, and partial sums for weight
+    and bias.
 
     The partial sums have the dtype of the weight.
     """
@@ -53,7 +54,7 @@ def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def rms_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """layer_norm_kernel.cu, _fused_rms_norm_backward_cuda: like `layer_norm_backward`, without a bias."""
+    """Temporaries (layer_norm_kernel.cu, _fused_rms_norm_backward_cuda): like `layer_norm_backward`, without a bias."""
     gradient, x, shape, weight, mask = args[0], args[1], args[2], args[4], args[5]
     columns = prod(shape)
     rows = _partial_rows(x.numel() // max(1, columns), columns, arch)
@@ -71,7 +72,7 @@ def copies_of(*positions: int) -> Formula:
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """group_norm_kernel.cu: a scale and an offset per channel and sample."""
+    """Temporaries (group_norm_kernel.cu): a scale and an offset per channel and sample."""
     x, batch, channels, size = args[0], args[3], args[4], args[5]
     if size == 1 or (args[1] is None and args[2] is None):
         return ()
@@ -80,7 +81,8 @@ def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch:
 
 
 def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """group_norm_kernel.cu: two sums per channel and sample, a scale with a weight, and two values per group.
+    """Temporaries (group_norm_kernel.cu): two sums per channel and sample, a scale with a weight, and two values per
+    group.
 
     From torch 2.14 on, group_norm.cpp makes the copies of the derivative formula: observed on the CPU only.
     """
@@ -95,13 +97,14 @@ def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def _copies_of_group_norm(gradient: torch.Tensor, x: torch.Tensor) -> tuple[int, ...]:
+    """Bytes of the copies of gradient and input that group_norm.cpp makes from torch 2.14 on."""
     version = torch_version()
     last = version >= (2, 15) and suggests_channels_last(x)
     return (copied_to(gradient, last), copied_to(x, last)) if version >= (2, 14) else ()
 
 
 def _grid_rows(rows: int, channels: int) -> int:
-    """Normalization.cuh, flexible_launch_configs: blocks that share a channel's sum in channels last."""
+    """Number of blocks that share a channel's sum in channels last: Normalization.cuh, flexible_launch_configs."""
     width = min(floor_power_of_two(channels), _TILE)
     height = min(floor_power_of_two(-(-rows // _PER_THREAD)), _BLOCK // width)
     blocks = min(-(-rows // (height * _PER_THREAD)), _HIGHEST)
@@ -131,12 +134,14 @@ def _uses_cudnn(
     training: bool,
     epsilon: float,
 ) -> bool:
+    """Whether cuDNN runs a batch norm under the current settings."""
     enabled = torch.backends.cudnn.enabled
     return uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn
 
 
 def batch_norm(training: int) -> Formula:
-    """Normalization.cuh, batch_norm_stats_channels_last_cuda_template: staging of means and variances.
+    """Formula of batch norm (Normalization.cuh, batch_norm_stats_channels_last_cuda_template): staging of means and
+    variances.
 
     ``training`` is the position of that argument. Contiguous inputs need nothing, and cuDNN has a workspace instead.
     """
@@ -151,7 +156,7 @@ def batch_norm(training: int) -> Formula:
     return formula
 
 
-def _flattened(x: torch.Tensor) -> int:
+def _flatten_copy_bytes(x: torch.Tensor) -> int:
     """Bytes of the copy made by reshaping to (batch, channels, -1); 0 if that is a view."""
     if x.is_contiguous() or x.dim() <= 3:
         return 0
@@ -164,7 +169,8 @@ def _flattened(x: torch.Tensor) -> int:
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Normalization.cu, batch_norm_backward_cuda: one kernel on flattened operands, or sums and an elementwise kernel.
+    """Temporaries (Normalization.cu, batch_norm_backward_cuda): one kernel on flattened operands, or sums and an
+    elementwise kernel.
 
     In channels last, the sums of the blocks are staged, and two sums per channel live until the end. cuDNN, which runs
     if the training forward used it, wants the gradient in the input's memory format (cudnn/BatchNorm.cpp).
@@ -174,22 +180,24 @@ def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return nonzero(copied_to(gradient, suggests_channels_last(x)))
     sums = x.shape[1] * _accumulated(x.dtype)
     if not _uses_channels_last(x):
-        return nonzero(_flattened(gradient), _flattened(x)) if mask[0] else nonzero(sums, sums)
+        return nonzero(_flatten_copy_bytes(gradient), _flatten_copy_bytes(x)) if mask[0] else nonzero(sums, sums)
     if not (train or mask[1] or mask[2]):
         return ()
     if not _uses_channels_last(gradient):
-        return nonzero(sums, sums, _flattened(gradient), _flattened(x))
+        return nonzero(sums, sums, _flatten_copy_bytes(gradient), _flatten_copy_bytes(x))
     return nonzero(sums, sums, _staging(x, 2))
 
 
 def softmax_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """SoftMax.cu, softmax_backward_cuda_out: gradient times output, and a contiguous copy of the output."""
+    """Temporaries (SoftMax.cu, softmax_backward_cuda_out): gradient times output, and a contiguous copy of the
+    output."""
     gradient, output = args[:2]
     return nonzero(bytes_of(gradient), copied(output))
 
 
 def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """native/transformers/attention.cpp, _safe_softmax: masks of masked entries and of rows that are fully masked."""
+    """Temporaries (native/transformers/attention.cpp, _safe_softmax): masks of masked entries and of rows that are
+    fully masked."""
     x, dim = args[0], args[1]
     return nonzero(x.numel(), x.numel() // max(1, x.shape[dim]))
 

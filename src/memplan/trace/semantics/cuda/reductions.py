@@ -36,12 +36,14 @@ class _Dim:
     operand: int
 
 
-def staging(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) -> tuple[int, ...]:
-    """Bytes of the buffer and of the semaphores of reducing ``x`` over ``dims``; () if no two blocks share a result.
+def staging_buffer(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) -> tuple[int, ...]:
+    """Bytes of the staging buffer and of the semaphores of reducing ``x`` over ``dims``; () if no two blocks share a
+    result.
 
+    Follows Reduce.cuh, setReduceConfig: how many threads of a block reduce one result, and how many blocks.
     ``accumulator``: bytes of the accumulator of one result.
     """
-    loop = _loop(x, dims)
+    loop = _loop_dims(x, dims)
     results = prod(d.size for d in loop if d.result or not d.size)
     if not x.numel() or x.numel() == results:
         return ()
@@ -54,9 +56,9 @@ def staging(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) 
         if innermost and width >= 128 and reduced == 1:
             width //= _VECTOR
         elif not innermost:
-            vector = _vector(x, loop, reduced)
+            vector = _vector_width(x, loop, reduced)
             width //= vector
-    across, down = _block(width, height, _THREADS // vector)
+    across, down = _block_shape(width, height, _THREADS // vector)
     step_in, step_out = (across, 1) if innermost else (1, across)
     if -(-inputs // step_in) < min(down * 16, _MOST_VALUES):
         return ()  # each warp computes its own result
@@ -78,13 +80,14 @@ def floor_power_of_two(n: int) -> int:
     return 1 << (max(1, n).bit_length() - 1)
 
 
-def _block(width: int, height: int, threads: int) -> tuple[int, int]:
+def _block_shape(width: int, height: int, threads: int) -> tuple[int, int]:
+    """Threads of a block in the fast dimension and in the other, at most ``threads`` together."""
     wide, high = (min(floor_power_of_two(n), threads) for n in (width, height))
     down = min(high, threads // min(wide, _WARP))
     return min(wide, threads // down), down
 
 
-def _vector(x: torch.Tensor, loop: Sequence[_Dim], first: int) -> int:
+def _vector_width(x: torch.Tensor, loop: Sequence[_Dim], first: int) -> int:
     """Elements per vectorized load: the largest power of two, up to 4, that divides offset, size and other strides."""
     width = _VECTOR
     strides = [d.operand for i, d in enumerate(loop) if i != first]
@@ -94,7 +97,7 @@ def _vector(x: torch.Tensor, loop: Sequence[_Dim], first: int) -> int:
     return width
 
 
-def _loop(x: torch.Tensor, dims: Sequence[int]) -> list[_Dim]:
+def _loop_dims(x: torch.Tensor, dims: Sequence[int]) -> list[_Dim]:
     """The dimensions as TensorIterator orders and merges them: reduced ones first, then by stride."""
     reduced = {d % max(1, x.dim()) for d in dims} if dims else set(range(x.dim()))
     stride, loop = 1, list[_Dim]()
@@ -104,16 +107,17 @@ def _loop(x: torch.Tensor, dims: Sequence[int]) -> list[_Dim]:
     for i in range(1, len(loop)):  # an insertion sort like TensorIterator's: the comparison is no total order
         at = i
         for j in reversed(range(i)):
-            order = _compare(loop[j], loop[at])
+            order = _compare_dims(loop[j], loop[at])
             if order > 0:
                 loop[j], loop[at] = loop[at], loop[j]
                 at = j
             elif order < 0:
                 break
-    return _merged(loop)
+    return _merge_dims(loop)
 
 
-def _compare(a: _Dim, b: _Dim) -> int:
+def _compare_dims(a: _Dim, b: _Dim) -> int:
+    """1 if ``b`` belongs before ``a`` in the loop, -1 if after, 0 if neither is decided."""
     if (a.result == 0) != (b.result == 0):
         return 1 if b.result == 0 else -1
     for s, t in ((a.result, b.result), (a.operand, b.operand)):
@@ -125,7 +129,8 @@ def _compare(a: _Dim, b: _Dim) -> int:
     return 0
 
 
-def _merged(loop: list[_Dim]) -> list[_Dim]:
+def _merge_dims(loop: list[_Dim]) -> list[_Dim]:
+    """Merge adjacent dimensions that one stride steps through, as TensorIterator does."""
     merged = loop[:1]
     for d in loop[1:]:
         last = merged[-1]
@@ -146,7 +151,7 @@ def reduction(position: int, accumulator: int | None = None) -> Formula:
         x = args[0]
         dim = args[position] if len(args) > position else kwargs.get("dim")
         dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
-        return staging(x, dims, accumulator or max(4, x.element_size()), arch)
+        return staging_buffer(x, dims, accumulator or max(4, x.element_size()), arch)
 
     return formula
 

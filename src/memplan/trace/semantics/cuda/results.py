@@ -14,7 +14,7 @@ import torch
 from memplan._torch import torch_version
 from memplan.trace.semantics.cpu import results
 from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
-from memplan.trace.semantics.result_strides import STRIDES, then
+from memplan.trace.semantics.result_strides import STRIDES, in_sequence
 
 Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -28,16 +28,15 @@ def _accumulated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wide_statistics(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """layer_norm_kernel.cu, Normalization.cu: mean and reciprocal deviation in the dtype that CUDA accumulates in."""
+    """Result (layer_norm_kernel.cu, Normalization.cu): mean and reciprocal deviation in the dtype that CUDA accumulates
+    in."""
     output, *statistics = result
     return (output, *(_accumulated(s) for s in statistics))
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """group_norm.cpp: statistics in float32 if the weight is.
-
-    Up to 2.14 the output is contiguous, whatever the memory format of the input.
-    """
+    """Result (group_norm.cpp): mean and reciprocal deviation are in float32 if the weight is. Up to 2.14 the output is
+    contiguous, whatever the memory format of the input."""
     output, *statistics = result
     if torch_version() < (2, 15) and not output.is_contiguous():
         output = output.new_empty(output.shape)
@@ -47,7 +46,8 @@ def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> An
 
 
 def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """cudnn/BatchNorm.cpp: statistics in the weight's dtype, empty without training. `table` counts the reserve."""
+    """Result (cudnn/BatchNorm.cpp): statistics in the weight's dtype, empty without training. The reserve is not
+    changed here: `semantics.cuda.table` counts its bytes."""
     output, mean, deviation, reserve = result
     if not args[5]:
         return output, mean.new_empty(0), deviation.new_empty(0), reserve
@@ -56,16 +56,17 @@ def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Activation.cpp, log_sigmoid_forward: the buffer is empty on CUDA."""
+    """Result (Activation.cpp, log_sigmoid_forward): the buffer is empty on CUDA."""
     return result[0], result[1].new_empty(0)
 
 
 def embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """EmbeddingBag.cu, _embedding_bag_cuda: the bag of every index in all modes; indices of maxima for max only."""
-    output, _, sizes, positions = result
+    """Result (EmbeddingBag.cu, _embedding_bag_cuda): the second result is the bag of every index, in each mode (on the
+    CPU in some only); the last, the positions of maxima, is empty unless the mode is max."""
+    output, _, bag_sizes, max_positions = result
     indices, mode = args[1], args[4] if len(args) > 4 else kwargs.get("mode", 0)
     shape = output.shape if mode == _MAXIMUM else (0,)
-    return output, indices.new_empty(indices.shape), sizes, positions.new_empty(shape)
+    return output, indices.new_empty(indices.shape), bag_sizes, max_positions.new_empty(shape)
 
 
 RESULTS: dict[str, Result] = {
@@ -81,7 +82,7 @@ RESULTS: dict[str, Result] = {
             "aten.im2col.default",
         )
     },
-    "aten.native_layer_norm.default": then(STRIDES["aten.native_layer_norm.default"], wide_statistics),
+    "aten.native_layer_norm.default": in_sequence(STRIDES["aten.native_layer_norm.default"], wide_statistics),
     "aten.native_batch_norm.default": wide_statistics,
     "aten._native_batch_norm_legit.default": wide_statistics,
     "aten._native_batch_norm_legit.no_stats": wide_statistics,
@@ -109,7 +110,8 @@ the memory-efficient kernel's seed and offset are on the card only during graph 
 
 
 def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``_cudnn_rnn_flatten_weight``: one buffer. torch then makes the weights views of it and frees their own storages.
+    """Result of ``_cudnn_rnn_flatten_weight``: one buffer. torch then makes the weights views of it and frees their own
+    storages.
 
     Source: cudnn/RNN.cpp, copy_weights_to_flat_buf_views.
     """
@@ -138,7 +140,7 @@ def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def gru_cell(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_thnn_fused_gru_cell``, RNN.cu: saves five values per hidden unit for the backward pass."""
+    """Results of ``_thnn_fused_gru_cell`` (RNN.cu): it saves five values per hidden unit for the backward pass."""
     hidden = args[2]
     batch, size = hidden.shape
     return hidden.new_empty(hidden.shape), hidden.new_empty(batch, 5 * size)
@@ -153,7 +155,7 @@ def gru_cell_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``histc``: a value per bin. Unlike the CPU, CUDA supports integers."""
+    """Result of ``histc``: a value per bin. Unlike the CPU, CUDA supports integers."""
     x, bins = args[0], args[1] if len(args) > 1 else kwargs.get("bins", 100)
     return x.new_empty(bins)
 
@@ -164,7 +166,7 @@ INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._thnn_fused_gru_cell.default": gru_cell,
     "aten._thnn_fused_gru_cell_backward.default": gru_cell_backward,
     "aten.histc.default": histogram,
-    "aten._grouped_mm.default": results.grouped_product,
+    "aten._grouped_mm.default": results.grouped_mm,
     **results.OF_LENGTHS,
 }
 """Overload name -> (args, kwargs) -> the result, for ops that fake CPU tensors do not support."""

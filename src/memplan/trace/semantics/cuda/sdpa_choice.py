@@ -60,6 +60,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
+    """The arguments of attention, and the card and settings that it would run with."""
+
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -158,9 +160,10 @@ def _batched(call: _Call) -> _Call:
     return _Call(query, key, value, mask, call.dropout, call.causal, call.gqa, call.arch, call.enabled, call.training)
 
 
-def _flash(call: _Call) -> Iterator[str]:
+def _flash_objections(call: _Call) -> Iterator[str]:
+    """Yield each reason why flash attention cannot run a call."""
     head = call.query.shape[-1]
-    yield from _four_dimensions(call)
+    yield from _dimension_objections(call)
     if call.mask is not None:
         yield "a mask is given, which flash attention does not take"
     if len({t.shape[-1] for t in call.all}) > 1:
@@ -176,17 +179,18 @@ def _flash(call: _Call) -> Iterator[str]:
             yield f"heads of {head} with dropout, and flash attention has no backward for them on {_sm(call.arch)}"
     if call.causal and call.query.shape[-2] != call.key.shape[-2]:
         yield "causal with queries and keys of different lengths, which flash attention does not take"
-    yield from _low_precision(call, "flash attention")
-    yield from _heads_match(call, "flash attention", gqa=True)
-    yield from _not_empty(call)
-    yield from _last_stride(call, "flash attention", size_one=True)
+    yield from _precision_objections(call, "flash attention")
+    yield from _head_count_objections(call, "flash attention", gqa=True)
+    yield from _empty_objections(call)
+    yield from _stride_objections(call, "flash attention", size_one=True)
 
 
-def _efficient(call: _Call) -> Iterator[str]:
+def _efficient_objections(call: _Call) -> Iterator[str]:
+    """Yield each reason why memory-efficient attention cannot run a call."""
     name = "memory-efficient attention"
     if not (5, 0) <= call.arch <= (12, 1):
         yield f"{name} needs sm_50 to sm_121, and this is {_sm(call.arch)}"
-    yield from _four_dimensions(call)
+    yield from _dimension_objections(call)
     multiple = _alignment(call)
     head, value_head = call.query.shape[-1], call.value.shape[-1]
     if head != call.key.shape[-1]:
@@ -195,33 +199,35 @@ def _efficient(call: _Call) -> Iterator[str]:
         yield f"heads of {head}, and {name} takes multiples of {multiple} in {_short(call.query.dtype)}"
     if call.recent and call.arch >= (8, 0) and any(_misaligned(t, multiple) for t in call.all):
         yield f"a query, key or value that starts inside its storage at no multiple of {multiple} elements"
-    yield from _not_empty(call)
-    yield from _last_stride(call, name, size_one=False)
-    yield from _heads_match(call, name, gqa=call.recent)
+    yield from _empty_objections(call)
+    yield from _stride_objections(call, name, size_one=False)
+    yield from _head_count_objections(call, name, gqa=call.recent)
     dtypes = (_HALF, _FLOAT, _BF16) if call.arch >= (8, 0) else (_HALF, _FLOAT)
-    yield from _dtypes(call, name, dtypes)
+    yield from _dtype_objections(call, name, dtypes)
 
 
-def _cudnn(call: _Call) -> Iterator[str]:
+def _cudnn_objections(call: _Call) -> Iterator[str]:
+    """Yield each reason why cuDNN's attention cannot run a call."""
     name = "cuDNN's attention"
     if call.dropout > 0 and 91100 < call.enabled.cudnn_version < 91400:
         yield f"dropout, which {name} does not take in cuDNN 9.11 to 9.13"
-    yield from _four_dimensions(call)
+    yield from _dimension_objections(call)
     if call.enabled.deterministic:
         yield f"deterministic algorithms are asked for, and {name} is none"
-    yield from _low_precision(call, name)
-    yield from _mask_shape(call, name)
+    yield from _precision_objections(call, name)
+    yield from _mask_objections(call, name)
     if not (8, 0) <= call.arch <= (12, 1):
         yield f"{name} needs sm_80 or later, and this is {_sm(call.arch)}"
     if call.recent and (call.dropout * 16) % 1:
         yield f"dropout {call.dropout:g}, and {name} takes multiples of 1/16"
-    yield from _not_empty(call)
-    yield from _last_stride(call, name, size_one=True)
-    yield from _heads_match(call, name, gqa=True, equal_kv=False)
-    yield from _cudnn_shapes(call, name)
+    yield from _empty_objections(call)
+    yield from _stride_objections(call, name, size_one=True)
+    yield from _head_count_objections(call, name, gqa=True, equal_kv=False)
+    yield from _cudnn_shape_objections(call, name)
 
 
-def _cudnn_shapes(call: _Call, name: str) -> Iterator[str]:
+def _cudnn_shape_objections(call: _Call, name: str) -> Iterator[str]:
+    """Yield the objections of cuDNN's attention to sizes: of heads, batch and sequences."""
     batch, heads, length = call.query.shape[:3]
     if call.recent and max(batch, heads) > 65535:
         yield f"{max(batch, heads)} batch entries or heads, and {name} takes up to 65535"
@@ -242,6 +248,7 @@ def _cudnn_shapes(call: _Call, name: str) -> Iterator[str]:
 
 
 def _cudnn_head_limit(call: _Call) -> int:
+    """Return the largest head size that cuDNN's attention takes, by card and cuDNN's version."""
     version, major = call.enabled.cudnn_version, call.arch[0]
     special = version >= 91100 and call.query.shape[-1] == 192 and call.value.shape[-1] == 128
     if not call.recent:
@@ -255,36 +262,40 @@ def _cudnn_head_limit(call: _Call) -> int:
     return 192 if special else 128
 
 
-def _math(call: _Call) -> Iterator[str]:
+def _math_objections(call: _Call) -> Iterator[str]:
     return iter(())
 
 
 _OBJECTIONS: dict[Kernel, Callable[[_Call], Iterator[str]]] = {
-    "flash": _flash,
-    "efficient": _efficient,
-    "cudnn": _cudnn,
-    "math": _math,
+    "flash": _flash_objections,
+    "efficient": _efficient_objections,
+    "cudnn": _cudnn_objections,
+    "math": _math_objections,
 }
 
 
-def _four_dimensions(call: _Call) -> Iterator[str]:
+def _dimension_objections(call: _Call) -> Iterator[str]:
     if any(t.dim() != 4 for t in call.all):
         shown = " and ".join(str(n) for n in sorted({t.dim() for t in call.all}))
         yield f"tensors of {shown} dimensions, and the fused kernels take 4"
 
 
-def _low_precision(call: _Call, name: str) -> Iterator[str]:
-    yield from _dtypes(call, name, (_HALF, _BF16) if call.arch >= (8, 0) else (_HALF,))
+def _precision_objections(call: _Call, name: str) -> Iterator[str]:
+    yield from _dtype_objections(call, name, (_HALF, _BF16) if call.arch >= (8, 0) else (_HALF,))
 
 
-def _dtypes(call: _Call, name: str, supported: tuple[torch.dtype, ...]) -> Iterator[str]:
+def _dtype_objections(call: _Call, name: str, supported: tuple[torch.dtype, ...]) -> Iterator[str]:
     dtypes = dict.fromkeys(t.dtype for t in call.all)
     if len(dtypes) > 1 or call.query.dtype not in supported:
         shown = " and ".join(_short(dtype) for dtype in dtypes)
         yield f"{shown}, and {name} takes {_or([_short(dtype) for dtype in supported])} on {_sm(call.arch)}"
 
 
-def _heads_match(call: _Call, name: str, *, gqa: bool, equal_kv: bool = True) -> Iterator[str]:
+def _head_count_objections(call: _Call, name: str, *, gqa: bool, equal_kv: bool = True) -> Iterator[str]:
+    """Yield the objections of a kernel to batch sizes and numbers of heads that differ.
+
+    ``gqa``: whether it takes grouped queries; ``equal_kv``: whether keys and values need as many heads then.
+    """
     if len({t.shape[0] for t in call.all}) > 1:
         yield "query, key and value of different batch sizes, which no fused kernel takes"
     query, key, value = (t.shape[-3] for t in call.all)
@@ -298,20 +309,24 @@ def _heads_match(call: _Call, name: str, *, gqa: bool, equal_kv: bool = True) ->
         yield f"{query} query heads and {key} key heads{grouped}, which {name} does not take"
 
 
-def _not_empty(call: _Call) -> Iterator[str]:
+def _empty_objections(call: _Call) -> Iterator[str]:
     if not call.query.shape[-2] or not call.key.shape[-2]:
         yield "an empty sequence, which no fused kernel takes"
 
 
-def _last_stride(call: _Call, name: str, *, size_one: bool) -> Iterator[str]:
-    """The elements of a head must be contiguous; ``size_one``: heads of size 1 may have any stride."""
+def _stride_objections(call: _Call, name: str, *, size_one: bool) -> Iterator[str]:
+    """Yield the objections of a kernel to heads whose elements are not contiguous, and to such masks.
+
+    ``size_one``: heads of size 1 may have any stride.
+    """
     if any(t.stride(-1) != 1 for t in call.all) and not (size_one and call.query.shape[-1] == 1):
         yield f"the elements of a head are not contiguous, which {name} does not take"
     if call.mask is not None and call.mask.stride(-1) != 1:
         yield f"the mask's last dimension is not contiguous, which {name} does not take"
 
 
-def _mask_shape(call: _Call, name: str) -> Iterator[str]:
+def _mask_objections(call: _Call, name: str) -> Iterator[str]:
+    """Yield the objections of a kernel to a mask: its gradient, its shape."""
     mask = call.mask
     if mask is None:
         return
@@ -324,7 +339,8 @@ def _mask_shape(call: _Call, name: str) -> Iterator[str]:
 
 
 def _alignment(call: _Call) -> int:
-    """sdp_utils.cpp, minimum_gemm_alignment: number of elements that the head size must be a multiple of."""
+    """Number of elements that memory-efficient attention's head size must be a multiple of: sdp_utils.cpp,
+    minimum_gemm_alignment."""
     half = call.query.dtype in (_HALF, _BF16)
     least = 4 if call.arch >= (8, 0) else 1
     if call.arch >= (8, 0) or (call.arch >= (7, 0) and half):

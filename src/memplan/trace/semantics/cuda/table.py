@@ -14,7 +14,7 @@ from memplan.devices import Device
 from memplan.trace.semantics.cpu import sparse, sparse_results
 from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kernels, results
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.cuda.cudnn_convolution import around, convolution_workspace
+from memplan.trace.semantics.cuda.cudnn_convolution import convolution_workspace, operand_copies
 from memplan.trace.semantics.cuda.cudnn_questions import questions
 from memplan.trace.semantics.kinds import Arguments, Asked, Extra, Keywords, Semantics
 from memplan.trace.semantics.layout import bytes_of, is_dense
@@ -64,16 +64,20 @@ _CUDA_SPECIFIC = (
 
 
 class _Kernels:
+    """Allocations of kernels during one recording. Remembers which cached workspaces exist."""
+
     def __init__(
         self, device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool
     ) -> None:
         self._asks = asks
         self._benchmarked: set[tuple[Question, bool]] = set()
+        """Convolutions that a thread (forward's or backward's) has tried all plans for."""
         self._arch = Arch(device.architecture, device.multiprocessors)
         self._stream = stream
         self._on_card = on_card
         self._has_dropout_states = False
         self._cached_workspaces: set[tuple[cublas.Library, bool, int]] = set()
+        """(library, whether in backward's thread, stream) of the workspaces that exist."""
         self._library_extras: dict[str, Callable[[Arguments, Any, bool], list[Extra]]] = {
             "aten.convolution.default": partial(self._convolution_extras, backward=False),
             "aten.convolution_backward.default": partial(self._convolution_extras, backward=True),
@@ -103,7 +107,7 @@ class _Kernels:
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
             extras += [Extra(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
-        if formula is not None and not any(extra.asked for extra in extras):  # `around` counted its copies
+        if formula is not None and not any(extra.asked for extra in extras):  # `operand_copies` counted its copies
             sizes = formula(args, kwargs, result, self._arch)
             extras += [size if isinstance(size, Extra) else Extra(size) for size in sizes if size]
         return extras
@@ -113,7 +117,8 @@ class _Kernels:
         return name == _GROUPED and not (self._arch.capability[0] in (9, 10) and args[0].dtype is torch.bfloat16)
 
     def _transfer_copy(self, args: Arguments, target: torch.Tensor) -> list[Extra]:
-        """Copy.cu, copy_requires_temporaries: host/card transfers that change layout or dtype need a temporary."""
+        """The temporary of a copy between host and card that changes layout or dtype (Copy.cu,
+        copy_requires_temporaries)."""
         in_place = args[0] is target
         source = args[1] if in_place else args[0]
         # a new tensor is not in the ledger yet; this is only called for ops with a tensor on the card
@@ -138,12 +143,16 @@ class _Kernels:
                 yield Extra(size, held=cached, workspace=True)
 
     def _convolution_extras(self, args: Arguments, result: Any, in_backward: bool, *, backward: bool) -> list[Extra]:
+        """The workspace of a convolution: by a query to cuDNN after the recording, or as an interval.
+
+        ``in_backward``: whether autograd's thread runs it; ``backward``: whether it is a convolution's derivative.
+        """
         benchmark = torch.backends.cudnn.benchmark
         workspace = convolution_workspace(args, result, self._arch, benchmark=benchmark, backward=backward)
         low = workspace.low if workspace.low != workspace.high else None
         queries = questions(args, result, backward=backward) if workspace.cudnn and self._asks else []
         if queries:
-            return around(args, self._arch, backward=backward) + [
+            return operand_copies(args, self._arch, backward=backward) + [
                 Extra(workspace.high, low=low, workspace=True, asked=self._query(question, in_backward), after=position)
                 for position, question in queries
             ]
@@ -151,7 +160,8 @@ class _Kernels:
         return [*(self._cublas_workspaces("cublas", in_backward) if workspace.product else ()), extra]
 
     def _query(self, question: Question, in_backward: bool) -> Asked:
-        """native/cudnn/Conv_v8.cpp: with benchmark, a thread tries all plans once and remembers the fastest."""
+        """The query to cuDNN for a workspace. With benchmark, a thread tries all plans once and remembers the fastest
+        (native/cudnn/Conv_v8.cpp)."""
         if not torch.backends.cudnn.benchmark:
             return Asked(question, "first")
         benchmarked = (question, in_backward) in self._benchmarked
@@ -179,7 +189,8 @@ class _Kernels:
         return [Extra(workspace_high, low=workspace_low, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        """A reserve that lives as long as the (empty) fake one, a workspace, and at first use the dropout states."""
+        """The allocations of cuDNN's recurrent op: a reserve, freed with the (empty) fake one; a workspace; and at the
+        first use the dropout states."""
         call = cudnn.RecurrentCall.of(args)
         (low, high), (workspace_low, workspace_high) = call.reserve(self._arch), call.workspace()
         extras = [Extra(high, low=low, owner=result[3]), Extra(workspace_high, low=workspace_low, workspace=True)]

@@ -34,7 +34,8 @@ def reduced_loss(position: int, *, unreduced: int, copies_mean: bool = False) ->
 
 
 def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Two temporaries of the operand's size, then their reduction."""
+    """Bytes of temporaries (Loss.cpp, binary_cross_entropy_with_logits): the log-sigmoid, the unreduced loss, and what
+    its mean takes."""
     x, reduction = args[0], args[4] if len(args) > 4 else kwargs.get("reduction", _MEAN)
     if reduction == _NONE:
         return bytes_of(x)
@@ -42,7 +43,8 @@ def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], res
 
 
 def soft_margin_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Two temporaries of the operand's size at first, later one of them and a wrapped scalar."""
+    """Bytes of temporaries (Loss.cpp, soft_margin_loss_backward_out): two of the operand's size at first, later one of
+    them and a wrapped scalar."""
     size = bytes_of(result)
     return max(2 * size, size + of_number(1, result.dtype))
 

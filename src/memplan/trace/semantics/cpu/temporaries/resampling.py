@@ -11,7 +11,8 @@ _INDEX = 8
 
 
 def index_table(taps: int) -> Formula:
-    """upsample_generic_Nd_kernel_impl: indices and weights of `taps` inputs per output position and dimension."""
+    """Return the formula of upsampling by tables (upsample_generic_Nd_kernel_impl): for each output position in each
+    dimension, the indices and weights of ``taps`` inputs."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         return sum(result.shape[2:]) * taps * (_INDEX + result.element_size())
@@ -38,7 +39,7 @@ _SMALL_OUTPUT = 128
 
 
 def copied_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """A copy of the gradient unless it is contiguous in its memory format."""
+    """Bytes of temporaries of upsampling's backward: a copy of the gradient unless it is contiguous in its format."""
     return copied_to(args[0], suggests_channels_last(args[0]))
 
 
