@@ -332,7 +332,7 @@ class Installed:
         """
         other_branches, moment = list[_Variant](), self._keys.moment
         for variant in self._cache.variants_of(kind):
-            if variant.holds(moment):
+            if variant.are_reads_unchanged(moment):
                 if variant.fits_call(call):
                     self._cache.use(kind, variant)
                     return variant
