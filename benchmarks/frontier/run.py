@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.verification.proof.float64_gradients import GradientErrors, gradient_errors, drew_same_numbers
+from memplan.verification.proof.float64_gradients import GradientErrors, drew_same_numbers, gradient_errors
 
 from .cases import FLOOR, INDUCTOR_FLOOR, Case, Mode, Row
 from .measure import live_bytes, pairs_of, peak_above, storage_bytes
