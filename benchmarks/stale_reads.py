@@ -385,7 +385,7 @@ def _checks_of(name: str, model: Any, args: Any, kwargs: Any) -> Row:
     call = call_of(args, kwargs)
     return {
         "model": name, "modules": len(list(model.modules())), "planned": plans.calls.stats().planned,
-        "checks_us": _least(lambda: plans._variant(model, call)),
+        "checks_us": _least(lambda: plans._find_or_plan(model, call)),
         "arguments_us": _least(lambda: call_of(args, kwargs)),
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.verification.proof.float64_gradients import GradientErrors, gradient_errors, same_numbers
+from memplan.verification.proof.float64_gradients import GradientErrors, drew_same_numbers, gradient_errors
 
 from .cases import FLOOR, INDUCTOR_FLOOR, Case, Mode, Row
 from .measure import live_bytes, pairs_of, peak_above, storage_bytes
@@ -179,11 +179,11 @@ def judged(case: Case, reference: Training, candidate: Training, plain: Gradient
     base = gradient_errors(eager, exact)
     if compiled:
         exact, true, _ = seen(in_float64(case, PLAIN))
-    if random and not same_numbers(loss, true):
+    if random and not drew_same_numbers(loss, true):
         return {"gradients": "not comparable"}
     errors = gradient_errors(found, exact)
     own = errors if case.method == PLAIN else plain
-    wrong = errors.over(*(one for one in (base, own) if one is not None))
+    wrong = errors.exceeding(*(one for one in (base, own) if one is not None))
     row: Row = {"error": errors.relative, "eager_error": base.relative}
     row = {f"gradient_{name}": float(f"{value:.4g}") for name, value in row.items()}
     if case.method == PLAIN:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Kind, Ref, Value
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Ref, SavedForm, Value
 from memplan.planning.levers.lever import GradientUse
 
 MB = 1_000_000
@@ -35,7 +35,7 @@ class Tape:
     outputs: list[int] = field(default_factory=list)
     gradients: list[tuple[int, int]] = field(default_factory=list)
     mutations: list[tuple[int, int]] = field(default_factory=list)
-    forms: list[KeptForm] = field(default_factory=list)
+    forms: list[SavedForm] = field(default_factory=list)
     smooth: set[int] = field(default_factory=set)
     """Values that a gradient is wanted of."""
 
@@ -138,13 +138,13 @@ class Tape:
         some = size // 2 if scratch else 0
         codec = "bits" if whole else "sign"
         self.forms.append(
-            KeptForm("encode", value, encoded, codec, seconds, seconds, some, some, whole, direct, some)
+            SavedForm("encode", value, encoded, codec, seconds, seconds, some, some, whole, direct, some)
         )  # fmt: skip
 
     def away(self, value: int, copy_seconds: float, use_seconds: float = 0.0) -> None:
         """Let a value wait in host memory."""
         host = self.value("host", 0)
-        self.forms.append(KeptForm("offload", value, host, store_seconds=use_seconds, copy_seconds=copy_seconds))
+        self.forms.append(SavedForm("offload", value, host, store_seconds=use_seconds, copy_seconds=copy_seconds))
 
     def _direct(self, value: int) -> tuple[int, ...]:
         maker = self.values[value].op
@@ -341,12 +341,12 @@ def _remake(tape: Tape, draw: random.Random) -> None:
         size = tape.values[made].bytes
         alike = [v for v in read if tape.values[v].bytes == size and tape.values[v].kind == "result"]
         over = tuple(v for v in alike if draw.random() < 0.6)
-        again = replace(
+        cheaper = replace(
             op, target="aten.made_up_again.default", args=tuple(map(Ref, reads)), outputs=(made,), multiple=False,
             reads=reads, makes=(made,), discarded=draw.choice([0, 0, 48]), scratch=draw.choice([0, 24, 250]),
             overwrites=over, scratch_into=draw.choice([None, None, 8]), seconds=op.seconds / draw.randint(2, 9),
         )  # fmt: skip
-        tape.ops[op.index] = replace(op, again=again)
+        tape.ops[op.index] = replace(op, cheaper_recompute=cheaper)
 
 
 def _keep_parts(tape: Tape, draw: random.Random | None) -> None:
@@ -360,7 +360,7 @@ def _keep_parts(tape: Tape, draw: random.Random | None) -> None:
         half = tape.value("encoded", max(tape.values[value].bytes // 2, 1))
         also = tuple(sorted(draw.sample(op.reads, draw.randint(1, len(op.reads)))))
         seconds, store, fetch = draw.randint(1, 5) * 1e-4, draw.choice([0, 20, 300]), draw.choice([0, 20, 300])
-        tape.forms.append(KeptForm("part", value, half, "part", seconds, 3 * seconds, store, fetch, also_reads=also))
+        tape.forms.append(SavedForm("part", value, half, "part", seconds, 3 * seconds, store, fetch, also_reads=also))
 
 
 def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:
@@ -388,7 +388,7 @@ def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:
         seconds = [draw.randint(1, 3) * 1e-4 for _ in range(2)]
         codec = "bits" if whole else "sign"
         tape.forms.append(
-            KeptForm(
+            SavedForm(
                 "encode", value, encoded, codec, seconds[0], seconds[1], scratch[0], scratch[1], whole, direct,
                 scratch[2],
             )
@@ -396,7 +396,7 @@ def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:
 
 
 def kept(**levers: Iterable[int]) -> frozenset[tuple[str, int]]:
-    """Values by the lever that keeps them, as `Choices.kept_as` has them."""
+    """Values by the lever that keeps them, as `Choices.saved_forms` has them."""
     return frozenset((lever, value) for lever, values in levers.items() for value in values)
 
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from memplan.planning.graph.joint_graph import JointGraph, KeptForm, Value
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.joint_graph import JointGraph, SavedForm, Value
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.schedule.actions import Action, Choices
 from memplan.planning.schedule.scheduler import Schedule
 
@@ -21,11 +21,11 @@ class Wrong(Exception):
 class Machine:
     """Runs a schedule on symbols. A kernel's result is a symbol of the op and of what it read."""
 
-    def __init__(self, graph: JointGraph, plan: Schedule, around: Surroundings) -> None:
-        self.graph, self.plan, self.around = graph, plan, around
+    def __init__(self, graph: JointGraph, plan: Schedule, outside_memory: OutsideMemory) -> None:
+        self.graph, self.plan, self.outside_memory = graph, plan, outside_memory
         self.memory: dict[int, Any] = {v.id: ("given", v.id) for v in graph.values if self.is_resident(v)}
         held = [math.prod(v.shape) * 4 for v in graph.values if v.id in dict(graph.gradients) and v.kind == "parameter"]
-        self.base = around.held_bytes + sum(held) * plan.choices.gradients.adds
+        self.base = outside_memory.held_bytes + sum(held) * plan.choices.gradients.adds
         self.copies = self.peak = self.draws = 0
         self.effects: list[int] = []
         self.theirs: list[int] = []
@@ -53,7 +53,7 @@ class Machine:
                     raise Wrong(f"{action}: {error!r}") from None
             if self.underway:
                 raise Wrong("a pass ends, and something is still copied")
-        self.count(0 if self.plan.choices.gradients.updates else self.around.update)
+        self.count(0 if self.plan.choices.gradients.updates else self.outside_memory.update)
 
     def count(self, transient: int) -> None:
         live = sum(self.graph.values[value].bytes for value in self.memory)
@@ -64,12 +64,12 @@ class Machine:
 
     def do_receive(self, action: Action) -> None:
         self.memory.update({v.id: ("given", v.id) for v in self.graph.values if v.kind == "tangent"})
-        self.count(self.around.outside)
+        self.count(self.outside_memory.loss_bytes)
 
     def do_run(self, action: Action) -> None:
         op = first = self.graph.ops[-1 if action.op is None else action.op]
-        if action.recomputed and op.again is not None:
-            op = op.again
+        if action.recomputed and op.cheaper_recompute is not None:
+            op = op.cheaper_recompute
         form = None if action.form is None else self.graph.form[action.form]
         seen = {value: self.memory[value] for value in op.reads if form is None or value != form.value}
         in_place = action.into is not None and op.scratch_into is not None
@@ -99,19 +99,19 @@ class Machine:
         if op is not first:
             operands, result = self.first[op.index]
             self.memory[op.makes[0]] = result if operands == list(seen.values()) else "something else"
-        elif op.again is not None and not action.recomputed:
+        elif op.cheaper_recompute is not None and not action.recomputed:
             known = self.memory | seen
-            self.first[op.index] = [known[value] for value in op.again.reads], known[op.makes[0]]
+            self.first[op.index] = [known[value] for value in op.cheaper_recompute.reads], known[op.makes[0]]
         self.count((scratch or 0) + op.discarded + sum(self.size(v) for v in op.makes if v not in action.makes))
 
-    def fetched(self, form: KeptForm) -> Any:
+    def fetched(self, form: SavedForm) -> Any:
         """What a kept form stands for."""
-        found = self.memory[form.kept]
+        found = self.memory[form.encoded]
         if found[0] != form.how:
             raise Wrong("this is no such form")
         return found[1]
 
-    def form(self, action: Action) -> KeptForm:
+    def form(self, action: Action) -> SavedForm:
         found = self.graph.form[-1 if action.form is None else action.form]
         if found.value != action.value:
             raise Wrong("a form of another value")
@@ -120,16 +120,16 @@ class Machine:
     def do_store(self, action: Action) -> None:
         form = self.form(action)
         if form.is_copied:
-            return self.begin(form.value, form.kept)
-        if form.kept in self.memory:
+            return self.begin(form.value, form.encoded)
+        if form.encoded in self.memory:
             raise Wrong("stored twice")
-        self.memory[form.kept] = (form.how, self.memory[form.value])
+        self.memory[form.encoded] = (form.how, self.memory[form.value])
         self.count(form.store_scratch)
 
     def do_fetch(self, action: Action) -> None:
         form = self.form(action)
         if form.is_copied:
-            return self.begin(form.kept, form.value)
+            return self.begin(form.encoded, form.value)
         if not form.whole or form.value in self.memory:
             raise Wrong("cannot be fetched")
         if any(self.memory[value] != self.operands[value] for value in form.also_reads):
@@ -147,7 +147,7 @@ class Machine:
     def moved(self, action: Action) -> tuple[int, int]:
         """Where a copy comes from, and where it goes to."""
         form = self.form(action)
-        return (form.value, form.kept) if action.kind == "stored" else (form.kept, form.value)
+        return (form.value, form.encoded) if action.kind == "stored" else (form.encoded, form.value)
 
     def do_stored(self, action: Action) -> None:
         source, target = self.moved(action)
@@ -170,7 +170,7 @@ class Machine:
         early = self.plan.choices.gradients.updates and of.kind == "parameter"
         held = self.plan.choices.gradients.adds and of.kind == "parameter"
         copy = math.prod(of.shape) * 4 if action.copies else 0
-        self.count(copy + (self.around.update_of.get(of.id, 0) if early else 0))
+        self.count(copy + (self.outside_memory.update_by_parameter.get(of.id, 0) if early else 0))
         if early or of.hooked:
             self.memory[of.base] = ("updated", of.id)
         if not (early or held):
@@ -196,7 +196,7 @@ def straight(graph: JointGraph) -> Any:
     machine = Machine(
         graph,
         Schedule(graph, Choices(), (*forward,), (Action("receive"), *backward, *writes, *gives), ()),
-        Surroundings(),
+        OutsideMemory(),
     )
     machine.run()
     stays = {v.id for v in graph.values if v.kind in RESIDENT} | {graph.base(value) for value in graph.outputs}
@@ -204,9 +204,9 @@ def straight(graph: JointGraph) -> Any:
     return machine.results()
 
 
-def interpreted(graph: JointGraph, plan: Schedule, around: Surroundings) -> int:
+def interpreted(graph: JointGraph, plan: Schedule, outside_memory: OutsideMemory) -> int:
     """The peak of a schedule that does all that the graph says, and leaves nothing behind; else Wrong."""
-    machine = Machine(graph, plan, around)
+    machine = Machine(graph, plan, outside_memory)
     machine.run()
     memory, gradients, effects = machine.results()
     wanted, right, once = straight(graph)

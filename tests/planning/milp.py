@@ -22,7 +22,12 @@ from memplan.planning.schedule.scheduler import schedule
 def plain_graph(seed: int, ops: int) -> JointGraph:
     """A random graph without what the program leaves out."""
     graph = random_graph(seed, ops)
-    plain = [replace(op, again=op.again and replace(op.again, overwrites=()), overwrites=()) for op in graph.ops]
+    plain = [
+        replace(
+            op, cheaper_recompute=op.cheaper_recompute and replace(op.cheaper_recompute, overwrites=()), overwrites=()
+        )
+        for op in graph.ops
+    ]
     return replace(graph, ops=tuple(plain), forms=(), mutations=())
 
 
@@ -68,29 +73,31 @@ class Rules:
         """kept[v]; again[v, slot]: in which slot it is made again."""
         free = recomputable(self.graph)
         self.kept = {v: self.variable(integer=True, least=0.0 if v in free else 1.0) for v in self.values}
-        self.again = {(v, s): self.variable(integer=True) for v in self.values for s in range(self.slots)}
+        self.recomputes = {(v, s): self.variable(integer=True) for v in self.values for s in range(self.slots)}
         self.users: dict[int, list[int]] = defaultdict(list)
         """Value -> values whose op reads it."""
         for op in self.forward:
-            for v in op.rerun.reads:
-                self.users[v] += op.rerun.makes
+            for v in op.recompute_op.reads:
+                self.users[v] += op.recompute_op.makes
         for v in self.values:
-            self.need({self.kept[v]: -1.0, **{self.again[v, s]: -1.0 for s in range(self.slots)}}, -1.0)
+            self.need({self.kept[v]: -1.0, **{self.recomputes[v, s]: -1.0 for s in range(self.slots)}}, -1.0)
             for s in range(self.slots):
-                there = {self.kept[v]: 1.0, **{self.again[v, t]: 1.0 for t in range(s + 1)}}
-                reasons = {self.again[w, s]: 1.0 for w in self.users[v] if w in self.kept}
+                there = {self.kept[v]: 1.0, **{self.recomputes[v, t]: 1.0 for t in range(s + 1)}}
+                reasons = {self.recomputes[w, s]: 1.0 for w in self.users[v] if w in self.kept}
                 read = float(s in self.readers[v])
                 self.need(there, read)
                 for reason in reasons:
                     self.need({**there, reason: -1.0}, 0.0)
-                self.need({**reasons, self.again[v, s]: -1.0}, -read)
+                self.need({**reasons, self.recomputes[v, s]: -1.0}, -read)
 
     def _run(self) -> None:
         self.runs = {
-            (f, s): self.variable(cost=op.rerun.seconds) for f, op in enumerate(self.forward) for s in range(self.slots)
+            (f, s): self.variable(cost=op.recompute_op.seconds)
+            for f, op in enumerate(self.forward)
+            for s in range(self.slots)
         }
-        for (v, s), again in self.again.items():
-            self.need({self.runs[self.made[v], s]: 1.0, again: -1.0}, 0.0)
+        for (v, s), recompute in self.recomputes.items():
+            self.need({self.runs[self.made[v], s]: 1.0, recompute: -1.0}, 0.0)
 
     def _backward(self) -> None:
         """The level at every position: each forward op that may run in a slot, then the slot's own op."""
@@ -107,16 +114,16 @@ class Rules:
                         self.need({use: 1.0}, 1.0)
                     for w in self.users[v]:
                         if p < count and self.made[w] == p and w in self.kept:
-                            self.need({use: 1.0, self.again[w, s]: -1.0}, 0.0)
+                            self.need({use: 1.0, self.recomputes[w, s]: -1.0}, 0.0)
                     live = self.variable()
                     upto = s + 1 if p > self.made[v] else s
-                    there = {self.again[v, t]: -1.0 for t in range(upto)}
+                    there = {self.recomputes[v, t]: -1.0 for t in range(upto)}
                     self.need({live: 1.0, self.kept[v]: -1.0, **there, use: -1.0}, -1.0)
                     total[s, p][live] = float(self.bytes[v])
                     later = use
         before, during = self._rest(total)
         for s in range(self.slots):
-            for p, op in enumerate(one.rerun for one in self.forward):
+            for p, op in enumerate(one.recompute_op for one in self.forward):
                 own = sum(self.bytes[v] for v in op.makes) + op.discarded + op.scratch
                 self.levels.append(({**total[s, p], self.runs[p, s]: float(own)}, before[s]))
             self.levels.append((total[s, count], during[s]))
@@ -152,7 +159,7 @@ class Rules:
             for w in self.users[v]:
                 if w in self.kept:
                     for s in range(self.slots):
-                        self.need({saved[v]: 1.0, self.kept[v]: -1.0, self.again[w, s]: -1.0}, -1.0)
+                        self.need({saved[v]: 1.0, self.kept[v]: -1.0, self.recomputes[w, s]: -1.0}, -1.0)
         base = self.base - sum(self.bytes[v] for v in self.outputs if v in self.made)
         for f, op in enumerate(self.forward):
             own = base + op.discarded + op.scratch

@@ -149,7 +149,7 @@ def test_under_autocast_only_what_is_saved_is_left_to_lose() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert {one.compute for one in precision_search.tiers(net(), settings)} == {""}
     assert next(precision_search.tiers(net(), settings)) == EXACT
-    assert EXACT not in precision_search.tiers(net(), Settings(allow="lossy", without=(EXACT,)))
+    assert EXACT not in precision_search.tiers(net(), Settings(allow="lossy", excluded_precisions=(EXACT,)))
 
 
 def test_blocks_that_are_slower_in_fewer_bits_compute_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_stem_runs_in_one_go_where_the_budget_allows_and_in_pieces_where_it_do
     stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False).requires_grad_(False)  # in bfloat16 it holds more than its result
     model, x = nn.Sequential(stem, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(64 * 144, 4)), torch.randn(16, 3, 96, 96)
     planner, call = Planner(model), call_of((x,), {})
-    settings = Settings(engine=engine, costs="roofline", allow="lossy", without=(EXACT,), heuristics=QUICK)
+    settings = Settings(engine=engine, costs="roofline", allow="lossy", excluded_precisions=(EXACT,), heuristics=QUICK)
     wide = planner.planned(call, settings, 1 << 30, key=0).plan
     assert wide.precision.whole
     assert memplan.Plan.from_json(wide.to_json()) == wide
@@ -217,12 +217,12 @@ def test_what_was_refused_is_not_planned_again_as_what_would_have_allowed_more()
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(2))), torch.randn(64, 32)
     planner, call = Planner(model), call_of((x,), {})
-    settings = Settings(allow="lossy", costs="roofline", without=(EXACT,))
+    settings = Settings(allow="lossy", costs="roofline", excluded_precisions=(EXACT,))
     plan = planner.planned(call, settings, 1 << 30, key=0).plan
     assert plan.lost.save == "exact"
     assert plan.lost.compute
     refused = [replace(plan.lost, whole=whole) for whole in (False, True)]
-    others = replace(settings, without=(EXACT, *refused))
+    others = replace(settings, excluded_precisions=(EXACT, *refused))
     with pytest.raises(RecordingError, match="precisions that are left"):  # with so much room, nothing is encoded
         planner.planned(call, others, 1 << 30, key=0)
 
@@ -233,10 +233,10 @@ def test_what_saves_in_fewer_bits_is_told_from_what_only_might() -> None:
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(2048, 32)
     settings = Settings(engine="inductor", allow="lossy", precision=Precision("", "bfloat16"), costs="roofline")
     search = Planner(model).study(call_of((x,), {}), settings, key=0).search(settings)
-    assert precision_search._saves(search, search.floor_peak)
+    assert precision_search._saves_in_fewer_bits(search, search.floor_peak)
     exact = replace(settings, precision=EXACT)
     search = Planner(model).study(call_of((x,), {}), exact, key=0).search(exact)
-    assert not precision_search._saves(search, search.floor_peak)
+    assert not precision_search._saves_in_fewer_bits(search, search.floor_peak)
 
 
 @pytest.mark.parametrize("engine", ["graph", *slow("inductor")])
@@ -288,14 +288,14 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
 
     class Study:
         def __init__(self, settings: Settings) -> None:
-            self.precision = settings.settled
+            self.precision = settings.fixed_precision
             ops = [SimpleNamespace(target=CONVOLUTION if self.precision.whole else CHUNKED)]
             self.captured = SimpleNamespace(graph=SimpleNamespace(forward_ops=ops))
 
         def search(self, _: Settings) -> Any:
             peak = {"exact": 130, "bfloat16": 100, "int8": 200}[self.precision.save]
             found = SimpleNamespace(choices=None)
-            return SimpleNamespace(floor_peak=peak, graph=None, around=None, floor=lambda: found)
+            return SimpleNamespace(floor_peak=peak, graph=None, outside_memory=None, floor=lambda: found)
 
         def planned(self, settings: Settings, budget: int) -> Any:
             looked.append(self.precision)
@@ -307,7 +307,7 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
             return SimpleNamespace(plan=plan)
 
     monkeypatch.setattr(precision_search, "step_seconds", lambda _: 1.0)
-    monkeypatch.setattr(precision_search._Contest, "mixed", lambda _: None)
+    monkeypatch.setattr(precision_search._PrecisionSearch, "without_slower_blocks", lambda _: None)
     monkeypatch.setattr(precision_search, "base_level", lambda *_: 20)  # bytes that are there all the time
     monkeypatch.setattr(precision_search, "_saves", lambda *_: saves)
 
@@ -341,7 +341,7 @@ def test_nothing_is_lost_for_next_to_nothing(
 ) -> None:
     class Study:
         def __init__(self, settings: Settings) -> None:
-            self.precision = settings.settled
+            self.precision = settings.fixed_precision
             self.captured = SimpleNamespace(graph=None)
 
         def planned(self, settings: Settings, budget: int) -> Any:
@@ -354,7 +354,7 @@ def test_nothing_is_lost_for_next_to_nothing(
 
     monkeypatch.setattr(precision_search, "step_seconds", lambda _: 0.0)
     monkeypatch.setattr(precision_search, "lower_precision", lambda card, device: "")
-    monkeypatch.setattr(precision_search._Contest, "mixed", lambda _: None)
+    monkeypatch.setattr(precision_search._PrecisionSearch, "without_slower_blocks", lambda _: None)
     study: Any = Study
     plan = precision_search.fastest(study, net(), Settings(allow="lossy"), 1).plan
     assert plan.precision.save == (taken or "exact")
@@ -363,7 +363,7 @@ def test_nothing_is_lost_for_next_to_nothing(
 def test_a_frontier_has_its_exact_plans_whatever_beats_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Study:
         def __init__(self, settings: Settings) -> None:
-            self.lossy = settings.settled.lossy
+            self.lossy = settings.fixed_precision.lossy
             self.captured = SimpleNamespace(graph=0.5 if self.lossy else 1.0)
 
         def frontier(self, settings: Settings, points: int) -> Any:

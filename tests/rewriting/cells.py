@@ -135,7 +135,7 @@ CHOICES: dict[str, Callable[[JointGraph], Choices]] = {
     "all kept": lambda _: Choices(),
     "half dropped": lambda graph: Choices(recompute=half(graph)),
     "all dropped": lambda graph: Choices(recompute=recomputable(graph)),
-    "encoded": lambda graph: Choices(kept_as=frozenset((form.lever, form.value) for form in graph.forms)),
+    "encoded": lambda graph: Choices(saved_forms=frozenset((form.lever, form.value) for form in graph.forms)),
 }
 
 

@@ -37,7 +37,7 @@ def compiled(
 
             return noted
 
-        return backend.compiled(graph, inputs, planner)
+        return backend.plan_graph(graph, inputs, planner)
 
     return torch.compile(model, backend=run, dynamic=dynamic)
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from memplan.planning.planner import Planner
 from memplan.planning.settings import Settings
-from memplan.rewriting.calls import Calls, CallStats, together
+from memplan.rewriting.calls import Calls, CallStats, sum_stats
 from memplan.rewriting.install import Installed, install
 
 
 def test_counts_of_several_modules_add_up() -> None:
     one = CallStats(2, 3, {"a": 1, "b": 2}, 4)
-    assert together([one, CallStats(10, 1, {"b": 1}, 20)]) == CallStats(12, 4, {"a": 1, "b": 3}, 24)
-    assert together([]) == CallStats()
+    assert sum_stats([one, CallStats(10, 1, {"b": 1}, 20)]) == CallStats(12, 4, {"a": 1, "b": 3}, 24)
+    assert sum_stats([]) == CallStats()
     assert str(one) == "2 calls ran as planned, 3 unplanned (a: 1; b: 2), 4 without grad"
     assert str(CallStats(1)) == "1 call ran as planned, 0 unplanned, 0 without grad"
 

@@ -162,7 +162,7 @@ def test_a_number_that_is_another_in_each_call_is_told_of_once() -> None:
 
 
 def test_the_kinds_that_were_called_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.rewriting.install._KINDS", 3)
+    monkeypatch.setattr("memplan.rewriting.install._MAX_PLANS", 3)
     monkeypatch.setattr(linecache, "cache", {})
     model = Net()
     plans = installed(model)
@@ -188,7 +188,7 @@ def plan_lines() -> set[str]:
 
 
 def test_two_kinds_with_one_program_keep_its_lines_until_both_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.rewriting.install._KINDS", 1)
+    monkeypatch.setattr("memplan.rewriting.install._MAX_PLANS", 1)
     monkeypatch.setattr(linecache, "cache", {})
     model: Any = Annealed()
     plans = installed(model)

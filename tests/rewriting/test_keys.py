@@ -128,9 +128,9 @@ def test_an_unchanged_model_has_the_very_same_state() -> None:
     net = Net()
     keys, call = Keys(net), call_of((X,), {})
     assert keys.key(net, call).state is keys.key(net, call).state
-    assert not keys.are_gradients_held()
+    assert not keys.have_gradients()
     net[0].weight.grad = torch.ones(4, 4)
-    assert keys.are_gradients_held()
+    assert keys.have_gradients()
 
 
 def test_gradients_are_seen_without_a_comparison_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_gradients_are_seen_without_a_comparison_of_tensors(monkeypatch: pytest.
     keys.key(net, call_of((X,), {}))
     net[0].bias.grad = torch.ones(4)
     monkeypatch.setattr(torch.Tensor, "__eq__", lambda *_: pytest.fail("it takes 10 us for each parameter"))
-    assert keys.are_gradients_held()
+    assert keys.have_gradients()
 
 
 def test_what_has_no_key() -> None:

@@ -32,7 +32,7 @@ from memplan.exporting.source.step_layout import (
 from memplan.exporting.tiling.tilings import tilings
 from memplan.planning.capture.capture import Captured
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.request import Request
@@ -69,7 +69,7 @@ class DevicePlan:
     """Both passes of an export, with the memory that they take."""
 
     layout: StepLayout
-    surroundings: Surroundings
+    surroundings: OutsideMemory
     """RAM besides the graph's values: optimizer state and counters."""
     levers: tuple[tuple[str, int], ...]
     """The memory techniques, each on top of those before, with the most bytes of the arena then live."""
@@ -134,10 +134,10 @@ def planned_step(
     return DevicePlan(layout, surroundings, tuple(levers), min(tile.bytes for tile in tiles), could_be_int8)
 
 
-def _surroundings(trained: int, rules: UpdateRules, stored: Stored) -> Surroundings:
+def _surroundings(trained: int, rules: UpdateRules, stored: Stored) -> OutsideMemory:
     """Return the RAM besides the graph's values: optimizer state of so many weights, and a few counters."""
     numbers = 3 + sum(len(group.logarithms) for group in rules.groups) + stored.file
-    return Surroundings(state=4 * (trained * rules.floats + numbers))
+    return OutsideMemory(state=4 * (trained * rules.floats + numbers))
 
 
 def ram_of_updates(request: Request, captured: Captured, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
@@ -161,7 +161,7 @@ def ram_of_updates(request: Request, captured: Captured, rules: UpdateRules, sto
     return ram
 
 
-def _outside_arena(device: DeviceGraph, surroundings: Surroundings) -> int:
+def _outside_arena(device: DeviceGraph, surroundings: OutsideMemory) -> int:
     """Return the bytes of RAM outside of the arena."""
     return surroundings.held_bytes + sum(
         v.bytes for v in device.graph.values if v.kind in ("parameter", "buffer", "input")
@@ -182,7 +182,7 @@ class _TiledStep:
 
 
 def _step_within(
-    device: DeviceGraph, surroundings: Surroundings, budget: int, inputs: Inputs
+    device: DeviceGraph, surroundings: OutsideMemory, budget: int, inputs: Inputs
 ) -> tuple[Pass, list[_TiledStep]]:
     """Return the pass of the coarsest tiling that fits a budget, and all tilings, each smaller than the one before.
 
@@ -209,14 +209,14 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
 
     The arena can be larger than the live bytes that the search bounds, so the search repeats with a smaller target.
     """
-    outside, target = _outside_arena(device, search.around), budget
+    outside, target = _outside_arena(device, search.outside_memory), budget
     least = _pass(device, schedule(device.graph, search.within(0).choices), inputs).placement.bytes + outside
     while with_pass and least <= budget:
         result = search.within(target)
         step = _pass(device, schedule(device.graph, result.choices), inputs)
         over = step.placement.bytes + outside - budget
         if over <= 0:
-            validate(device.graph, step.schedule, surroundings=search.around)
+            validate(device.graph, step.schedule, outside_memory=search.outside_memory)
             return _TiledStep(device, search.floor_peak, least, step)
         assert isinstance(result, Found), "the least fits"
         target = min(target, result.peak) - max(over, 1)

@@ -16,7 +16,7 @@ from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import with_forms
-from memplan.planning.precision_search import Reached, fastest, frontier, with_graph_way, with_lossy_way
+from memplan.planning.precision_search import FrontierPoint, fastest, frontier, with_graph_remedy, with_lossy_remedy
 from memplan.planning.relative_budget import Relative
 from memplan.planning.request import Request
 from memplan.planning.settings import Settings
@@ -49,22 +49,26 @@ class Planner:
             BudgetError: no plan fits the budget.
             RecordingError, UsageError: the step cannot be captured.
         """
-        key = object() if key is None and (captured is None or settings.undecided) else key
+        key = object() if key is None and (captured is None or settings.chooses_precision) else key
         try:
-            return self._within(call, settings, budget, key, captured)
+            return self._plan_once(call, settings, budget, key, captured)
         except BudgetError as error:
             if settings.plan is not None or captured is not None:
                 raise
             if settings.engine == "inductor":
-                error = with_graph_way(error, lambda graph: self._within(call, graph, budget, key), settings)
+                error = with_graph_remedy(error, lambda graph: self._plan_once(call, graph, budget, key), settings)
             if settings.allow == "exact":
-                error = with_lossy_way(error, lambda lossy: self.study(call, lossy, key), self._model, settings, budget)
+                error = with_lossy_remedy(
+                    error, lambda lossy: self.study(call, lossy, key), self._model, settings, budget
+                )
             raise error from None
 
-    def _within(
+    def _plan_once(
         self, call: Call, settings: Settings, budget: int, key: Hashable, captured: Captured | None = None
     ) -> Planned:
-        if settings.undecided:
+        """Plan without looking for alternatives if nothing fits; chooses the precision if the settings leave it
+        open."""
+        if settings.chooses_precision:
             return fastest(lambda settled: self.study(call, settled, key), self._model, settings, budget)
         study = self.study(call, settings, key, captured)
         _log.info("planning for %s", format_bytes(budget))
@@ -76,26 +80,29 @@ class Planner:
             return request
         return request.bounded(self.study(request.call, request.settings, key).eager_peak(request.settings))
 
-    def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[Reached, ...]:
+    def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[FrontierPoint, ...]:
         """Return the frontier of plans in each allowed precision. ``key``: as for `planned`."""
         return frontier(lambda settled: self.study(call, settled, key), self._model, settings, points)
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
         """Return the study of a kind of call in the precision of the settings, for any budget."""
-        precision = settings.settled
+        precision = settings.fixed_precision
         study = self._studies.get((key, precision)) if key is not None else None
         if study is None:
-            plain = self._studies.get((key, EXACT)) if precision.lossy else None
-            captured = captured or self._captured(call, key, precision)
-            study = Study(self._model, call, replace(captured, graph=_with_costs(captured.graph, settings)), plain)
+            exact_study = self._studies.get((key, EXACT)) if precision.lossy else None
+            captured = captured or self._capture(call, key, precision)
+            study = Study(
+                self._model, call, replace(captured, graph=_with_costs(captured.graph, settings)), exact_study
+            )
             if key is not None:
                 self._studies[key, precision] = study
         return study
 
-    def _captured(self, call: Call, key: Hashable, precision: Precision) -> Captured:
-        """Capture the call, or reuse the capture of a study that computes in the same precision."""
-        for (other, known), study in self._studies.items():
-            if key is not None and other == key and replace(known, save=precision.save) == precision:
+    def _capture(self, call: Call, key: Hashable, precision: Precision) -> Captured:
+        """Capture the call, or reuse the capture of a study of this kind of call that computes in the same precision:
+        only the encodings in which tensors may be saved differ then."""
+        for (study_key, study_precision), study in self._studies.items():
+            if key is not None and study_key == key and replace(study_precision, save=precision.save) == precision:
                 captured = study.captured
                 return replace(captured, graph=with_forms(captured.graph, Situation(precision.save)))
         safe_point()

@@ -16,7 +16,7 @@ from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import EXACT, Compute, Precision, Save
 from memplan.planning.levers import registry
 from memplan.planning.levers.chunk_convolutions import CONVOLUTION
-from memplan.planning.plan.budget_error import Way, with_way
+from memplan.planning.plan.budget_error import Remedy, with_remedy
 from memplan.planning.plan.plan import Plan
 from memplan.planning.plan.precision_report import slower_blocks
 from memplan.planning.schedule.byte_levels import base_level
@@ -24,9 +24,9 @@ from memplan.planning.search.search import Search
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study
 
-_MUCH = 0.05
+_SUBSTANTIAL_RECOMPUTATION = 0.05
 """Share of the step's time spent on recomputation above which saving in fewer bits may be faster."""
-_FAR = 1.5
+_FAR_ABOVE_BUDGET = 1.5
 """Ratio of the op-by-op floor to the budget, both without resident bytes, above which a step is far from fitting. Fused
 steps were measured to need up to 15 % less than their op-by-op floor."""
 WORTH_IT = 0.98
@@ -36,7 +36,7 @@ WORTH_LOSING = 0.9
 
 
 def fastest(
-    study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int, *, sure: bool = True
+    study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int, *, exact_error: bool = True
 ) -> Planned:
     """Return the fastest plan within the budget by predicted time, exact or lossy.
 
@@ -44,142 +44,148 @@ def fastest(
         study: returns the study of the call in the precision of the settings.
         model: the step.
         settings: settings without a precision.
-        sure: if nothing fits, also plan in precisions that are far from fitting, so that the error has the smallest
-            budget.
+        exact_error: if nothing fits, also plan in precisions that are far from fitting, so that the error states the
+            smallest budget with a plan in any precision.
 
     Raises:
         BudgetError: no plan fits in any precision; the error with the smallest budget.
         RecordingError: no precision is left to choose.
     """
-    contest = _Contest(study, settings, budget)
+    search = _PrecisionSearch(study, settings, budget)
     for precision in tiers(model, settings):
-        if contest.may_gain(precision):
-            contest.enter(precision)
-    mixed = contest.mixed()
-    if mixed is not None and mixed not in settings.without:
-        contest.enter(mixed)
-    if contest.best is None and sure:
-        contest.enter_skipped()
-    if contest.best is None and not contest.lacking:
+        if search.may_gain(precision):
+            search.try_precision(precision)
+    mixed_precision = search.without_slower_blocks()
+    if mixed_precision is not None and mixed_precision not in settings.excluded_precisions:
+        search.try_precision(mixed_precision)
+    if search.best is None and exact_error:
+        search.try_skipped()
+    if search.best is None and not search.budget_errors:
         raise RecordingError("The step runs in none of the precisions that are left", expected="one that it runs in")
-    if contest.best is None:
-        raise min(contest.lacking, key=lambda error: error.smallest_budget)
-    return contest.with_notes(contest.best)
+    if search.best is None:
+        raise min(search.budget_errors, key=lambda error: error.smallest_budget)
+    return search.with_notes(search.best)
 
 
-class _Contest:
-    """Plans in several precisions and selects the fastest."""
+class _PrecisionSearch:
+    """Plans in one precision after another and remembers the fastest plan that fits (`best`)."""
 
     def __init__(self, study: Callable[[Settings], Study], settings: Settings, budget: int) -> None:
         self._study, self._settings, self._budget = study, settings, budget
-        self._known: dict[Precision, Study] = {}
+        self._studies: dict[Precision, Study] = {}
         self._seconds = float("inf")
         self.best: Planned | None = None
-        self.lacking = list[BudgetError]()
-        self._skipped = list[tuple[_Least, Precision]]()
+        self.budget_errors = list[BudgetError]()
+        self._skipped = list[tuple[_OpByOpBytes, Precision]]()
         """Skipped precisions that are far from fitting, with their op-by-op bytes."""
-        self._failed = dict[str, Precision]()
+        self._errors = dict[str, Precision]()
         """First precision that failed with each error."""
 
     def may_gain(self, precision: Precision) -> bool:
-        """Return whether a precision is worth planning. Lowering fused kernels takes seconds per candidate, so saving
-        in fewer bits is tried only if nothing fits so far or much is recomputed."""
+        """Return whether a plan in this precision may be faster than the best so far. Lowering fused kernels takes
+        seconds per candidate, so saving in fewer bits is tried only if nothing fits yet or much is recomputed."""
         if self._settings.engine == "graph" or precision.save == "exact" or self.best is None:
             return True
-        return self.best.plan.seconds > _MUCH * self._seconds
+        return self.best.plan.seconds > _SUBSTANTIAL_RECOMPUTATION * self._seconds
 
-    def enter_skipped(self) -> None:
+    def try_skipped(self) -> None:
         """Plan in the skipped precisions that may need less than the others, so that the reported smallest budget does
         not depend on the requested budget."""
-        for least, precision in sorted(self._skipped, key=lambda skipped: skipped[0].floor):
-            if self.lacking and least.is_far_from(min(error.smallest_budget for error in self.lacking)):
+        for op_by_op, precision in sorted(self._skipped, key=lambda skipped: skipped[0].floor):
+            if self.budget_errors and op_by_op.is_far_above(min(error.smallest_budget for error in self.budget_errors)):
                 break
-            self.enter(precision, anyhow=True)
+            self.try_precision(precision, even_if_far=True)
 
-    def enter(self, precision: Precision, *, anyhow: bool = False) -> None:
-        """Plan in a precision, and select the plan if it is fast enough for its loss. ``anyhow``: even if the precision
-        is far from fitting."""
-        settled = replace(self._settings, precision=precision)
-        undivided = None if precision.whole else self._known.get(replace(precision, whole=True))
+    def try_precision(self, precision: Precision, *, even_if_far: bool = False) -> None:
+        """Plan in a precision; the plan becomes the best if it is enough faster to justify its loss of accuracy.
+
+        ``even_if_far``: also plan if the op-by-op floor is so far above the budget that fused kernels cannot fit
+        either.
+        """
+        settings = replace(self._settings, precision=precision)
+        whole_study = None if precision.whole else self._studies.get(replace(precision, whole=True))
         try:
-            if undivided is not None and not _runs(undivided, CONVOLUTION):
+            if whole_study is not None and not _calls_op(whole_study, CONVOLUTION):
                 return  # no convolution to split
-            study = self._known[precision] = self._study(settled)
-            if undivided is not None and not _runs(study, CHUNKED):
+            study = self._studies[precision] = self._study(settings)
+            if whole_study is not None and not _calls_op(study, CHUNKED):
                 return  # no convolution was worth splitting
-            if self.best is not None and (step_seconds(study.captured.graph) or 0.0) > self._longest:
+            if self.best is not None and (step_seconds(study.captured.graph) or 0.0) > self._seconds_to_beat:
                 return  # any plan in this precision takes as long
-            if self._settings.engine == "inductor" and not self._is_worth_lowering(study, settled, anyhow):
+            if self._settings.engine == "inductor" and not self._is_worth_lowering(study, settings, even_if_far):
                 return
-            planned = study.planned(settled, self._budget)
+            planned = study.planned(settings, self._budget)
         except BudgetError as error:
             error.precision = precision
-            self.lacking.append(error)
+            self.budget_errors.append(error)
             return
         except MemplanError as error:
             if not precision.lossy:
                 raise
-            self._failed.setdefault(error.found, precision)  # some ops have no kernels in fewer bits
+            self._errors.setdefault(error.found, precision)  # some ops have no kernels in fewer bits
             return
-        if planned.plan.lost in self._settings.without:
+        if planned.plan.lost in self._settings.excluded_precisions:
             return  # the plan does not use the lower precision
         seconds = planned.plan.total_seconds or 0.0
-        if self.best is None or seconds < self._longest:
+        if self.best is None or seconds < self._seconds_to_beat:
             self.best, self._seconds = planned, seconds
 
-    def _is_worth_lowering(self, study: Study, settled: Settings, anyhow: bool) -> bool:
-        search, precision = study.search(settled), settled.settled
-        least = _Least(search.floor_peak, base_level(search.graph, search.floor().choices, search.around))
-        if least.is_far_from(self._budget) and not anyhow:
-            self._skipped.append((least, precision))
+    def _is_worth_lowering(self, study: Study, settings: Settings, even_if_far: bool) -> bool:
+        search, precision = study.search(settings), settings.fixed_precision
+        op_by_op = _OpByOpBytes(
+            search.floor_peak, base_level(search.graph, search.floor().choices, search.outside_memory)
+        )
+        if op_by_op.is_far_above(self._budget) and not even_if_far:
+            self._skipped.append((op_by_op, precision))
             return False
-        return precision.save == "exact" or _saves(search, self._budget)
+        return precision.save == "exact" or _saves_in_fewer_bits(search, self._budget)
 
     def with_notes(self, planned: Planned) -> Planned:
         """Return the plan with a note of each precision that failed."""
-        notes = [f"{precision} was left out: {error}" for error, precision in self._failed.items()]
+        notes = [f"{precision} was left out: {error}" for error, precision in self._errors.items()]
         plan = planned.plan
         return replace(planned, plan=replace(plan, notes=(*plan.notes, *notes))) if notes else planned
 
     @property
-    def _longest(self) -> float:
-        """Seconds below which another plan replaces the best."""
+    def _seconds_to_beat(self) -> float:
+        """Seconds of a step that another plan must stay below to replace the best, which has a margin over it."""
         exact = self.best is not None and not self.best.plan.precision.lossy
         return (WORTH_LOSING if exact else WORTH_IT) * self._seconds
 
-    def mixed(self) -> Precision | None:
-        """Return a lower precision, the best plan's if possible, that leaves out the blocks that are slower in it; None
-        if no block is."""
-        if self.best is None or EXACT not in self._known:
+    def without_slower_blocks(self) -> Precision | None:
+        """Return a lower precision, the best plan's if possible, in which the blocks that it slows down compute as
+        written; None if no block is slower in it."""
+        if self.best is None or EXACT not in self._studies:
             return None
-        low = next((known for known in (self.best.plan.precision, *self._known) if known.compute), None)
-        if low is None:
+        lower = next((precision for precision in (self.best.plan.precision, *self._studies) if precision.compute), None)
+        if lower is None:
             return None
-        slower = slower_blocks(self._known[EXACT].captured.graph, self._known[low].captured.graph, low.compute)
-        return replace(low, apart=slower) if slower else None
+        slower = slower_blocks(self._studies[EXACT].captured.graph, self._studies[lower].captured.graph, lower.compute)
+        return replace(lower, apart=slower) if slower else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Least:
+class _OpByOpBytes:
     """Bytes of a step run op by op."""
 
     floor: int
-    there: int
+    resident: int
     """Resident bytes, included in the floor."""
 
-    def is_far_from(self, budget: int) -> bool:
+    def is_far_above(self, budget: int) -> bool:
         """Return whether the fused step is expected to exceed a budget, too."""
-        return self.floor - self.there > _FAR * (budget - self.there)
+        return self.floor - self.resident > _FAR_ABOVE_BUDGET * (budget - self.resident)
 
 
-def _saves(search: Search, budget: int) -> bool:
-    """Return whether op-by-op plans, for the budget or at the floor, save anything in fewer bits."""
+def _saves_in_fewer_bits(search: Search, budget: int) -> bool:
+    """Return whether op-by-op plans, for the budget or at the floor, save any value in fewer bits: if not, neither will
+    plans of fused kernels."""
     lossy = {(f.lever, f.value) for f in search.graph.forms if registry.find(f.lever).grade(f) == "lossy"}
-    return any(not lossy.isdisjoint(plan.choices.kept_as) for plan in (search.floor(), search.within(budget)))
+    return any(not lossy.isdisjoint(plan.choices.saved_forms) for plan in (search.floor(), search.within(budget)))
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class FrontierPoint:
     """A plan of a frontier."""
 
     peak: int
@@ -191,7 +197,7 @@ class Reached:
 
 def frontier(
     study: Callable[[Settings], Study], model: nn.Module, settings: Settings, points: int
-) -> tuple[Reached, ...]:
+) -> tuple[FrontierPoint, ...]:
     """Return the Pareto frontier in bytes and seconds, the largest peak first: of the exact plans, and of all plans.
 
     Args:
@@ -200,31 +206,34 @@ def frontier(
         settings: settings of the plans.
         points: most plans in each precision.
     """
-    reached, base = list[Reached](), step_seconds(study(replace(settings, precision=EXACT)).captured.graph)
-    for precision in tiers(model, settings) if settings.undecided else [settings.settled]:
-        settled = replace(settings, precision=precision)
+    points_found, exact_seconds = (
+        list[FrontierPoint](),
+        step_seconds(study(replace(settings, precision=EXACT)).captured.graph),
+    )
+    for precision in tiers(model, settings) if settings.chooses_precision else [settings.fixed_precision]:
+        settings_in_precision = replace(settings, precision=precision)
         try:
-            lowered = study(settled)
-            plans = lowered.frontier(settled, points)
+            study_in_precision = study(settings_in_precision)
+            plans = study_in_precision.frontier(settings_in_precision, points)
         except MemplanError:
             if not precision.lossy:
                 raise
             continue  # some ops have no kernels in fewer bits
-        added = step_seconds(lowered.captured.graph) - base if precision.lossy else 0.0
-        reached += [Reached(plan.peak, plan.seconds + added, precision) for plan in plans]
-    exact = _unbeaten(plan for plan in reached if not plan.precision.lossy)
-    lossy = (plan for plan in _unbeaten(reached) if plan.precision.lossy)
+        added = step_seconds(study_in_precision.captured.graph) - exact_seconds if precision.lossy else 0.0
+        points_found += [FrontierPoint(plan.peak, plan.seconds + added, precision) for plan in plans]
+    exact = _pareto_frontier(plan for plan in points_found if not plan.precision.lossy)
+    lossy = (plan for plan in _pareto_frontier(points_found) if plan.precision.lossy)
     return tuple(sorted((*exact, *lossy), key=lambda plan: (-plan.peak, plan.seconds)))
 
 
-def _runs(study: Study, target: str) -> bool:
+def _calls_op(study: Study, target: str) -> bool:
     """Return whether the forward pass calls this op."""
     return any(op.target == target for op in study.captured.graph.forward_ops)
 
 
-def _unbeaten(plans: Iterable[Reached]) -> list[Reached]:
+def _pareto_frontier(plans: Iterable[FrontierPoint]) -> list[FrontierPoint]:
     """Return the Pareto frontier in bytes and seconds."""
-    fastest, best = float("inf"), list[Reached]()
+    fastest, best = float("inf"), list[FrontierPoint]()
     for plan in sorted(plans, key=lambda plan: (plan.peak, plan.seconds)):
         if plan.seconds < fastest:
             fastest = plan.seconds
@@ -232,31 +241,37 @@ def _unbeaten(plans: Iterable[Reached]) -> list[Reached]:
     return best
 
 
-def with_lossy_way(
+def with_lossy_remedy(
     error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int
 ) -> BudgetError:
-    """Add the figures of a lossy plan to the error of a budget, if such a plan meets it."""
+    """Return the error of an exact plan with the figures of a lossy plan that meets the budget, if there is one."""
     least = study(settings).least(settings)
     if budget < least:
         return error
     try:
         plan = fastest(
-            study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT)), budget, sure=False
+            study,
+            model,
+            replace(settings, allow="lossy", excluded_precisions=(*settings.excluded_precisions, EXACT)),
+            budget,
+            exact_error=False,
         ).plan
     except MemplanError:  # it does not fit, or does not run in fewer bits
         return error
-    return with_way(
-        error, Way(f"allow='lossy' (--allow lossy) meets it by {plan.lost}{_seconds_text(plan)}", plan.peak)
+    return with_remedy(
+        error, Remedy(f"allow='lossy' (--allow lossy) meets it by {plan.lost}{_seconds_text(plan)}", plan.peak)
     )
 
 
-def with_graph_way(error: BudgetError, planned: Callable[[Settings], Planned], settings: Settings) -> BudgetError:
-    """Add the figures of a plan for the engine ``graph`` to the error of a budget, if such a plan meets it."""
+def with_graph_remedy(error: BudgetError, planned: Callable[[Settings], Planned], settings: Settings) -> BudgetError:
+    """Return the error of fused kernels with the figures of an op-by-op plan that meets the budget, if there is one."""
     try:
         plan = planned(replace(settings, engine="graph")).plan
     except MemplanError:
         return error
-    return with_way(error, Way(f"engine='graph' (--engine graph) meets it, op by op{_seconds_text(plan)}", plan.peak))
+    return with_remedy(
+        error, Remedy(f"engine='graph' (--engine graph) meets it, op by op{_seconds_text(plan)}", plan.peak)
+    )
 
 
 def _seconds_text(plan: Plan) -> str:
@@ -278,7 +293,7 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
         precisions += [Precision(compute, save, whole=True)] if device == "cpu" else []
         precisions.append(Precision(compute, save))
     precisions += [Precision("", "bfloat16"), Precision("", "int8")]
-    yield from (precision for precision in precisions if precision not in settings.without)
+    yield from (precision for precision in precisions if precision not in settings.excluded_precisions)
 
 
 def lower_precision(card: Device | None, device: str) -> Compute:

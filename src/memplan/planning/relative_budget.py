@@ -57,13 +57,14 @@ def read_any_budget(budget: Any) -> int | Device | Relative:
     text = budget.strip() if isinstance(budget, str) else ""
     share, less = _SHARE.fullmatch(text), _LESS.fullmatch(text)
     if share is not None:
-        return _of_share(Fraction(share[1]) / 100, text)
+        return _relative_share(Fraction(share[1]) / 100, text)
     if less is not None:
         return Relative(less=parse_bytes(less[1]))
     return read_budget(budget)
 
 
-def _of_share(share: Fraction, text: str) -> Relative:
+def _relative_share(share: Fraction, text: str) -> Relative:
+    """Return the budget that is this share of the step without a plan; a UnitError quotes ``text``."""
     if not 0 < share <= 1:
         raise UnitError(
             f"a budget of {text!r} of the step without a plan",

@@ -81,13 +81,13 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
         raise UsageError(f"engine={options.engine!r}", expected=engines, do="Leave it out")
     _check_early(step, options)
     _check_allow(options)
-    budget, budgeted = _budget(options.budget)
+    budget, budgeted = _parse_budget(options.budget)
     is_card = options.device is not None and str(options.device).lower() != HOST
     card, step = find(str(options.device)) if is_card else budgeted, step.checked()
     with _torch.fake_tensors() if fake and not isinstance(model, nn.Module) else nullcontext():
-        built = _built(model)
+        built = _build_model(model)
         _check_data(built, fake)
-        args, keywords = _with_tensors((*step.inputs, *step.targets)), _with_tensors(dict(step.kwargs))
+        args, keywords = _specs_to_tensors((*step.inputs, *step.targets)), _specs_to_tensors(dict(step.kwargs))
     module = _with_loss(built, step)
     if options.gradients.updates:
         _check_shared_memory(module)
@@ -222,8 +222,8 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-def _budget(budget: Any) -> tuple[int | Relative, Device | None]:
-    """Return the budget, and the card if it is given as the name of a card."""
+def _parse_budget(budget: Any) -> tuple[int | Relative, Device | None]:
+    """Return the budget, and the card if the budget is the name of a card (then its usable bytes)."""
     if budget is None:
         expected = "bytes, such as '6 GiB', a share of the step without a plan, such as '70%', or a card's name"
         raise UsageError("No budget", expected=expected, do="Give budget")
@@ -231,7 +231,7 @@ def _budget(budget: Any) -> tuple[int | Relative, Device | None]:
     return (size.usable("high"), size) if isinstance(size, Device) else (size, None)
 
 
-def _built(model: Any) -> nn.Module:
+def _build_model(model: Any) -> nn.Module:
     built = model if isinstance(model, nn.Module) else model() if callable(model) else model
     if not isinstance(built, nn.Module):
         raise TargetError(
@@ -256,6 +256,6 @@ def _check_data(model: nn.Module, fake: bool) -> None:
             )
 
 
-def _with_tensors(value: Any) -> Any:
-    """Replace specs by tensors."""
+def _specs_to_tensors(value: Any) -> Any:
+    """Replace each `Spec` in nested arguments by a tensor of its shape and dtype."""
     return _torch.tree_map(lambda leaf: leaf.make() if isinstance(leaf, Spec) else leaf, value)

@@ -71,19 +71,19 @@ class Settings:
     allow: Allow = "exact"
     precision: Precision | None = None
     """Precision to compute and save in, if lossy plans are allowed; None: the fastest."""
-    without: tuple[Precision, ...] = ()
-    """Precisions that are excluded."""
-    relaid: bool = True
+    excluded_precisions: tuple[Precision, ...] = ()
+    """Precisions that a lossy plan must not use, such as those whose plans failed their proof."""
+    channels_last: bool = True
     """Whether fused kernels may convolve in channels last."""
-    outside: Fraction = Fraction(0)
+    loss_bytes_ratio: Fraction = Fraction(0)
     """Temporary bytes of a loss outside of the step, per byte of the gradients of its outputs."""
 
     @property
-    def undecided(self) -> bool:
+    def chooses_precision(self) -> bool:
         """Return whether the precision is still to be chosen."""
         return self.allow == "lossy" and self.precision is None and self.plan is None
 
     @property
-    def settled(self) -> Precision:
+    def fixed_precision(self) -> Precision:
         """Precision of the given plan, else the requested precision, else that of the step as written."""
         return self.plan.precision if self.plan is not None else self.precision or EXACT

@@ -16,15 +16,15 @@ from memplan.explanation.over_time import course_of
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.opaque_calls import foreign
-from memplan.planning.capture.recapture import relaid
+from memplan.planning.capture.recapture import recapture_in_channels_last
 from memplan.planning.cost import cpu_workspace
 from memplan.planning.cost.cuda_workspace import on_card
 from memplan.planning.cost.eager_baseline import AS_MODELLED, baseline
 from memplan.planning.cost.op_timing import seconds_to_measure, step_seconds, with_costs
-from memplan.planning.cost.optimizer_memory import surroundings
+from memplan.planning.cost.optimizer_memory import memory_outside_graph
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.graph.precision import UNSCALED
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.inductor.candidate_search import Fusing, as_fusible
 from memplan.planning.inductor.fusion_report import UNTOLD, fusion_of, unfused
 from memplan.planning.inductor.partition import Fused
@@ -51,7 +51,7 @@ class Planned:
 
     captured: Captured
     schedule: Schedule
-    surroundings: Surroundings
+    outside_memory: OutsideMemory
     plan: Plan
     fused: Fused | None = None
     """Compiled parts, for the engine ``inductor``."""
@@ -75,8 +75,8 @@ class Study:
     def __init__(self, model: nn.Module, call: Call, captured: Captured, plain: Study | None = None) -> None:
         self.model, self.call, self.captured, self.plain = model, call, captured, plain
         self._steps: dict[tuple[int, GradientUse, Engine], _Step] = {}
-        self._relaid: Study | None = None
-        self._tried_relaid = captured.relaid
+        self._channels_last: Study | None = None
+        self._channels_last_tried = captured.channels_last
 
     def planned(self, settings: Settings, budget: int) -> Planned:
         """Return the plan for a budget in bytes. Raises BudgetError.
@@ -100,25 +100,25 @@ class Study:
     def layouts(self, settings: Settings) -> list[Study]:
         """Return the studies for fused kernels in the order to try: with convolutions in channels last, if equivalent,
         and as written. A layout that takes much longer comes last."""
-        if not settings.relaid:
+        if not settings.channels_last:
             return [self]
-        if not self._tried_relaid:
-            self._tried_relaid = True
-            captured = relaid(self.model, self.call, self.captured, settings.settled)
+        if not self._channels_last_tried:
+            self._channels_last_tried = True
+            captured = recapture_in_channels_last(self.model, self.call, self.captured, settings.fixed_precision)
             if captured is not None:
                 graph = _with_costs(captured.graph, settings, share=0.5)  # most ops are measured already
-                self._relaid = Study(self.model, self.call, replace(captured, graph=graph), self.plain or self)
-        if self._relaid is None:
+                self._channels_last = Study(self.model, self.call, replace(captured, graph=graph), self.plain or self)
+        if self._channels_last is None:
             return [self]
-        slower = _is_slower(self._relaid.captured.graph, self.captured.graph)
-        return [self, self._relaid] if slower else [self._relaid, self]
+        slower = _is_slower(self._channels_last.captured.graph, self.captured.graph)
+        return [self, self._channels_last] if slower else [self._channels_last, self]
 
     def least(self, settings: Settings) -> int:
-        """Return the bytes at the end of the backward pass, the same for every plan."""
+        """Return a lower bound of any plan's peak: the resident bytes and gradients at the end of the backward pass."""
         search = self.search(settings)
         graph, choices = search.graph, Choices(gradients=settings.gradients)
         staying = (of for of, _ in graph.gradients if not frees_gradient(graph, choices, of))
-        resident = sum(_resident(graph, settings, search.around).values())
+        resident = sum(_resident(graph, settings, search.outside_memory).values())
         return resident + sum(graph.values[of].own_bytes for of in staying)
 
     def frontier(self, settings: Settings, points: int) -> list[Found]:
@@ -138,7 +138,8 @@ class Study:
         return self.step(settings).without_plan[0]
 
     def step(self, settings: Settings) -> _Step:
-        """Return the step with the optimizer, the gradients and the engine of the settings."""
+        """Return the cached search and baseline for the optimizer, the use of gradients and the engine of the
+        settings."""
         key = id(settings.optimizer), settings.gradients, settings.engine  # a step keeps its optimizer alive
         if key not in self._steps:
             self._steps[key] = _Step(self, settings)
@@ -146,7 +147,7 @@ class Study:
 
 
 class _Step:
-    """Results of a study for an optimizer, a use of gradients and an engine, computed when they are first needed."""
+    """Search and baseline of a study for one optimizer, use of gradients and engine, computed when first needed."""
 
     def __init__(self, study: Study, settings: Settings) -> None:
         self._study, self._settings = study, settings
@@ -160,10 +161,17 @@ class _Step:
             steady = with_costs(graph, device=settings.home.card, how="roofline")
         if settings.engine == "inductor":
             graph, steady = as_fusible(graph), steady and as_fusible(steady)
-        around = surroundings(
-            study.model, graph, settings.optimizer, settings.gradients, home=settings.home, outside=settings.outside
+        outside_memory = memory_outside_graph(
+            study.model,
+            graph,
+            settings.optimizer,
+            settings.gradients,
+            home=settings.home,
+            loss_bytes_ratio=settings.loss_bytes_ratio,
         )
-        return Search(graph, around, gradients=settings.gradients, heuristics=settings.heuristics, steady=steady)
+        return Search(
+            graph, outside_memory, gradients=settings.gradients, heuristics=settings.heuristics, steady=steady
+        )
 
     @cached_property
     def fusing(self) -> Fusing:
@@ -180,7 +188,7 @@ class _Step:
         trace, timeline = baseline(
             study.model, study.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
         )
-        others = self.search.around.others
+        others = self.search.outside_memory.other_bytes
         added = {cause: size for cause, size in others.items() if cause != "workspace"}  # the recording has workspaces
         course = course_of(trace, timeline, moments=_MOMENTS).step(len(timeline.steps) - 1).beside(added)
         return timeline.steps[-1].peak_reserved + sum(added.values()), course
@@ -202,23 +210,23 @@ class _Planning:
     def __init__(self, study: Study, settings: Settings, budget: int) -> None:
         self._study, self._settings, self._budget = study, settings, budget
         self._graph, self._search = study.captured.graph, study.search(settings)
-        self._around = self._search.around
+        self._outside_memory = self._search.outside_memory
 
     def op_by_op(self) -> Planned:
         """Plan for the engine ``graph``."""
-        around, budget, given = self._around, self._budget, self._settings.plan
-        if given is not None:
-            planned, bound = schedule(self._graph, given.choices), given.lower_bound_seconds
-            self._check(given, timeline_of(planned, around).peak_reserved)
-            planned = with_fewest_pieces(planned, partial(fits, around=around, budget=budget))
+        outside_memory, budget, earlier = self._outside_memory, self._budget, self._settings.plan
+        if earlier is not None:
+            planned, bound = schedule(self._graph, earlier.choices), earlier.lower_bound_seconds
+            self._check(earlier, timeline_of(planned, outside_memory).peak_reserved)
+            planned = with_fewest_pieces(planned, partial(fits, outside_memory=outside_memory, budget=budget))
         else:
             planned, bound = self._within_budget()
-        validate(self._graph, planned, budget=budget, surroundings=around)
-        timeline, floor = timeline_of(planned, around), self._search.floor_peak
+        validate(self._graph, planned, budget=budget, outside_memory=outside_memory)
+        timeline, floor = timeline_of(planned, outside_memory), self._search.floor_peak
         if self._settings.home.card is not None:
-            floor = timeline_of(schedule(self._graph, self._search.floor().choices), around).peak_reserved
+            floor = timeline_of(schedule(self._graph, self._search.floor().choices), outside_memory).peak_reserved
         bounds = _Bounds(timeline, min(floor, timeline.peak_reserved), self._search.lower_bound, bound)
-        return Planned(self._study.captured, planned, around, self._plan(planned, bounds))
+        return Planned(self._study.captured, planned, outside_memory, self._plan(planned, bounds))
 
     def _within_budget(self) -> tuple[Schedule, float]:
         """Return the schedule for the budget, and a lower bound of the seconds that any schedule adds.
@@ -226,19 +234,19 @@ class _Planning:
         On a card the allocator reserves more than the live bytes. The search is repeated with a budget that is smaller
         by the difference.
         """
-        around, budget, target = self._around, self._budget, self._budget
+        outside_memory, budget, target = self._outside_memory, self._budget, self._budget
         while True:
             result = self._search.within(target)
             planned = schedule(self._graph, result.choices)
             if isinstance(result, Infeasible):
-                if timeline_of(planned, around).peak_reserved <= budget:
+                if timeline_of(planned, outside_memory).peak_reserved <= budget:
                     return planned, 0.0
-                raise budget_error(planned, around, budget)
-            planned = with_fewest_pieces(planned, partial(fits, around=around, budget=target))
-            excess = timeline_of(planned, around).peak_reserved - budget
+                raise budget_error(planned, outside_memory, budget)
+            planned = with_fewest_pieces(planned, partial(fits, outside_memory=outside_memory, budget=target))
+            excess = timeline_of(planned, outside_memory).peak_reserved - budget
             if excess <= 0:
                 return planned, result.lower_bound_seconds
-            target = min(target, levels(planned, around).peak) - excess
+            target = min(target, levels(planned, outside_memory).peak) - excess
 
     def fused(self) -> Planned:
         """Plan for the engine ``inductor``."""
@@ -250,14 +258,14 @@ class _Planning:
             candidate = fusing.within(self._budget)
             if candidate is None:
                 lowest = fusing.lowest
-                raise budget_error(lowest.schedule, self._around, self._budget, lowest.timeline)
-        validate(graph, candidate.schedule, surroundings=self._around)
-        floor = min(known.peak for known in fusing.known)
+                raise budget_error(lowest.schedule, self._outside_memory, self._budget, lowest.timeline)
+        validate(graph, candidate.schedule, outside_memory=self._outside_memory)
+        floor = min(known.peak for known in fusing.candidates)
         plan = self._plan(candidate.schedule, _Bounds(candidate.timeline, floor, self._study.least(settings), 0.0))
         fusion = fusion_of(candidate.fused, candidate.codes, settings.device or settings.home.card)
         plan = replace(plan, fusion=fusion, notes=(*plan.notes, *(unfused(fusion) if fusion else (UNTOLD,))))
         captured = replace(self._study.captured, graph=graph)
-        return Planned(captured, candidate.schedule, self._around, plan, candidate.fused)
+        return Planned(captured, candidate.schedule, self._outside_memory, plan, candidate.fused)
 
     def _check(self, plan: Plan, peak: int) -> None:
         """Raise if a given plan is for another step, other settings or a larger budget."""
@@ -266,16 +274,16 @@ class _Planning:
         check_forms(plan, graph)
         check_settings(
             plan, gradients=settings.gradients, fused=settings.engine == "inductor", optimizer=settings.optimizer,
-            state=self._around.by_cause().get("optimizer_state", 0), peak=peak, budget=self._budget,
+            state=self._outside_memory.by_cause().get("optimizer_state", 0), peak=peak, budget=self._budget,
         )  # fmt: skip
 
     def _plan(self, planned: Schedule, bounds: _Bounds) -> Plan:
-        study, settings, graph, around = self._study, self._settings, self._graph, self._around
-        precision, course = settings.settled, None
+        study, settings, graph, outside_memory = self._study, self._settings, self._graph, self._outside_memory
+        precision, course = settings.fixed_precision, None
         plain = graph if study.plain is None else study.plain.captured.graph
         eager_peak, eager_course = study.step(settings).without_plan
         if not planned.choices.fused:
-            course = course_of(trace_of(planned, around), bounds.predicted, moments=_MOMENTS)
+            course = course_of(trace_of(planned, outside_memory), bounds.predicted, moments=_MOMENTS)
             course = replace(course, alive=(), segments=())
         return Plan(
             fingerprint=graph.fingerprint,
@@ -292,7 +300,7 @@ class _Planning:
             seconds=planned.seconds,
             step_seconds=step_seconds(plain) or None,
             lower_bound_seconds=bounds.seconds,
-            resident=_resident(graph, settings, around),
+            resident=_resident(graph, settings, outside_memory),
             program=program(planned),
             notes=self._notes(),
             heuristics=dataclasses.asdict(settings.heuristics),
@@ -308,7 +316,7 @@ class _Planning:
         captured, call, settings, notes = self._study.captured, self._study.call, self._settings, list[str]()
         if settings.optimizer is None:
             notes.append("no optimizer was given: its state and update are not counted")
-        if settings.settled.compute == "float16":
+        if settings.fixed_precision.compute == "float16":
             notes.append(UNSCALED)
         if settings.device is not None:
             kernels = "the CPU's kernels" if settings.home.card is None else f"kernels of {settings.home.card.title}"
@@ -328,6 +336,8 @@ class _Planning:
 
 
 def _is_slower(graph: JointGraph, plain: JointGraph) -> bool:
+    """Return whether the ops of a graph take clearly longer (by more than `SLOWER`) than those of the step as
+    written."""
     return (step_seconds(graph) or 0.0) > SLOWER * (step_seconds(plain) or 0.0)
 
 
@@ -335,7 +345,7 @@ def _with_costs(graph: JointGraph, settings: Settings, *, share: float = 1.0) ->
     """Return the graph with seconds and workspaces. ``share``: share of the time limit for measuring."""
     card = settings.device or settings.home.card
     if settings.host_memory and card is not None and settings.engine == "graph":
-        graph = with_forms(graph, Situation(settings.settled.save, card))
+        graph = with_forms(graph, Situation(settings.fixed_precision.save, card))
     if settings.home.card is not None:
         graph = on_card(graph, settings.home.card).graph
     if isinstance(settings.costs, str):
@@ -353,13 +363,14 @@ def _measures(settings: Settings) -> bool:
     return settings.device is None and settings.home.card is None and not isinstance(settings.costs, str)
 
 
-def fits(planned: Schedule, around: Surroundings, budget: int) -> list[bool]:
-    """Return for each action, forward and backward, whether its level is within the budget."""
-    counted = levels(planned, around)
+def fits(planned: Schedule, outside_memory: OutsideMemory, budget: int) -> list[bool]:
+    """Return for each action of a schedule, forward and backward, whether the memory in use during it fits the
+    budget."""
+    counted = levels(planned, outside_memory)
     return [level <= budget for level in (*counted.forward, *counted.backward)]
 
 
-def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> dict[str, int]:
+def _resident(graph: JointGraph, settings: Settings, outside_memory: OutsideMemory) -> dict[str, int]:
     """Return the bytes that are allocated during the whole step, by cause."""
     names = {"parameter": "weight", "buffer": "buffer", "constant": "buffer", "input": "input"}
     sizes: dict[str, int] = {}
@@ -370,6 +381,6 @@ def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> di
     if settings.gradients.adds:
         trained = (graph.values[of] for of, _ in graph.gradients)
         sizes["parameter_gradient"] = sum(value.own_bytes for value in trained if value.kind == "parameter")
-    for cause, size in around.by_cause().items():
+    for cause, size in outside_memory.by_cause().items():
         sizes[cause] = sizes.get(cause, 0) + size
     return sizes

@@ -57,10 +57,10 @@ def memplan(
             call, Settings(gradients=GradientUse(adds=has_gradients)), budget
         )
 
-    return compiled(graph, inputs, planner_of)
+    return plan_graph(graph, inputs, planner_of)
 
 
-def compiled(
+def plan_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], planner_of: Callable[[nn.Module], Planner]
 ) -> Callable[..., Any]:
     """Return a graph as a planned function. The first call with a new key is planned."""
@@ -75,7 +75,7 @@ class _Lifted(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__()
-        numbers = _without_item(graph)
+        numbers = _convert_item_inputs(graph)
         self.graph = graph
         self._code = graph.code  # written at the first access, which must not be inside of a capture
         placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
@@ -102,7 +102,7 @@ class _Lifted(nn.Module):
         return self.graph(*(next(others) if name is None else getattr(self, name) for name in self._names))
 
 
-def _without_item(graph: fx.GraphModule) -> set[str]:
+def _convert_item_inputs(graph: fx.GraphModule) -> set[str]:
     """Make the inputs on which only ``item()`` is called numbers, and return their names. Dynamo passes a float that
     changes as a tensor, and all floats under ``dynamic=True``."""
     numbers: set[str] = set()
@@ -125,6 +125,7 @@ def _plain_name(placeholder: str) -> str:
 
 
 def _warn_of_break(graph: fx.GraphModule) -> None:
+    """Warn once for each line at which Dynamo breaks the graph: the budget then bounds each part, not the step."""
     graph_break = _torch.graph_break(graph)
     if graph_break is None or (line := (graph_break.path, graph_break.line)) in _warned:
         return

@@ -70,7 +70,7 @@ class Calls:
             return CallStats(self._planned, self._why.total(), dict(self._why), self._without_grad)
 
 
-def together(parts: Iterable[CallStats]) -> CallStats:
+def sum_stats(parts: Iterable[CallStats]) -> CallStats:
     """Add the counts of several modules."""
     parts, why = list(parts), Counter[str]()
     for part in parts:

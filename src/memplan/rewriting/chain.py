@@ -63,7 +63,7 @@ class Chain:
 
     def attach(
         self, inputs: list[Any], saved: list[torch.Tensor], outputs: list[torch.Tensor],
-        receivers: Mapping[int, torch.Tensor],
+        differentiated: Mapping[int, torch.Tensor],
     ) -> list[torch.Tensor]:  # fmt: skip
         """Return the outputs of a forward pass with the chain attached as their ``grad_fn``.
 
@@ -71,21 +71,21 @@ class Chain:
             inputs: inputs of the forward pass, None for those that the backward pass does not read.
             saved: values that the forward pass saved.
             outputs: results of the forward pass.
-            receivers: tensors whose gradients are computed, by value.
+            differentiated: tensors whose gradients are computed, by value.
         """
         call = _Call(self, inputs, saved, outputs)
         tokens: dict[frozenset[int], torch.Tensor] = {}
         """Result of the first node of each chain, by set of tangents."""
         for number, values in reversed(self.parts):
-            among, of = self.dependencies[values[0]], [receivers[value] for value in values]
-            following = [token.grad_fn for token in tokens.values()]
-            tokens[among] = _Gradients.apply(call, number, values, following, tokens.get(among), *of)
+            tangents, targets = self.dependencies[values[0]], [differentiated[value] for value in values]
+            next_nodes = [token.grad_fn for token in tokens.values()]
+            tokens[tangents] = _Gradients.apply(call, number, values, next_nodes, tokens.get(tangents), *targets)
         results = list(outputs)
-        for at, tangent in enumerate(self.tangents):
-            behind = [token for among, token in tokens.items() if at in among] or tokens.values()
-            results[tangent.output] = _Output.apply(call, at, [outputs[tangent.output]], *behind)
-        for at, name in self.unplanned.items():
-            results[at] = _Unplanned.apply(name, [outputs[at]], *tokens.values())
+        for index, tangent in enumerate(self.tangents):
+            chain_tokens = [token for tangents, token in tokens.items() if index in tangents] or tokens.values()
+            results[tangent.output] = _Output.apply(call, index, [outputs[tangent.output]], *chain_tokens)
+        for index, name in self.unplanned.items():
+            results[index] = _Unplanned.apply(name, [outputs[index]], *tokens.values())
         return results
 
 
@@ -120,7 +120,8 @@ class _Call:
         """Positions of the outputs whose gradients the backward pass began with."""
 
     def receive(self, at: int, tangent: torch.Tensor | None) -> None:
-        """Store the gradient of an output, before the backward pass begins."""
+        """Store the gradient of output ``at`` that autograd has computed; the planned backward pass begins after all of
+        them."""
         if torch.is_grad_enabled():
             raise BackwardError(
                 "Double backward through a planned step",
@@ -150,16 +151,16 @@ class _Call:
             )
         self._check(range(len(self._versions)))
         reads = self._chain.reads
-        if reads is not None and not reads.hold():
+        if reads is not None and not reads.are_unchanged():
             raise BackwardError(
-                f"The {reads.differing()[0]} changed after the forward pass, and code that runs in the backward pass "
+                f"The {reads.differences()[0]} changed after the forward pass, and code that runs in the backward pass "
                 "(a torch.autograd.Function, a hook, a checkpoint) may read it",
                 expected="the value that the step was planned with: the gradients would be wrong",
                 do="Change it after backward(), or read it in forward() and keep it on ctx",
             )
         for at, version in self._returned:
             if _torch.version_of(self._saved[at]) != version:
-                raise _changed("An output that the backward pass reads")
+                raise _changed_input_error("An output that the backward pass reads")
         saved, inputs = list(self._saved), list(self._inputs)
         if _torch.keeps_graph():
             for at in self._chain.overwritten:
@@ -176,13 +177,13 @@ class _Call:
             tangents.append(_with_strides(tangent, expected.shape, expected.stride))
         self._running, self._next = self._chain.backward(inputs, saved, tangents), 0
 
-    def gradients(self, group: int, values: tuple[int, ...], following: list[Any]) -> list[torch.Tensor | None]:
+    def gradients(self, group: int, values: tuple[int, ...], next_nodes: list[Any]) -> list[torch.Tensor | None]:
         """Run the backward pass up to a group and return gradients of it, None for those that depend on no tangent.
 
         Args:
             group: number of the group, in the order of the backward pass.
             values: values whose gradients are returned.
-            following: next autograd node of each chain.
+            next_nodes: next autograd node of each chain.
         """
         try:
             if _torch.backward_pass() == self._pass and self._received is not None:
@@ -192,19 +193,21 @@ class _Call:
                     "Two backward passes at once through one planned step", expected="one after the other"
                 )
             while self._next <= group:
-                self._run_group()
+                self._compute_next_group()
         except BaseException:
             self._end()
             raise
         complete = [self._gradients.pop(value) for value in values]
-        if not any(map(_torch.will_run, following)):
+        if not any(map(_torch.will_run, next_nodes)):
             self._end()
         return [
             gradient if self._chain.dependencies[value] & self._received_at else None
             for value, gradient in zip(values, complete, strict=True)
         ]
 
-    def _run_group(self) -> None:
+    def _compute_next_group(self) -> None:
+        """Run the backward program up to its next list of gradients, which wait in ``_gradients`` until the autograd
+        nodes of the group return them. Inputs that hooks may have changed since are checked first."""
         assert self._running is not None
         self._gradients = {}
         if self._next:
@@ -229,10 +232,10 @@ class _Call:
             tensor = self._inputs[at]
             same = _torch.storage_key(tensor.untyped_storage()) == _torch.storage_key(self._storages[number])
             if not same or _torch.version_of(tensor) != self._versions[number]:
-                raise _changed(name)
+                raise _changed_input_error(name)
 
 
-def _changed(name: str) -> BackwardError:
+def _changed_input_error(name: str) -> BackwardError:
     return BackwardError(
         f"{name} was changed in place, or its data replaced, after the forward pass and before its last use in the "
         "backward pass",
@@ -256,18 +259,18 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, group: int, values: tuple[int, ...], following: list[Any],
-        token: torch.Tensor | None, *receivers: torch.Tensor,
+        ctx: Any, call: _Call, group: int, values: tuple[int, ...], next_nodes: list[Any],
+        token: torch.Tensor | None, *differentiated: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Save the arguments of `_Call.gradients`."""
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.group, ctx.values, ctx.following = call, group, values, following
+        ctx.call, ctx.group, ctx.values, ctx.next_nodes = call, group, values, next_nodes
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Run the backward pass up to this group."""
-        return None, None, None, None, None, *ctx.call.gradients(ctx.group, ctx.values, ctx.following)
+        return None, None, None, None, None, *ctx.call.gradients(ctx.group, ctx.values, ctx.next_nodes)
 
 
 class _Output(torch.autograd.Function):

@@ -9,19 +9,21 @@ from torch import Tensor
 
 from memplan._torch import inductor
 from memplan.errors import CompileError
-from memplan.planning.inductor.partition import Fused, Halves, Part, lowering
+from memplan.planning.inductor.partition import CompiledPasses, Fused, Part, lowering
 
 
-def compiled(of: Fused) -> Halves:
+def compile_parts(step: Fused) -> CompiledPasses:
     """Compile all parts of a step, through Inductor's on-disk cache.
 
     Raises:
         CompileError: there is no compiler, or it fails.
     """
-    return Halves(of, _kernels)
+    return CompiledPasses(step, _compile_part)
 
 
-def _kernels(part: Part) -> inductor.Boxed:
+def _compile_part(part: Part) -> inductor.Boxed:
+    """Return the function of a part's fused kernels. Its errors in the first run become CompileErrors where they are
+    the compiler's, or an op's that does not return what its fake implementation says."""
     with lowering(part.name):
         function = inductor.kernels_of(part.lowerable)
 

@@ -17,7 +17,7 @@ from memplan import _torch
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph, Value, refs
-from memplan.planning.schedule.codegen import gives, program, read_in_backward
+from memplan.planning.schedule.codegen import program, read_in_backward, returned_gradients
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.chain import Chain, Tangent
 from memplan.trace.semantics.traced_results import TRAINING_NORM
@@ -60,14 +60,14 @@ class Engine:
         """The program as Python, also where fused kernels run it."""
         self._captured = captured
         self._resident = tuple(value for value in graph.values if value.kind in RESIDENT)
-        self._owners = _Owners([value.path for value in self._resident if value.kind in ("parameter", "buffer")])
-        self._read = read_in_backward(schedule)
-        self._receivers = {
-            of: at for at, value in enumerate(self._resident) for of, _ in graph.gradients if of == value.id
+        self._owners = _OwnerLookup([value.path for value in self._resident if value.kind in ("parameter", "buffer")])
+        self._read_in_backward = read_in_backward(schedule)
+        self._differentiated = {
+            lookup: at for at, value in enumerate(self._resident) for lookup, _ in graph.gradients if lookup == value.id
         }
         functions = functions or _Program(self.text)
         self._forward, self._close = functions.forward, getattr(functions, "close", lambda: None)
-        self._chain = _chain(captured, schedule, self._resident, functions.backward)
+        self._chain = _build_chain(captured, schedule, self._resident, functions.backward)
 
     def close(self) -> None:
         """Remove the program's lines from `linecache`."""
@@ -83,10 +83,11 @@ class Engine:
         Raises:
             GuardedError: the model is to run unplanned in this call, to raise its own exception.
         """
-        inputs = self._inputs(model, call)
-        receivers = {value: inputs[at] for value, at in self._receivers.items()}
+        inputs = self._collect_inputs(model, call)
+        differentiated = {value: inputs[at] for value, at in self._differentiated.items()}
         read = [
-            tensor if value.id in self._read else None for value, tensor in zip(self._resident, inputs, strict=True)
+            tensor if value.id in self._read_in_backward else None
+            for value, tensor in zip(self._resident, inputs, strict=True)
         ]
         with torch.no_grad(), _torch.without_autocast():
             outputs, saved = self._forward(inputs)
@@ -96,10 +97,12 @@ class Engine:
             if bool(flag) != guard.answer:
                 flag_text = f"the flag at {guard.where} was {not guard.answer}"
                 raise GuardedError(f"{flag_text}, for which the model raised when the plan was made")
-        return self._captured.returned.rebuild(self._chain.attach(read, saved, outputs, receivers))
+        return self._captured.returned.rebuild(self._chain.attach(read, saved, outputs, differentiated))
 
-    def _inputs(self, model: nn.Module, call: Call) -> list[torch.Tensor]:
-        owners = self._owners.of(model)
+    def _collect_inputs(self, model: nn.Module, call: Call) -> list[torch.Tensor]:
+        """Return the tensors of all resident values: the model's parameters and buffers as they are now, the call's
+        inputs, and constants."""
+        owners = self._owners.lookup(model)
         tensors = list[torch.Tensor]()
         for value in self._resident:
             if value.kind in ("parameter", "buffer"):
@@ -112,13 +115,13 @@ class Engine:
         return tensors
 
 
-class _Owners:
+class _OwnerLookup:
     """Looks up the modules that own tensors, anew in each call: any of them may have been replaced."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._steps: list[tuple[str, str, str]] = []
         """(path of the parent, name in it, path), parents first."""
-        self._tensors = [(path, *_split(path)) for path in paths]
+        self._tensors = [(path, *_split_path(path)) for path in paths]
         known = {""}
         for _, owner, _ in self._tensors:
             parts = owner.split(".") if owner else []
@@ -126,9 +129,9 @@ class _Owners:
                 path = ".".join(parts[:length])
                 if path not in known:
                     known.add(path)
-                    self._steps.append((*_split(path), path))
+                    self._steps.append((*_split_path(path), path))
 
-    def of(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    def lookup(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         """Return (owner, attribute) by path of a parameter or buffer."""
         modules = {"": model}
         for parent, name, path in self._steps:
@@ -136,7 +139,7 @@ class _Owners:
         return {path: (modules[owner], name) for path, owner, name in self._tensors}
 
 
-def _split(path: str) -> tuple[str, str]:
+def _split_path(path: str) -> tuple[str, str]:
     owner, _, name = path.rpartition(".")
     return owner, name
 
@@ -155,21 +158,22 @@ class _Program:
         linecache.cache.pop(self._name, None)
 
 
-def _chain(captured: Captured, schedule: Schedule, resident: tuple[Value, ...], backward: Any) -> Chain:
+def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, ...], backward: Any) -> Chain:
+    """Return the data by which all calls of a planned step attach ``backward`` to their outputs."""
     graph = captured.graph
     tangents = [value for value in graph.values if value.kind == "tangent"]
     written = {action.into for action in schedule.backward}
-    last = _last_read(schedule)
+    last_read = _last_read(schedule)
     guarded = tuple(
-        (at, f"Input {value.path}" if value.kind == "input" else f"The {value.kind} '{value.path}'")
-        for at, value in enumerate(resident)
-        if value.id in last and value.kind != "constant"
+        (index, f"Input {value.path}" if value.kind == "input" else f"The {value.kind} '{value.path}'")
+        for index, value in enumerate(resident)
+        if value.id in last_read and value.kind != "constant"
     )
-    groups, dependencies = gives(schedule), _tangents_by_gradient(graph)
+    groups, dependencies = returned_gradients(schedule), _tangents_by_gradient(graph)
     parts = []
     for number, group in enumerate(groups):
-        for among in dict.fromkeys(dependencies[value] for value in group):
-            parts.append((number, tuple(value for value in group if dependencies[value] == among)))
+        for tangent_set in dict.fromkeys(dependencies[value] for value in group):
+            parts.append((number, tuple(value for value in group if dependencies[value] == tangent_set)))
     return Chain(
         backward,
         tuple(parts),
@@ -179,22 +183,25 @@ def _chain(captured: Captured, schedule: Schedule, resident: tuple[Value, ...], 
         ),
         dependencies,
         {output: f"output {output}" for output in captured.returned.cut},
-        frozenset(at for at, value in enumerate(schedule.saved) if value in written),
+        frozenset(index for index, value in enumerate(schedule.saved) if value in written),
         guarded,
-        tuple(_read_after_gradient(schedule, groups, [resident[at].id for at, _ in guarded], last)),
-        captured.reads if captured.reads is not None and captured.reads.late else None,
+        tuple(_read_after_gradient(schedule, groups, [resident[index].id for index, _ in guarded], last_read)),
+        captured.reads if captured.reads is not None and captured.reads.read_in_backward else None,
     )
 
 
 def _tangents_by_gradient(graph: JointGraph) -> dict[int, frozenset[int]]:
-    """Return, by value with a gradient, the positions of the tangents that the gradient depends on; all, if none."""
+    """Return, for each value with a gradient, which tangents the gradient depends on, so that autograd runs it only if
+    one of these arrives. A gradient without a dependency counts for all of them."""
     tangents = [value.id for value in graph.values if value.kind == "tangent"]
-    among = {value: frozenset([at]) for at, value in enumerate(tangents)}
+    tangents_of = {value: frozenset([at]) for at, value in enumerate(tangents)}
     for op in graph.backward_ops:
-        tangents_of_op = frozenset[int]().union(*(among.get(graph.base(v), ()) for v in refs((op.args, op.kwargs))))
-        among.update(dict.fromkeys(op.makes, tangents_of_op))
+        tangents_of_op = frozenset[int]().union(
+            *(tangents_of.get(graph.base(v), ()) for v in refs((op.args, op.kwargs)))
+        )
+        tangents_of.update(dict.fromkeys(op.makes, tangents_of_op))
     every = frozenset(range(len(tangents)))
-    return {of: among.get(graph.base(gradient)) or every for of, gradient in graph.gradients}
+    return {lookup: tangents_of.get(graph.base(gradient)) or every for lookup, gradient in graph.gradients}
 
 
 def _last_read(schedule: Schedule) -> dict[int, int]:

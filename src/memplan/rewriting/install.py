@@ -26,7 +26,7 @@ from memplan.planning.capture.subclassed import Kinds, as_kinds, output_kinds
 from memplan.planning.inductor.partition import Fused, fused
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.calls import Calls
-from memplan.rewriting.compiled import compiled
+from memplan.rewriting.compiled import compile_parts
 from memplan.rewriting.engine import Engine, GuardedError
 from memplan.rewriting.keys import Key, Keys, UnkeyedError, argument_of
 from memplan.trace.recording.session import one_at_a_time, recording_suspended
@@ -56,11 +56,11 @@ Planner = Callable[[Call, bool], Runnable | None]
 """(call, whether parameters have gradients when it begins) -> the step to run; None: run the model unplanned."""
 
 _planning = threading.local()
-_KINDS = 64
+_MAX_PLANS = 64
 """Most kinds of calls whose plans are cached; the least recently used are dropped."""
-_VARIANTS = 8
+_MAX_VARIANTS = 8
 """Most plans for calls with the same key, which values of inputs tell apart."""
-_ALIKE = 8
+_SIMILAR_PLANS = 8
 """Number of plans for calls that differ in a single attribute, at which the user is warned."""
 
 
@@ -100,10 +100,12 @@ class _Variant:
     kinds: Kinds = ()
     """Subclasses of the returned tensors, if an input is of a subclass."""
 
-    def holds(self, moment: object = None) -> bool:
-        return self.reads is None or self.reads.hold(moment)
+    def are_reads_unchanged(self, moment: object = None) -> bool:
+        """Return whether the Python values that the plan depends on are as before. ``moment``: see `Keys.moment`."""
+        return self.reads is None or self.reads.are_unchanged(moment)
 
-    def suits(self, call: Call) -> bool:
+    def fits_call(self, call: Call) -> bool:
+        """Return whether a call takes the branches that were traced."""
         return self.captured is None or self.captured.holds(call)
 
 
@@ -111,7 +113,7 @@ _Kind = tuple[Key, bool]
 """A key, and whether parameters have gradients when the call begins."""
 
 
-class _Table:
+class _PlanCache:
     """LRU cache of variants by kind of call."""
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class _Table:
         self._lock = threading.Lock()
         self._calls = itertools.count(1)
 
-    def of(self, kind: _Kind) -> tuple[_Variant, ...]:
+    def variants_of(self, kind: _Kind) -> tuple[_Variant, ...]:
         """Return the variants of a kind, the most recently used first."""
         return self._variants.get(kind, ())
 
@@ -143,7 +145,7 @@ class _Table:
                     variant.reads.share(other.reads)
             self._variants[kind] = (variant, *self._variants.get(kind, ()))
             by_use = sorted(itertools.chain.from_iterable(self._variants.values()), key=lambda variant: variant.used)
-            dropped = by_use[:-_KINDS]
+            dropped = by_use[:-_MAX_PLANS]
             for key, variants in list(self._variants.items()) if dropped else ():
                 self._variants[key] = tuple(variant for variant in variants if variant not in dropped)
                 if not self._variants[key]:
@@ -192,9 +194,9 @@ class Installed:
         self._planner = planner
         self.calls = Calls()
         self._keys = Keys(model)
-        self._table = _Table()
+        self._cache = _PlanCache()
         self._warned: set[str] = set()
-        self._outside = _outside_of_compiled()
+        self._call_outside_of_graph = _graph_breaking_call()
         self._restore: Callable[[], None] = _torch.set_call(model, self._call)
         self._unwatch = _watch_compiler(self)
 
@@ -206,12 +208,12 @@ class Installed:
     @property
     def engines(self) -> tuple[Engine, ...]:
         """Engines of the cached plans."""
-        return tuple(variant.engine for variant in self._table.all() if variant.engine is not None)
+        return tuple(variant.engine for variant in self._cache.all() if variant.engine is not None)
 
     def release(self) -> None:
         """Drop all references to tensors of the last call. The next call computes its key and guards anew."""
         self._keys.release()
-        for variant in self._table.all():
+        for variant in self._cache.all():
             if variant.reads is not None:
                 variant.reads.release()
 
@@ -219,14 +221,15 @@ class Installed:
         """Drop all references to the model."""
         self._unwatch()
         self._keys, self._restore, self._planner = Keys(nn.Module()), lambda: None, lambda call, has_gradients: None
-        self._table.clear()
+        self._cache.clear()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            return self._outside(self, *args, **kwargs)
+            return self._call_outside_of_graph(self, *args, **kwargs)
         return self._call_now(*args, **kwargs)
 
     def _call_now(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call as planned, unless a trace, a transform or a mode is active that must see the model's own ops."""
         model = self._model()
         assert model is not None, "the module itself calls this"
         captured = getattr(_planning, "modules", ())
@@ -250,11 +253,12 @@ class Installed:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call by its plan, which is made now if there is none; as the model is written if it has no plan."""
         model = self._model()
         assert model is not None
         call = call_of(args, kwargs)
         try:
-            variant = self._variant(model, call)
+            variant = self._find_or_plan(model, call)
         except UnkeyedError as error:
             variant = _Variant(unplanned=str(error))
         reason = variant.unplanned
@@ -270,7 +274,7 @@ class Installed:
             output = model.forward(*args, **kwargs)
         except BaseException:
             if variant.engine is None:  # a later call with other values may run, and can be planned then
-                self._table.drop(variant)
+                self._cache.drop(variant)
             raise
         self._count_unplanned(
             reason, bool(reason) and any(tensor.requires_grad for tensor in take_apart(output)[0]), above=1
@@ -302,36 +306,43 @@ class Installed:
         assert model is not None, "a plan is prepared while its module exists"
         with suppress(UnkeyedError), one_at_a_time:  # the call itself will warn
             kind: _Kind = self._keys.key(model, call), has_gradients
-            self._table.add(kind, self._plan(model, call, kind))
+            self._cache.add(kind, self._plan(model, call, kind))
 
-    def _variant(self, model: nn.Module, call: Call) -> _Variant:
+    def _find_or_plan(self, model: nn.Module, call: Call) -> _Variant:
+        """Return the cached plan of a call, or plan the call; a call without gradients is not planned."""
         key = self._keys.key(model, call)
-        kind = key, self._keys.are_gradients_held()
-        variant = self._cached(kind, call)
+        kind = key, self._keys.have_gradients()
+        variant = self._find_cached(kind, call)
         if variant is not None:
             return variant
         if not any(tensor.requires_grad for tensor in (*self._keys.parameters(), *call.tensors)):
             return _Variant()
         with one_at_a_time:
-            variant = self._cached(kind, call)  # another thread may have planned it
+            variant = self._find_cached(kind, call)  # another thread may have planned it
             if variant is None:
                 variant = self._plan(model, call, kind)
-                self._table.add(kind, variant)
+                self._cache.add(kind, variant)
         return variant
 
-    def _cached(self, kind: _Kind, call: Call) -> _Variant | None:
-        undecided, moment = list[_Variant](), self._keys.moment
-        for variant in self._table.of(kind):
-            if variant.holds(moment):
-                if variant.suits(call):
-                    self._table.use(kind, variant)
+    def _find_cached(self, kind: _Kind, call: Call) -> _Variant | None:
+        """Return the cached plan of a call, None if it has to be planned.
+
+        Raises:
+            RecordingError: there are plans for too many branches that values of inputs decide.
+        """
+        other_branches, moment = list[_Variant](), self._keys.moment
+        for variant in self._cache.variants_of(kind):
+            if variant.are_reads_unchanged(moment):
+                if variant.fits_call(call):
+                    self._cache.use(kind, variant)
                     return variant
-                undecided.append(variant)
-        if len(undecided) >= _VARIANTS:
-            raise _undecided(call, tuple(undecided))
+                other_branches.append(variant)
+        if len(other_branches) >= _MAX_VARIANTS:
+            raise _too_many_branches(call, tuple(other_branches))
         return None
 
     def _plan(self, model: nn.Module, call: Call, kind: _Kind) -> _Variant:
+        """Plan a call and compile the plan. If either fails, the result says why such calls run unplanned."""
         self._warn_of_changing_argument(call, kind)
         outer = getattr(_planning, "modules", ())
         _planning.modules = (*outer, model)
@@ -348,12 +359,12 @@ class Installed:
         if planned is None:
             return _Variant()
         reads = planned.captured.reads
-        if reads is not None and not reads.hold():
-            changed = f"what forward() reads changed while it was planned: the {reads.differing()[0]}"
+        if reads is not None and not reads.are_unchanged():
+            changed = f"what forward() reads changed while it was planned: the {reads.differences()[0]}"
             return _Variant(unplanned=changed, reads=reads)
         try:
             fuses = planned.schedule.choices.fused
-            functions = compiled(planned.fused or fused(planned.schedule)) if fuses else None
+            functions = compile_parts(planned.fused or fused(planned.schedule)) if fuses else None
             engine = Engine(planned.captured, planned.schedule, functions)
             return _Variant(engine, planned.captured, reads=reads, kinds=kinds)
         except CompileError as error:  # do not end a training of hours because of its last batch
@@ -362,19 +373,21 @@ class Installed:
     def _warn_of_changing_argument(self, call: Call, kind: _Kind) -> None:
         """Warn of an argument or attribute that changes in each call, so that each call is planned anew."""
         times = Counter[str | int]()
-        for (key, has_gradients), variants in self._table.kinds():
+        for (key, has_gradients), variants in self._cache.kinds():
             leaves = kind[0].differing_leaves(key) if has_gradients == kind[1] else None
             for variant in variants if leaves is not None else ():
-                attributes = [] if variant.holds() or variant.reads is None else variant.reads.differing()
+                attributes = (
+                    [] if variant.are_reads_unchanged() or variant.reads is None else variant.reads.differences()
+                )
                 if len(attributes) + len(leaves or ()) == 1:
                     times[(attributes or leaves or [0])[0]] += 1
         for what, count in times.items():
-            if count + 1 < _ALIKE:
+            if count + 1 < _SIMILAR_PLANS:
                 continue
             number = isinstance(what, int)
             self._warn(
-                f"{_ALIKE} calls that differ in {argument_of(call, what) if number else f'the {what}'} alone were each "
-                "planned anew, which takes time: "
+                f"{_SIMILAR_PLANS} calls that differ in {argument_of(call, what) if number else f'the {what}'} alone "
+                "were each planned anew, which takes time: "
                 + ("pass that number as a tensor" if number else "keep what changes all the time in a tensor, "
                    "registered by register_buffer(), or out of the model and its functions"),
                 above=3,
@@ -409,7 +422,7 @@ def _watch_compiler(installed: Installed) -> weakref.finalize[..., Installed]:
 
 
 @cache
-def _outside_of_compiled() -> Callable[..., Any]:
+def _graph_breaking_call() -> Callable[..., Any]:
     """Return `Installed._call_now`, at which Dynamo breaks the graph: it would compile the model otherwise."""
     return torch.compiler.disable(
         Installed._call_now,
@@ -417,7 +430,7 @@ def _outside_of_compiled() -> Callable[..., Any]:
     )
 
 
-def _undecided(call: Call, variants: tuple[_Variant, ...]) -> RecordingError:
+def _too_many_branches(call: Call, variants: tuple[_Variant, ...]) -> RecordingError:
     conditions = (condition for variant in variants if variant.captured for condition in variant.captured.conditions)
     read = dict.fromkeys(call.name_of(c.input) for c in conditions if not c.holds(call.tensors))
     return RecordingError(

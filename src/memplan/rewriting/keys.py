@@ -20,7 +20,7 @@ from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.reads.kinds import PLAIN, value_key
 from memplan.trace.structure import TENSOR, Holder, Structure
 
-_STATES = 64
+_MAX_STATES = 64
 """Most states that are interned."""
 
 
@@ -51,7 +51,8 @@ class Key(NamedTuple):
 
 
 class State:
-    """Part of a key that is interned, so that most comparisons are by identity."""
+    """Part of a key for the model and torch. Equal states are one object (interned), so that most comparisons of keys
+    are by identity."""
 
     __slots__ = ("_hash", "_value")
 
@@ -84,7 +85,7 @@ class _Structure:
 
 
 @dataclass(frozen=True)
-class _Last:
+class _LastCall:
     """State of the last call, and guards that are cheaper to check than the state is to compute."""
 
     state: State
@@ -110,8 +111,8 @@ class Keys:
     """Make the keys of one model's calls."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._structure, self._number = _structure(model), 0
-        self._last: _Last | None = None
+        self._structure_of, self._number = _structure_of(model), 0
+        self._last: _LastCall | None = None
         self._states: dict[State, State] = {}
 
     def key(self, model: nn.Module, call: Call) -> Key:
@@ -120,10 +121,15 @@ class Keys:
         Raises:
             UnkeyedError: an argument is neither a tensor nor plain data.
         """
-        tensors = tuple([_about(tensor) for tensor in call.tensors]), call.aliases, call.kinds, call.structure.spec
+        tensors = (
+            tuple([_tensor_metadata(tensor) for tensor in call.tensors]),
+            call.aliases,
+            call.kinds,
+            call.structure.spec,
+        )
         return Key(_leaves(call.structure), self._state(model), tensors)
 
-    def are_gradients_held(self) -> bool:
+    def have_gradients(self) -> bool:
         """Return whether any trained parameter has a gradient. Call it after `key`."""
         trained = self._trained() if self._last is None else self._last.trained
         for tensor in trained:  # noqa: SIM110  # any() is slower; count(None) compares tensors, 10 us each
@@ -142,39 +148,45 @@ class Keys:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the model's parameters as they are now."""
-        for own in self._structure.tensors[::2]:
+        for own in self._structure_of.tensors[::2]:
             yield from (tensor for tensor in own[0].values() if tensor is not None)
 
     def _trained(self) -> list[torch.Tensor]:
         return [tensor for tensor in self.parameters() if tensor.requires_grad]
 
     def _state(self, model: nn.Module) -> State:
+        """Return the present state: that of the last call if its guards show that nothing has changed."""
         devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
         cached = torch.is_autocast_cache_enabled()
-        around = tuple((device, torch.get_autocast_dtype(device), cached) for device in devices), _torch.flags()
+        global_state = tuple((device, torch.get_autocast_dtype(device), cached) for device in devices), _torch.flags()
         last = self._last
-        if last is not None and self._is_as(last, model):
-            known = last.guards.get(around)
+        if last is not None and self._is_unchanged(last, model):
+            known = last.guards.get(global_state)
             if known is not None and known[0].hold(last.tensors):
                 return known[1]
-        return self._new_state(model, around)
+        return self._new_state(model, global_state)
 
-    def _is_as(self, last: _Last, model: nn.Module) -> bool:
+    def _is_unchanged(self, last: _LastCall, model: nn.Module) -> bool:
+        """Return whether the model's modules, attributes, training flags and hooks are those of the last call."""
         return (
             last.dicts.hold()
             and not any(last.empty)
-            and [*map(type, self._structure.modules), type(model)] == last.kinds
+            and [*map(type, self._structure_of.modules), type(model)] == last.kinds
             and (_torch.VERSIONS_SEE_ATTRIBUTES or self._training(model) == last.training)
             and (
                 (last.hooked is None and RemovableHandle.next_id == last.hooks)  # no hook was registered anywhere
-                or (not any(last.tables) and _hooked(last.tensors) == last.hooked)
+                or (not any(last.tables) and _have_gradient_hooks(last.tensors) == last.hooked)
             )
         )
 
-    def _new_state(self, model: nn.Module, around: Hashable) -> State:
-        if not self._structure.holds():
-            self._structure, self._number, self._last = _structure(model), self._number + 1, None
-        structure, last = self._structure, self._last
+    def _new_state(self, model: nn.Module, global_state: Hashable) -> State:
+        """Compute the state of the model from all its modules and tensors, and remember guards for the next call.
+
+        ``global_state``: autocast and torch's global flags.
+        """
+        if not self._structure_of.holds():
+            self._structure_of, self._number, self._last = _structure_of(model), self._number + 1, None
+        structure, last = self._structure_of, self._last
         tensors: list[torch.Tensor | None] = [tensor for own, _ in structure.tensors for tensor in own.values()]
         first: dict[int, int] = {}
         tied = tuple([first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)])
@@ -183,13 +195,13 @@ class Keys:
             self._number,
             tuple(training),
             tuple(kinds),
-            tuple([_about(tensor) for tensor in tensors]),
+            tuple([_tensor_metadata(tensor) for tensor in tensors]),
             tuple([tensor is not None and bool(_torch.gradient_hooks(tensor)) for tensor in tensors]),
             tied,
             tuple([_torch.own_hooks(module) for module in structure.modules]),
-            around,
+            global_state,
         ))  # fmt: skip
-        if len(self._states) >= _STATES:
+        if len(self._states) >= _MAX_STATES:
             self._states.clear()
         state = self._states.setdefault(state, state)  # compares by identity from now on
         present = tuple({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
@@ -198,18 +210,18 @@ class Keys:
         hooks = [table for module in modules for table in _torch.hook_tables(module)]
         dicts = _torch.DictGuards(table for table in (*own, *hooks) if table)
         empty, tables = [table for table in own if not table], [table for table in hooks if not table]
-        guards = {around: (_torch.TensorGuards(present), state)}
-        if last is not None and around not in last.guards and last.dicts.versions == dicts.versions:
+        guards = {global_state: (_torch.TensorGuards(present), state)}
+        if last is not None and global_state not in last.guards and last.dicts.versions == dicts.versions:
             dicts, guards = last.dicts, guards | last.guards
-        hooked = _hooked(present)
-        self._last = _Last(
+        hooked = _have_gradient_hooks(present)
+        self._last = _LastCall(
             state, dicts, empty, tables, RemovableHandle.next_id, kinds, training, present, hooked, self._trained(),
             guards,
         )  # fmt: skip
         return state
 
     def _training(self, model: nn.Module) -> list[bool]:
-        return [model.training, *[module.training for module in self._structure.modules]]
+        return [model.training, *[module.training for module in self._structure_of.modules]]
 
 
 def argument_of(call: Call, leaf: int) -> str:
@@ -222,7 +234,7 @@ def argument_of(call: Call, leaf: int) -> str:
     return "an argument"
 
 
-def _structure(model: nn.Module) -> _Structure:
+def _structure_of(model: nn.Module) -> _Structure:
     modules = tuple(model.modules())
     return _Structure(
         modules[1:],
@@ -236,6 +248,12 @@ def _leaves(structure: Structure) -> tuple[Hashable, ...]:
 
 
 def _leaf(leaf: Any) -> Hashable:
+    """Return the key of an argument: of plain data its value; of an object that contains tensors its class, its other
+    attributes and its structure.
+
+    Raises:
+        UnkeyedError: it is another object.
+    """
     if leaf is TENSOR:
         return TENSOR
     if isinstance(leaf, Holder):
@@ -255,7 +273,12 @@ def _is_number(leaf: Hashable) -> bool:
     )  # fmt: skip
 
 
-def _about(tensor: torch.Tensor | None) -> Any:
+def _tensor_metadata(tensor: torch.Tensor | None) -> Any:
+    """Return the part of a key for a tensor: shape, strides, dtype, device and ``requires_grad``.
+
+    Raises:
+        UnkeyedError: it is of a subclass or not strided.
+    """
     if tensor is None:
         return None
     recorded = type(tensor) is _torch.FakeTensor and isinstance(
@@ -268,6 +291,6 @@ def _about(tensor: torch.Tensor | None) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _hooked(tensors: Iterable[torch.Tensor]) -> list[bool] | None:
+def _have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> list[bool] | None:
     hooks = [*map(_torch.gradient_hooks, tensors)]
     return [*map(bool, hooks)] if any(hooks) else None

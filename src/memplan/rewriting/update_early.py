@@ -56,7 +56,7 @@ class Early:
                 expected="an optimizer that updates each parameter from its gradient alone, without a closure",
                 do="Take another optimizer, or leave early out",
             )
-        _check_alone()
+        _refuse_several_processes()
         self._optimizer = optimizer
         self._update = _torch.bare_step(optimizer)
         self._groups: dict[int, dict[str, Any]] = {}
@@ -65,18 +65,18 @@ class Early:
         """Version after the update, by id of each parameter that was updated since the last ``step()``."""
         self._before_pass: dict[int, int] = {}
         """Copy of `_updated` from the start of the last backward pass."""
-        self._used: dict[int, dict[str, Any]] = {}
+        self._used_options: dict[int, dict[str, Any]] = {}
         """Options of the updates, by id of the parameter group."""
         self._ids = frozenset(map(id, _parameters(optimizer)))
-        self._handles = [optimizer.register_step_pre_hook(self._step_begins)]
+        self._handles = [optimizer.register_step_pre_hook(self._check_step_begin)]
         for parameter in _parameters(optimizer):
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._before(parameter)))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_weak_hook(self._apply)))
+                self._handles.append(parameter.register_hook(self._make_gradient_check(parameter)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_weak_hook(self._apply_update)))
         self._zero_grad, self._patches = optimizer.zero_grad, ExitStack()
-        self._patches.enter_context(_torch.patched(optimizer, zero_grad=self._zero))
-        _watching.add(self)
-        weakref.finalize(self, _watching.tidy)
+        self._patches.enter_context(_torch.patched(optimizer, zero_grad=self._check_and_zero_grad))
+        _observer.add(self)
+        weakref.finalize(self, _observer.stop_if_unused)
 
     def undo(self) -> None:
         """Make the optimizer update in ``step()`` again."""
@@ -84,23 +84,23 @@ class Early:
             handle.remove()
         self._handles.clear()
         self._patches.close()
-        _watching.discard(self)
+        _observer.discard(self)
 
     def forget(self) -> None:
         """Discard the updates of a backward pass that was interrupted, or not followed by ``step()``."""
         self._updated.clear()
-        self._used.clear()
+        self._used_options.clear()
 
-    def begins(self) -> None:
-        """Start a backward pass."""
+    def begin_pass(self) -> None:
+        """Remember which parameters were updated before a backward pass, to discard its updates if it raises."""
         self._before_pass = dict(self._updated)
 
-    def failed(self, error: BaseException) -> None:
+    def discard_pass(self, error: BaseException) -> None:
         """Discard a backward pass that raised, and add a note if some parameters were updated already."""
         moved = len(self._updated) - len(self._before_pass)
         self._updated = dict(self._before_pass)
         if not self._updated:
-            self._used.clear()
+            self._used_options.clear()
         if moved > 0:
             error.add_note(
                 f"memplan: {moved} of {len(_parameters(self._optimizer))} parameters had been updated when this was "
@@ -110,15 +110,15 @@ class Early:
     def check_zeroing(self, module: nn.Module) -> None:
         """Refuse ``zero_grad()`` of a module between the updates of its parameters and ``step()``."""
         if self._updated and any(id(parameter) in self._updated for parameter in module.parameters()):
-            raise self._discarded("module.zero_grad()")
+            raise self._discarded_gradients_error("module.zero_grad()")
 
-    def updates(self, parameter: torch.Tensor) -> bool:
+    def has_parameter(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is updated early."""
         return id(parameter) in self._ids
 
     def check_backward(self, leaves: list[torch.Tensor]) -> None:
         """Refuse a backward pass that may be for another optimizer, before any parameter changes."""
-        if not any(map(self.updates, leaves)):
+        if not any(map(self.has_parameter, leaves)):
             return
         own = set(map(id, _parameters(self._optimizer)))
         other = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in own), None)
@@ -135,7 +135,7 @@ class Early:
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse ``step()`` of another optimizer of the same parameters: their gradients are freed."""
-        if optimizer is not self._optimizer and any(map(self.updates, _parameters(optimizer))):
+        if optimizer is not self._optimizer and any(map(self.has_parameter, _parameters(optimizer))):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() on parameters that another optimizer updates early, in backward",
                 expected=f"step() of the optimizer that does: {self.name}",
@@ -147,11 +147,12 @@ class Early:
         """Name of the optimizer in messages."""
         return f"{type(self._optimizer).__name__} (fitted.optimizer, where memplan.fit made it)"
 
-    def _before(self, parameter: torch.Tensor) -> Any:
+    def _make_gradient_check(self, parameter: torch.Tensor) -> Any:
+        """Return a hook that refuses a gradient which would be accumulated: early updates need a new one each step."""
         number, weak = id(parameter), weakref.ref(parameter)
 
         def check(_: torch.Tensor) -> None:
-            _check_alone()
+            _refuse_several_processes()
             now = weak()
             if now is not None and now.grad is not None:
                 raise UsageError(
@@ -169,7 +170,7 @@ class Early:
 
         return check
 
-    def _apply(self, parameter: torch.Tensor) -> None:
+    def _apply_update(self, parameter: torch.Tensor) -> None:
         """Run the optimizer's own update with this parameter as the only one of its groups, and free the gradient."""
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         if self._listed[0] is not groups or self._listed[1] != len(groups):  # after load_state_dict, add_param_group
@@ -191,22 +192,24 @@ class Early:
                 do="Take another optimizer, or leave early out",
             )
         self._updated[id(parameter)] = _torch.version_of(parameter)
-        self._used.setdefault(id(group), {name: _comparable(value) for name, value in options.items()})
+        self._used_options.setdefault(id(group), {name: _comparable(value) for name, value in options.items()})
         parameter.grad = None
 
-    def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_step_begin(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check at the start of ``step()`` that nothing changed since the updates in the backward pass: it does not
+        repeat them."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise UsageError(
                 "optimizer.step() with a closure",
                 expected="step() without one: the parameters were updated in the backward pass",
                 do="Leave the closure out, or leave early out",
             )
-        updated, used = self._updated, self._used
-        self._updated, self._used = {}, {}
+        updated, used = self._updated, self._used_options
+        self._updated, self._used_options = {}, {}
         for group in self._optimizer.param_groups:
             self._check_options(group, used.get(id(group), {}))
             for parameter in group["params"]:
-                self._check_still(parameter, updated.get(id(parameter)))
+                self._check_unchanged(parameter, updated.get(id(parameter)))
 
     def _check_options(self, group: dict[str, Any], used: dict[str, Any]) -> None:
         """Refuse options that were changed between the updates and ``step()``."""
@@ -218,7 +221,7 @@ class Early:
                 do="Change it before backward(), or after step(), or leave early out",
             )
 
-    def _check_still(self, parameter: torch.Tensor, version: int | None) -> None:
+    def _check_unchanged(self, parameter: torch.Tensor, version: int | None) -> None:
         """Refuse a parameter that was changed, or got a gradient, between its update and ``step()``."""
         if version is None:
             return
@@ -232,12 +235,12 @@ class Early:
                 do="Change it before backward(), or after step(), or leave early out",
             )
 
-    def _zero(self, *args: Any, **kwargs: Any) -> None:
+    def _check_and_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._updated:
-            raise self._discarded("zero_grad()")
+            raise self._discarded_gradients_error("zero_grad()")
         self._zero_grad(*args, **kwargs)
 
-    def _discarded(self, call: str) -> UsageError:
+    def _discarded_gradients_error(self, call: str) -> UsageError:
         return UsageError(
             f"{call} between a backward pass and step() of {self.name}",
             expected="step() first: the gradients that this would discard were applied in the backward pass",
@@ -253,7 +256,7 @@ def _comparable(value: Any) -> Any:
     return type(value), list(value) if isinstance(value, (list, tuple)) else value
 
 
-def _check_alone() -> None:
+def _refuse_several_processes() -> None:
     """Refuse several processes: a gradient would be applied before the all-reduce."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -281,39 +284,40 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class _Watching:
+class _TrainingObserver:
     """Observes clipping, scaling, zeroing and backward passes while any optimizer updates early."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # garbage can be collected at any time
         self._early: weakref.WeakSet[Early] = weakref.WeakSet()
         self._patches = ExitStack()
-        self._open = False
+        self._observing = False
 
     def add(self, early: Early) -> None:
+        """Observe for this optimizer, too; the first one patches torch's functions."""
         with self._lock:
-            if not self._open:
+            if not self._observing:
                 self._patches.enter_context(_torch.clipping_seen(self._refuse_clipping))
                 self._patches.enter_context(_torch.scaling_seen(self._refuse_scaling))
                 self._patches.enter_context(_torch.backward_seen(self._begin_backward, self._fail_backward))
                 self._patches.enter_context(_torch.module_zeroing_seen(self._check_zeroing))
                 self._patches.callback(register_optimizer_step_pre_hook(self._check_step).remove)
-                self._open = True
+                self._observing = True
             self._early.add(early)
 
     def discard(self, early: Early) -> None:
         self._early.discard(early)
-        self.tidy()
+        self.stop_if_unused()
 
-    def tidy(self) -> None:
+    def stop_if_unused(self) -> None:
         """Stop observing when no optimizer is left."""
         with self._lock:
-            if self._open and next(iter(self._early), None) is None:
+            if self._observing and next(iter(self._early), None) is None:
                 self._patches.close()
-                self._open = False
+                self._observing = False
 
     def _refuse_clipping(self, how: str, parameters: list[torch.Tensor]) -> None:
-        if self._any_of(parameters):
+        if self._has_any(parameters):
             raise UsageError(
                 f"{how} on parameters that are updated early",
                 expected="no clipping after the backward pass, and none by the global norm: each gradient was applied "
@@ -323,7 +327,7 @@ class _Watching:
             )
 
     def _refuse_scaling(self, losses: list[torch.Tensor]) -> None:
-        if self._any_of(list(_torch.leaves_of(losses))):
+        if self._has_any(list(_torch.leaves_of(losses))):
             raise UsageError(
                 "A GradScaler on parameters that are updated early",
                 expected="gradients as they are: whether to skip a step is known only when all of them are there",
@@ -333,11 +337,11 @@ class _Watching:
     def _begin_backward(self, leaves: list[torch.Tensor]) -> None:
         for early in self._early:
             early.check_backward(leaves)
-            early.begins()
+            early.begin_pass()
 
     def _fail_backward(self, error: BaseException) -> None:
         for early in self._early:
-            early.failed(error)
+            early.discard_pass(error)
 
     def _check_zeroing(self, module: nn.Module) -> None:
         for early in self._early:
@@ -347,8 +351,8 @@ class _Watching:
         for early in self._early:
             early.check_step(optimizer)
 
-    def _any_of(self, parameters: list[torch.Tensor]) -> bool:
-        return any(early.updates(parameter) for parameter in parameters for early in self._early)
+    def _has_any(self, parameters: list[torch.Tensor]) -> bool:
+        return any(early.has_parameter(parameter) for parameter in parameters for early in self._early)
 
 
-_watching = _Watching()
+_observer = _TrainingObserver()

@@ -388,7 +388,7 @@ class _Recording(ObservedRun):
             _Unsettled: `build` has to be recorded again, on the card.
         """
         if self._card is not None:
-            if not self._card.settled and any(cuda.is_own(note.name) for note in self.observer.notes):
+            if not self._card.fixed_precision and any(cuda.is_own(note.name) for note in self.observer.notes):
                 raise _Unsettled
             self._card.end_build()
         super().built()

@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 def _relaid(model: nn.Module, x: Tensor) -> Captured | None:
     call = call_of((x,), {})
-    return recapture.relaid(model, call, capture(model, call), EXACT)
+    return recapture.recapture_in_channels_last(model, call, capture(model, call), EXACT)
 
 
 def _image(dims: int = 2) -> Tensor:
@@ -55,7 +55,7 @@ def _image(dims: int = 2) -> Tensor:
 def test_convolutions_read_and_make_channels_last(dims: int) -> None:
     found = _relaid(Net(dims=dims), _image(dims))
     assert found is not None
-    assert found.relaid
+    assert found.channels_last
     graph = found.graph
     for name, operand in (("aten.convolution.default", 0), ("aten.convolution_backward.default", 1)):
         read = [graph.values[op.args[operand].value] for op in graph.ops if op.target == name]
@@ -138,8 +138,8 @@ def _takes(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
 @pytest.mark.parametrize(("times", "first"), [(0.9, True), (1.05, True), (1.5, False)])
 def test_last_where_it_takes_much_longer(times: float, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _takes(monkeypatch, times)
-    assert [one.captured.relaid for one in _study().layouts(SETTINGS)] == [first, not first]
-    assert _study().layouts(replace(SETTINGS, relaid=False)) == [_study()]
+    assert [one.captured.channels_last for one in _study().layouts(SETTINGS)] == [first, not first]
+    assert _study().layouts(replace(SETTINGS, channels_last=False)) == [_study()]
 
 
 @needs_compiler
@@ -149,7 +149,7 @@ def test_a_plan_in_a_slower_layout_says_what_its_own_step_takes(
 ) -> None:
     """Beside what the step takes as it is written."""
     _takes(monkeypatch, times)
-    (there,) = (one for one in _study().layouts(SETTINGS) if one.captured.relaid)
+    (there,) = (one for one in _study().layouts(SETTINGS) if one.captured.channels_last)
     plan = study_._Planning(there, SETTINGS, 1 << 30).fused().plan  # pyright: ignore[reportPrivateUsage]
     assert (plan.step_seconds, plan.base_seconds) == (1.0, base)
 
@@ -162,7 +162,7 @@ def test_refused_with_the_least_of_both_whichever_is_faster_here(
     """And with that of one where the other cannot be compiled."""
 
     def refuse(self: Any) -> None:
-        least = there if self._study.captured.relaid else here
+        least = there if self._study.captured.channels_last else here
         if least is None:
             raise CompileError("", expected="", do="")
         raise BudgetError("", expected="", do="", smallest_budget=least)

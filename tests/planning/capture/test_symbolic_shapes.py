@@ -203,7 +203,7 @@ def test_choices_name_the_same_values_and_ops(gpt: nn.Module) -> None:
     again = sorted(recomputable(large))
     pieces = frozenset(op.index for op in large.backward_ops[::5])
     encoded = frozenset((one.lever, one.value) for one in large.forms)
-    choices = Choices(recompute=frozenset(again[::2]), kept_as=encoded, pieces=pieces, gradients=EARLY)
+    choices = Choices(recompute=frozenset(again[::2]), saved_forms=encoded, pieces=pieces, gradients=EARLY)
     taken = translate_choices(choices, large, small)
     assert taken is not None
     names = [{graph.values[value].name for value in one.recompute} for graph, one in ((large, choices), (small, taken))]

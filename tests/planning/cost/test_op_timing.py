@@ -20,12 +20,12 @@ from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost import op_timing
 from memplan.planning.cost.op_timing import costs_of, signature, step_seconds, unmeasured, with_costs
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Value, recomputable
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable
 
 
 @pytest.fixture(autouse=True)
 def nothing_measured_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_timing, "_CLOCKS", {})
+    monkeypatch.setattr(op_timing, "_MEASUREMENTS", {})
 
 
 def net(width: int = 32, *, drop: bool = True, depth: int = 3) -> nn.Module:
@@ -42,7 +42,7 @@ def encoded(graph: JointGraph) -> JointGraph:
     first = graph.values[min(recomputable(graph))]
     number = len(graph.values)
     form = Value(number, "form", "encoded", number, first.bytes // 32, (first.bytes // 32,), (1,), "uint8")
-    return replace(graph, values=(*graph.values, form), forms=(KeptForm("encode", first.id, number, "bits"),))
+    return replace(graph, values=(*graph.values, form), forms=(SavedForm("encode", first.id, number, "bits"),))
 
 
 def op_of(graph: JointGraph, called: Any) -> GraphOp | None:
@@ -219,7 +219,7 @@ def test_known_costs_come_back_through_json_and_nothing_is_measured(
     graph = encoded(graph_of(net(), 8, 32))
     priced = with_costs(graph)
     known = json.loads(json.dumps(costs_of(priced)))
-    monkeypatch.setattr(op_timing, "_CLOCKS", {})
+    monkeypatch.setattr(op_timing, "_MEASUREMENTS", {})
     timed.clear()
     assert with_costs(graph, known=known) == priced
     assert timed == []
@@ -234,7 +234,7 @@ def test_what_is_not_known_is_measured(timed: list[str]) -> None:
     missing = max(known)
     del known[missing]
     timed.clear()
-    op_timing._CLOCKS.clear()
+    op_timing._MEASUREMENTS.clear()
     with_costs(graph, known=known)
     assert timed == [missing]
 
@@ -251,7 +251,7 @@ def test_a_card_is_never_measured(timed: list[str]) -> None:
 
 def test_encodings_are_measured_by_what_runs() -> None:
     """Packing a large value takes longer than a small one; a reader of bits is charged what it takes more."""
-    found: list[tuple[KeptForm, ...]] = []
+    found: list[tuple[SavedForm, ...]] = []
     for batch in (1, 64):
         model = nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2))
         graph = graph_of(model, batch, 3, 64, 64)

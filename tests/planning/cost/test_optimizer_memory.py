@@ -10,7 +10,7 @@ import torch
 from memplan.errors import InputError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
-from memplan.planning.cost.optimizer_memory import surroundings, update_of
+from memplan.planning.cost.optimizer_memory import memory_outside_graph, update_of
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
@@ -65,18 +65,18 @@ LINEAR = 4 * (16 * 16 + 16)
 def test_what_belongs_to_the_rest_of_the_model_counts(held: bool) -> None:
     model, x = Heads(), torch.randn(2, 16)
     graph = capture(model, call_of((x,), {})).graph
-    bare = surroundings(model, graph, None, GradientUse(adds=held))
+    bare = memory_outside_graph(model, graph, None, GradientUse(adds=held))
     expected = {"parameter_gradient": LINEAR} if held else {}
     assert bare.by_cause() == expected
     make = functools.partial(torch.optim.AdamW, foreach=True)
-    around = surroundings(model, graph, make, GradientUse(adds=held))
+    outside_memory = memory_outside_graph(model, graph, make, GradientUse(adds=held))
     optimizer = make(model.parameters())
     (model(x).sum() + model.right(x).sum()).backward()
     optimizer.step()
     state = [value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)]
-    assert around.by_cause() == {**expected, "optimizer_state": storage_bytes(state)}
-    assert around.held_bytes == sum(around.by_cause().values())
-    assert (around.update > surroundings(model, graph, make).update) == held
+    assert outside_memory.by_cause() == {**expected, "optimizer_state": storage_bytes(state)}
+    assert outside_memory.held_bytes == sum(outside_memory.by_cause().values())
+    assert (outside_memory.update > memory_outside_graph(model, graph, make).update) == held
     by_cause: dict[str, int] = {}
     trace = trace_of(schedule(graph, Choices(gradients=GradientUse(adds=held))), bare)
     for storage in trace.storages:

@@ -15,7 +15,7 @@ from memplan import devices
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedForm, Value
 from memplan.planning.levers.registry import find
 
 
@@ -92,7 +92,7 @@ def test_what_the_kernel_does_not_read_does_not_count() -> None:
 def test_an_encoding_moves_both_forms() -> None:
     values = [value(0, (64, 32)), value(1, (64,))]
     graph = graph_of(values, "aten.relu.default", (Ref(0),), ())
-    encode, decode, direct = find("encode").works(graph, KeptForm("encode", 0, 1, "bits"))
+    encode, decode, direct = find("encode").works(graph, SavedForm("encode", 0, 1, "bits"))
     assert encode.bytes == decode.bytes == 64 * 32 * 4 + 64 * 4
     assert direct.bytes == 0
 

@@ -18,7 +18,7 @@ from torch import nn
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost.op_timing import step_seconds, with_costs
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.inductor import candidate_search
 from memplan.planning.inductor.candidate_search import FUSED_SHARE, Fusing
 from memplan.planning.planner import Planner
@@ -38,13 +38,13 @@ class Made:
 
 
 class Lowering:
-    """Stands for `fusing.judged`: the code takes what the step takes op by op, and so much more or less."""
+    """Stands for `lower_and_predict`: the code takes what the step takes op by op, and so much more or less."""
 
     def __init__(self, more: Callable[[int], int]) -> None:
         self.more, self.made = more, list[Made]()
 
-    def __call__(self, made: Schedule, around: Surroundings) -> Made:
-        peak = levels(made, around).peak
+    def __call__(self, made: Schedule, outside_memory: OutsideMemory) -> Made:
+        peak = levels(made, outside_memory).peak
         self.made.append(Made(made, peak + self.more(peak)))
         return self.made[-1]
 
@@ -58,17 +58,17 @@ def fusing_of(
     monkeypatch: pytest.MonkeyPatch, graph: JointGraph, more: Callable[[int], int]
 ) -> tuple[Search, Fusing, Lowering]:
     lowering = Lowering(more)
-    monkeypatch.setattr(candidate_search, "judged", lowering)
+    monkeypatch.setattr(candidate_search, "lower_and_predict", lowering)
     search = Search(graph)
     return search, Fusing(search), lowering
 
 
 def middle(search: Search) -> int:
-    return (search.floor_peak + search.kept.peak) // 2
+    return (search.floor_peak + search.save_all.peak) // 2
 
 
 def room(search: Search) -> float:
-    return candidate_search._CLOSE * (search.kept.peak - search.lower_bound)  # pyright: ignore[reportPrivateUsage]
+    return candidate_search._CLOSE_TO_BUDGET * (search.save_all.peak - search.lower_bound)  # pyright: ignore[reportPrivateUsage]
 
 
 GRAPHS = {"residual": lambda: fusible(residual(6)), "transformer": lambda: fusible(transformer(3))}
@@ -82,7 +82,7 @@ def test_two_where_the_code_takes_so_much_more_or_less_everywhere(
 ) -> None:
     graph = GRAPHS[name]()
     whole = Search(graph)
-    off = int(share * (whole.kept.peak - whole.floor_peak))
+    off = int(share * (whole.save_all.peak - whole.floor_peak))
     search, fused, lowering = fusing_of(monkeypatch, graph, lambda _: off)
     found, known = fused.within(middle(search) + off // 2), search.within(middle(search) - off // 2)
     assert found is not None
@@ -97,7 +97,7 @@ def test_one_where_nothing_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> N
     cheap = fusible(residual(6))
     again = tuple(replace(op, seconds=op.seconds if op.phase == "backward" else 1e-6 * op.seconds) for op in cheap.ops)
     whole = Search(replace(cheap, ops=again))
-    off = (whole.kept.peak - whole.floor_peak) // 5
+    off = (whole.save_all.peak - whole.floor_peak) // 5
     search, fused, lowering = fusing_of(monkeypatch, whole.graph, lambda _: -off)
     found = fused.within(middle(search))
     assert found is not None
@@ -107,7 +107,7 @@ def test_one_where_nothing_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_another_budget_came_to_is_where_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Search(fusible(transformer(3)))
-    off = (whole.kept.peak - whole.floor_peak) // 5
+    off = (whole.save_all.peak - whole.floor_peak) // 5
     search, fused, lowering = fusing_of(monkeypatch, whole.graph, lambda _: off)
     assert fused.within(middle(search) + off) is not None
     before = len(lowering.made)
@@ -120,7 +120,7 @@ def test_what_another_budget_came_to_is_where_the_next_begins(monkeypatch: pytes
 
 def test_what_keeps_everything_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     search, fused, lowering = fusing_of(monkeypatch, fusible(residual(6)), lambda _: 0)
-    found = fused.within(2 * search.kept.peak)
+    found = fused.within(2 * search.save_all.peak)
     assert found is not None
     assert not found.schedule.choices.recompute
     assert len(lowering.made) == 1
@@ -148,17 +148,17 @@ def test_room_above_a_floor_that_takes_less_than_it_says_is_used(monkeypatch: py
     assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(whole.graph)
 
 
-def hidden_by_one(graph: JointGraph) -> tuple[Search, Search, Callable[[Schedule, Surroundings], Made]]:
+def hidden_by_one(graph: JointGraph) -> tuple[Search, Search, Callable[[Schedule, OutsideMemory], Made]]:
     """Op by op no step takes less than one op does by itself, and in the code that takes nothing beyond its results.
 
     Without that op's bytes, and with them; and what the code takes."""
     plain = Search(graph)
-    low, across = plain.floor_peak, plain.kept.peak - plain.floor_peak
+    low, across = plain.floor_peak, plain.save_all.peak - plain.floor_peak
     last = max(graph.backward_ops, key=lambda op: op.index)
     wide = replace(last, scratch=low + int(0.6 * across))
 
-    def judged(made: Schedule, around: Surroundings) -> Made:
-        return Made(made, levels(schedule(graph, made.choices), around).peak)
+    def judged(made: Schedule, outside_memory: OutsideMemory) -> Made:
+        return Made(made, levels(schedule(graph, made.choices), outside_memory).peak)
 
     return plain, Search(replace(graph, ops=tuple(wide if op is last else op for op in graph.ops))), judged
 
@@ -168,9 +168,9 @@ def test_where_one_op_hides_what_the_others_take_these_are_lowered(
     monkeypatch: pytest.MonkeyPatch, graph: JointGraph
 ) -> None:
     plain, hidden, judged = hidden_by_one(graph)
-    low, across = plain.floor_peak, plain.kept.peak - plain.floor_peak
+    low, across = plain.floor_peak, plain.save_all.peak - plain.floor_peak
     assert hidden.floor_peak > low + int(0.6 * across)
-    monkeypatch.setattr(candidate_search, "judged", judged)
+    monkeypatch.setattr(candidate_search, "lower_and_predict", judged)
     assert Fusing(hidden).lowest.peak < low + 0.1 * across
     for share in (0.2, 0.5):
         budget = low + int(share * across)
@@ -187,15 +187,15 @@ def test_where_code_takes_more_here_and_there_the_highest_are_lowered(
 ) -> None:
     """A tenth more than op by op, in a fifth of the ops: no step can take less than the floor, and one takes that."""
 
-    def judged(made: Schedule, around: Surroundings) -> Made:
-        found = levels(made, around)
+    def judged(made: Schedule, outside_memory: OutsideMemory) -> Made:
+        found = levels(made, outside_memory)
         every = zip((*made.forward, *made.backward), (*found.forward, *found.backward), strict=True)
         more = (int(1.1 * level) for action, level in every if random.Random(f"{seed} {action.op}").random() > 0.8)
         return Made(made, max(found.peak, *more))
 
-    monkeypatch.setattr(candidate_search, "judged", judged)
+    monkeypatch.setattr(candidate_search, "lower_and_predict", judged)
     search = Search(fusible(residual(6)))
-    floor = judged(schedule(search.graph, search.floor().choices), search.around)
+    floor = judged(schedule(search.graph, search.floor().choices), search.outside_memory)
     assert Fusing(search).lowest.peak == search.floor_peak < floor.peak
 
 
@@ -203,15 +203,19 @@ def test_the_frontier_goes_from_all_kept_to_the_least_and_has_only_what_nothing_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, hidden, judged = hidden_by_one(fusible(transformer(3)))
-    monkeypatch.setattr(candidate_search, "judged", judged)
+    monkeypatch.setattr(candidate_search, "lower_and_predict", judged)
     fused = Fusing(hidden)
     found, least = fused.frontier(5), Fusing(hidden).lowest
     assert found[0].seconds == 0
-    assert found[-1].peak == least.peak < judged(schedule(hidden.graph, hidden.floor().choices), hidden.around).peak
+    assert (
+        found[-1].peak
+        == least.peak
+        < judged(schedule(hidden.graph, hidden.floor().choices), hidden.outside_memory).peak
+    )
     for one in found:
         made = schedule(plain.graph, one.choices)
         assert (one.peak, one.seconds) == (levels(made).peak, pytest.approx(made.seconds))
-        better = (k for k in fused.known if k.peak <= one.peak and k.schedule.seconds <= one.seconds)
+        better = (k for k in fused.candidates if k.peak <= one.peak and k.schedule.seconds <= one.seconds)
         assert all((k.peak, k.schedule.seconds) == (one.peak, one.seconds) for k in better)
 
 
@@ -248,8 +252,8 @@ def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:
     graph = fusible(transformer(2))
     search, seconds = Search(graph), random.Random(seed)
 
-    def judged(made: Schedule, around: Surroundings) -> Made:
-        peak = levels(made, around).peak
+    def judged(made: Schedule, outside_memory: OutsideMemory) -> Made:
+        peak = levels(made, outside_memory).peak
         return Made(made, peak + int(far * random.Random(str(sorted(made.choices.recompute))).random() * peak))
 
     def measured(graph: JointGraph) -> Fusing:
@@ -257,10 +261,10 @@ def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:
         return Fusing(Search(replace(graph, ops=ops), steady=graph))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidate_search, "judged", judged)
+        patch.setattr(candidate_search, "lower_and_predict", judged)
         one, other = measured(graph), measured(graph)
         for share in (0.7, 0.4):
-            one.within(int(search.floor_peak + share * (search.kept.peak - search.floor_peak)))
+            one.within(int(search.floor_peak + share * (search.save_all.peak - search.floor_peak)))
         assert one.within(1) is None
         assert _looked_at_for_the_least(one) == _looked_at_for_the_least(other)
         smallest = one.lowest.peak

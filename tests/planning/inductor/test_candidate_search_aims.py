@@ -7,22 +7,23 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.planning.inductor.candidate_search import Aims
+from memplan.planning.inductor.candidate_search import TargetBounds
 
 ROOM = 100
 
 
 def looks(budget: int, code: Callable[[int], int], known: tuple[int, int] | None = None) -> list[tuple[int, int]]:
-    """Aims and what came of each, until one is at most `ROOM` under the budget; the search finds what it aims for."""
-    aims, seen = Aims(budget, ROOM), list[tuple[int, int]]()
-    aim = aims.first(known)
+    """Targets and what came of each, until one is at most `ROOM` under the budget; the search finds what it aims
+    for."""
+    aims, seen = TargetBounds(budget, ROOM), list[tuple[int, int]]()
+    aim = aims.first_target(known)
     while len(seen) < 500:  # where all fits, it goes on to no end: `Fusing` ends it
         peak = code(aim)
         seen.append((aim, peak))
         if budget - ROOM <= peak <= budget:
             break
-        aims = aims.seen(aim, aim, peak)
-        later = aims.next(aim, aim, peak)
+        aims = aims.narrowed(aim, aim, peak)
+        later = aims.next_target_after(aim, aim, peak)
         if later is None:
             break
         aim = later
@@ -65,11 +66,11 @@ def test_whatever_comes_of_an_aim_the_looks_end_next_to_the_budget(steps: list[i
 
 def test_what_the_search_cannot_reach_is_not_asked_for_again() -> None:
     """It found 8,000 for 9,500, which is over the budget: what is below 8,000 alone can be another answer."""
-    aims = Aims(7_000, ROOM).seen(9_500, 8_000, 7_200)
-    assert aims.over == 8_000
-    assert aims.next(9_500, 8_000, 7_200) == 8_000 - 200 - ROOM // 2
+    aims = TargetBounds(7_000, ROOM).narrowed(9_500, 8_000, 7_200)
+    assert aims.smallest_over == 8_000
+    assert aims.next_target_after(9_500, 8_000, 7_200) == 8_000 - 200 - ROOM // 2
 
 
 def test_what_takes_more_than_was_asked_for_and_keeps_the_budget_tells_of_what_it_takes() -> None:
     """The least that the search can do is 8,000; the code of that takes 5,000, and so would that for 9,950 take."""
-    assert Aims(7_000, ROOM).next(7_000, 8_000, 5_000) == 8_000 + 2_000 - ROOM // 2
+    assert TargetBounds(7_000, ROOM).next_target_after(7_000, 8_000, 5_000) == 8_000 + 2_000 - ROOM // 2

@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 CHOICES: dict[str, Callable[[Any], Choices]] = {
     "all kept": lambda graph: Choices(),
     "recomputed": lambda graph: Choices(recompute=recomputable(graph)),
-    "encoded": lambda graph: Choices(kept_as=all_kept(graph, "encode")),
+    "encoded": lambda graph: Choices(saved_forms=all_kept(graph, "encode")),
     "held": lambda graph: Choices(gradients=HELD),
 }
 QUICK = [("norms", "all kept"), ("norms", "encoded"), ("mlp", "held"), ("resnet", "recomputed")]

@@ -16,10 +16,10 @@ from memplan import _torch
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.joint_graph import recomputable
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.inductor import partition
-from memplan.planning.inductor.candidate_search import judged
-from memplan.planning.inductor.merge_convolution_backward import joined, pairs
+from memplan.planning.inductor.candidate_search import lower_and_predict
+from memplan.planning.inductor.merge_convolution_backward import affordable_pairs, pairs
 from memplan.planning.inductor.partition import as_fused
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -131,12 +131,12 @@ def test_not_where_the_peak_is(monkeypatch: pytest.MonkeyPatch) -> None:
     made = as_fused(capture(Summed(*wide), call).graph, Choices(joined=True))
 
     def peak(chosen: Callable[[Schedule], Mapping[int, int]]) -> int:
-        monkeypatch.setattr(partition, "joined", chosen)
-        return judged(made, Surroundings()).peak
+        monkeypatch.setattr(partition, "affordable_pairs", chosen)
+        return lower_and_predict(made, OutsideMemory()).peak
 
     apart, together = peak(lambda of: {}), peak(pairs)
     assert together > apart
-    assert peak(joined) == apart
+    assert peak(affordable_pairs) == apart
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -148,7 +148,7 @@ def test_nothing_is_there_together_that_would_raise_the_peak(name: str, again: b
     made = as_fused(graph, Choices(joined=True, recompute=recomputable(graph) if again else frozenset()))
     found, actions = levels(made), (*made.forward, *made.backward)
     during = (*found.forward, *found.backward)
-    for first, second in joined(made).items():
+    for first, second in affordable_pairs(made).items():
         ops = [action.called(graph) for action in (actions[first], actions[second])]
         assert [op.args[10][:2] for op in ops] == [[False, True], [True, False]]
         assert ops[0].gradient_of == ops[1].gradient_of

@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(
     _torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here"
 )
 
-SETTINGS = Settings(engine="inductor", costs="roofline", relaid=False)
+SETTINGS = Settings(engine="inductor", costs="roofline", channels_last=False)
 
 
 class Cached(nn.Module):

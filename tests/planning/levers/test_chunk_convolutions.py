@@ -13,7 +13,7 @@ from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import Precision
-from memplan.planning.levers.chunk_convolutions import CONVOLUTION, LEAST
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION, MIN_WORKSPACE
 from memplan.verification.measurement.peak_and_time import measure_step
 
 
@@ -42,7 +42,7 @@ def test_a_stem_in_bfloat16_holds_less_than_its_result_beside_it() -> None:
     low, kept = x.bfloat16(), list[torch.Tensor]()
     whole = measure_step(lambda: kept.append(torch.ops.aten.convolution(low, *rest))).growth_peak - made.bytes
     if op.target == CONVOLUTION:  # a machine whose kernel holds little
-        assert whole < max(made.bytes, LEAST)
+        assert whole < max(made.bytes, MIN_WORKSPACE)
         return
     assert op.target == CHUNKED
     taken = measure_step(lambda: kept.append(torch.ops.memplan.convolution_chunks(low, *rest, op.args[9]))).growth_peak

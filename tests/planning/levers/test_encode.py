@@ -12,7 +12,7 @@ import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops that th
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph import op_schema
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Kind, Phase, Ref, Value, map_refs
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Phase, Ref, SavedForm, Value, map_refs
 from memplan.planning.graph.precision import Save
 from memplan.planning.levers import encode
 from memplan.planning.levers.lever import Called, Situation
@@ -73,16 +73,16 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.stride() == other.stride() and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
-def encoded(recorder: Recorder, graph: JointGraph, encoding: KeptForm) -> Tensor:
+def encoded(recorder: Recorder, graph: JointGraph, encoding: SavedForm) -> Tensor:
     """The encoded form, which must be what the graph says of it."""
-    one, value = recorder.run(ENCODE.store(graph, encoding)), graph.values[encoding.kept]
-    assert (value.kind, value.base, value.id) == ("encoded", encoding.kept, encoding.kept)
+    one, value = recorder.run(ENCODE.store(graph, encoding)), graph.values[encoding.encoded]
+    assert (value.kind, value.base, value.id) == ("encoded", encoding.encoded, encoding.encoded)
     assert (tuple(one.shape), one.stride(), dtype_of(one)) == (value.shape, value.stride, value.dtype)
     assert one.untyped_storage().nbytes() == value.bytes
     return one
 
 
-def check_direct(recorder: Recorder, graph: JointGraph, encoding: KeptForm) -> None:
+def check_direct(recorder: Recorder, graph: JointGraph, encoding: SavedForm) -> None:
     form = encoded(recorder, graph, encoding)
     for index in encoding.direct:
         op = graph.ops[index]
@@ -91,7 +91,7 @@ def check_direct(recorder: Recorder, graph: JointGraph, encoding: KeptForm) -> N
         for in_place in (False, True):
             copy = recorder.tensors[given].clone()
             call = ENCODE.read_directly(graph, encoding, op, in_place=in_place)
-            got = recorder.run(call, {encoding.kept: form, given: copy})
+            got = recorder.run(call, {encoding.encoded: form, given: copy})
             assert (got.data_ptr() == copy.data_ptr()) == in_place
             assert same(got, expected)
 
@@ -122,7 +122,7 @@ def test_a_gradient_reads_bits(
     r.call(f"aten.{backward}.default", g, y, *rest, phase="backward")
     (encoding,) = r.graph().forms
     assert (encoding.value, encoding.how, encoding.whole, encoding.direct) == (y.value, codec, False, (1,))
-    assert r.graph().values[encoding.kept].bytes == r.values[y.value].bytes // 32
+    assert r.graph().values[encoding.encoded].bytes == r.values[y.value].bytes // 32
     check_direct(r, r.graph(), encoding)
 
 
@@ -138,7 +138,7 @@ def test_a_mask_becomes_bits_and_comes_back() -> None:
     assert (encoding.value, encoding.how, encoding.whole, encoding.direct) == (mask.value, "bits", True, (1, 2))
     form = encoded(r, graph, encoding)
     assert form.numel() == 64 * 129 // 8
-    back = r.run(ENCODE.fetch(graph, encoding), {encoding.kept: form})
+    back = r.run(ENCODE.fetch(graph, encoding), {encoding.encoded: form})
     assert same(back, r.tensors[mask.value])
     check_direct(r, graph, encoding)
 
@@ -174,7 +174,7 @@ def test_indices_become_the_smallest_integers_that_hold_them(
     (encoding,) = graph.forms
     form = encoded(r, graph, encoding)
     assert (encoding.value, encoding.how, encoding.whole, form.dtype) == (indices.value, "index", True, dtype)
-    assert same(r.run(ENCODE.fetch(graph, encoding), {encoding.kept: form}), r.tensors[indices.value])
+    assert same(r.run(ENCODE.fetch(graph, encoding), {encoding.encoded: form}), r.tensors[indices.value])
 
 
 def test_every_op_with_indices_is_tried() -> None:
@@ -195,7 +195,7 @@ class Stem(nn.Module):
 
 def test_a_captured_graph_has_the_encodings_that_its_ops_allow() -> None:
     graph = capture(Stem(), call_of((torch.randn(4, 3, 32, 32),), {})).graph
-    found = [(one.how, graph.values[one.kept].dtype, one.whole) for one in graph.forms]
+    found = [(one.how, graph.values[one.encoded].dtype, one.whole) for one in graph.forms]
     assert sorted(found) == [
         ("bits", "uint8", True), ("bits", "uint8", True), ("index", "int16", True), ("sign", "uint8", False),
     ]  # fmt: skip
@@ -211,7 +211,7 @@ def test_the_range_of_indices_is_used_to_the_last(extent: int, dtype: torch.dtyp
     (encoding,) = r.graph().forms
     form = encoded(r, r.graph(), encoding)
     assert form.dtype == dtype
-    assert same(r.run(ENCODE.fetch(r.graph(), encoding), {encoding.kept: form}), r.tensors[indices.value])
+    assert same(r.run(ENCODE.fetch(r.graph(), encoding), {encoding.encoded: form}), r.tensors[indices.value])
 
 
 def test_what_is_small_or_read_in_another_layout_is_not_encoded() -> None:
@@ -292,9 +292,9 @@ def test_bfloat16_gives_back_every_element_rounded(channels_last: bool) -> None:
     graph = with_forms(r.graph(), Situation("bfloat16"))
     (encoding,) = graph.forms
     form = encoded(r, graph, encoding)
-    back = r.run(ENCODE.fetch(graph, encoding), {encoding.kept: form})
+    back = r.run(ENCODE.fetch(graph, encoding), {encoding.encoded: form})
     assert same(back, r.tensors[y.value].bfloat16().float())
-    assert graph.values[encoding.kept].bytes * 2 == graph.values[y.value].bytes
+    assert graph.values[encoding.encoded].bytes * 2 == graph.values[y.value].bytes
 
 
 def test_a_cast_of_what_is_there_is_cast_again_and_not_kept_in_fewer_bits() -> None:

@@ -21,7 +21,7 @@ from memplan.errors import FormatError, ScheduleError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost.op_timing import with_costs
-from memplan.planning.graph.joint_graph import JointGraph, KeptForm, Ref, Value, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, Ref, SavedForm, Value, recomputable
 from memplan.planning.graph.op_schema import NUMBERS
 from memplan.planning.graph.roofline import Work, work_of
 from memplan.planning.levers.lever import Called, Lever, Situation
@@ -65,7 +65,7 @@ class UpperHalf(Lever):
             return "there is no half of it that is worth keeping"
         return "" if value.id not in map(graph.base, graph.outputs) else "the model returns it"
 
-    def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[KeptForm, Value]]:
+    def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[SavedForm, Value]]:
         for op in graph.forward_ops:
             for value in map(graph.values.__getitem__, op.makes):
                 if not self.why_not(graph, value, situation):
@@ -73,19 +73,19 @@ class UpperHalf(Lever):
                     kept = replace(
                         value, name=f"{value.name}_half", kind="encoded", bytes=value.bytes // 2, shape=half, op=None
                     )
-                    yield KeptForm(self.name, value.id, -1, also_reads=op.reads), kept
+                    yield SavedForm(self.name, value.id, -1, also_reads=op.reads), kept
 
-    def works(self, graph: JointGraph, form: KeptForm) -> tuple[Work, Work, Work]:
-        value, kept = graph.values[form.value], graph.values[form.kept]
+    def works(self, graph: JointGraph, form: SavedForm) -> tuple[Work, Work, Work]:
+        value, kept = graph.values[form.value], graph.values[form.encoded]
         again = work_of(graph, graph.maker[form.value])
         fetch = Work(again.flops // 2, again.bytes // 2 + 2 * kept.bytes, again.rate)
         return Work(0, 2 * kept.bytes, value.dtype), fetch, Work(0, 0, value.dtype)
 
-    def store(self, graph: JointGraph, form: KeptForm) -> Called:
+    def store(self, graph: JointGraph, form: SavedForm) -> Called:
         return "memplan_toy.upper_half.default", (Ref(form.value),), {}
 
-    def fetch(self, graph: JointGraph, form: KeptForm) -> Called:
-        return "memplan_toy.whole_again.default", (Ref(form.kept), *graph.maker[form.value].args), {}
+    def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
+        return "memplan_toy.whole_again.default", (Ref(form.encoded), *graph.maker[form.value].args), {}
 
 
 class Net(nn.Module):
@@ -174,11 +174,11 @@ def test_all_accounts_of_it_agree(graph: JointGraph) -> None:
 
 def test_the_validator_checks_it_by_what_it_declares(graph: JointGraph) -> None:
     (form, *_) = graph.forms_by("upper half")
-    made = schedule(graph, Choices(kept_as=frozenset({(form.lever, form.value)})))
+    made = schedule(graph, Choices(saved_forms=frozenset({(form.lever, form.value)})))
     (at,) = (at for at, action in enumerate(made.backward) if action.kind == "fetch")
     fetch = made.backward[at]
-    assert (fetch.reads, fetch.makes, fetch.frees) == ((form.kept, *form.also_reads), (form.value,), (form.kept,))
-    for wrong in (replace(fetch, reads=(form.kept,)), replace(fetch, frees=()), replace(fetch, form=None)):
+    assert (fetch.reads, fetch.makes, fetch.frees) == ((form.encoded, *form.also_reads), (form.value,), (form.encoded,))
+    for wrong in (replace(fetch, reads=(form.encoded,)), replace(fetch, frees=()), replace(fetch, form=None)):
         with pytest.raises(ScheduleError):
             validate(graph, replace(made, backward=(*made.backward[:at], wrong, *made.backward[at + 1 :])))
     assert "# keeps the upper half of, 1.0 MiB" in program(made)

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import memplan
 from memplan.devices import Device, find
 from memplan.errors import ScheduleError, UsageError
-from memplan.planning.graph.joint_graph import JointGraph, KeptForm, recomputable
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.joint_graph import JointGraph, SavedForm, recomputable
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.offload import WORTHWHILE, Offload
 from memplan.planning.levers.registry import offered
@@ -30,7 +30,7 @@ from memplan.planning.plan.decisions import decide
 from memplan.planning.plan.plan import Plan
 from memplan.planning.schedule.actions import Action, Choices
 from memplan.planning.schedule.byte_levels import levels
-from memplan.planning.schedule.host_copies import waits
+from memplan.planning.schedule.host_copies import simulate_waits
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.lower_bound import Relaxation
@@ -74,7 +74,7 @@ def kinds(actions: Sequence[Action]) -> list[str]:
 
 
 def test_copies_run_beside_the_ops_and_memory_is_freed_when_they_are_done() -> None:
-    made = schedule(chain(), Choices(kept_as=kept(offload={A})))
+    made = schedule(chain(), Choices(saved_forms=kept(offload={A})))
     # a is made after 1 s, and its copy is done after 2.5 s: in the middle of op 2, which ends after 3.
     assert kinds(made.forward) == ["run 0", f"store {A}", "run 1", "run 2", f"stored {A}", "run 3"]
     # a is needed 4 s after the backward pass began (by op 6), and so fetched 2.5 s after: before op 5 begins, after 2.
@@ -87,11 +87,11 @@ def test_copies_run_beside_the_ops_and_memory_is_freed_when_they_are_done() -> N
     # loss, b and c, tangent and its gradient; then a beside b and two gradients
     assert found.backward[1] == resident + 4 + 600 + 4 + 300
     assert found.backward[2] == resident + 4 + 300 + 300 + 1000
-    assert found.peak == interpreted(chain(), made, Surroundings()) == validate(chain(), made)
+    assert found.peak == interpreted(chain(), made, OutsideMemory()) == validate(chain(), made)
 
 
 def test_a_queue_has_one_copy_at_a_time() -> None:
-    made = schedule(chain(), Choices(kept_as=kept(offload={A, B})))
+    made = schedule(chain(), Choices(saved_forms=kept(offload={A, B})))
     # a is copied from 1 to 2.5, b from 2.5 (not 2) to 4: at the end of op 3.
     assert kinds(made.forward)[-3:] == [f"stored {A}", "run 3", f"stored {B}"]
     # b is needed after 2, so it is fetched after 0.5: before op 4; a is needed after 4.
@@ -100,7 +100,7 @@ def test_a_queue_has_one_copy_at_a_time() -> None:
 
 
 def test_the_step_waits_where_a_pass_is_too_short() -> None:
-    made = schedule(chain(5.0), Choices(kept_as=kept(offload={A})))
+    made = schedule(chain(5.0), Choices(saved_forms=kept(offload={A})))
     # Out: from 1 to 6, and the pass ends after 4. Back: from 0 to 5, and needed after 4.
     assert made.waits == {A: pytest.approx(2.0 + 1.0)}
     assert made.seconds == pytest.approx(3.0)
@@ -148,7 +148,7 @@ def waited(graph: JointGraph, plan: Schedule) -> float:
             add("ops", 0.0, begun[{"stored": "store", "fetched": "fetch"}[action.kind], action.value])
         else:
             op = None if action.op is None else graph.ops[action.op]
-            again = op.again if op is not None and action.recomputed else None
+            again = op.cheaper_recompute if op is not None and action.recomputed else None
             seconds = 0.0 if op is None else (again or op).seconds
             seconds += form.store_seconds if form is not None and action.kind == "store" else 0.0
             seconds += form.fetch_seconds if form is not None and action.kind == "fetch" else 0.0
@@ -161,7 +161,7 @@ def waited(graph: JointGraph, plan: Schedule) -> float:
     return ends[last["ops"]] - own
 
 
-def no_time(graph: JointGraph) -> tuple[KeptForm, ...]:
+def no_time(graph: JointGraph) -> tuple[SavedForm, ...]:
     """The forms, with copies that take no time."""
     return tuple(replace(form, copy_seconds=0.0) if form.is_copied else form for form in graph.forms)
 
@@ -213,13 +213,13 @@ def test_a_link_of_no_time_is_never_waited_for_and_holds_nothing_longer(seed: in
 def test_nobody_waits_because_memory_is_freed_early_or_taken_late(seed: int) -> None:
     """All waits of the forward pass at its end, and all copies of the backward pass begun with it: no less."""
     graph, made = drawn(seed)
-    copies = {form.kept for form in graph.forms if form.is_copied}
+    copies = {form.encoded for form in graph.forms if form.is_copied}
     late = sorted(made.forward, key=lambda one: one.kind == "stored")
     early = sorted(
         made.backward,
         key=lambda one: 0 if one.kind == "receive" else 1 if (one.kind, one.form in copies) == ("fetch", True) else 2,
     )
-    assert sum(waits(graph, (*late, *early)).values()) == pytest.approx(sum(made.waits.values()), abs=1e-12)
+    assert sum(simulate_waits(graph, (*late, *early)).values()) == pytest.approx(sum(made.waits.values()), abs=1e-12)
 
 
 @pytest.mark.parametrize("copy_seconds", [0.5, 5.5, 20.0])
@@ -254,7 +254,7 @@ def test_the_bound_of_the_seconds_knows_what_copies_run_beside(copy_seconds: flo
 # -- mistakes
 
 
-PLAN = schedule(chain(), Choices(kept_as=kept(offload={A})))
+PLAN = schedule(chain(), Choices(saved_forms=kept(offload={A})))
 STORE, STORED = 1, 4
 FETCH, FETCHED = len(PLAN.forward) + 2, len(PLAN.forward) + 4
 ALL = (*PLAN.forward, *PLAN.backward)
@@ -307,9 +307,9 @@ def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(
     assert isinstance(plain, Found)
     assert isinstance(quick, Found)
     assert isinstance(late, Found)
-    assert quick.choices.kept_by("offload")
+    assert quick.choices.saved_by("offload")
     assert quick.seconds < 0.5 * plain.seconds
-    assert not late.choices.kept_by("offload")
+    assert not late.choices.saved_by("offload")
     assert late.seconds <= plain.seconds * 1.02
     for one, found in ((fast, quick), (slow, late)):
         made = schedule(one, found.choices)
@@ -317,7 +317,7 @@ def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(
         assert made.seconds == pytest.approx(found.seconds)
     off = Search(fast, heuristics=Heuristics(offload=False)).within(budget)
     assert isinstance(off, Found)
-    assert not off.choices.kept_by("offload")
+    assert not off.choices.saved_by("offload")
 
 
 def test_what_may_be_offloaded() -> None:
@@ -336,7 +336,7 @@ def test_what_may_be_offloaded() -> None:
     for one in graph.forms:
         assert one.copy_seconds == pytest.approx((2 << 20) / (0.76 * 31.5e9), rel=1e-2)
         assert one.use_seconds == pytest.approx(2 * ((2 << 20) / 1008e9 + 5e-6), rel=1e-6)
-        assert (graph.values[one.kept].kind, graph.values[one.kept].bytes) == ("host", 0)
+        assert (graph.values[one.encoded].kind, graph.values[one.encoded].bytes) == ("host", 0)
     assert graph.fingerprint == tape.graph().fingerprint
     assert with_offloads(tape.graph(), replace(CARD, link=None)) == tape.graph()
 
@@ -371,8 +371,8 @@ def test_a_plan_for_a_card_offloads_and_says_what_for() -> None:
     plan, plain = (
         planned(device="rtx4090", budget=budget, heuristics=Heuristics(offload=offload)) for offload in (True, False)
     )
-    assert plan.choices.kept_by("offload")
-    assert not plain.choices.kept_by("offload")
+    assert plan.choices.saved_by("offload")
+    assert not plain.choices.saved_by("offload")
     assert plan.peak <= budget
     assert plan.seconds < plain.seconds
     offloaded = [one.bytes for one in plan.decisions if one.lever == "offload"]
@@ -383,14 +383,14 @@ def test_a_plan_for_a_card_offloads_and_says_what_for() -> None:
     with pytest.raises(UsageError, match=r"keeps . values? in host memory while the step runs on rtx4090"):
         planned(budget=budget, plan=plan, costs="roofline")
     again = planned(device="rtx4090", budget=budget, plan=plan)
-    assert again.choices.kept_by("offload") == plan.choices.kept_by("offload")
+    assert again.choices.saved_by("offload") == plan.choices.saved_by("offload")
 
 
 def test_on_the_cpu_and_with_fused_kernels_nothing_is_offloaded() -> None:
     kept = planned(budget="64 GiB", costs="roofline")
     plan = planned(budget=kept.floor, costs="roofline")
-    assert not plan.choices.kept_by("offload")
+    assert not plan.choices.saved_by("offload")
     model, x = Mixer(16, 2), torch.randn(64, 16)
     fitted = memplan.fit(model, x, targets=x, loss=F.mse_loss, device="rtx4090", budget="16 MiB")
-    assert not fitted.plan.choices.kept_by("offload")
+    assert not fitted.plan.choices.saved_by("offload")
     fitted.undo()

@@ -94,13 +94,13 @@ def captured() -> JointGraph:
 
 
 CHOICES: dict[str, Any] = {
-    "all away": lambda graph: Choices(kept_as=all_kept(graph, "offload")),
+    "all away": lambda graph: Choices(saved_forms=all_kept(graph, "offload")),
     "half away, the rest made again": lambda graph: Choices(
         recomputable(graph), kept(offload=[one.value for one in graph.forms_by("offload")[::2]])
     ),
-    "away, and signs beside": lambda graph: Choices(kept_as=all_kept(graph, "encode", "offload")),
+    "away, and signs beside": lambda graph: Choices(saved_forms=all_kept(graph, "encode", "offload")),
     "held": lambda graph: Choices(
-        kept_as=kept(offload=[one.value for one in graph.forms_by("offload")[1::2]]), gradients=HELD
+        saved_forms=kept(offload=[one.value for one in graph.forms_by("offload")[1::2]]), gradients=HELD
     ),
 }
 

@@ -24,7 +24,7 @@ from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, map_refs, recomputable
 from memplan.planning.graph.op_schema import BATCH_NORM_AGAIN
 from memplan.planning.levers import in_place as forms
-from memplan.planning.passes.recompute_batch_norm import with_again
+from memplan.planning.passes.recompute_batch_norm import with_cheaper_recompute
 from memplan.planning.plan.decisions import decide
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.reuse_choices import translate_choices
@@ -59,8 +59,8 @@ class Norm:
             1, "aten.made_up.default", (), {}, "backward", (gradient.id,), False, made[1:3] if self.read else (),
             (gradient.id,),
         )  # fmt: skip
-        graph = with_again(JointGraph(tuple(values), (forward, derivative), (), ()))
-        self.values, self.again = graph.values, graph.ops[0].again
+        graph = with_cheaper_recompute(JointGraph(tuple(values), (forward, derivative), (), ()))
+        self.values, self.cheaper_recompute = graph.values, graph.ops[0].cheaper_recompute
 
     def _ref(self, one: Any) -> Any:
         if not isinstance(one, Tensor):
@@ -70,8 +70,8 @@ class Norm:
 
     def called(self, x: Tensor | None = None) -> list[Any]:
         """The arguments of the cheaper op, as tensors; of its form in place where there is something to write over."""
-        assert self.again is not None
-        args = list(map_refs(self.again.args, self.tensors.__getitem__))
+        assert self.cheaper_recompute is not None
+        args = list(map_refs(self.cheaper_recompute.args, self.tensors.__getitem__))
         return args if x is None else [x, *args[1:]]
 
 
@@ -137,22 +137,22 @@ def test_where_it_is_offered_the_bits_are_the_same(case: dict[str, Any]) -> None
     large = expected.untyped_storage().nbytes() >= 32 * sum(one.untyped_storage().nbytes() for one in statistics)
     in_order = x.is_contiguous() or (len(shape) in LAST and x.is_contiguous(memory_format=LAST[len(shape)]))
     half = x.dtype == torch.float16 and statistics[0].dtype == torch.float16
-    assert (made.again is not None) == (large and in_order and not half)
-    if made.again is None:
+    assert (made.cheaper_recompute is not None) == (large and in_order and not half)
+    if made.cheaper_recompute is None:
         return
-    got = op_schema.overload(made.again.target)(*made.called())
+    got = op_schema.overload(made.cheaper_recompute.target)(*made.called())
     assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
     assert torch.equal(bits(got), bits(expected))
     over = x.clone(memory_format=torch.preserve_format)
-    in_place = op_schema.overload(forms.call_into(made.again.target, "self").target)(*made.called(over))
+    in_place = op_schema.overload(forms.call_into(made.cheaper_recompute.target, "self").target)(*made.called(over))
     assert in_place is over
     assert torch.equal(bits(over), bits(expected))
 
 
 def test_it_is_made_again_in_the_memory_of_what_was_normalized() -> None:
     again = norm(8, 4, 6, 6)
-    assert again.again is not None
-    op = again.again
+    assert again.cheaper_recompute is not None
+    op = again.cheaper_recompute
     assert forms.overwrites(op.target, op.args, {}, again.values, op.makes[0]) == (0,)
     assert forms.operand(replace(op, overwrites=(0,)), 0, again.values).name == "self"
 
@@ -173,8 +173,8 @@ REFUSED: dict[str, Callable[[], Norm]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_made_again_as_they_were_made(name: str) -> None:
-    assert norm(8, 4, 6, 6).again is not None
-    assert REFUSED[name]().again is None
+    assert norm(8, 4, 6, 6).cheaper_recompute is not None
+    assert REFUSED[name]().cheaper_recompute is None
 
 
 MEMORY: dict[str, dict[str, Any]] = {
@@ -192,11 +192,11 @@ MEMORY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MEMORY)
 def test_it_takes_what_is_said(name: str) -> None:
     made = norm(8, 1000, 8, 8, **MEMORY[name])
-    assert made.again is not None
+    assert made.cheaper_recompute is not None
     over, kept = made.given[0].clone(), list[Tensor]()
-    own = allocations(lambda: kept.append(op_schema.overload(made.again.target)(*made.called())))  # pyright: ignore
+    own = allocations(lambda: kept.append(op_schema.overload(made.cheaper_recompute.target)(*made.called())))  # pyright: ignore
     in_place = allocations(lambda: torch.ops.memplan.batch_norm_again_(*made.called(over)))
-    assert peak_of(own) - sum(own) == peak_of(in_place) == made.again.scratch
+    assert peak_of(own) - sum(own) == peak_of(in_place) == made.cheaper_recompute.scratch
     assert sum(in_place) == 0
 
 
@@ -224,16 +224,20 @@ def test_norms_of_every_kind_have_it(name: str) -> None:
     norms = [op for op in found.graph.forward_ops if op.target in (WITH, WITHOUT)]
     assert norms
     for op in norms:
-        assert op.again is not None
-        assert (op.again.target, op.again.index, op.again.makes) == (BATCH_NORM_AGAIN, op.index, op.makes[:1])
+        assert op.cheaper_recompute is not None
+        assert (op.cheaper_recompute.target, op.cheaper_recompute.index, op.cheaper_recompute.makes) == (
+            BATCH_NORM_AGAIN,
+            op.index,
+            op.makes[:1],
+        )
         assert recomputable(found.graph).isdisjoint(op.makes[1:])
-        assert set(op.again.reads) >= {*op.makes[1:3]}
+        assert set(op.cheaper_recompute.reads) >= {*op.makes[1:3]}
 
 
 def test_frozen_statistics_and_norms_of_nothing_trained_have_none() -> None:
     model = nn.Sequential(nn.BatchNorm2d(4).requires_grad_(False), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval())
     graph = capture(model, call_of((torch.randn(3, 4, 9, 9),), {})).graph
-    assert [op.again for op in graph.ops] == [None] * len(graph.ops)
+    assert [op.cheaper_recompute for op in graph.ops] == [None] * len(graph.ops)
 
 
 # -- seconds and words
@@ -244,11 +248,11 @@ def test_its_seconds_are_its_own() -> None:
     model = conv_norms(2, nn.BatchNorm2d(4), nn.Identity())
     graph = capture(model, call_of((torch.randn(8, 4, 64, 64),), {})).graph
     priced = with_costs(graph, limit=60.0)
-    op = next(op for op in priced.ops if op.again is not None)
-    assert op.again is not None
-    assert 0 < op.again.seconds <= op.seconds
-    key = signature(priced, op.again)
-    assert costs_of(priced)[key] == op.again.seconds
+    op = next(op for op in priced.ops if op.cheaper_recompute is not None)
+    assert op.cheaper_recompute is not None
+    assert 0 < op.cheaper_recompute.seconds <= op.seconds
+    key = signature(priced, op.cheaper_recompute)
+    assert costs_of(priced)[key] == op.cheaper_recompute.seconds
     assert with_costs(graph, known=costs_of(priced)) == priced
     known = dict.fromkeys(costs_of(priced), 3.0)
     for own, counted in ((1.0, 1.0), (9.0, 3.0)):  # it does part of the same work
@@ -257,14 +261,14 @@ def test_its_seconds_are_its_own() -> None:
         assert [a.op for a in made.backward if a.recomputed].count(op.index) == 1
         assert made.seconds == 3.0 * (sum(a.recomputed for a in made.backward) - 1) + counted
     rough = with_costs(graph, how="roofline").ops[op.index]
-    assert rough.again is not None
-    assert 0 < rough.again.seconds <= rough.seconds
+    assert rough.cheaper_recompute is not None
+    assert 0 < rough.cheaper_recompute.seconds <= rough.seconds
 
 
 def test_what_is_decided_says_so() -> None:
     _, _, found = captured("images")
     graph = found.graph
-    op = next(op for op in graph.ops if op.again is not None)
+    op = next(op for op in graph.ops if op.cheaper_recompute is not None)
     names = [graph.values[value].name for value in op.makes[:2]]
     all_kept, dropped = (
         {one.scope.names: one.reason for one in decide(graph, schedule(graph, Choices(recompute)))}
@@ -280,8 +284,8 @@ def test_choices_hold_for_a_smaller_batch_without_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
     large, small = (capture(copy.deepcopy(model), call_of((torch.randn(size, 4),), {})).graph for size in (80, 8))
-    (op,) = (op for op in large.ops if op.again is not None)
-    assert not any(op.again for op in small.ops)
+    (op,) = (op for op in large.ops if op.cheaper_recompute is not None)
+    assert not any(op.cheaper_recompute for op in small.ops)
     everything = Choices(recomputable(large) - {op.args[0].value})
     choices = translate_choices(everything, large, small)
     assert choices is not None

@@ -237,7 +237,7 @@ def test_what_is_read_for_its_shape_does_not_keep_the_input(name: str, last: boo
     (relu,) = [op.makes[0] for op in graph.ops if op.target == "aten.relu.default"]
     assert ops
     assert not any(relu in op.reads for op in ops)
-    made = schedule(graph, Choices(kept_as=frozenset({("encode", relu)})))
+    made = schedule(graph, Choices(saved_forms=frozenset({("encode", relu)})))
     assert relu not in made.saved
 
 

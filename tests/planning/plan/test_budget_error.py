@@ -10,7 +10,7 @@ import pytest
 from planning.graphs import EARLY, HELD, residual, transformer
 
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.schedule.actions import Choices
@@ -23,9 +23,9 @@ from memplan.planning.search.search import Search
 @pytest.mark.parametrize("early", [False, True])
 def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
     made = schedule(graph, Search(graph, gradients=GradientUse(updates=early)).floor().choices)
-    around = Surroundings(12345)
-    error = budget_error(made, around, 7)
-    peak = levels(made, around).peak
+    outside_memory = OutsideMemory(12345)
+    error = budget_error(made, outside_memory, 7)
+    peak = levels(made, outside_memory).peak
     assert error.smallest_budget == peak
     assert error.timeline.peak_allocated == peak
     assert sum(holder.bytes for holder in error.held_by) == peak
@@ -40,7 +40,7 @@ def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
 def test_what_reads_the_same_is_told_in_bytes() -> None:
     made = schedule(transformer(2), Choices())
     peak = levels(made).peak
-    error = budget_error(made, Surroundings(), peak - 1)
+    error = budget_error(made, OutsideMemory(), peak - 1)
     assert f" ({peak - 1} bytes). Expected at least " in str(error)
     assert f" ({peak} bytes), the smallest" in str(error)
 
@@ -48,7 +48,7 @@ def test_what_reads_the_same_is_told_in_bytes() -> None:
 @pytest.mark.parametrize("budget", [0, 7, 1 << 20])
 def test_what_is_to_be_given_is_enough(budget: int) -> None:
     """As text it may be rounded down."""
-    error = budget_error(schedule(transformer(2), Choices()), Surroundings(), budget)
+    error = budget_error(schedule(transformer(2), Choices()), OutsideMemory(), budget)
     told = re.search(r"Give \S+ \S+ \((\d+) bytes\)", str(error))
     assert told is not None
     assert int(told[1]) == error.smallest_budget
@@ -57,7 +57,7 @@ def test_what_is_to_be_given_is_enough(budget: int) -> None:
 def test_ways_that_lower_it_are_below_it_and_early_is_offered_where_it_is_not_taken() -> None:
     graph = transformer(2)
     for choices in (Choices(), Choices(gradients=EARLY), Choices(gradients=HELD)):
-        error = budget_error(schedule(graph, choices), Surroundings(), 0)
+        error = budget_error(schedule(graph, choices), OutsideMemory(), 0)
         assert error.lower_by
         assert all(0 < way.bytes < error.smallest_budget for way in error.lower_by)
         offered = any("early" in way.do for way in error.lower_by)
@@ -68,11 +68,11 @@ def test_ways_that_lower_it_are_below_it_and_early_is_offered_where_it_is_not_ta
 def test_halving_the_batch_keeps_what_does_not_follow_it(more: int) -> None:
     """``more``: what fused kernels hold beside what the single ops do."""
     graph = residual(3)
-    made, around = schedule(graph, Choices()), Surroundings(1000)
-    single = budget_error(made, around, 0)
+    made, outside_memory = schedule(graph, Choices()), OutsideMemory(1000)
+    single = budget_error(made, outside_memory, 0)
     assert single.timeline is not None
     fused = replace(single.timeline, peak_reserved=single.smallest_budget + more)
-    error = budget_error(made, around, 0, fused if more else None)
+    error = budget_error(made, outside_memory, 0, fused if more else None)
     assert error.smallest_budget == single.smallest_budget + more
     way = next(way for way in error.lower_by if "batch" in way.do)
     kinds = ("weight", "buffer", "parameter_gradient", "optimizer_state")
@@ -88,7 +88,7 @@ def test_what_cannot_be_done_is_no_way() -> None:
         return replace(graph, values=(replace(graph.values[0], **how), *graph.values[1:]))
 
     def ways(of: JointGraph) -> str:
-        return " ".join(way.do for way in budget_error(schedule(of, Choices()), Surroundings(), 0).lower_by)
+        return " ".join(way.do for way in budget_error(schedule(of, Choices()), OutsideMemory(), 0).lower_by)
 
     assert graph.values[0].kind == "input"
     assert "batch" in ways(graph)
@@ -98,6 +98,6 @@ def test_what_cannot_be_done_is_no_way() -> None:
 
 
 def test_what_changes_nothing_that_people_read_is_no_way() -> None:
-    error = budget_error(schedule(residual(3), Choices()), Surroundings(1 << 40), 0)
+    error = budget_error(schedule(residual(3), Choices()), OutsideMemory(1 << 40), 0)
     assert error.lower_by == ()
     assert str(error).endswith(f"Give 1.0 TiB ({error.smallest_budget} bytes).")

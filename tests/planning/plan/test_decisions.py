@@ -80,7 +80,7 @@ def test_recomputed() -> None:
 
 
 def test_encoded() -> None:
-    found = decided(recompute=frozenset({R}), kept_as=kept(encode={R, MASK}), in_place=False)
+    found = decided(recompute=frozenset({R}), saved_forms=kept(encode={R, MASK}), in_place=False)
     bits, signs = found["encode", "v6"], found["encode", "v4"]
     assert (bits.bytes, bits.seconds) == (512 - 64, 0.75)
     assert bits.reason == "64 B instead of 512 B (bits); needed by native_dropout"
@@ -92,7 +92,7 @@ def test_encoded() -> None:
 
 
 def test_an_encoded_form_beside_the_value_frees_nothing() -> None:
-    signs = decided(kept_as=kept(encode={R}))["encode", "v4"]
+    signs = decided(saved_forms=kept(encode={R}))["encode", "v4"]
     assert signs.bytes == 0
     assert "the value itself is kept too" in signs.reason
 
@@ -134,7 +134,9 @@ def test_each_value_that_is_there_in_the_backward_pass_is_decided_once_and_times
     found = decide(graph, plan)
     assert sum(decision.seconds for decision in found) == pytest.approx(plan.seconds)
     there = {value for action in plan.backward for value in (*action.reads, *action.makes)}
-    there |= {form.value for form in graph.forms if form.kept in there} | {graph.base(value) for value in graph.outputs}
+    there |= {form.value for form in graph.forms if form.encoded in there} | {
+        graph.base(value) for value in graph.outputs
+    }
     forward = {value for op in graph.ops if op.phase == "forward" for value in op.makes}
     named = [decision.scope.names[0] for decision in found if decision.scope.kind == "value"]
     assert sorted(named) == sorted(graph.values[value].name for value in there & forward)
@@ -151,5 +153,5 @@ def test_what_is_kept_is_what_lives_between_the_passes(seed: int) -> None:
     lives = sum(graph.values[value].bytes for value in {*plan.saved} | outputs)
     kept = sum(decision.bytes for decision in decide(graph, plan) if decision.lever == "keep")
     small = sum(graph.values[value].bytes for value in plan.saved if value in encoded)
-    beside = sum(graph.values[e.value].bytes for e in encoded.values() if {e.value, e.kept} <= {*plan.saved})
+    beside = sum(graph.values[e.value].bytes for e in encoded.values() if {e.value, e.encoded} <= {*plan.saved})
     assert lives == kept + small + beside

@@ -10,7 +10,7 @@ import torch
 from planning.graphs import EARLY, HELD, Tape
 
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import Levels, levels
 from memplan.planning.schedule.scheduler import schedule
@@ -31,8 +31,8 @@ def small(*, encoded: bool = False) -> JointGraph:
     return tape.graph()
 
 
-def of(choices: Choices, around: Surroundings | None = None, *, encoded: bool = False) -> Levels:
-    return levels(schedule(small(encoded=encoded), choices), around)
+def of(choices: Choices, outside_memory: OutsideMemory | None = None, *, encoded: bool = False) -> Levels:
+    return levels(schedule(small(encoded=encoded), choices), outside_memory)
 
 
 def test_all_kept() -> None:
@@ -59,7 +59,7 @@ def test_not_in_place() -> None:
 
 
 def test_encoded() -> None:
-    found = of(Choices(kept_as=frozenset({("encode", 3)})), encoded=True)
+    found = of(Choices(saved_forms=frozenset({("encode", 3)})), encoded=True)
     # 25 bytes instead of 200; both passes hold 100 beside them for a moment. z stays until sum has read it.
     assert found.forward == (370, 340, 344, 344 + 25 + 100)
     assert found.boundary == 144 + 25
@@ -75,7 +75,7 @@ def test_encoded() -> None:
     ],
 )
 def test_updates(choices: Choices, end: int, update: int) -> None:
-    found = of(choices, Surroundings(1000, update=9, update_of={1: 70}))
+    found = of(choices, OutsideMemory(1000, update=9, update_by_parameter={1: 70}))
     assert found.update == 1000 + update
     give = 184 + (70 if choices.gradients.updates else 40 if choices.gradients.adds else 0)
     assert found.backward[-1] == 1000 + give
@@ -88,14 +88,14 @@ def test_a_gradient_has_its_own_size_where_its_parameter_lies_in_anothers_memory
     graph = small()
     weight = replace(graph.values[1], bytes=0, stride=(2,))
     graph = replace(graph, values=(graph.values[0], weight, *graph.values[2:]))
-    made, around = schedule(graph, choices), Surroundings(1000, update=9, update_of={1: 70})
-    found = levels(made, around)
+    made, outside_memory = schedule(graph, choices), OutsideMemory(1000, update=9, update_by_parameter={1: 70})
+    found = levels(made, outside_memory)
     level = 1000 + 100 + 4 + 40 * choices.gradients.adds  # what stays, the loss, what is held; then the gradient itself
     copy = 0 if choices.gradients.adds else 40
     assert found.backward[-1] == level + 40 + copy + 70 * choices.gradients.updates
     assert found.update == level + (0 if choices.gradients.updates else copy + 9)
-    assert validate(graph, made, None, around) == timeline_of(made, around).peak_allocated == found.peak
-    evaluator = Evaluator(graph, around, gradients=choices.gradients)
+    assert validate(graph, made, None, outside_memory) == timeline_of(made, outside_memory).peak_allocated == found.peak
+    evaluator = Evaluator(graph, outside_memory, gradients=choices.gradients)
     assert evaluator.evaluate(evaluator.column(choices)[:, None]).peak == [found.peak]
 
 
@@ -107,8 +107,8 @@ def test_the_gradient_of_a_single_number_stays() -> None:
     before, after = (schedule(one, Choices()) for one in (graph, alone))
     assert before.backward == after.backward
     assert levels(after).backward == (348, 348 + 200, 348 + 200, 348 + 30 + 40, 188)
-    assert levels(after).peak == validate(alone, after) == timeline_of(after, Surroundings()).steps[-1].peak_allocated
-    found = Evaluator(alone, Surroundings())
+    assert levels(after).peak == validate(alone, after) == timeline_of(after, OutsideMemory()).steps[-1].peak_allocated
+    found = Evaluator(alone, OutsideMemory())
     assert found.evaluate(found.column(Choices())[:, None]).peak == [levels(after).peak]
 
 

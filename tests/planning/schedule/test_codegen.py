@@ -15,7 +15,7 @@ from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.codegen import gives, program, read_in_backward
+from memplan.planning.schedule.codegen import program, read_in_backward, returned_gradients
 from memplan.planning.schedule.scheduler import schedule
 
 
@@ -51,7 +51,7 @@ def handed_in(captured: Captured, model: nn.Module, x: Tensor) -> list[Any]:
 CHOICES: dict[str, Any] = {
     "all kept": lambda graph: Choices(),
     "recomputed": lambda graph: Choices(recompute=recomputable(graph)),
-    "encoded": lambda graph: Choices(kept_as=all_kept(graph, "encode")),
+    "encoded": lambda graph: Choices(saved_forms=all_kept(graph, "encode")),
     "not in place": lambda graph: Choices(recompute=recomputable(graph), in_place=False),
     "early": lambda graph: Choices(gradients=EARLY),
     "held": lambda graph: Choices(gradients=HELD),
@@ -84,7 +84,7 @@ def test_a_program_runs_by_itself_and_gives_autograds_gradients(captured: Captur
                 del names[name]
             given.clear()
     assert inputs == saved == tangents == []
-    assert tuple(steps) == gives(made)
+    assert tuple(steps) == returned_gradients(made)
     assert not names
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), reference.buffers(), strict=True))
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from planning.graphs import random_graph
 
 from memplan.planning.graph.joint_graph import recomputable
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -25,8 +25,8 @@ def test_the_simulator_counts_what_the_plain_account_does(seed: int, early: bool
     made = schedule(graph, Choices(drop, kept, GradientUse(early, held and not early)))
     others: dict[Cause, int] = {"weight": 30, "parameter_gradient": 20}
     outside = draw.choice([0, 800])
-    around = Surroundings(1000, 500, {of: 70 for of, _ in graph.gradients}, others, outside)
-    assert timeline_of(made, around).peak_allocated == levels(made, around).peak
+    outside_memory = OutsideMemory(1000, 500, {of: 70 for of, _ in graph.gradients}, others, outside)
+    assert timeline_of(made, outside_memory).peak_allocated == levels(made, outside_memory).peak
 
 
 @settings(deadline=None, max_examples=100)

@@ -10,7 +10,7 @@ import pytest
 from planning.graphs import random_graph, residual, transformer, unet
 
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -21,8 +21,10 @@ from memplan.planning.search.batch_evaluator import Evaluator
 def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, held: bool) -> bool:
     """Whether both say the same of some random choices; returns whether the batch did it by itself."""
     updates = {of: draw.choice([0, 100, 1000]) for of, _ in graph.gradients}
-    around = Surroundings(draw.choice([0, 1000]), draw.choice([0, 2000]), updates, outside=draw.choice([0, 3000]))
-    evaluator = Evaluator(graph, around, gradients=GradientUse(early, held))
+    outside_memory = OutsideMemory(
+        draw.choice([0, 1000]), draw.choice([0, 2000]), updates, loss_bytes=draw.choice([0, 3000])
+    )
+    evaluator = Evaluator(graph, outside_memory, gradients=GradientUse(early, held))
     flat = evaluator.flat
     share = np.array([draw.random() for _ in range(count)])
     columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)
@@ -36,13 +38,13 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
         kept = frozenset((form.lever, form.value) for form, chosen in zip(flat.forms, some, strict=True) if chosen)
         choices = Choices(drops, kept, GradientUse(early, held))
         made = schedule(graph, choices)
-        expected = levels(made, around)
+        expected = levels(made, outside_memory)
         assert found.peak[at] == expected.peak
         assert found.seconds[at] == pytest.approx(made.seconds, rel=1e-9, abs=1e-12)
         assert profiles[at].update == expected.update
         assert np.array_equal(evaluator.column(choices), columns[:, at])
         again = evaluator.choices(columns[:, at])
-        assert levels(schedule(graph, again), around) == expected
+        assert levels(schedule(graph, again), outside_memory) == expected
     return flat.regular
 
 

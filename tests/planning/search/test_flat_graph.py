@@ -6,7 +6,7 @@ import pytest
 from planning.graphs import random_graph, residual, transformer, unet
 
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
@@ -14,7 +14,7 @@ from memplan.planning.search.flat_graph import FlatGraph
 
 
 def flat(graph: JointGraph, *, early: bool = False, held: bool = False) -> FlatGraph:
-    return FlatGraph(graph, Surroundings(), GradientUse(early, held))
+    return FlatGraph(graph, OutsideMemory(), GradientUse(early, held))
 
 
 @pytest.mark.parametrize("graph", [residual(4), transformer(2), unet(2)])
@@ -25,7 +25,7 @@ def test_gradients_that_go_are_given_where_the_schedule_gives_them(graph: JointG
         for action in made.backward:
             slot += action.kind == "run"
             expected += [slot] if action.kind == "give" else []
-        assert sorted(give.slot for give in flat(graph, early=early, held=held).gives) == expected
+        assert sorted(give.slot for give in flat(graph, early=early, held=held).gradient_returns) == expected
 
 
 def test_the_ends_of_values_are_those_of_the_schedule() -> None:

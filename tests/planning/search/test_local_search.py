@@ -26,7 +26,7 @@ def test_repair_then_improve(share: float) -> None:
     assert not start.fits
     repaired = one.repair(one.drop_unneeded(start))
     improved = one.improve(repaired)
-    shaken = one.shake(improved, 4)
+    shaken = one.escape_local_optima(improved, 4)
     assert repaired.fits
     assert shaken.seconds <= improved.seconds <= repaired.seconds
     for state in (repaired, improved, shaken):

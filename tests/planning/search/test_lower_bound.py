@@ -11,7 +11,7 @@ import pytest
 from planning.graphs import Tape, random_graph, residual, transformer, unet
 
 from memplan.planning.graph.joint_graph import JointGraph, Ref
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.lower_bound import Relaxation, lower_bound
@@ -20,13 +20,13 @@ from memplan.planning.search.search import Found, Search
 
 def below(graph: JointGraph, draw: random.Random, *, early: bool, held: bool, count: int = 40) -> None:
     each, outside = {of: 50 for of, _ in graph.gradients}, draw.choice([0, 900])
-    around = Surroundings(draw.choice([0, 500]), draw.choice([0, 700]), each, outside=outside)
-    evaluator = Evaluator(graph, around, gradients=GradientUse(early, held))
+    outside_memory = OutsideMemory(draw.choice([0, 500]), draw.choice([0, 700]), each, loss_bytes=outside)
+    evaluator = Evaluator(graph, outside_memory, gradients=GradientUse(early, held))
     share = np.array([draw.random() for _ in range(count)])
     columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)
     columns = columns.reshape(evaluator.rows, count)
     found = evaluator.evaluate(columns)
-    assert lower_bound(graph, around, gradients=GradientUse(early, held)) <= found.peak.min()
+    assert lower_bound(graph, outside_memory, gradients=GradientUse(early, held)) <= found.peak.min()
     relaxation = Relaxation(evaluator.flat)
     for at in range(0, count, 8):
         least = relaxation.seconds(int(found.peak[at]))
@@ -58,10 +58,10 @@ def test_the_bound_goes_by_the_op_that_makes_a_result_again() -> None:
     big = tape.op("aten.made_up.default", [x], 1000, 1.0, parameters=[weight])
     y = tape.op("aten.made_up.default", [big], 1000, 2.0, extra=[8])
     op, statistics = tape.ops[-1], y + 1
-    again = replace(
+    cheaper = replace(
         op, args=(Ref(statistics),), outputs=(y,), multiple=False, reads=(statistics,), makes=(y,), seconds=0.25
     )
-    tape.ops[-1] = replace(op, again=again)
+    tape.ops[-1] = replace(op, cheaper_recompute=cheaper)
     small = tape.op("aten.made_up.default", [y], 8, 1.0, saves="i")
     loss = tape.op("aten.made_up.default", [tape.op("aten.made_up.default", [small], 3000, 1.0)], 4, 1.0)
     graph = tape.finish(loss)

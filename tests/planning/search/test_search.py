@@ -16,7 +16,7 @@ from planning.graphs import EARLY, random_graph, residual, transformer, unet
 from planning.milp import Rules, plain_graph
 
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -30,10 +30,10 @@ more_seeds = pytest.mark.parametrize(
 )
 
 
-def checked(graph: JointGraph, found: Found, budget: int, around: Surroundings | None = None) -> Found:
+def checked(graph: JointGraph, found: Found, budget: int, outside_memory: OutsideMemory | None = None) -> Found:
     """Whether the result is what the plain account says it is."""
     made = schedule(graph, found.choices)
-    assert levels(made, around).peak == found.peak <= budget
+    assert levels(made, outside_memory).peak == found.peak <= budget
     assert made.seconds == pytest.approx(found.seconds, abs=1e-9)
     assert found.lower_bound_seconds <= found.seconds
     assert found.gap == pytest.approx(found.seconds - found.lower_bound_seconds)
@@ -78,21 +78,21 @@ def test_against_every_choice(early: bool, held: bool, seeds: range) -> None:
     seen = 0
     for seed in seeds:
         graph = random_graph(seed, 7)
-        around = Surroundings(100, 300, {of: 200 for of, _ in graph.gradients})
-        one = Search(graph, around, gradients=GradientUse(early, held))
+        outside_memory = OutsideMemory(100, 300, {of: 200 for of, _ in graph.gradients})
+        one = Search(graph, outside_memory, gradients=GradientUse(early, held))
         rows = one.evaluator.rows
         if rows > (12 if one.flat.regular else 6):
             continue
         columns = (np.arange(2**rows)[None, :] >> np.arange(rows)[:, None]) & 1
         every = one.evaluator.evaluate(columns.astype(bool))
-        low, high = int(every.peak.min()), one.kept.peak
+        low, high = int(every.peak.min()), one.save_all.peak
         assert one.lower_bound <= low
         assert one.floor().peak == low
         for budget in {low, low + (high - low) // 3, low + (high - low) * 2 // 3}:
             best = float(every.seconds[every.peak <= budget].min())
-            found = Search(graph, surroundings=around, gradients=GradientUse(early, held)).within(budget)
+            found = Search(graph, outside_memory=outside_memory, gradients=GradientUse(early, held)).within(budget)
             assert isinstance(found, Found)
-            checked(graph, found, budget, around)
+            checked(graph, found, budget, outside_memory)
             assert found.lower_bound_seconds <= best + 1e-9
             assert found.seconds <= 1.05 * best + NEAR
             seen += high > low
@@ -150,7 +150,7 @@ def test_every_heuristic_can_be_turned_off(name: str) -> None:
     checked(graph, found, budget)
     assert any(name in note for note in found.notes) == (name != "rounds")
     if name == "encodings":
-        assert not found.choices.kept_by("encode")
+        assert not found.choices.saved_by("encode")
 
 
 def test_frontier() -> None:
@@ -179,11 +179,11 @@ def test_the_floor_is_the_same_whatever_was_measured_and_whatever_was_searched_f
         ops = tuple(replace(op, seconds=op.seconds * (0.5 + draw.random())) for op in graph.ops)
         search = Search(replace(graph, ops=ops), steady=graph)
         for share in (0.7, 0.3)[:seed]:
-            search.within(int(search.lower_bound + share * (search.kept.peak - search.lower_bound)))
+            search.within(int(search.lower_bound + share * (search.save_all.peak - search.lower_bound)))
         refused = search.within(1)
         assert isinstance(refused, Infeasible)
         assert search.floor_peak == refused.smallest
-        found.add((refused.smallest, search.same_everywhere.floor().choices))
+        found.add((refused.smallest, search.deterministic.floor().choices))
     assert len(found) == 1
 
 
@@ -207,7 +207,7 @@ def test_nearest_to_what_nothing_keeps_against_every_choice(seeds: range) -> Non
             continue
         columns = ((np.arange(2**rows)[None, :] >> np.arange(rows)[:, None]) & 1).astype(bool)
         for share in (0.1, 0.5):
-            budget = int(one.lower_bound - share * (one.kept.peak - one.lower_bound)) - 1
+            budget = int(one.lower_bound - share * (one.save_all.peak - one.lower_bound)) - 1
             found = one.nearest(budget)
             every = _squares_over(one, columns, budget)
             (mine,) = _squares_over(one, one.evaluator.column(found.choices)[:, None], budget)
@@ -224,7 +224,7 @@ def test_nearest_to_what_nothing_keeps_against_every_choice(seeds: range) -> Non
 @pytest.mark.parametrize("seed", [8, 18, 28])
 def test_nothing_that_comes_near_a_budget_is_lower_than_the_floor(seed: int) -> None:
     one = Search(random_graph(seed, 30))
-    across = one.kept.peak - one.lower_bound
+    across = one.save_all.peak - one.lower_bound
     for share in (0.0, 0.05, 0.1, 0.2, 0.5):
         assert one.floor_peak <= one.nearest(int(one.lower_bound - share * across)).peak
 
@@ -233,7 +233,7 @@ def test_steep_lowers_the_highest_first() -> None:
     lower = 0
     for seed in range(8):
         one = Search(random_graph(seed, 30))
-        budget = int(one.lower_bound - 0.3 * (one.kept.peak - one.lower_bound))
+        budget = int(one.lower_bound - 0.3 * (one.save_all.peak - one.lower_bound))
         steep, even = one.nearest(budget, STEEP), one.nearest(budget)
         assert steep.peak <= 1.01 * even.peak
         lower += steep.peak < even.peak

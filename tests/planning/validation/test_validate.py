@@ -14,7 +14,7 @@ from planning.interpreter import interpreted, with_action
 import memplan.planning.validation.validate as checked
 from memplan.errors import ScheduleError
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Action, Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
@@ -90,7 +90,7 @@ def test_a_schedule_written_by_hand_passes_with_the_peak_added_up_by_hand() -> N
     dropped_result, bits, loss, gradient, relu, product = 64, 2 + 2, 4, 64, 64, 64
     made, scratch = 2 * 64, 32
     peak = resident + dropped_result + bits + loss + gradient + relu + product + made + scratch
-    assert validate(GRAPH, PLAN, peak) == interpreted(GRAPH, PLAN, Surroundings()) == peak
+    assert validate(GRAPH, PLAN, peak) == interpreted(GRAPH, PLAN, OutsideMemory()) == peak
     with pytest.raises(ScheduleError, match=r"backward action 5 \(run 8\): 680 bytes live, the budget is 679"):
         validate(GRAPH, PLAN, peak - 1)
     assert {action.kind for action in (*FORWARD, *BACKWARD)} == SIX_KINDS
@@ -119,7 +119,7 @@ def test_what_lives_beside_the_graph_counts() -> None:
             for at, action in enumerate(BACKWARD):
                 if action.kind == "give" and action.source is not None:
                     plan = change(plan, at + 10, frees=(action.source,))
-        return validate(GRAPH, plan, None, Surroundings(10_000, 300, {W1: 2000, W2: 100}))
+        return validate(GRAPH, plan, None, OutsideMemory(10_000, 300, {W1: 2000, W2: 100}))
 
     at_the_end = 4 * 64 + 4 + 2 * 64
     assert peak() == 10_000 + max(680, at_the_end + 300)
@@ -287,7 +287,7 @@ def test_a_parameter_is_updated_early_only_after_its_last_read() -> None:
         choices=Choices(gradients=EARLY),
         backward=(*plan.backward[:4], replace(last, frees=(4,))),
     )
-    assert validate(graph, early) == interpreted(graph, early, Surroundings())
+    assert validate(graph, early) == interpreted(graph, early, OutsideMemory())
     too_early = replace(early, backward=(receive, first, replace(last, frees=(4,)), second, given))
     with pytest.raises(ScheduleError, match="v1 has changed since"):
         validate(graph, too_early)
@@ -300,7 +300,7 @@ def test_a_parameter_with_hooks_gets_its_gradient_only_after_its_last_read() -> 
     before = replace(plan, backward=(receive, first, last, second, given))
     validate(graph, before)
     hooked = replace(graph, values=tuple(replace(v, hooked=v.kind == "parameter") for v in graph.values))
-    assert validate(hooked, plan) == interpreted(hooked, plan, Surroundings())
+    assert validate(hooked, plan) == interpreted(hooked, plan, OutsideMemory())
     with pytest.raises(ScheduleError, match="v1 has changed since"):
         validate(hooked, before)
     made = [action.kind for action in schedule(hooked, Choices()).backward]
@@ -316,7 +316,7 @@ def test_a_gradient_does_not_change_after_it_was_given() -> None:
     with pytest.raises(ScheduleError, match="v4 has changed since"):
         validate(graph, replace(plan, backward=(receive, first, last, second, given)))
     copied = replace(plan, backward=(receive, first, replace(last, copies=True), second, given))
-    assert validate(graph, copied) == interpreted(graph, copied, Surroundings())
+    assert validate(graph, copied) == interpreted(graph, copied, OutsideMemory())
 
 
 @pytest.mark.parametrize("what", ["of another layout", "of two", "the tangent", "the output", "an input"])
@@ -427,7 +427,7 @@ def test_it_shares_nothing_but_the_words() -> None:
     }
     room = "memplan.planning"
     names = {f"{room}.graph.joint_graph": ("RESIDENT", "GraphOp", "JointGraph", "Ref")}
-    names |= {f"{room}.graph.resident": ("Surroundings",), f"{room}.schedule.actions": ("Action",)}
+    names |= {f"{room}.graph.resident": ("OutsideMemory",), f"{room}.schedule.actions": ("Action",)}
     names |= {f"{room}.schedule.scheduler": ("Schedule",), "memplan.errors": ("ScheduleError",)}
     names |= {f"{room}.validation.host_copies": ("ENDS", "check_copies")}
     assert imported == {(module, name) for module, those in names.items() for name in those}

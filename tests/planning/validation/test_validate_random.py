@@ -14,41 +14,41 @@ from planning.interpreter import Wrong, interpreted, with_action
 
 from memplan.errors import ScheduleError
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.validation.validate import validate
 
 
-def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
+def drawn(seed: int) -> tuple[JointGraph, Schedule, OutsideMemory]:
     """A random graph and a random schedule of it, made by schedule()."""
     draw = random.Random(seed)
     graph = random_graph(seed, draw.randint(2, 9), hooks=draw.random() < 0.5, more_forms=draw.random() < 0.5)
     later = {value for op in graph.backward_ops for value in op.reads}
     graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
     changed = {target for target, _ in graph.mutations}
-    again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].rerun.reads))
+    again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].recompute_op.reads))
     forms = [form for form in graph.forms if changed.isdisjoint(form.also_reads)]
     choices = Choices(
         frozenset(value for value in again if draw.random() < 0.5),
-        kept_as=frozenset((form.lever, form.value) for form in forms if draw.random() < 0.6),
+        saved_forms=frozenset((form.lever, form.value) for form in forms if draw.random() < 0.6),
         gradients=GradientUse(draw.random() < 0.3, draw.random() < 0.3),
         in_place=draw.random() < 0.8,
     )
     update_of = {v.id: 70 for v in graph.values if v.kind == "parameter"}
-    return graph, schedule(graph, choices), Surroundings(1000, 500, update_of, outside=draw.choice([0, 800]))
+    return graph, schedule(graph, choices), OutsideMemory(1000, 500, update_of, loss_bytes=draw.choice([0, 800]))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_what_schedule_makes_is_right_and_its_bytes_are_counted_alike(seed: int) -> None:
-    graph, plan, around = drawn(seed)
-    peak = interpreted(graph, plan, around)
-    assert validate(graph, plan, None, around) == peak
-    assert validate(graph, plan, peak, around) == peak
+    graph, plan, outside_memory = drawn(seed)
+    peak = interpreted(graph, plan, outside_memory)
+    assert validate(graph, plan, None, outside_memory) == peak
+    assert validate(graph, plan, peak, outside_memory) == peak
     with pytest.raises(ScheduleError, match="bytes live"):
-        validate(graph, plan, peak - 1, around)
+        validate(graph, plan, peak - 1, outside_memory)
 
 
 # Mutants
@@ -89,22 +89,22 @@ def mutant(graph: JointGraph, plan: Schedule, draw: random.Random) -> Schedule:
 @settings(max_examples=1500, deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(0, 1 << 30))
 def test_what_the_validator_lets_pass_does_no_harm(seed: int, change: int) -> None:
-    graph, plan, around = drawn(seed)
+    graph, plan, outside_memory = drawn(seed)
     changed = mutant(graph, plan, random.Random(change))
     try:
-        peak = validate(graph, changed, None, around)
+        peak = validate(graph, changed, None, outside_memory)
     except ScheduleError:
         return
-    assert interpreted(graph, changed, around) == peak
+    assert interpreted(graph, changed, outside_memory) == peak
 
 
 def test_most_changes_do_harm() -> None:
     """Else the test above would say nothing."""
     harm = 0
     for seed in range(400):
-        graph, plan, around = drawn(seed)
+        graph, plan, outside_memory = drawn(seed)
         try:
-            interpreted(graph, mutant(graph, plan, random.Random(seed)), around)
+            interpreted(graph, mutant(graph, plan, random.Random(seed)), outside_memory)
         except Wrong:
             harm += 1
     assert harm > 150

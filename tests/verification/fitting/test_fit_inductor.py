@@ -182,7 +182,7 @@ def test_gradients_and_random_state_are_those_of_a_plain_step() -> None:
     fitted = at_share(model, 0.7, x, targets=y, loss=F.cross_entropy)
     planned = fitted.loss
     assert planned is not None
-    assert fitted.plan.choices.recompute | fitted.plan.choices.kept_by("encode")
+    assert fitted.plan.choices.recompute | fitted.plan.choices.saved_by("encode")
     after = list[torch.Tensor]()
     for step in (lambda: planned(x, y), lambda: F.cross_entropy(twin(x), y)):
         torch.manual_seed(7)
@@ -320,8 +320,8 @@ def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: 
     tried, layouts = _Fitting._install_and_prove, list[bool]()
 
     def fails_in_channels_last(self: _Fitting, planned: Any, budget: int) -> Fitted:
-        layouts.append(planned.captured.relaid)
-        if planned.captured.relaid:
+        layouts.append(planned.captured.channels_last)
+        if planned.captured.channels_last:
             raise VerificationError("The planned step is NOT the same: tried in channels last")
         return tried(self, planned, budget)
 
@@ -341,7 +341,7 @@ def test_where_the_plain_layout_takes_more_the_budget_is_refused(monkeypatch: py
         raise VerificationError("The planned step is NOT the same: tried in channels last")
 
     def planned(self: _Fitting, budget: int) -> Any:
-        if not self.settings.relaid:
+        if not self.settings.channels_last:
             raise BudgetError("The budget is so much", smallest_budget=17)
         return right(self, budget)
 
@@ -545,7 +545,7 @@ def test_an_early_update_by_a_wrong_gradient_is_found(rate: float, monkeypatch: 
     """However small the learning rate: what was added to a parameter is looked at, not the parameter."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(16, 32)
-    backward = partition.Halves.backward
+    backward = partition.CompiledPasses.backward
 
     def lost(*given: Any) -> Any:
         for group in backward(*given):
@@ -560,7 +560,7 @@ def test_an_early_update_by_a_wrong_gradient_is_found(rate: float, monkeypatch: 
     fitted = early()
     assert fitted.proof.ok
     fitted.undo()
-    monkeypatch.setattr(partition.Halves, "backward", lost)
+    monkeypatch.setattr(partition.CompiledPasses, "backward", lost)
     with pytest.raises(VerificationError, match="after the update"):
         early()
 

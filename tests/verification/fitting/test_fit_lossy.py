@@ -87,7 +87,9 @@ def labels(x: torch.Tensor) -> torch.Tensor:
 
 def only(monkeypatch: pytest.MonkeyPatch, *kinds: Precision) -> None:
     monkeypatch.setattr(
-        precision_search, "tiers", lambda model, settings: iter(k for k in kinds if k not in settings.without)
+        precision_search,
+        "tiers",
+        lambda model, settings: iter(k for k in kinds if k not in settings.excluded_precisions),
     )
 
 

@@ -15,7 +15,7 @@ from memplan import _torch
 from memplan.errors import BudgetError
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.inductor.candidate_search import Candidate
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.planner import Planner
@@ -23,7 +23,7 @@ from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned
 from memplan.planning.validation.validate import validate
-from memplan.rewriting.compiled import compiled
+from memplan.rewriting.compiled import compile_parts
 from memplan.rewriting.engine import Engine
 from memplan.rewriting.keys import UnkeyedError
 from memplan.verification.fitting import plan_cache
@@ -52,7 +52,7 @@ def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(
         found = plans(call(batch, length), False)
         assert isinstance(found, Reused)
         graph = found.captured.graph
-        assert validate(graph, found.schedule, budget=600_000, surroundings=found.surroundings) <= first.plan.peak
+        assert validate(graph, found.schedule, budget=600_000, outside_memory=found.outside_memory) <= first.plan.peak
         assert len(found.schedule.choices.recompute) == len(first.schedule.choices.recompute)
     found, small = plans(call(3, 17), False), call(3, 17)
     step = plans._module
@@ -70,23 +70,23 @@ def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(
 def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Op by op a step may take more than the budget that it keeps as fused kernels."""
     torch.manual_seed(0)
-    budget, judge, peaks = 900_000, plan_cache.judged, list[int]()
+    budget, judge, peaks = 900_000, plan_cache.lower_and_predict, list[int]()
 
-    def judged(made: Schedule, around: Surroundings) -> Candidate:
-        found = judge(made, around)
+    def judged(made: Schedule, outside_memory: OutsideMemory) -> Candidate:
+        found = judge(made, outside_memory)
         peaks.append(found.peak)
         return found
 
     step = with_loss(SmallGPT(layers=2), token_loss)
     plans = Plans(step, Settings(engine="inductor"), budget, notify=[].append)
     first = plans(call(4, 24), False)
-    monkeypatch.setattr(plan_cache, "judged", judged)
+    monkeypatch.setattr(plan_cache, "lower_and_predict", judged)
     found, small = plans(call(4, 20), False), call(4, 20)
     assert isinstance(first, Planned)
     assert isinstance(found, Reused)
     assert found.fused is not None
     assert found.schedule.choices.fused
-    engine = Engine(found.captured, found.schedule, compiled(found.fused))
+    engine = Engine(found.captured, found.schedule, compile_parts(found.fused))
     engine.run(step, small).backward()  # what is compiled on the first call takes no part
     step.zero_grad()
     measured = measure_step(lambda: engine.run(step, small).backward()).growth_peak
@@ -166,7 +166,7 @@ def test_what_is_kept_of_plans_and_shapes_is_bounded(monkeypatch: pytest.MonkeyP
     for batch in range(3, 15):
         plans(call_of((torch.ones(batch, 4),), {}), False)
         assert len(plans.plans) <= 4
-        assert sum(len(kind.seen) for kind in plans._shapes._kinds.values()) <= 5
+        assert sum(len(kind.seen) for kind in plans._shapes._families.values()) <= 5
     assert plans.plans[0] is first
     assert isinstance(plans(call_of((torch.ones(14, 4),), {}), False), Reused)
 

@@ -147,12 +147,12 @@ def test_random_streams(draw: Any, name: str) -> None:
     def interrupted() -> None:
         with drawing_random_numbers():
             drawn.append(draw())
-        assert before.differing(RandomState.now()) == (name,)
+        assert before.differences(RandomState.now()) == (name,)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), random_state_restored():
         interrupted()
-    assert before.differing(RandomState.now()) == ()
+    assert before.differences(RandomState.now()) == ()
     assert [draw()] == drawn
     before.restore()
 

@@ -93,11 +93,11 @@ def test_memory_budgets_below_1_are_wrong_with_dropout_and_right_without() -> No
     plain = errors(COMPILED, COMPILED, 0.1)  # it draws other numbers than eager mode, in float64 the same
     assert plain.relative < 1e-6
     torch.compiler.reset()
-    wrong = errors(budget, COMPILED, 0.1).over(plain)
+    wrong = errors(budget, COMPILED, 0.1).exceeding(plain)
     assert len(wrong) > 4
     assert max(wrong.values()) > 0.1
     torch.compiler.reset()
-    assert errors(budget, EAGER, 0.0).over(errors(EAGER, EAGER, 0.0)) == {}
+    assert errors(budget, EAGER, 0.0).exceeding(errors(EAGER, EAGER, 0.0)) == {}
 
 
 def test_autocast_computes_in_fewer_bits() -> None:

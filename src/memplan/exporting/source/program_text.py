@@ -106,7 +106,7 @@ class _ProgramWriter:
             form = graph.form[action.form or 0]
             count = math.prod(graph.values[form.value].shape)
             kernel = writer.kernel("pack_bits")
-            return [writer.call(kernel, Ref(form.kept), Ref(form.value), form.how == "positive", count)]
+            return [writer.call(kernel, Ref(form.encoded), Ref(form.value), form.how == "positive", count)]
         if action.kind == "write":
             assert action.value is not None, "a write has a target"
             assert action.source is not None, "and a source"
@@ -127,7 +127,7 @@ class _ProgramWriter:
         gradient, output = arguments[DIRECT[op.target].same], output_of(op)
         count = math.prod(graph.values[output].shape)
         kernel = writer.kernel("scaled_by_bits")
-        return [writer.call(kernel, Ref(output), gradient, Ref(form.kept), slope, count)]
+        return [writer.call(kernel, Ref(output), gradient, Ref(form.encoded), slope, count)]
 
     def _update(self, run: Pass, writer: CallWriter, action: Action) -> list[str]:
         """Return the update of a parameter; none where it is fused into the gradient's kernel."""

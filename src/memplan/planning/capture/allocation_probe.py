@@ -60,6 +60,7 @@ class Allocations:
         self._events = sorted(born + died)
 
     def _read(self, record: _torch.Profile) -> None:
+        """Take spans and events over from torch's profile, without frees of what was allocated before this context."""
         self._ranges = record.ranges
         allocated = set[int]()
         for address, size, when, *_ in record.events:
@@ -90,6 +91,7 @@ class Allocations:
         return self._levels(name)[-1]
 
     def _levels(self, name: str) -> list[int]:
+        """Return the allocated bytes, relative to the start of a span, after each event in it."""
         start, end = self._ranges[name]
         return list(accumulate((size for when, size in self._events if start <= when <= end), initial=0))
 

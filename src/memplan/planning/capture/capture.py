@@ -38,7 +38,7 @@ from memplan.planning.capture.side_effects import (
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
-from memplan.planning.passes.pipeline import prepared
+from memplan.planning.passes.pipeline import prepare
 from memplan.trace.held_output import CapturedOutput
 from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
@@ -65,7 +65,7 @@ class Captured:
     """Values of inputs on which the traced branches depend (see `capture`)."""
     guards: tuple[Guard, ...] = ()
     """Flags, the last outputs of the graph: if one has another value, the model raises."""
-    relaid: bool = False
+    channels_last: bool = False
     """Whether convolutions work in channels last (see recapture.py)."""
     printed: bool = False
     """Whether forward() printed anything, which is not shown: a traced model has no values."""
@@ -79,7 +79,7 @@ class Captured:
 
 @own_streams()
 @_torch.without_anomaly_checks()
-def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relaid: bool = False) -> Captured:
+def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, channels_last: bool = False) -> Captured:
     """Trace forward and backward of a call of the model on fake tensors, without changing the model.
 
     Values of small integer inputs may decide a branch (is this mask all ones?). The result is then valid for calls for
@@ -90,7 +90,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
         model: in the state in which it is to run: ``training``, ``requires_grad`` and the active autocast count.
         call: the model's arguments.
         precision: dtype to compute in, and the encoding in which tensors may be saved.
-        relaid: convert the input of every convolution to channels last.
+        channels_last: convert the input of every convolution to channels last.
 
     Raises:
         UsageError: the step cannot be planned, or nothing in it needs a gradient.
@@ -103,10 +103,10 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     passes, free_tensors = Passes(model, Executed()), FreeTensors()
 
     def trace() -> _Traced:
-        return _trace(model, call, watch, opaque_calls, guards, precision, relaid, free_tensors, passes)
+        return _trace(model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, passes)
 
     try:
-        with passes.executed.following():
+        with passes.executed.observing():
             joint, flat = _trace_with_retries(trace, model, call, opaque_calls, guards, watch)
         _refuse_side_effects(trace, watch)
         passes.refuse()
@@ -120,7 +120,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     return replace(
         captured,
         constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
-        relaid=relaid,
+        channels_last=channels_last,
         guards=tuple(guards.guards),
         printed=watch.printed.lines > 0,
         reads=passes.reads(),
@@ -131,12 +131,12 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
 @_torch.without_anomaly_checks()
 def capture_symbolic(
     model: nn.Module, call: Call, varying: Sequence[Collection[int]], precision: Precision = EXACT, *,
-    relaid: bool = False,
+    channels_last: bool = False,
 ) -> tuple[_torch.Symbolic, Flat, Reads]:  # fmt: skip
     """Trace a call with symbols in place of the sizes of its tensors.
 
     Args:
-        model, precision, relaid: as for `capture`.
+        model, precision, channels_last: as for `capture`.
         call: the model's arguments; sizes that are equal here are assumed equal in other calls.
         varying: for each tensor of the call the dimensions whose sizes are symbols.
 
@@ -147,16 +147,16 @@ def capture_symbolic(
         SymbolicError: the call cannot be traced so, or does more than compute tensors from tensors.
     """
 
-    def fake(mode: Any, number: int, tensor: torch.Tensor) -> torch.Tensor:
+    def fake_with_symbols(mode: Any, number: int, tensor: torch.Tensor) -> torch.Tensor:
         return _torch.with_symbols(mode, tensor, varying[number], f"input_{number}")
 
     watch, opaque_calls, passes = Watch(model), OpaqueCallRegistry(), Passes(model, Executed())
     try:
         mode = _torch.symbolic_mode()
-        with passes.executed.following():
+        with passes.executed.observing():
             joint, flat = _trace(
-                model, call, watch, opaque_calls, Guards(), precision, relaid, FreeTensors(), passes, conditional=False,
-                fake=fake, mode=mode,
+                model, call, watch, opaque_calls, Guards(), precision, channels_last, FreeTensors(), passes,
+                conditional=False, fake=fake_with_symbols, mode=mode,
             )  # fmt: skip
         passes.refuse()
         assert flat.returned is not None
@@ -192,7 +192,7 @@ def read(
             expected="an output that depends on a parameter with requires_grad",
             do="Unfreeze a parameter",
         )
-    graph = prepared(graph, reader.casts, precision, on_cpu=reader.values.on_cpu)
+    graph = prepare(graph, reader.casts, precision, on_cpu=reader.values.on_cpu)
     return Captured(
         graph, reader.values.constants, flat.returned, tuple(reader.values.tangents), opaque, joint.conditions
     )
@@ -257,46 +257,54 @@ class _Untraceable(Exception):
 
 def _trace(
     model: nn.Module, call: Call, watch: Watch, opaque_calls: OpaqueCallRegistry, guards: Guards,
-    precision: Precision, relaid: bool, free_tensors: FreeTensors, passes: Passes | None = None, **options: Any,
+    precision: Precision, channels_last: bool, free_tensors: FreeTensors, passes: Passes | None = None, **options: Any,
 ) -> _Traced:  # fmt: skip
-    """Trace once. ``options``: passed on to `_torch.joint_graph`."""
+    """Trace forward and backward once. ``options``: passed on to `_torch.joint_graph`.
+
+    Returns the traced graph and the module that was traced, which knows how the model's output is built from it.
+
+    Raises:
+        _Untraceable: torch or the user's code raised an error; a guard or an opaque call may avoid it.
+    """
     place, names = Place(), {id(module): name for name, module in model.named_modules()}
     if isinstance(model, WithLoss):  # layers have the user's names
         names |= {id(module): name for name, module in model.model.named_modules()}
     if passes is not None:
-        passes.executed.reads_late = False  # set by real runs, in which opaque calls run their own backward pass
+        passes.executed.backward_reads_state = (
+            False  # set by real runs, in which opaque calls run their own backward pass
+        )
     autocast, caches_casts = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def inside() -> Iterator[None]:
-        opaque = opaque_calls.tracing(lambda: names.get(place.module, ""))
-        lowered = _lowered(model, names, precision)
-        layout = ChannelsLast() if relaid else nullcontext()
+    def trace_contexts() -> Iterator[None]:
+        opaque_context = opaque_calls.tracing(lambda: names.get(place.module, ""))
+        precision_context = _autocast_to(model, names, precision)
+        layout_context = ChannelsLast() if channels_last else nullcontext()
         with (
-            _torch.casts_kept(caches_casts) as region, autocast(), lowered, opaque,
-            _locating(names, place, region, free_tensors), layout, guards.tracing(), watch.seeding(),
+            _torch.casts_kept(caches_casts) as region, autocast(), precision_context, opaque_context,
+            _annotating_ops(names, place, region, free_tensors), layout_context, guards.tracing(), watch.seeding(),
         ):  # fmt: skip
             yield
         if passes is not None:
-            passes.ended()
+            passes.end_pass()
 
     dtypes, structure = None, None
     if precision.compute:  # outputs have the dtypes of the step as written
-        _, plain = _trace(model, call, watch, opaque_calls, guards, EXACT, False, free_tensors)
-        dtypes, structure = plain.dtypes, plain.returned and plain.returned.structure
+        _, exact_flat = _trace(model, call, watch, opaque_calls, guards, EXACT, False, free_tensors)
+        dtypes, structure = exact_flat.dtypes, exact_flat.returned and exact_flat.returned.structure
 
     def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Cast outputs to the dtypes of the plain step, and undo channels last. Equal tensors stay the same object."""
-        expected = [output.dtype for output in outputs] if dtypes is None else dtypes
+        dtypes_expected = [output.dtype for output in outputs] if dtypes is None else dtypes
         converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        for output, dtype in zip(outputs, expected, strict=True):
+        for output, dtype in zip(outputs, dtypes_expected, strict=True):
             cast = output.to(dtype)
-            converted.setdefault((id(output), dtype), in_order(cast) if relaid else cast)
-        return [converted[id(output), dtype] for output, dtype in zip(outputs, expected, strict=True)]
+            converted.setdefault((id(output), dtype), in_order(cast) if channels_last else cast)
+        return [converted[id(output), dtype] for output, dtype in zip(outputs, dtypes_expected, strict=True)]
 
-    flat = Flat(model, call, inside, finish, structure, lambda: guards.flags)
+    flat = Flat(model, call, trace_contexts, finish, structure, lambda: guards.flags)
     try:
-        with place.following(), _capturing_now(), _without_cudnn(model), watch.printed.capturing():
+        with place.following(), _marked_as_capturing(), _without_cudnn(model), watch.printed.capturing():
             return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **options), flat
     except MemplanError:
         raise
@@ -329,7 +337,8 @@ def is_capturing() -> bool:
 
 
 @contextmanager
-def _capturing_now() -> Iterator[None]:
+def _marked_as_capturing() -> Iterator[None]:
+    """Within this context `is_capturing` is true for this thread."""
     _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:
         yield
@@ -338,8 +347,8 @@ def _capturing_now() -> Iterator[None]:
 
 
 @contextmanager
-def _lowered(model: nn.Module, names: Mapping[int, str], precision: Precision) -> Iterator[None]:
-    """Enter the autocast of a precision; the layers that it excludes (``precision.apart``) run without it."""
+def _autocast_to(model: nn.Module, names: Mapping[int, str], precision: Precision) -> Iterator[None]:
+    """Run the model under the autocast of a precision, except for the layers that it excludes (``precision.apart``)."""
     if not precision.compute:
         yield
         return
@@ -357,10 +366,10 @@ def _lowered(model: nn.Module, names: Mapping[int, str], precision: Precision) -
 def _without_autocast(module: nn.Module, device: str, autocast: torch.dtype) -> Callable[..., Any]:
     """Return a layer's forward without autocast: inputs in its dtype are cast to the dtype of the parameters."""
     forward = module.forward
-    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    parameter_dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(own) if isinstance(leaf, torch.Tensor) and leaf.dtype == autocast else leaf
+        return leaf.to(parameter_dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == autocast else leaf
 
     def forward_without_autocast(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, enabled=False):
@@ -371,6 +380,7 @@ def _without_autocast(module: nn.Module, device: str, autocast: torch.dtype) -> 
 
 
 def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
+    """Return the user's error for a step that cannot be traced, with its cause in terms of their code."""
     error, layer = untraceable.error, untraceable.layer
     where = format_frame(frame_of_error(error))
     text = textwrap.shorten((str(error).strip().split("\n")[0] or "no message").rstrip("."), 300, placeholder=" ...")
@@ -448,22 +458,22 @@ def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingEr
 
 
 @contextmanager
-def _locating(
+def _annotating_ops(
     names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors
 ) -> Iterator[None]:
     """Annotate each traced op with its layer, line and autocast region, and replace free tensors by constants."""
     lines: dict[tuple[str, int] | None, str | None] = {}
     calls = itertools.count()
 
-    class Locating(TorchFunctionMode):
+    class AnnotationMode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             safe_point()
             frame = user_frame()
             if frame not in lines:
                 lines[frame] = format_frame(frame)
             _torch.say_place((names.get(place.module, ""), lines[frame]), (next(calls), region()))
-            args, kwargs = free_tensors.replaced((args, kwargs or {}))
+            args, kwargs = free_tensors.replace_free((args, kwargs or {}))
             return func(*args, **kwargs)
 
-    with Locating():
+    with AnnotationMode():
         yield

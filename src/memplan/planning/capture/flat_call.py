@@ -88,29 +88,29 @@ class Flat(nn.Module):
 
     Args:
         model, call: the model and its arguments.
-        around: context manager that the model runs in.
-        finished: converts the outputs to the dtypes and layouts that the caller expects.
-        like: structure of the converted outputs, since containers may store a dtype; None: as the model returns it.
+        context: context manager that the model runs in.
+        convert_outputs: converts the outputs to the dtypes and layouts that the caller expects.
+        output_structure: of the converted outputs, since containers may store a dtype; None: as the model returns it.
         flags: returns the flags that the last call read as guards.
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, around: Callable[[], AbstractContextManager[Any]],
-        finished: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda outputs: outputs,
-        like: Structure | None = None, flags: Callable[[], Iterable[torch.Tensor]] = tuple,
+        self, model: nn.Module, call: Call, context: Callable[[], AbstractContextManager[Any]],
+        convert_outputs: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda outputs: outputs,
+        output_structure: Structure | None = None, flags: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._finished, self._like, self._flags = finished, like, flags
+        self._convert_outputs, self._output_structure, self._flags = convert_outputs, output_structure, flags
         self.dtypes: tuple[torch.dtype, ...] = ()
         """Dtypes of the outputs of the last call, before any cast."""
-        self._bare = (_Bare(model),)  # in a tuple, so that its parameters are not this module's, too
-        self._call, self._around = call, around
+        self._without_hooks = (_WithoutHooks(model),)  # in a tuple, so that its parameters are not this module's, too
+        self._call, self._context = call, context
         self.paths: dict[str, str] = {}
         """The model's name of each parameter and buffer of this module."""
         for path, parameter in model.named_parameters():
-            self.register_parameter(self._number(path), parameter)
+            self.register_parameter(self._register_name(path), parameter)
         for path, buffer in model.named_buffers():
-            self.register_buffer(self._number(path), buffer)
+            self.register_buffer(self._register_name(path), buffer)
         self.returned: Returned | None = None
         """Recipe of the output of the last call."""
         self.written: tuple[str, ...] = ()
@@ -121,7 +121,9 @@ class Flat(nn.Module):
         """Names in the model of the parameters with post-accumulate-grad hooks."""
         return frozenset(self.paths[name] for name, p in self.named_parameters() if _torch.has_gradient_hooks(p))
 
-    def _number(self, path: str) -> str:
+    def _register_name(self, path: str) -> str:
+        """Return a name for this module's attribute (the model's contain dots), and record which tensor it stands
+        for."""
         name = f"tensor_{len(self.paths)}"
         self.paths[name] = path
         return name
@@ -131,29 +133,29 @@ class Flat(nn.Module):
         flags of guards, then new values of buffers."""
         args, kwargs = self._call.rebuild(tensors)
         state = {path: getattr(self, name) for name, path in self.paths.items()}
-        with self._around():
-            output = self._bare[0].called(state, args, kwargs)
+        with self._context():
+            output = self._without_hooks[0].called(state, args, kwargs)
         outputs, structure = take_apart(output)
         self.dtypes = tuple(tensor.dtype for tensor in outputs)
-        finished = self._finished(outputs)
-        if self._like or any(after is not before for after, before in zip(finished, outputs, strict=True)):
-            output = (self._like or structure).rebuild(finished)
+        converted = self._convert_outputs(outputs)
+        if self._output_structure or any(after is not before for after, before in zip(converted, outputs, strict=True)):
+            output = (self._output_structure or structure).rebuild(converted)
             outputs, structure = take_apart(output)
         unique = list({id(tensor): tensor for tensor in outputs}.values())
-        place = {id(tensor): at for at, tensor in enumerate(unique)}
-        wanted = {id(tensor) for tensor in differentiable(output)}
+        index_of = {id(tensor): at for at, tensor in enumerate(unique)}
+        with_gradient = {id(tensor) for tensor in differentiable(output)}
         self.returned = Returned(
             structure,
-            tuple(place[id(tensor)] for tensor in outputs),
-            tuple(at for at, output in enumerate(unique) if output.requires_grad and id(output) not in wanted),
+            tuple(index_of[id(tensor)] for tensor in outputs),
+            tuple(at for at, output in enumerate(unique) if output.requires_grad and id(output) not in with_gradient),
         )
         bases = {_base(tensor) for tensor in (*tensors, *state.values())}
-        replaced = self._bare[0].replaced
+        replaced = self._without_hooks[0].replaced
         self.written = tuple(replaced)
-        changed = {_memory(state[path]) for path in replaced}
+        overwritten = {_memory(state[path]) for path in replaced}
         return (
-            *(_without_view(t, bases) if id(t) in wanted else _detached(t, changed) for t in unique),
-            *(_detached(t, changed) for t in (*self._flags(), *replaced.values())),
+            *(_without_view(t, bases) if id(t) in with_gradient else _detached(t, overwritten) for t in unique),
+            *(_detached(t, overwritten) for t in (*self._flags(), *replaced.values())),
         )
 
 
@@ -165,21 +167,23 @@ def _without_view(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
     return tensor
 
 
-def _detached(tensor: torch.Tensor, changed: set[int]) -> torch.Tensor:
+def _detached(tensor: torch.Tensor, overwritten: set[int]) -> torch.Tensor:
     """Detach a tensor; clone it if it shares memory with a buffer that gets a new value."""
-    return tensor.detach().clone() if _memory(tensor) in changed else tensor.detach()
+    return tensor.detach().clone() if _memory(tensor) in overwritten else tensor.detach()
 
 
 def _base(tensor: torch.Tensor) -> int:
+    """Return the id of the tensor of which this one is a view, its own if it is none."""
     return id(_torch.viewed(tensor))
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    """Return a key that is equal for tensors in the same storage; unique for empty tensors, which share nothing."""
     strided = tensor.layout == torch.strided and tensor.numel() > 0
     return _torch.storage_key(tensor.untyped_storage()) if strided else id(tensor)
 
 
-class _Bare(nn.Module):
+class _WithoutHooks(nn.Module):
     """A model without its own hooks, which run before and after the planned step."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -194,8 +198,8 @@ class _Bare(nn.Module):
         self._state = state
         try:
             tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-            own = {id(tensor): state[path] for path, tensor in tensors if path in state}
-            with _torch.tensors_replaced(self.model, own):
+            replacements = {id(tensor): state[path] for path, tensor in tensors if path in state}
+            with _torch.tensors_replaced(self.model, replacements):
                 return self(*args, **kwargs)
         finally:
             self._state = {}
@@ -215,18 +219,19 @@ class _Bare(nn.Module):
             before = self._state[path]
             if before.shape != buffer.shape or before.dtype != buffer.dtype:
                 raise UsageError(
-                    f"forward() puts {_kind(buffer)} in the place of the buffer {path}, {_kind(before)}",
+                    f"forward() puts {_shape_and_dtype(buffer)} in the place of the buffer {path}, "
+                    f"{_shape_and_dtype(before)}",
                     expected="buffers that keep their shape and dtype",
                     do="Keep what changes its shape out of forward()",
                 )
         return output
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _shape_and_dtype(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-_PURE = ("make_inputs_require_grads", "make_inputs_require_grad")
+_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Hooks of transformers and peft that only set ``requires_grad`` of an output."""
 _TRANSPARENT = ("torch.nn.utils.", "transformers.utils.output_capturing")
 """Modules whose hooks are a part of forward(); the second collects hidden states during the call."""
@@ -235,4 +240,4 @@ _TRANSPARENT = ("torch.nn.utils.", "transformers.utils.output_capturing")
 def is_transparent(hook: Any) -> bool:
     """Return whether a hook has no side effects beyond the call, such as torch's hooks that compute a weight."""
     module = getattr(hook, "__module__", "") or type(hook).__module__
-    return module.startswith(_TRANSPARENT) or getattr(hook, "__name__", "") in _PURE
+    return module.startswith(_TRANSPARENT) or getattr(hook, "__name__", "") in _GRADIENT_HOOKS

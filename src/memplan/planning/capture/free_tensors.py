@@ -17,32 +17,33 @@ class FreeTensors:
     """Free tensors without data of a model, and their replacements."""
 
     def __init__(self) -> None:
-        self._instead: dict[int, torch.Tensor] = {}
+        self._constants: dict[int, torch.Tensor] = {}
         self._originals: dict[int, torch.Tensor] = {}
         """Kept alive, as their ids are known."""
 
-    def replaced(self, arguments: Any) -> Any:
-        """Return the arguments of a function with free tensors replaced."""
+    def replace_free(self, arguments: Any) -> Any:
+        """Return the arguments of a function with each free tensor without data replaced by its constant."""
         leaves, spec = _torch.tree_flatten(arguments)
         if not any(map(_is_recorded, leaves)):
             return arguments
-        return _torch.tree_unflatten([self._of(leaf) for leaf in leaves], spec)
+        return _torch.tree_unflatten([self._constant_for(leaf) for leaf in leaves], spec)
 
     def original(self, constant: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that a constant replaces."""
+        """Return the free tensor that a constant of the graph stands for; other constants are returned unchanged."""
         return self._originals.get(id(constant), constant)
 
-    def _of(self, leaf: Any) -> Any:
+    def _constant_for(self, leaf: Any) -> Any:
+        """Return the constant that replaces a free tensor, one for each; other leaves are returned unchanged."""
         if not _is_recorded(leaf):
             return leaf
-        if id(leaf) not in self._instead:
+        if id(leaf) not in self._constants:
             with _torch.no_modes():
                 constant = leaf.constant
                 if constant is None:
                     constant = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-                self._instead[id(leaf)] = constant.requires_grad_() if leaf.requires_grad else constant
-            self._originals[id(self._instead[id(leaf)])] = leaf
-        return self._instead[id(leaf)]
+                self._constants[id(leaf)] = constant.requires_grad_() if leaf.requires_grad else constant
+            self._originals[id(self._constants[id(leaf)])] = leaf
+        return self._constants[id(leaf)]
 
 
 def _is_recorded(leaf: Any) -> bool:

@@ -55,9 +55,14 @@ class Values:
         self._owner: dict[int, int] = {}
         """Owning value of each storage."""
         for node, role in zip(_placeholders(joint), joint.inputs, strict=True):
-            self._placeholder(node, role)
+            self._add_placeholder(node, role)
 
-    def _placeholder(self, node: Any, role: _torch.Role) -> None:
+    def _add_placeholder(self, node: Any, role: _torch.Role) -> None:
+        """Add the value of a graph input: a parameter, a buffer, an argument of the call or a tangent.
+
+        Raises:
+            UsageError: the step has an input that plans do not support.
+        """
         if role.kind == "token":
             return
         if role.kind not in _KINDS:
@@ -82,22 +87,34 @@ class Values:
         if role.kind == "tangent":
             self.tangents.append(role.index)
 
-    def constant(self, node: Any) -> None:
+    def add_constant(self, node: Any) -> None:
         """Add a constant of the graph."""
         tensor = getattr(self._module, node.target)
         if isinstance(tensor, torch.Generator):
             _refuse_generator(node)
         if tensor.requires_grad:
             _refuse_unregistered(node, tensor)
-        number = next((value for value, constant in self.constants.items() if constant is tensor), None)
+        number = next((value for value, known_tensor in self.constants.items() if known_tensor is tensor), None)
         if number is None:
             number = self._add(node.name, "constant", tensor)
             self.constants[number] = tensor
         self.of[node] = number
         node.meta.setdefault("val", tensor)
 
-    def results(self, node: Any, results: Sequence[Any], tokens: int, index: int) -> tuple[tuple[int | None, ...], int]:
-        """Add the results of an op that are read; return them, and the bytes of unread results."""
+    def add_results(
+        self, node: Any, results: Sequence[Any], tokens: int, index: int
+    ) -> tuple[tuple[int | None, ...], int]:
+        """Add a value for each result of an op that another op reads.
+
+        Args:
+            node: the op.
+            results: its result tensors.
+            tokens: how many outputs of the node are effect tokens, before the results.
+            index: the op's index.
+
+        Returns:
+            The values by result (None: nothing reads it), and the bytes of results that are freed at once, unread.
+        """
         single = isinstance(node.meta["val"], torch.Tensor)
         getters = [] if single else [user for user in node.users if user.target is operator.getitem]
         named = {0: node.name} if single else {user.args[1] - tokens: user.name for user in getters}
@@ -203,17 +220,22 @@ class Reader:
         self._mutated |= {value.id for value in values.all if value.kind == "buffer" and value.path in self._written}
         for node in nodes:
             if node.op == "get_attr":
-                values.constant(node)
+                values.add_constant(node)
         calls = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
         for backward in (False, True):
             for node in calls:
                 if _torch.is_backward(node) == backward:
                     safe_point()
-                    self._call(node)
+                    self._add_op(node)
             self._sequences = sorted(self._forward_op)
-        return self._finished(results)
+        return self._joint_graph(results)
 
-    def _finished(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
+    def _joint_graph(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
+        """Build the graph from all values and ops that were read. ``results``: its output nodes with their roles.
+
+        Raises:
+            UsageError: forward() changes inputs or buffers in a way that plans do not support.
+        """
         values, placeholders = self.values.of, self.values.placeholders
         outputs: list[int] = []
         gradients: list[tuple[int, int]] = []
@@ -247,7 +269,8 @@ class Reader:
             torch=torch.__version__,
         )  # fmt: skip
 
-    def _call(self, node: Any) -> None:
+    def _add_op(self, node: Any) -> None:
+        """Append the op of a call node, with its operands, results, workspace and place in the user's code."""
         index, first = len(self.ops), len(self.values.all)
         effect = _torch.effect_of(node)
         function, arguments = (node.target, node.args) if effect is None else (effect, node.args[2:])
@@ -265,7 +288,7 @@ class Reader:
         results = (result,) if isinstance(result, torch.Tensor) else tuple(result)[tokens:]
         _refuse_sparse(results, target, layer, where)
         multiple = len(results) > 1 if tokens else not isinstance(result, torch.Tensor)
-        outputs, discarded = self.values.results(node, results, tokens, index)
+        outputs, discarded = self.values.add_results(node, results, tokens, index)
         args = eager_arguments(
             target, idle_arguments(target, self.values.references(tuple(arguments))), results[0] if results else None
         )
@@ -273,7 +296,7 @@ class Reader:
         makes = tuple(v.id for v in self.values.all[first:] if v.base == v.id)
         reads = tuple(dict.fromkeys(self.values.all[v].base for v in refs((args, kwargs))))
         backward = _torch.is_backward(node)
-        layer, where, forward = self._place(node, index, backward)
+        layer, where, forward = self._locate(node, index, backward)
         region = None if backward else _torch.cast_in(node)
         if target == CAST and region is not None:
             self.casts[index] = region
@@ -286,12 +309,17 @@ class Reader:
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
                 discarded, scratch, (), 0.0, _torch.is_random(function, args, kwargs),
-                effect is not None or self._once(target, reads), layer, where, forward,
+                effect is not None or self._must_run_once(target, reads), layer, where, forward,
                 holds=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (),
             )
         )  # fmt: skip
 
-    def _place(self, node: Any, index: int, backward: bool) -> tuple[str, str | None, int | None]:
+    def _locate(self, node: Any, index: int, backward: bool) -> tuple[str, str | None, int | None]:
+        """Return (layer, line, index of the forward op) of an op.
+
+        A backward op has the layer and line of the forward op that it differentiates: the one with its autograd
+        sequence number. For a forward op the last is None.
+        """
         sequence = _torch.sequence_of(node)
         if not backward:
             if sequence is not None:
@@ -303,7 +331,7 @@ class Reader:
         forward = self._forward_op[self._sequences[at]]  # of the next number if an in-place change has this one
         return self.ops[forward].layer, self.ops[forward].where, forward
 
-    def _once(self, target: str, reads: tuple[int, ...]) -> bool:
+    def _must_run_once(self, target: str, reads: tuple[int, ...]) -> bool:
         """Return whether an op must not be recomputed: an opaque call saves tensors for its derivative, a library's op
         may draw random numbers, and an op may read a tensor that the step changes. (Results of a training batch norm do
         not depend on the running statistics that it changes.)"""

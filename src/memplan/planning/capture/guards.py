@@ -16,7 +16,7 @@ import torch
 from memplan import _torch
 from memplan.trace.recording.place import Line, format_frame, raised_by_statement, user_frame
 
-_MOST = 32
+_MAX_FLAGS = 32
 """Most flags whose other answer is tried, each in a forward pass."""
 
 
@@ -30,7 +30,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _FlagRead:
     """A flag that a real run read."""
 
     line: Line | None
@@ -50,56 +50,64 @@ class Guards:
         """Guards of the last trace."""
         self.flags: list[torch.Tensor] = []
         """Their values in the last trace."""
-        self._seen: tuple[_Seen, ...] | None = None
+        self._real_reads: tuple[_FlagRead, ...] | None = None
         self._next = 0
 
     def learn(self, run: Callable[[], Any]) -> bool:
-        """Run the model, and again with the other answer to each flag. Return whether new guards were recognized."""
-        if self._seen is not None:
+        """Run the model, then again for each flag with its answer negated, to see which flags lead to a ``raise``.
+
+        Returns whether there are such flags, so that a trace with them as guards may succeed; False in later calls.
+        """
+        if self._real_reads is not None:
             return False
-        reads = enumerate(_reads(run))
-        self._seen = tuple(_Seen(line, flag, at < _MOST and _ends_in_raise(run, at)) for at, (line, flag) in reads)
-        return any(seen.is_guard for seen in self._seen)
+        indexed_reads = enumerate(_run_and_log_reads(run))
+        self._real_reads = tuple(
+            _FlagRead(line, flag, at < _MAX_FLAGS and _ends_in_raise(run, at)) for at, (line, flag) in indexed_reads
+        )
+        return any(read.is_guard for read in self._real_reads)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Answer the reads of guards within this context, for one pass of the trace."""
+        """Within this context, which is one pass of the trace, flags that are guards read as they did in the real
+        run."""
         self.guards, self.flags, self._next = [], [], 0
-        with _answered_by(self._answered):
+        with _intercepting_flag_reads(self._answer):
             yield
 
-    def _answered(self, flag: torch.Tensor, read: Callable[[], bool]) -> bool:
-        at, self._next = self._next, self._next + 1
+    def _answer(self, flag: torch.Tensor, read: Callable[[], bool]) -> bool:
+        """Return the value of a flag that the model reads. A traced tensor has none: if the same read of the real run
+        is a guard, its answer is returned and the guard is recorded; else torch's error ends the trace."""
+        index, self._next = self._next, self._next + 1
         try:
             return read()
         except _torch.DATA_DEPENDENT:
             line = user_frame()
-            seen = self._seen[at] if self._seen and at < len(self._seen) else None
-            if seen is None or not seen.is_guard or seen.line != line:
+            real_read = self._real_reads[index] if self._real_reads and index < len(self._real_reads) else None
+            if real_read is None or not real_read.is_guard or real_read.line != line:
                 raise
         self.flags.append(flag)
-        self.guards.append(Guard(seen.answer, format_frame(line)))
-        return seen.answer
+        self.guards.append(Guard(real_read.answer, format_frame(line)))
+        return real_read.answer
 
 
 @contextmanager
-def _answered_by(answer: Callable[[torch.Tensor, Callable[[], bool]], bool]) -> Iterator[None]:
+def _intercepting_flag_reads(answer: Callable[[torch.Tensor, Callable[[], bool]], bool]) -> Iterator[None]:
     """Call ``answer(flag, read)`` for each read of a boolean scalar in this thread.
 
     The methods are patched, since a mode does not see the reads of torch's own functions.
     """
-    inside = False
+    in_read = False
 
     def read_by(method: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
         def read(tensor: torch.Tensor) -> Any:
-            nonlocal inside
-            if inside or tensor.dtype != torch.bool:  # a traced tensor reads the tensor that it wraps
+            nonlocal in_read
+            if in_read or tensor.dtype != torch.bool:  # a traced tensor reads the tensor that it wraps
                 return method(tensor)
-            inside = True
+            in_read = True
             try:
                 return answer(tensor, lambda: method(tensor))
             finally:
-                inside = False
+                in_read = False
 
         return _torch.here_alone(read, method)
 
@@ -108,23 +116,24 @@ def _answered_by(answer: Callable[[torch.Tensor, Callable[[], bool]], bool]) -> 
         yield
 
 
-def _reads(run: Callable[[], Any], other: int | None = None) -> list[tuple[Line | None, bool]]:
-    """Run, and return (line, value) of each read of a flag. ``other``: index of the flag to negate."""
+def _run_and_log_reads(run: Callable[[], Any], negated: int | None = None) -> list[tuple[Line | None, bool]]:
+    """Run, and return (line, value) of each read of a flag. ``negated``: index of the flag to negate."""
     reads: list[tuple[Line | None, bool]] = []
 
-    def answered(flag: torch.Tensor, read: Callable[[], bool]) -> bool:
+    def log_read(flag: torch.Tensor, read: Callable[[], bool]) -> bool:
         answer = read()
         reads.append((user_frame(), answer))
-        return answer if len(reads) - 1 != other else not answer
+        return answer if len(reads) - 1 != negated else not answer
 
-    with _answered_by(answered):
+    with _intercepting_flag_reads(log_read):
         run()
     return reads
 
 
-def _ends_in_raise(run: Callable[[], Any], other: int) -> bool:
+def _ends_in_raise(run: Callable[[], Any], negated: int) -> bool:
+    """Return whether the model raises by a ``raise`` or ``assert`` statement if one flag reads as its opposite."""
     try:
-        _reads(run, other)
+        _run_and_log_reads(run, negated)
     except (Exception, SystemExit) as error:
         return isinstance(error, SystemExit) or raised_by_statement(error)
     return False

@@ -82,7 +82,7 @@ class OpaqueCall(Printed):
     def gradients(
         self, recorded: _torch.Recorded, gradients: Sequence[torch.Tensor | None], *, keep: bool = False
     ) -> list[torch.Tensor]:
-        """Return the gradients of the arguments that need one, in the layouts of `received`, where known.
+        """Return the gradients of the arguments that need one, in the layouts of `gradient_layouts`, where known.
 
         Each has a storage of its own: a gradient that shares memory with another or with an incoming one is copied.
         """
@@ -90,7 +90,7 @@ class OpaqueCall(Printed):
         storages = {_storage(gradient) for gradient in gradients if gradient is not None}
         results = list[torch.Tensor]()
         while computed:
-            gradient, like = computed.pop(0), self.received[len(results)]
+            gradient, like = computed.pop(0), self.gradient_layouts[len(results)]
             if not self.gradient_likes and gradient is not None and is_dense(gradient):
                 like = Like.of(gradient)
             result = like.empty().zero_() if gradient is None else gradient
@@ -102,7 +102,7 @@ class OpaqueCall(Printed):
         return results
 
     @property
-    def received(self) -> list[Like]:
+    def gradient_layouts(self) -> list[Like]:
         """Layouts of the gradients of the arguments that need one."""
         gradients = self.gradient_likes or self.inputs
         return [
@@ -124,6 +124,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _forward(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+    """Run the op of an opaque call: return its results and the handle, which keeps what autograd saved alive."""
     call = _CALLS[key]
     recorded = call.run(inputs)
     results = _without_sharing(recorded, inputs)
@@ -154,6 +155,7 @@ def _without_sharing(recorded: _torch.Recorded, inputs: Sequence[torch.Tensor]) 
 
 
 def _forward_without_data(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+    """Return the results of an opaque call as fake tensors; the storage of the handle has the size of what is saved."""
     call = _CALLS[key]
     handle = torch.empty(max(call.saved_bytes, 1), dtype=torch.uint8).as_strided((), ())
     return [*(like.empty() for like in call.results), handle]
@@ -169,7 +171,7 @@ def _backward(
 def _backward_without_data(
     handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], key: str
 ) -> list[torch.Tensor]:
-    return [like.empty() for like in _CALLS[key].received]
+    return [like.empty() for like in _CALLS[key].gradient_layouts]
 
 
 _torch.define_opaque(_forward, _forward_without_data, _backward, _backward_without_data)
@@ -215,11 +217,11 @@ class OpaqueCallRegistry:
         self._examples: list[OpaqueCall] = []
         """Calls of what is marked in a real run of the model, in order."""
         self._next = 0
-        self._inside = False
+        self._in_opaque_call = False
         """Whether an opaque call runs: opaque calls inside of it are part of it."""
 
     def mark(self, culprit: Any) -> bool:
-        """Make an autograd function or op opaque. Return False for None and where it is already.
+        """Make an autograd function or op opaque. Return whether it was not before; False for None.
 
         Raises:
             RecordingError: its memory cannot be measured, since torch's profiler is active.
@@ -240,27 +242,28 @@ class OpaqueCallRegistry:
         """Run the model once to measure the calls of everything that is marked."""
         self._examples = []
         if self._marked:
-            with self._intercepted(self._measure, lambda: ""):
+            with self._intercepting(self._measure_call, lambda: ""):
                 run()
 
     @contextmanager
     def tracing(self, layer: Callable[[], str]) -> Iterator[None]:
         """Trace opaque calls as ops of the graph in this context. It is entered for each pass of the trace."""
         self._next, self._previous, self.calls = 0, self.calls, []
-        with self._intercepted(self._trace, layer, self._trace_recurrent):
+        with self._intercepting(self._trace, layer, self._trace_recurrent):
             yield
 
     @contextmanager
-    def _intercepted(
+    def _intercepting(
         self, intercept: _Intercept, layer: Callable[[], str], recurrent: _Intercept | None = None
     ) -> Iterator[None]:
-        """Hand calls of marked functions and ops to ``intercept``, and torch's LSTM and GRU to ``recurrent``."""
+        """Within this context ``intercept`` runs instead of marked functions and ops, and ``recurrent`` instead of
+        torch's LSTM and GRU. ``layer`` returns the name of the layer that is running."""
         registry, packets = self, [culprit for culprit in self._marked if not isinstance(culprit, type)]
 
         class Intercepting(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 kwargs = kwargs or {}
-                if registry._inside:
+                if registry._in_opaque_call:
                     return func(*args, **kwargs)
                 title = str(getattr(func, "__name__", func))
                 if recurrent and title in _RECURRENT and isinstance(func, type(torch.lstm)):
@@ -273,7 +276,9 @@ class OpaqueCallRegistry:
             apply = cls.apply
 
             def replaced(*args: Any) -> Any:
-                return apply(*args) if registry._inside else intercept(cls.__qualname__, apply, args, {}, layer())
+                return (
+                    apply(*args) if registry._in_opaque_call else intercept(cls.__qualname__, apply, args, {}, layer())
+                )
 
             return staticmethod(replaced)
 
@@ -284,52 +289,60 @@ class OpaqueCallRegistry:
             stack.enter_context(Intercepting())
             yield
 
-    def _measure(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
+    def _measure_call(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
+        """Run an opaque call of the real run, measure it and its derivative as an example for the trace, and return its
+        output. Gradients are requested for all tensors that can have one, as it is not known which the trace needs."""
         tensors, arguments = take_apart((args, kwargs))
         needs_gradient = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
 
-        def measure(needs_gradient: Sequence[bool]) -> tuple[OpaqueCall, list[torch.Tensor]]:
-            self._inside = True
+        def measure_with(needs_gradient: Sequence[bool]) -> tuple[OpaqueCall, list[torch.Tensor]]:
+            self._in_opaque_call = True
             try:
-                return _measured(title, function, arguments, tensors, needs_gradient, layer)
+                return _measure_memory(title, function, arguments, tensors, needs_gradient, layer)
             finally:
-                self._inside = False
+                self._in_opaque_call = False
 
-        def runs(position: int) -> bool:
+        def accepts_gradient_at(position: int) -> bool:
             """Return whether the call accepts that the tensor at this position alone needs a gradient."""
             try:
-                measure([other == position for other in range(len(tensors))])
+                measure_with([index == position for index in range(len(tensors))])
             except Exception:
                 return False
             return True
 
         try:
-            call, results = measure(needs_gradient)
+            call, results = measure_with(needs_gradient)
         except Exception:  # some code refuses that certain tensors need a gradient
-            call, results = measure([needed and runs(position) for position, needed in enumerate(needs_gradient)])
+            call, results = measure_with(
+                [wanted and accepts_gradient_at(position) for position, wanted in enumerate(needs_gradient)]
+            )
         self._examples.append(call)
         return call.output_structure.rebuild(results)
 
     def _trace(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
+        """Replace an opaque call by one op in the traced graph, with the memory that was measured in the real run."""
         tensors, arguments = take_apart((args, kwargs))
         example = self._next_example(title, tensors, layer)
         needs_gradient = _needs_gradient(tensors)
-        return self._applied(
+        return self._insert_op(
             replace(example, function=function, arguments=arguments, needs_gradient=needs_gradient, layer=layer),
             tensors,
         )
 
     def _trace_recurrent(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
+        """Replace a call of torch's LSTM or GRU by one op in the traced graph. Its memory is measured without data,
+        once for all passes of the trace."""
         tensors, arguments = take_apart((args, kwargs))
         inputs, needs_gradient = tuple(Like.of(tensor) for tensor in tensors), _needs_gradient(tensors)
         call = self._previous[len(self.calls)] if len(self.calls) < len(self._previous) else None
         signature = (title, arguments, needs_gradient, inputs)
         if call is None or (call.title, call.arguments, call.needs_gradient, call.inputs) != signature:
-            call, _ = _measured(title, function, arguments, inputs, needs_gradient, layer)
-        return self._applied(call, tensors)
+            call, _ = _measure_memory(title, function, arguments, inputs, needs_gradient, layer)
+        return self._insert_op(call, tensors)
 
-    def _applied(self, call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
-        call = self._registered(call)
+    def _insert_op(self, call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
+        """Add the op of an opaque call to the traced graph, and return the output of the call."""
+        call = self._register(call)
         return call.output_structure.rebuild(_OpaqueFunction.apply(call, *tensors))
 
     def _next_example(self, title: str, tensors: Sequence[torch.Tensor], layer: str) -> OpaqueCall:
@@ -348,8 +361,9 @@ class OpaqueCallRegistry:
             )
         return replace(example, inputs=inputs)
 
-    def _registered(self, call: OpaqueCall) -> OpaqueCall:
-        """Return the call under a unique key, the same in every process, so that plans can be saved."""
+    def _register(self, call: OpaqueCall) -> OpaqueCall:
+        """Give a call a key under which its op finds it in `_CALLS`: the same in every process, so that a saved plan
+        applies there, and another for each different call. Returns the call with its key."""
         signature = (
             call.inputs, call.results, call.needs_gradient, call.differentiable, call.saved_bytes,
             call.saved_positions, call.gradient_likes,
@@ -368,7 +382,7 @@ def _needs_gradient(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
     return tuple(tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors)
 
 
-def _measured(
+def _measure_memory(
     title: str, function: Callable[..., Any], arguments: Structure, inputs: Sequence[torch.Tensor] | Sequence[Like],
     needs_gradient: Sequence[bool], layer: str,
 ) -> tuple[OpaqueCall, list[torch.Tensor]]:  # fmt: skip
@@ -456,9 +470,9 @@ def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | Non
         tensors = [like.empty() for like in call.inputs]
         recorded = call.run(tensors)
         results = _without_sharing(recorded, tensors)
-        received = [None if like is None else like.empty() for like in likes]
+        incoming = [None if like is None else like.empty() for like in likes]
         with allocations.span("derivative"):
-            call.gradients(recorded, received)
+            call.gradients(recorded, incoming)
         del tensors, results  # alive during the derivative, as in the step
     return allocations.most("derivative")
 
@@ -476,7 +490,7 @@ def scratch(target: str, args: Sequence[Any]) -> int | None:
     call: OpaqueCall = _CALLS[args[-1]]
     if target == _torch.OPAQUE:
         return call.workspace + NUMBERS
-    result_bytes = sum(like.bytes for like in call.received)
+    result_bytes = sum(like.bytes for like in call.gradient_layouts)
     return max(_backward_workspace(call, args[1]) + NUMBERS - result_bytes, -call.saved_bytes)
 
 

@@ -20,13 +20,15 @@ from memplan.planning.graph.roofline import work_of
 
 _CORE = ("aten", "prims", "memplan")
 _COPIES = frozenset(["aten.clone.default", "aten._to_copy.default", "aten.copy.default"])
-MORE = 1.1
+MAX_ALLOCATION_RATIO = 1.1
 """Largest factor in allocated bytes between the layouts: beyond it the step converts back and forth."""
-SHARE = 0.1
+MIN_CONVOLUTION_SHARE = 0.1
 """Smallest share of convolutions in the FLOPs of a step, which excludes the patch embedding of a transformer."""
 
 
-def relaid(model: nn.Module, call: Call, captured: Captured, precision: Precision) -> Captured | None:
+def recapture_in_channels_last(
+    model: nn.Module, call: Call, captured: Captured, precision: Precision
+) -> Captured | None:
     """Capture a call again with its convolutions in channels last; None if the step would not profit.
 
     Args:
@@ -39,13 +41,13 @@ def relaid(model: nn.Module, call: Call, captured: Captured, precision: Precisio
     if captured.opaque or not any(len(x.shape) in _FORMATS and not _is_channels_last(x) for x in images):
         return None
     flops = {op.index: work_of(graph, op).flops for op in graph.forward_ops}
-    if sum(flops[op.index] for op in convolutions) < SHARE * sum(flops.values()):
+    if sum(flops[op.index] for op in convolutions) < MIN_CONVOLUTION_SHARE * sum(flops.values()):
         return None
     try:
-        recaptured = capture(model, call, precision, relaid=True)
+        recaptured = capture(model, call, precision, channels_last=True)
     except MemplanError:  # some code needs contiguous tensors, for view()
         return None
-    return recaptured if _is_as_good(recaptured.graph, captured.graph) else None
+    return recaptured if _is_equivalent(recaptured.graph, captured.graph) else None
 
 
 def _is_channels_last(value: Value) -> bool:
@@ -53,7 +55,7 @@ def _is_channels_last(value: Value) -> bool:
     return tensor.is_contiguous(memory_format=_FORMATS[len(value.shape)])
 
 
-def _is_as_good(relaid: JointGraph, graph: JointGraph) -> bool:
+def _is_equivalent(channels_last: JointGraph, graph: JointGraph) -> bool:
     """Return whether a step in channels last computes the same, without converting back and forth.
 
     Random numbers (drawn in the order of memory), as_strided, and ops of other libraries depend on the layout.
@@ -61,22 +63,23 @@ def _is_as_good(relaid: JointGraph, graph: JointGraph) -> bool:
     names = {op.target for op in graph.ops if op.phase == "forward"}  # torch itself uses as_strided in backward
     if any(name.split(".")[0] not in _CORE or "as_strided" in name for name in names):
         return False
-    drawn = (value for op in relaid.ops if op.random for value in op.makes)
+    random_values = (value for op in channels_last.ops if op.random for value in op.makes)
     return (
-        _computed(relaid) == _computed(graph)
-        and [relaid.values[v].stride for v in relaid.outputs] == [graph.values[v].stride for v in graph.outputs]
-        and all(op_schema.is_contiguous(relaid.values[value]) for value in drawn)
-        and _allocated(relaid) <= MORE * _allocated(graph)
+        _ops_without_copies(channels_last) == _ops_without_copies(graph)
+        and [channels_last.values[v].stride for v in channels_last.outputs]
+        == [graph.values[v].stride for v in graph.outputs]
+        and all(op_schema.is_contiguous(channels_last.values[value]) for value in random_values)
+        and _allocated_bytes(channels_last) <= MAX_ALLOCATION_RATIO * _allocated_bytes(graph)
     )
 
 
-def _computed(graph: JointGraph) -> list[str]:
-    """Return the targets of the forward ops without copies.
+def _ops_without_copies(graph: JointGraph) -> list[str]:
+    """Return the targets of the forward ops without copies, in order, for comparing two layouts.
 
     A view in one layout can be a copy in the other. If something writes through that view, later ops differ, too.
     """
     return [op.target for op in graph.forward_ops if op.target not in _COPIES]
 
 
-def _allocated(graph: JointGraph) -> int:
+def _allocated_bytes(graph: JointGraph) -> int:
     return sum(graph.values[value].bytes for op in graph.ops for value in op.makes)

@@ -30,11 +30,11 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_DEEPEST = 6
-_LARGEST = 1000
+_MAX_DEPTH = 6
+_MAX_ELEMENTS = 1000
 """Most elements of a container whose content is compared."""
-_EQUAL = (int, float, bool, str, bytes, complex, torch.Size, torch.dtype, torch.device)
-_CLOSED = (torch.Tensor, nn.Module, type)
+_COMPARED_BY_VALUE = (int, float, bool, str, bytes, complex, torch.Size, torch.dtype, torch.device)
+_COMPARED_BY_IDENTITY = (torch.Tensor, nn.Module, type)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -137,7 +137,8 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._attributes = {
-            name: _Snapshot(vars(module), _DEEPEST, computed(module)) for name, module in model.named_modules()
+            name: _Snapshot(vars(module), _MAX_DEPTH, recomputed_attributes(module))
+            for name, module in model.named_modules()
         }
         self._torch = torch.get_rng_state()
         generators: list[tuple[str, Callable[[], Any], Callable[[Any], None]]]
@@ -164,7 +165,7 @@ class Watch:
             f"{name}.{key}" if name else key
             for name, snapshot in self._attributes.items()
             for key in snapshot.changed_keys()
-            if not (key in _HOOKS and _only_transparent(snapshot.inside, snapshot.value, key))
+            if not (key in _HOOKS and _only_transparent(snapshot.parts, snapshot.value, key))
         ]
 
     def has_changed(self, attribute: str) -> bool:
@@ -186,10 +187,13 @@ class Watch:
 
 
 def _only_transparent(before: dict[Any, _Snapshot] | None, now: dict[str, Any], table: str) -> bool:
-    """Return whether only transparent hooks were added to a module's table of hooks, and none was removed."""
-    known = {} if before is None else before[table].inside or {}
-    added = [hook for number, hook in now[table].items() if number not in known]
-    return known.keys() <= now[table].keys() and all(map(is_transparent, added))
+    """Return whether the only change of a module's dict of hooks is that transparent hooks were added.
+
+    ``before``, ``now``: the module's attributes; ``table``: the attribute that is the dict of hooks.
+    """
+    numbers_before = {} if before is None else before[table].parts or {}
+    added = [hook for number, hook in now[table].items() if number not in numbers_before]
+    return numbers_before.keys() <= now[table].keys() and all(map(is_transparent, added))
 
 
 def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
@@ -217,41 +221,41 @@ def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
     return format_frame(line)
 
 
-_INSTALLED = "_output_capturing_hooks_installed"
+_TRANSFORMERS_FLAG = "_output_capturing_hooks_installed"
 """Set by transformers in a model's first call that needs hidden states, when it installs transparent hooks."""
 
 
-def computed(module: nn.Module) -> frozenset[str]:
-    """Return the names of attributes that each forward pass computes from parameters (the weight of weight norm), and
-    of transformers' flag."""
+def recomputed_attributes(module: nn.Module) -> frozenset[str]:
+    """Return the names of a module's attributes whose changes are no side effects: each forward pass computes them from
+    parameters (the weight of weight norm), or transformers sets them."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
     hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))
     names = (str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks)
-    return frozenset({_INSTALLED, *names})
+    return frozenset({_TRANSFORMERS_FLAG, *names})
 
 
 class _Snapshot:
     """Snapshot of a value and of the containers and objects in it, down to a depth."""
 
-    def __init__(self, value: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
-        self.value, self.without = value, without
-        self.inside: dict[Any, _Snapshot] | None = None
+    def __init__(self, value: Any, depth: int, ignored: frozenset[str] = frozenset()) -> None:
+        self.value, self.ignored = value, ignored
+        self.parts: dict[Any, _Snapshot] | None = None
         self.state = _state_of(value)
         content = None if depth == 0 or self.state is not None else _content(value)
         if content is not None:
-            self.inside = {key: _Snapshot(part, depth - 1) for key, part in content.items()}
+            self.parts = {key: _Snapshot(part, depth - 1) for key, part in content.items()}
 
     def changed_keys(self, now: Any = None) -> Iterator[Any]:
         """Yield the keys of the parts that differ from the snapshot, of the value or of ``now``."""
-        now, before = _content(self.value if now is None else now) or {}, self.inside or {}
+        now, before = _content(self.value if now is None else now) or {}, self.parts or {}
         for key in (*before, *(key for key in now if key not in before)):
-            if key not in self.without and self._differs_at(key, before, now):
+            if key not in self.ignored and self._differs_at(key, before, now):
                 yield key
 
     def has_changed(self, key: Any) -> bool:
         """Return whether a part of the value differs from the snapshot."""
-        return self._differs_at(key, self.inside or {}, _content(self.value) or {})
+        return self._differs_at(key, self.parts or {}, _content(self.value) or {})
 
     @staticmethod
     def _differs_at(key: Any, before: dict[Any, _Snapshot], now: dict[Any, Any]) -> bool:
@@ -260,48 +264,51 @@ class _Snapshot:
     def differs(self, now: Any) -> bool:
         """Return whether ``now`` is another value, or its content has changed. None that became a plain value does not
         count: some models determine the kind of their labels in the first call."""
-        if self.value is None and isinstance(now, _EQUAL):
+        if self.value is None and isinstance(now, _COMPARED_BY_VALUE):
             return False
-        if isinstance(self.value, _EQUAL):
+        if isinstance(self.value, _COMPARED_BY_VALUE):
             return type(now) is not type(self.value) or bool(now != self.value)
         if isinstance(self.value, weakref.ref) and isinstance(now, weakref.ref):
             return now() is not self.value()
-        if self.inside is not None and type(now) is type(self.value) and not hasattr(now, "__dict__"):
+        if self.parts is not None and type(now) is type(self.value) and not hasattr(now, "__dict__"):
             return any(True for _ in self.changed_keys(now))
         if now is not self.value:
             return True
         if self.state is not None:
             return not _same(self.state, _state_of(now))
-        return self.inside is not None and any(True for _ in self.changed_keys())
+        return self.parts is not None and any(True for _ in self.changed_keys())
 
     def restore(self) -> None:
         """Restore the content."""
         if self.state is not None:
             _set_state(self.value, self.state)
-        if self.inside is None:
+        if self.parts is None:
             return
-        for part in self.inside.values():
+        for part in self.parts.values():
             part.restore()
         now = _content(self.value) or {}
-        same = now.keys() == self.inside.keys() and all(now[key] is part.value for key, part in self.inside.items())
+        same = now.keys() == self.parts.keys() and all(now[key] is part.value for key, part in self.parts.items())
         if not isinstance(self.value, tuple) and not same:
-            _refill(self.value, {key: part.value for key, part in self.inside.items()})
+            _refill(self.value, {key: part.value for key, part in self.parts.items()})
 
 
 def _content(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, _CLOSED) or callable(value):
+    """Return the elements of a container or the attributes of an object, by key; None if its content is not
+    compared."""
+    if isinstance(value, _COMPARED_BY_IDENTITY) or callable(value):
         return None
     if isinstance(value, dict):
-        return dict(value) if len(value) <= _LARGEST else None
+        return dict(value) if len(value) <= _MAX_ELEMENTS else None
     if isinstance(value, (list, tuple, collections.deque)):
-        return dict(enumerate(value)) if len(value) <= _LARGEST else None
+        return dict(enumerate(value)) if len(value) <= _MAX_ELEMENTS else None
     if isinstance(value, set):
-        return {element: element for element in value} if len(value) <= _LARGEST else None
+        return {element: element for element in value} if len(value) <= _MAX_ELEMENTS else None
     attributes = getattr(value, "__dict__", None)
     return dict(attributes) if isinstance(attributes, dict) else None
 
 
 def _refill(value: Any, content: dict[Any, Any]) -> None:
+    """Replace the content of a container or object in place. ``content``: as `_content` returns it."""
     if isinstance(value, (dict, set)):
         value.clear()
         value.update(content)
@@ -340,10 +347,12 @@ def _set_state(value: Any, state: Any) -> None:
 
 
 def _same(before: Any, now: Any) -> bool:
+    """Return whether two states of a random number generator are equal (tensors, numpy arrays, nested tuples,
+    dicts)."""
     if isinstance(before, torch.Tensor):
         return torch.equal(before, now)
     if isinstance(before, dict):  # state of a numpy generator
         return before.keys() == now.keys() and all(_same(part, now[key]) for key, part in before.items())
-    if isinstance(before, tuple) and len(before) < _LARGEST:
+    if isinstance(before, tuple) and len(before) < _MAX_ELEMENTS:
         return len(before) == len(now) and all(map(_same, before, now))
     return bool((before == now).all()) if hasattr(before, "all") else before == now

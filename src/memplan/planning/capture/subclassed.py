@@ -33,16 +33,16 @@ def output_kinds(model: nn.Module, call: Call) -> Kinds:
     kind = _torch.kind_of(subclassed)
     assert kind is not None, "it is of a subclass"
     try:
-        ops, outputs = _called(model, call, as_subclasses=True)
-        plain_ops, _ = _called(model, call, as_subclasses=False)
+        ops, outputs = _run_without_data(model, call, as_subclasses=True)
+        plain_ops, _ = _run_without_data(model, call, as_subclasses=False)
     except Exception as error:  # in the user's code, or of a subclass that reads values
-        raise _refused(kind, f"what it computes with that cannot be followed ({type(error).__name__})") from error
+        raise _refusal(kind, f"what it computes with that cannot be followed ({type(error).__name__})") from error
     if ops != plain_ops:
-        raise _refused(kind, "forward() computes something else with that than with a plain tensor")
+        raise _refusal(kind, "forward() computes something else with that than with a plain tensor")
     kinds = tuple(map(_torch.kind_of, outputs))
     own = next((kind for kind in kinds if kind is not None and _torch.computes_by_itself(kind)), None)
     if own is not None:
-        raise _refused(kind, f"its __torch_function__ makes the outputs what they are, each a {own.__name__}")
+        raise _refusal(kind, f"its __torch_function__ makes the outputs what they are, each a {own.__name__}")
     return kinds
 
 
@@ -56,15 +56,18 @@ def as_kinds(output: Any, kinds: Kinds) -> Any:
     )
 
 
-def _called(model: nn.Module, call: Call, *, as_subclasses: bool) -> tuple[list[Any], Sequence[torch.Tensor]]:
-    """Run forward() on fake tensors; return the names of its ops and its output tensors."""
+def _run_without_data(model: nn.Module, call: Call, *, as_subclasses: bool) -> tuple[list[Any], Sequence[torch.Tensor]]:
+    """Run forward() on fake tensors; return the names of its ops and its output tensors.
+
+    ``as_subclasses``: the inputs have the subclasses of the user's, else they are plain tensors.
+    """
     watch, names = Watch(model), _torch.OpNames()
     mode, fakes = _torch.fake_like(call.tensors)
     try:
         with _torch.fakes_dressed(), mode, names, watch.printed.capturing():
             if as_subclasses:
                 fakes = [
-                    fake if like is None else _torch.with_attributes(_torch.dressed(fake, _kind(like)), like)
+                    fake if like is None else _torch.with_attributes(_torch.dressed(fake, _subclass_of(like)), like)
                     for fake, like in zip(fakes, call.likes, strict=True)
                 ]
             names.seen.clear()
@@ -74,13 +77,13 @@ def _called(model: nn.Module, call: Call, *, as_subclasses: bool) -> tuple[list[
         watch.restore()
 
 
-def _kind(tensor: torch.Tensor) -> type:
+def _subclass_of(tensor: torch.Tensor) -> type:
     kind = _torch.kind_of(tensor)
     assert kind is not None, "it is of a subclass"
     return kind
 
 
-def _refused(kind: type, why: str) -> InputError:
+def _refusal(kind: type, why: str) -> InputError:
     name = kind.__name__
     way = "x.as_tensor()" if hasattr(kind, "as_tensor") else "x.as_subclass(torch.Tensor)"
     return InputError(

@@ -33,18 +33,18 @@ class Template:
     flat: Flat
     reads: Reads
     precision: Precision = EXACT
-    relaid: bool = False
+    channels_last: bool = False
 
     def at(self, call: Call) -> Captured | None:
         """Return the captured call; None if its sizes, or values that Python code reads, lead to another graph."""
-        joint = self.symbolic.at(call.tensors) if self.reads.hold() else None
+        joint = self.symbolic.at(call.tensors) if self.reads.are_unchanged() else None
         if joint is None:
             return None
         captured = read(joint, self.flat, call, precision=self.precision)
-        return replace(captured, relaid=self.relaid, reads=self.reads)
+        return replace(captured, channels_last=self.channels_last, reads=self.reads)
 
 
-class _Kind:
+class _SizeFamily:
     """Calls that differ only in sizes, and their template."""
 
     def __init__(self) -> None:
@@ -60,42 +60,53 @@ class Shapes:
     Args:
         module: the module that is called.
         kind: returns a key of the call and the state of the module that does not depend on sizes.
-        precision, relaid: as for `capture`.
+        precision, channels_last: as for `capture`.
     """
 
     def __init__(
-        self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT, *, relaid: bool = False
+        self,
+        module: nn.Module,
+        kind: Callable[[Call], Hashable],
+        precision: Precision = EXACT,
+        *,
+        channels_last: bool = False,
     ) -> None:
-        self._module, self._kind, self._precision, self._relaid = module, kind, precision, relaid
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._module, self._key, self._precision, self._channels_last = module, kind, precision, channels_last
+        self._families: dict[Hashable, _SizeFamily] = {}
 
     def known(self, call: Call) -> None:
         """Record the sizes of a call that is captured elsewhere."""
-        self._of(call).seen.append(_sizes(call))
+        self._family_of(call).seen.append(_sizes(call))
 
     def captured(self, call: Call) -> Captured:
         """Capture a call, as `capture` does, or derive it from an earlier one."""
-        kind = self._of(call)
-        captured = None if kind.template is None else kind.template.at(call)
-        if captured is None and self._renewed(kind, call) and kind.template is not None:
-            captured = kind.template.at(call)
-        kind.seen.append(_sizes(call))
-        return capture(self._module, call, self._precision, relaid=self._relaid) if captured is None else captured
+        family = self._family_of(call)
+        captured = None if family.template is None else family.template.at(call)
+        if captured is None and self._update_template(family, call) and family.template is not None:
+            captured = family.template.at(call)
+        family.seen.append(_sizes(call))
+        return (
+            capture(self._module, call, self._precision, channels_last=self._channels_last)
+            if captured is None
+            else captured
+        )
 
-    def _of(self, call: Call) -> _Kind:
+    def _family_of(self, call: Call) -> _SizeFamily:
+        """Return the earlier calls, and their template, from which this call differs at most in sizes."""
         metadata = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in call.tensors)
-        return self._kinds.setdefault((self._kind(call), metadata, call.aliases), _Kind())
+        return self._families.setdefault((self._key(call), metadata, call.aliases), _SizeFamily())
 
-    def _renewed(self, kind: _Kind, call: Call) -> bool:
-        """Return whether there is a new template: one in which more sizes are symbols than in the last."""
-        varying = _varying([*kind.seen, _sizes(call)])
-        known = varying == kind.varying and (kind.template is None or kind.template.reads.hold())
-        if known or not any(varying) or not _distinct(call, kind.seen, varying):
+    def _update_template(self, family: _SizeFamily, call: Call) -> bool:
+        """Trace a new template if the call shows that more sizes vary, or if Python values that the template depends on
+        have changed. Return whether there is a new template; a call that cannot be traced so is captured by itself."""
+        varying = _varying_dimensions([*family.seen, _sizes(call)])
+        unchanged = varying == family.varying and (family.template is None or family.template.reads.are_unchanged())
+        if unchanged or not any(varying) or not _can_use_symbols(call, family.seen, varying):
             return False
-        kind.varying, kind.template = varying, None
+        family.varying, family.template = varying, None
         try:
-            traced = capture_symbolic(self._module, call, varying, self._precision, relaid=self._relaid)
-            kind.template = Template(*traced, self._precision, self._relaid)
+            traced = capture_symbolic(self._module, call, varying, self._precision, channels_last=self._channels_last)
+            family.template = Template(*traced, self._precision, self._channels_last)
         except SymbolicError as error:
             _log.debug("not traced with symbols for sizes: %s", error)
             return False
@@ -106,7 +117,7 @@ def _sizes(call: Call) -> Sizes:
     return tuple(tuple(tensor.shape) for tensor in call.tensors)
 
 
-def _varying(seen: Sequence[Sizes]) -> list[frozenset[int]]:
+def _varying_dimensions(seen: Sequence[Sizes]) -> list[frozenset[int]]:
     """Return the dimensions whose sizes vary, by tensor."""
     return [
         frozenset(dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1)
@@ -114,16 +125,16 @@ def _varying(seen: Sequence[Sizes]) -> list[frozenset[int]]:
     ]
 
 
-def _distinct(call: Call, seen: Sequence[Sizes], varying: Sequence[frozenset[int]]) -> bool:
+def _can_use_symbols(call: Call, seen: Sequence[Sizes], varying: Sequence[frozenset[int]]) -> bool:
     """Return whether a call can be traced with symbols: sizes that are equal in it are equal in all calls, none is 0
     or 1 (torch specializes these), and its tensors share no memory."""
-    classes: dict[int, set[tuple[int, ...]]] = {}
-    for at, dims in enumerate(varying):
+    sizes_in_calls: dict[int, set[tuple[int, ...]]] = {}
+    for tensor, dims in enumerate(varying):
         for dim in dims:
-            size = call.tensors[at].shape[dim]
-            classes.setdefault(size, set()).add(tuple(sizes[at][dim] for sizes in seen))
+            size = call.tensors[tensor].shape[dim]
+            sizes_in_calls.setdefault(size, set()).add(tuple(sizes[tensor][dim] for sizes in seen))
     separate = call.aliases == tuple(range(len(call.tensors)))
-    return separate and all(len(sizes) == 1 for sizes in classes.values()) and min(classes) > 1
+    return separate and all(len(sizes) == 1 for sizes in sizes_in_calls.values()) and min(sizes_in_calls) > 1
 
 
 # -- decisions

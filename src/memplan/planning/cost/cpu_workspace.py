@@ -34,7 +34,7 @@ REDUCED = frozenset([torch.bfloat16, torch.float16])
 _Key = tuple[int, str]
 _known: dict[_Key, int] = {}
 """Measured bytes, by number of threads and call."""
-_refused: set[_Key] = set()
+_failed: set[_Key] = set()
 """Calls that failed when they were measured."""
 
 
@@ -50,7 +50,7 @@ def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph
         if op.target in CONVOLUTIONS | PRODUCTS:
             args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
             call = KernelCall.of(op.target, args, op.kwargs)
-            if _is_measured(call):
+            if _needs_measurement(call):
                 calls[op.index] = call
     distinct = {call.key: call for call in calls.values()}
     _measure(sorted(distinct.values(), key=lambda call: (call.bytes, call.key), reverse=True), limit)
@@ -74,7 +74,7 @@ def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
     def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
         nonlocal spent
         begin = time.perf_counter()
-        size = measured(name, args, kwargs, anew=spent < limit)
+        size = measured(name, args, kwargs, measure_new=spent < limit)
         spent += time.perf_counter() - begin
         if size is None:
             return semantics.extras(name, args, kwargs, result, in_backward)
@@ -83,20 +83,20 @@ def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
     return replace(semantics, extras=extras)
 
 
-def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, anew: bool = True) -> int | None:
+def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, measure_new: bool = True) -> int | None:
     """Return the workspace of a call in bytes; None for an op that goes by its formula.
 
     Args:
         name: of the op, as ``aten.convolution.default``; an ``out`` overload counts as ``default``.
         args, kwargs: arguments; of tensors only shape, strides and dtype count.
-        anew: whether to run a call that was not measured before.
+        measure_new: whether to run a call that was not measured before; if not, None is returned for it.
     """
     if name.replace(".out", ".default") not in CONVOLUTIONS | PRODUCTS:  # a cheap test first
         return None
     call = KernelCall.of(name, args, kwargs)
-    if not _is_measured(call):
+    if not _needs_measurement(call):
         return None
-    if anew:
+    if measure_new:
         with _torch.no_modes():
             _measure([call], LIMIT)
     return _known.get(_key(call))
@@ -106,14 +106,15 @@ def _key(call: KernelCall) -> _Key:
     return torch.get_num_threads(), call.key
 
 
-def _is_measured(call: KernelCall) -> bool:
+def _needs_measurement(call: KernelCall) -> bool:
+    """Return whether a call's workspace depends on the processor: a convolution, or a reduced-precision product."""
     return call.name in CONVOLUTIONS or (call.name in PRODUCTS and call.args[0].dtype in REDUCED)
 
 
 def _measure(calls: Sequence[KernelCall], limit: float) -> None:
     """Run calls that were not measured before, until the limit in seconds. Measure nothing while another profiler runs:
     torch allows only one at a time."""
-    calls = [call for call in calls if _key(call) not in _known and _key(call) not in _refused]
+    calls = [call for call in calls if _key(call) not in _known and _key(call) not in _failed]
     if not calls or _torch.is_profiled():
         return
     profile, end, ran = _torch.memory_profile(), time.perf_counter() + limit, list[KernelCall]()
@@ -127,18 +128,18 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
                     result = call.run(args, kwargs)
                 del result  # outside of the marker: a call's net bytes are its results
             except Exception:  # any error of the kernel: then the formula counts
-                _refused.add(_key(call))
+                _failed.add(_key(call))
             ran.append(call)
     workspaces = _workspaces(_torch.Profile.of(profile), len(ran))
-    _known.update((_key(call), workspaces[at]) for at, call in enumerate(ran) if _key(call) not in _refused)
+    _known.update((_key(call), workspaces[at]) for at, call in enumerate(ran) if _key(call) not in _failed)
 
 
 def _workspaces(profile: _torch.Profile, calls: int) -> list[int]:
-    """Return the peak of each call in bytes, less its results."""
-    level, peak = [0] * calls, [0] * calls
+    """Return the peak of each call in bytes, less its results. The marks of allocator events are the calls' numbers."""
+    current, peak = [0] * calls, [0] * calls
     for event in profile.events:
         if event.mark:
             number = int(event.mark)
-            level[number] += event.bytes
-            peak[number] = max(peak[number], level[number])
-    return [high - results for high, results in zip(peak, level, strict=True)]
+            current[number] += event.bytes
+            peak[number] = max(peak[number], current[number])
+    return [high - results for high, results in zip(peak, current, strict=True)]

@@ -45,18 +45,20 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     """
     library = find_cudnn(None)
     semantics = cuda.semantics(device, lambda: 0, lambda _: True, asks=library is not None)
-    is_memplans = [op.target.startswith("memplan.") for op in graph.ops]  # these declare their scratch themselves
+    declare_scratch = [op.target.startswith("memplan.") for op in graph.ops]  # these declare their scratch themselves
     workspaces = [
-        () if own or op.is_view else _extras(graph, op, semantics.extras)
-        for op, own in zip(graph.ops, is_memplans, strict=True)
+        () if declares_scratch or op.is_view else _extras_of(graph, op, semantics.extras)
+        for op, declares_scratch in zip(graph.ops, declare_scratch, strict=True)
     ]
     all_extras = [extra for extras in workspaces for extra in extras]
     cudnn_bytes, expected = ({}, set[Asked]()) if library is None else _cudnn_bytes(library, device, all_extras)
     persistent = sum(round_to_blocks(extra.bytes) for extra in all_extras if extra.held)
     ops = list[GraphOp]()
-    for op, own, extras in zip(graph.ops, is_memplans, workspaces, strict=True):
+    for op, declares_scratch, extras in zip(graph.ops, declare_scratch, workspaces, strict=True):
         other = sum(round_to_blocks(extra.bytes) for extra in extras if not extra.held and extra.asked is None)
-        ops.append(op if own else replace(op, scratch=other + _cudnn_scratch(graph, op, extras, cudnn_bytes)))
+        ops.append(
+            op if declares_scratch else replace(op, scratch=other + _cudnn_scratch(graph, op, extras, cudnn_bytes))
+        )
     return OnCard(
         replace(graph, ops=tuple(ops)),
         persistent,
@@ -137,7 +139,8 @@ def _workspace(place: str, call: KernelCall) -> int:
     return workspace_on(place, lambda: call.run(args, kwargs))
 
 
-def _extras(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:
+def _extras_of(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:
+    """Return the workspaces of an op by the formulas ``extras``, called with meta tensors; empty where none applies."""
     args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
     kwargs = map_refs(op.kwargs, lambda value: meta_tensor(graph.values[value]))
     outputs = [None if value is None else meta_tensor(graph.values[value]) for value in op.outputs]

@@ -52,7 +52,7 @@ def baseline(
         module = copy_module(model)
         if home.card is not None:
             module.to(home.type)
-        tensors = (_placed(like(t), home.type) if t.device.type == home.type else like(t) for t in call.tensors)
+        tensors = (_leaf_on(like(t), home.type) if t.device.type == home.type else like(t) for t in call.tensors)
         args, kwargs = call.rebuild(tuple(tensors))
         update = None if optimizer is None else optimizer(module.parameters())
 
@@ -74,5 +74,6 @@ def baseline(
         return trace, simulate(trace)
 
 
-def _placed(tensor: torch.Tensor, place: str) -> torch.Tensor:
+def _leaf_on(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    """Return a leaf tensor on a device that requires a gradient if this one does."""
     return tensor.detach().to(place).requires_grad_(tensor.requires_grad)

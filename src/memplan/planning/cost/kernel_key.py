@@ -65,7 +65,10 @@ class KernelCall:
     @property
     def key(self) -> str:
         """Key that distinguishes calls of different cost."""
-        arguments = [*map(_text, self.args), *(f"{name}={_text(value)}" for name, value in self.kwargs.items())]
+        arguments = [
+            *map(_argument_text, self.args),
+            *(f"{name}={_argument_text(value)}" for name, value in self.kwargs.items()),
+        ]
         return f"{self.name}({', '.join(arguments)})"
 
     @property
@@ -83,7 +86,7 @@ class KernelCall:
         return overload(self.name)(*args, **kwargs)
 
 
-def _text(argument: Any) -> str:
+def _argument_text(argument: Any) -> str:
     if isinstance(argument, (tuple, list)):
-        return f"[{', '.join(map(_text, argument))}]"
+        return f"[{', '.join(map(_argument_text, argument))}]"
     return str(argument) if isinstance(argument, Operand) else repr(argument)

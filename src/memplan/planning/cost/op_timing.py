@@ -21,7 +21,7 @@ from memplan._interrupts import safe_point
 from memplan.devices import Device
 from memplan.errors import UsageError
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value, map_refs, recomputable, refs
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedForm, Value, map_refs, recomputable, refs
 from memplan.planning.graph.roofline import Work
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import Called
@@ -41,7 +41,7 @@ LIMIT = 1.5
 CARD_LIMIT = 10.0
 """The same on a card, where most of the time is loading kernels in an op's first run."""
 _RUNS = 3
-_ENOUGH = 0.01
+_ENOUGH_SECONDS = 0.01
 """Seconds of runs after which an op is not run again."""
 _BLOCK = 1 << 16
 
@@ -69,15 +69,15 @@ def with_costs(
         rates = roofline.CPU if device is None else roofline.rates_of(device)
         seconds = {key: rates.seconds(work) for key, work in costs.works.items()}
     else:
-        unknown = [key for key in _most_wanted_first(graph, costs) if key not in known]
-        measured = _measured(graph, costs, unknown, on, seconds_to_measure(on) if limit is None else limit)
-        seconds = _completed(measured | {k: s for k, s in known.items() if k in costs.works}, costs.works)
-    scratch = _clock(on).scratch  # measured when the ops were timed on a card
+        unknown = [key for key in _measuring_order(graph, costs) if key not in known]
+        measured = _measure_until(graph, costs, unknown, on, seconds_to_measure(on) if limit is None else limit)
+        seconds = _estimate_missing(measured | {k: s for k, s in known.items() if k in costs.works}, costs.works)
+    scratch = _measurements_on(on).scratch  # measured when the ops were timed on a card
     if scratch:
         keys = (costs.keys.get((op.index, op.target), "") for op in graph.ops)
         ops = (replace(op, scratch=scratch.get(key, op.scratch)) for op, key in zip(graph.ops, keys, strict=True))
         graph = replace(graph, ops=tuple(ops))
-    return _priced(graph, costs, {**seconds, **known})
+    return _with_seconds(graph, costs, {**seconds, **known})
 
 
 def seconds_to_measure(on: str) -> float:
@@ -97,7 +97,7 @@ def step_seconds(graph: JointGraph) -> float:
 
 def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
     """Return the reasons why ops of the graph could not be measured in this process, by `signature`."""
-    refused = _clock(on).refused
+    refused = _measurements_on(on).refused
     keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
 
@@ -115,8 +115,8 @@ def _calls(graph: JointGraph) -> Iterator[GraphOp]:
     for op in graph.ops:
         if not op.is_view:
             yield op
-            if op.again is not None:
-                yield op.again
+            if op.cheaper_recompute is not None:
+                yield op.cheaper_recompute
 
 
 class _Signatures:
@@ -147,31 +147,31 @@ def _tensor_text(value: Value) -> str:
     return f"{value.dtype}{list(value.shape)}{stride}"
 
 
-def _timed_forms(graph: JointGraph) -> Iterator[KeptForm]:
-    """Yield the encodings whose seconds are those of calls: the seconds of host copies depend on the link."""
+def _computed_forms(graph: JointGraph) -> Iterator[SavedForm]:
+    """Yield the encodings that kernels compute: host copies are not timed, their seconds depend on the link."""
     return (form for form in graph.forms if not form.is_copied)
 
 
-def _form_keys(graph: JointGraph, form: KeptForm) -> tuple[str, str, str]:
-    """Return the keys of the seconds to store, to fetch and to read an encoding."""
+def _form_keys(graph: JointGraph, form: SavedForm) -> tuple[str, str, str]:
+    """Return the keys under which the seconds to store, to fetch and to read an encoding are kept."""
     stores, fetches = registry.find(form.lever).verbs
     encoding = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
     return f"{stores} {encoding}", f"{fetches} {encoding}", f"{len(form.direct)} direct {encoding}"
 
 
-def _form_calls(graph: JointGraph, form: KeptForm) -> tuple[tuple[_Timed, ...], ...]:
+def _form_calls(graph: JointGraph, form: SavedForm) -> tuple[tuple[_TimedCall, ...], ...]:
     """Return the calls to time for an encoding: to store, to fetch and to read it."""
     lever = registry.find(form.lever)
-    fetch = (_Timed(lever.fetch(graph, form)),) if form.whole else ()
+    fetch = (_TimedCall(lever.fetch(graph, form)),) if form.whole else ()
     direct = tuple(
-        _Timed(lever.read_directly(graph, form, op, in_place=False), (op.target, op.args, op.kwargs))
+        _TimedCall(lever.read_directly(graph, form, op, in_place=False), (op.target, op.args, op.kwargs))
         for op in map(graph.ops.__getitem__, form.direct)
     )
-    return (_Timed(lever.store(graph, form)),), fetch, direct
+    return (_TimedCall(lever.store(graph, form)),), fetch, direct
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _TimedCall:
     """A call to time, less the time of the call that it replaces."""
 
     call: Called
@@ -180,27 +180,27 @@ class _Timed:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Work and calls of a graph's ops and encodings, by signature."""
+    """What a graph's ops and encodings compute and the calls to time for them, by signature (see `signature`)."""
 
     keys: Mapping[tuple[int, str], str]
     """Signatures by index and target of the op."""
     works: Mapping[str, Work]
-    timed: Mapping[str, tuple[_Timed, ...]]
+    timed: Mapping[str, tuple[_TimedCall, ...]]
     """Calls to measure; the seconds of a signature are their sum."""
 
     @classmethod
     def of(cls, graph: JointGraph) -> _Costs:
         signatures = _Signatures(graph)
-        keys, works, timed = dict[tuple[int, str], str](), dict[str, Work](), dict[str, tuple[_Timed, ...]]()
+        keys, works, timed = dict[tuple[int, str], str](), dict[str, Work](), dict[str, tuple[_TimedCall, ...]]()
         for op in _calls(graph):
             key = keys[op.index, op.target] = signatures.signature(op)
             if key not in works:
                 works[key] = roofline.work_of(graph, op)
-                timed[key] = (_Timed((op.target, op.args, op.kwargs)),)
-        for form in _timed_forms(graph):
-            names = _form_keys(graph, form)
-            works.update(zip(names, registry.find(form.lever).works(graph, form), strict=True))
-            timed.update(zip(names, _form_calls(graph, form), strict=True))
+                timed[key] = (_TimedCall((op.target, op.args, op.kwargs)),)
+        for form in _computed_forms(graph):
+            form_keys = _form_keys(graph, form)
+            works.update(zip(form_keys, registry.find(form.lever).works(graph, form), strict=True))
+            timed.update(zip(form_keys, _form_calls(graph, form), strict=True))
         return cls(keys, works, timed)
 
     def key(self, op: GraphOp) -> str:
@@ -208,53 +208,57 @@ class _Costs:
         return self.keys[op.index, op.target]
 
     def seconds(self, graph: JointGraph) -> dict[str, float]:
-        """Return the seconds that this graph has, by signature."""
+        """Return the seconds that the ops and encodings of the graph have now, by signature."""
         seconds = {self.key(op): op.seconds for op in _calls(graph)}
-        for form in _timed_forms(graph):
-            of_form = form.store_seconds, form.fetch_seconds, form.direct_seconds
-            seconds.update(zip(_form_keys(graph, form), of_form, strict=True))
+        for form in _computed_forms(graph):
+            form_seconds = form.store_seconds, form.fetch_seconds, form.direct_seconds
+            seconds.update(zip(_form_keys(graph, form), form_seconds, strict=True))
         return seconds
 
-    def expected(self) -> dict[str, float]:
+    def roofline_seconds(self) -> dict[str, float]:
         """Return the seconds by roofline, by signature."""
         return {key: roofline.CPU.seconds(work) for key, work in self.works.items()}
 
 
-def _priced(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]) -> JointGraph:
-    def priced(op: GraphOp) -> GraphOp:
+def _with_seconds(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]) -> JointGraph:
+    """Return the graph with these seconds, by signature, for its ops, their recompute ops and its encodings."""
+
+    def op_with_seconds(op: GraphOp) -> GraphOp:
         if op.is_view:
             return op
-        again, own = op.again, seconds[costs.key(op)]
-        if again is not None:  # it does part of the op's work: a longer time is noise
-            again = replace(again, seconds=min(own, seconds[costs.key(again)]))
-        return replace(op, seconds=own, again=again)
+        recompute, op_seconds = op.cheaper_recompute, seconds[costs.key(op)]
+        if recompute is not None:  # it does part of the op's work: a longer time is noise
+            recompute = replace(recompute, seconds=min(op_seconds, seconds[costs.key(recompute)]))
+        return replace(op, seconds=op_seconds, cheaper_recompute=recompute)
 
-    forms = list[KeptForm]()
+    forms = list[SavedForm]()
     for form in graph.forms:
         if not form.is_copied:
             store, fetch, direct = (seconds[key] for key in _form_keys(graph, form))
             form = replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct)
         forms.append(form)
-    return replace(graph, ops=tuple(map(priced, graph.ops)), forms=tuple(forms))
+    return replace(graph, ops=tuple(map(op_with_seconds, graph.ops)), forms=tuple(forms))
 
 
 # -- estimates from measured seconds
 
 
-def _completed(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict[str, float]:
+def _estimate_missing(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict[str, float]:
     """Return the seconds of all works. Works that were not measured have their roofline seconds, scaled by the ratio of
     measured to roofline seconds of the works of their kind (with FLOPs, or without)."""
-    expected = {key: roofline.CPU.seconds(work) for key, work in works.items()}
-    overall = _ratio(measured, expected)
+    roofline_seconds = {key: roofline.CPU.seconds(work) for key, work in works.items()}
+    overall = _ratio(measured, roofline_seconds)
     ratios = {
-        computes: _ratio({k: s for k, s in measured.items() if bool(works[k].flops) is computes}, expected, overall)
+        computes: _ratio(
+            {k: s for k, s in measured.items() if bool(works[k].flops) is computes}, roofline_seconds, overall
+        )
         for computes in (True, False)
     }
-    return {key: measured.get(key, expected[key] * ratios[bool(work.flops)]) for key, work in works.items()}
+    return {key: measured.get(key, roofline_seconds[key] * ratios[bool(work.flops)]) for key, work in works.items()}
 
 
-def _ratio(measured: Mapping[str, float], expected: Mapping[str, float], default: float = 1.0) -> float:
-    expected_sum = sum(expected[key] for key in measured)
+def _ratio(measured: Mapping[str, float], roofline_seconds: Mapping[str, float], default: float = 1.0) -> float:
+    expected_sum = sum(roofline_seconds[key] for key in measured)
     return sum(measured.values()) / expected_sum if expected_sum else default
 
 
@@ -262,7 +266,7 @@ def _ratio(measured: Mapping[str, float], expected: Mapping[str, float], default
 
 
 @dataclass
-class _Clock:
+class _Measurements:
     """Measurements on a device with a number of threads, by signature."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -272,27 +276,29 @@ class _Clock:
     """Reasons why calls were not measured."""
 
 
-_CLOCKS: dict[tuple[str, int], _Clock] = {}
+_MEASUREMENTS: dict[tuple[str, int], _Measurements] = {}
 
 
-def _clock(on: str) -> _Clock:
-    return _CLOCKS.setdefault((on, torch.get_num_threads()), _Clock())
+def _measurements_on(on: str) -> _Measurements:
+    """Return this process's measurements on a device with the present number of threads."""
+    return _MEASUREMENTS.setdefault((on, torch.get_num_threads()), _Measurements())
 
 
-def _most_wanted_first(graph: JointGraph, costs: _Costs) -> list[str]:
-    """Return the signatures in the order of measuring: ops of recomputable values, then encodings and other ops of the
-    forward pass, then the backward pass."""
-    recomputable_values, expected = recomputable(graph), costs.expected()
+def _measuring_order(graph: JointGraph, costs: _Costs) -> list[str]:
+    """Return the signatures in the order in which to measure them, as time may run out: first ops whose results may be
+    recomputed, then encodings and other ops of the forward pass, then the backward pass; large ops first in each."""
+    recomputable_values, roofline_seconds = recomputable(graph), costs.roofline_seconds()
     ranks = dict.fromkeys(costs.timed, 1)
     for op in _calls(graph):
-        is_choice = op.again is None and any(value in recomputable_values for value in op.makes)
-        ranks[costs.key(op)] = 2 if op.phase == "backward" else int(not is_choice)
-    return sorted(ranks, key=lambda key: (ranks[key], -expected[key]))
+        is_recomputable = op.cheaper_recompute is None and any(value in recomputable_values for value in op.makes)
+        ranks[costs.key(op)] = 2 if op.phase == "backward" else int(not is_recomputable)
+    return sorted(ranks, key=lambda key: (ranks[key], -roofline_seconds[key]))
 
 
-def _measured(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit: float) -> dict[str, float]:
-    """Measure until the limit in seconds. Return the seconds of the signatures that are measured."""
-    clock, end = _clock(on), time.perf_counter() + limit
+def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit: float) -> dict[str, float]:
+    """Measure calls, and on a card their workspaces, until the limit in seconds is over. Return the seconds by
+    signature; those that could not be measured are missing, and `unmeasured` has the reason."""
+    clock, end = _measurements_on(on), time.perf_counter() + limit
     with isolated(on):
         for key in keys:
             safe_point()
@@ -310,8 +316,8 @@ def _measured(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit:
                 continue
             try:
                 if torch.device(on).type != "cpu" and costs.timed[key]:  # a form that is only read directly has no call
-                    clock.scratch[key] = workspace_on(on, _ready(graph, costs.timed[key][0].call, on))
-                clock.seconds[key] = sum(_seconds_of(graph, timed, on) for timed in costs.timed[key])
+                    clock.scratch[key] = workspace_on(on, _synthetic_call(graph, costs.timed[key][0].call, on))
+                clock.seconds[key] = sum(_extra_seconds(graph, timed, on) for timed in costs.timed[key])
             except Exception as error:  # any error of the kernel on synthetic arguments
                 clock.refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return {key: clock.seconds[key] for key in keys if key in clock.seconds}
@@ -329,14 +335,15 @@ def isolated(on: str) -> Iterator[None]:
         torch.get_device_module(device).empty_cache()
 
 
-def _seconds_of(graph: JointGraph, timed: _Timed, on: str) -> float:
+def _extra_seconds(graph: JointGraph, timed: _TimedCall, on: str) -> float:
+    """Return the seconds of a call, or those it takes longer than the call that it replaces."""
     seconds = _fastest_run(graph, timed.call, on)
     return seconds if timed.replaced is None else max(0.0, seconds - _fastest_run(graph, timed.replaced, on))
 
 
-def _fastest_run(graph: JointGraph, called: Called, on: str) -> float:
+def _fastest_run(graph: JointGraph, timed_call: Called, on: str) -> float:
     """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time."""
-    call, wait = _ready(graph, called, on), torch.get_device_module(torch.device(on)).synchronize
+    call, wait = _synthetic_call(graph, timed_call, on), torch.get_device_module(torch.device(on)).synchronize
 
     def run() -> float:
         wait(on)
@@ -345,10 +352,10 @@ def _fastest_run(graph: JointGraph, called: Called, on: str) -> float:
         wait(on)
         return time.perf_counter() - begin
 
-    spent, times = run(), list[float]()  # the first run also prepares kernels
-    while not times or (len(times) < _RUNS and spent < _ENOUGH):
+    total_seconds, times = run(), list[float]()  # the first run also prepares kernels
+    while not times or (len(times) < _RUNS and total_seconds < _ENOUGH_SECONDS):
         times.append(run())
-        spent += times[-1]
+        total_seconds += times[-1]
     return min(times)
 
 
@@ -361,13 +368,13 @@ def workspace_on(on: str, call: Callable[[], Any]) -> int:
     return workspace
 
 
-def _ready(graph: JointGraph, called: Called, on: str) -> Callable[[], Any]:
+def _synthetic_call(graph: JointGraph, target_and_arguments: Called, on: str) -> Callable[[], Any]:
     """Return a function that runs a call on synthetic tensors.
 
     Raises:
         UsageError: the op draws from torch's default generator on the CPU.
     """
-    target, args, kwargs = called
+    target, args, kwargs = target_and_arguments
     tensors = {value: _synthetic(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
     args, kwargs = map_refs(args, tensors.__getitem__), map_refs(kwargs, tensors.__getitem__)
     call: Any = torch.ops
@@ -389,11 +396,11 @@ def _synthetic(value: Value, on: str) -> torch.Tensor:
     defined, or integer zeros, which are valid indices."""
     elements = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
     count = elements if all(value.shape) else 0
-    dtype, draw = getattr(torch, value.dtype), _generator if torch.device(on).type == "cpu" else None
+    dtype, generator = getattr(torch, value.dtype), _generator if torch.device(on).type == "cpu" else None
     if dtype == torch.bool:
-        flat = torch.rand(count, device=on, generator=draw) < 0.5
+        flat = torch.rand(count, device=on, generator=generator) < 0.5
     elif dtype.is_floating_point or dtype.is_complex:
-        block = torch.rand(min(count, _BLOCK), device=on, generator=draw).mul_(0.9).add_(0.1).to(dtype)
+        block = torch.rand(min(count, _BLOCK), device=on, generator=generator).mul_(0.9).add_(0.1).to(dtype)
         flat = block.repeat(-(-count // _BLOCK))[:count]
     else:
         flat = torch.zeros(count, dtype=dtype, device=on)

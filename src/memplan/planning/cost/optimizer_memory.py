@@ -14,7 +14,7 @@ from memplan.errors import InputError, MemplanError
 from memplan.planning.cost.cuda_workspace import libraries
 from memplan.planning.graph.joint_graph import JointGraph, Value
 from memplan.planning.graph.placement import Home
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record_for
@@ -24,7 +24,7 @@ Optimizer = Callable[[Any], Any]
 
 _NOTHING = Fraction(0)
 
-_Shape = tuple[tuple[int, ...], tuple[int, ...], str]
+_TensorLayout = tuple[tuple[int, ...], tuple[int, ...], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Update:
     """Peak bytes of an update beyond parameters, gradients and state."""
 
 
-def surroundings(
+def memory_outside_graph(
     model: nn.Module, graph: JointGraph, optimizer: Optimizer | None, gradients: GradientUse = STAYS, *,
-    home: Home | None = None, outside: Fraction = _NOTHING,
-) -> Surroundings:  # fmt: skip
-    """Return the memory on the device outside of the graph's values.
+    home: Home | None = None, loss_bytes_ratio: Fraction = _NOTHING,
+) -> OutsideMemory:  # fmt: skip
+    """Return the memory that a plan cannot change: optimizer state, accumulated gradients, workspaces of libraries.
 
     Args:
         model: the model of the graph. Parameters that require a gradient but get none in this graph may get one in
@@ -51,33 +51,40 @@ def surroundings(
         gradients: whether parameters are updated in the backward pass, and whether accumulated gradients exist when the
             step begins.
         home: device of the step; None: the CPU.
-        outside: temporary bytes of a loss outside of the graph, for each byte of the tangents.
+        loss_bytes_ratio: temporary bytes of a loss outside of the graph, for each byte of the tangents.
     """
     home = home or Home()
-    loss = int(outside * sum(value.bytes for value in graph.values if value.kind == "tangent"))
-    trained, others = {graph.values[of].path for of, _ in graph.gradients}, dict[Cause, int]()
-    idle = [p for name, p in model.named_parameters() if p.requires_grad and name not in trained]
+    loss_bytes = int(loss_bytes_ratio * sum(value.bytes for value in graph.values if value.kind == "tangent"))
+    trained_names, other_bytes = {graph.values[of].path for of, _ in graph.gradients}, dict[Cause, int]()
+    idle_parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in trained_names]
     if gradients.adds:
-        others["parameter_gradient"] = sum(home.allocated(p.numel() * p.element_size()) for p in idle)
+        other_bytes["parameter_gradient"] = sum(home.allocated(p.numel() * p.element_size()) for p in idle_parameters)
     library_bytes = libraries(graph, home)
     if library_bytes:
-        others["workspace"] = library_bytes
+        other_bytes["workspace"] = library_bytes
     if optimizer is None:
-        return Surroundings(others=others, outside=loss, home=home)
+        return OutsideMemory(other_bytes=other_bytes, loss_bytes=loss_bytes, home=home)
     parameters = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
-    shapes = [_shape(value) for value in parameters]
-    own = update_of(optimizer, shapes, home)
-    idle_shapes = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle]
-    with_idle = update_of(optimizer, [*shapes, *idle_shapes], home) if idle else own
-    others["optimizer_state"] = with_idle.state - own.state
-    each = dict[int, int]()
+    shapes = [_shape_of(value) for value in parameters]
+    update = update_of(optimizer, shapes, home)
+    idle_shapes = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle_parameters]
+    update_with_idle = update_of(optimizer, [*shapes, *idle_shapes], home) if idle_parameters else update
+    other_bytes["optimizer_state"] = update_with_idle.state - update.state
+    update_bytes = dict[int, int]()
     if gradients.updates:
         by_shape = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)}
-        each = {value.id: by_shape[_shape(value)].most for value in parameters}
-    return Surroundings(own.state, (with_idle if gradients.adds else own).most, each, others, loss, home)
+        update_bytes = {value.id: by_shape[_shape_of(value)].most for value in parameters}
+    return OutsideMemory(
+        state=update.state,
+        update=(update_with_idle if gradients.adds else update).most,
+        update_by_parameter=update_bytes,
+        other_bytes=other_bytes,
+        loss_bytes=loss_bytes,
+        home=home,
+    )
 
 
-def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None = None) -> Update:
+def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home | None = None) -> Update:
     """Record the second update of parameters with these shapes, strides and dtypes, without allocating memory.
 
     Raises:
@@ -117,5 +124,5 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None 
 _INPUTS = ("weight", "parameter_gradient")
 
 
-def _shape(value: Value) -> _Shape:
+def _shape_of(value: Value) -> _TensorLayout:
     return value.shape, value.stride, value.dtype

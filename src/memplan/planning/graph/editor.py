@@ -19,7 +19,8 @@ class Rebuild:
         """New index of each op, by its old one."""
 
     def add(self, op: GraphOp, **changes: Any) -> None:
-        """Add an op of the old graph with some fields changed, or a new op, whose index is negative."""
+        """Append an op of the old graph with some fields changed, or a new op, whose index is negative. Its index and
+        the values that it reads are updated."""
         index = len(self.ops)
         if op.index not in self._new_index:
             self._new_index[op.index] = index

@@ -19,7 +19,7 @@ from memplan.trace.records import HOST
 
 Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded", "host"]
 """Origin of a value. ``tangent``: the gradient of an output, an input of the backward pass; ``encoded``: a form in
-which a lever saves another value (see KeptForm), made by no op of the graph; ``host``: such a form in host memory,
+which a lever saves another value (see SavedForm), made by no op of the graph; ``host``: such a form in host memory,
 without bytes on the device."""
 
 RESIDENT: tuple[Kind, ...] = ("parameter", "buffer", "input", "constant")
@@ -121,14 +121,14 @@ class GraphOp:
     holds: tuple[int, ...] = ()
     """Ids of values that it reads through a reference of its own, not its arguments: they are neither recomputed nor
     encoded."""
-    again: GraphOp | None = None
+    cheaper_recompute: GraphOp | None = None
     """A cheaper op that recomputes its first result, bit for bit, from values that are saved anyway. If set, only that
     result is recomputed, and by this op. It has the same index."""
 
     @property
-    def rerun(self) -> GraphOp:
-        """The op that recomputes its results: ``again``, or itself."""
-        return self if self.again is None else self.again
+    def recompute_op(self) -> GraphOp:
+        """The op that recomputes its results: ``cheaper_recompute``, or itself."""
+        return self if self.cheaper_recompute is None else self.cheaper_recompute
 
     @property
     def scratch_saved(self) -> int:
@@ -145,7 +145,7 @@ class GraphOp:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptForm:
+class SavedForm:
     """A form in which a lever saves a forward value for the backward pass, in place of the value itself.
 
     It is *stored* in the forward pass, after the last op that reads the value, and the value is *fetched* from it in
@@ -155,7 +155,7 @@ class KeptForm:
     lever: str
     """Name of the lever (see `memplan.planning.levers.registry`)."""
     value: int
-    kept: int
+    encoded: int
     """Id of the saved form, a value of kind ``encoded`` or ``host``: its bytes are live between the passes."""
     how: str = ""
     """Further data of the lever: the name of a codec."""
@@ -201,7 +201,7 @@ class JointGraph:
     """(parameter or input, its gradient)."""
     mutations: tuple[tuple[int, int], ...] = ()
     """(resident value, the new value that is written into it): mostly buffers."""
-    forms: tuple[KeptForm, ...] = ()
+    forms: tuple[SavedForm, ...] = ()
     """Forms in which values may be saved, by lever in the order of the registry."""
     torch: str = ""
 
@@ -221,18 +221,18 @@ class JointGraph:
         return {value: op for op in self.ops for value in op.makes}
 
     @cached_property
-    def form(self) -> dict[int, KeptForm]:
-        """Kept forms by ``KeptForm.kept``."""
-        return {form.kept: form for form in self.forms}
+    def form(self) -> dict[int, SavedForm]:
+        """Saved forms by ``SavedForm.encoded``."""
+        return {form.encoded: form for form in self.forms}
 
     @cached_property
-    def ranked_forms(self) -> tuple[KeptForm, ...]:
-        """Kept forms by rank: if several whole forms are chosen for a value, the first is used. Copies come last."""
+    def ranked_forms(self) -> tuple[SavedForm, ...]:
+        """Saved forms by rank: if several whole forms are chosen for a value, the first is used. Copies come last."""
         levers = list(dict.fromkeys(form.lever for form in self.forms))
         return tuple(sorted(self.forms, key=lambda form: (form.is_copied, levers.index(form.lever), form.value)))
 
-    def forms_by(self, lever: str) -> tuple[KeptForm, ...]:
-        """Return the kept forms of ``lever``."""
+    def forms_by(self, lever: str) -> tuple[SavedForm, ...]:
+        """Return the saved forms of ``lever``."""
         return tuple(form for form in self.forms if form.lever == lever)
 
     @cached_property
@@ -292,8 +292,8 @@ def recomputable(graph: JointGraph) -> frozenset[int]:
     """Return the forward values that may be recomputed: those of deterministic ops without side effects that are
     neither outputs nor held by an op."""
     fixed = output_bases(graph) | graph.irreplaceable
-    again = (op.rerun for op in graph.forward_ops if not (op.random or op.once))
-    return frozenset(value for op in again for value in op.makes if value not in fixed)
+    recompute_ops = (op.recompute_op for op in graph.forward_ops if not (op.random or op.once))
+    return frozenset(value for op in recompute_ops for value in op.makes if value not in fixed)
 
 
 def output_bases(graph: JointGraph) -> set[int]:

@@ -77,14 +77,14 @@ def overload(target: str) -> Any:
 
 
 @cache
-def _names(target: str) -> tuple[str, ...]:
+def _argument_names(target: str) -> tuple[str, ...]:
     return OWN.get(target) or tuple(argument.name for argument in _torch.arguments(overload(target)))
 
 
 def arguments_of(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, in the order of the op's schema. Omitted arguments are missing."""
-    by_name = {**dict(zip(_names(target), args, strict=False)), **kwargs}
-    return {name: by_name[name] for name in _names(target) if name in by_name}
+    by_name = {**dict(zip(_argument_names(target), args, strict=False)), **kwargs}
+    return {name: by_name[name] for name in _argument_names(target) if name in by_name}
 
 
 NUMBERS = 128

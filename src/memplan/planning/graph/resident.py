@@ -10,18 +10,18 @@ from memplan.trace.records import Cause
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class OutsideMemory:
     """Memory on the device in addition to the graph's values, and the device itself."""
 
     state: int = 0
     """Bytes of optimizer state for the parameters that get a gradient in the graph."""
     update: int = 0
     """Bytes that the optimizer allocates while it updates all parameters after the backward pass."""
-    update_of: Mapping[int, int] = field(default_factory=dict)
+    update_by_parameter: Mapping[int, int] = field(default_factory=dict)
     """By parameter (its value's id): the same if each parameter is updated by itself, in the backward pass."""
-    others: Mapping[Cause, int] = field(default_factory=dict)
-    """Bytes for parameters that get gradients in other steps only: their gradients and optimizer state."""
-    outside: int = 0
+    other_bytes: Mapping[Cause, int] = field(default_factory=dict)
+    """Gradients and optimizer state of parameters that get gradients in other steps only, and libraries' workspaces."""
+    loss_bytes: int = 0
     """Bytes that a loss outside of the graph allocates between the passes, in addition to outputs and tangents."""
     home: Home = field(default_factory=Home)
     """Device that the step runs on."""
@@ -29,10 +29,10 @@ class Surroundings:
     @property
     def held_bytes(self) -> int:
         """Bytes that are live throughout the step. The graph itself counts the gradients of its parameters."""
-        return self.state + sum(self.others.values())
+        return self.state + sum(self.other_bytes.values())
 
     def by_cause(self) -> dict[Cause, int]:
         """Return ``held_bytes`` by cause, without zeros."""
-        sizes = dict(self.others)
+        sizes = dict(self.other_bytes)
         sizes["optimizer_state"] = sizes.get("optimizer_state", 0) + self.state
         return {cause: size for cause, size in sizes.items() if size}

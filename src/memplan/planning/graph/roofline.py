@@ -92,14 +92,14 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
         kwargs = map_refs(op.kwargs, lambda value: _meta_tensor(graph.values[value]))
         results = tuple(None if value is None else _meta_tensor(graph.values[value]) for value in op.outputs)
         flops = int(formula(*args, **kwargs, out_val=results if op.multiple else results[0]))
-    moved = op.discarded + sum(graph.values[v].bytes for v in op.makes)
+    bytes_moved = op.discarded + sum(graph.values[v].bytes for v in op.makes)
     for v in dict.fromkeys(v for v in refs((op.args, op.kwargs)) if graph.base(v) in op.reads):
         value = graph.values[v]  # of a view, only its own elements are read
-        moved += min(math.prod(value.shape) * op_schema.itemsize(value.dtype), graph.values[value.base].bytes)
+        bytes_moved += min(math.prod(value.shape) * op_schema.itemsize(value.dtype), graph.values[value.base].bytes)
     dtype = next((graph.values[v].dtype for v in (*refs(op.args), *op.makes)), "float32")
     rate = "tf32" if dtype == "float32" and "conv" in op.target else dtype
-    own = op.target.partition(".")[0] in OWN or op.target in op_schema.OWN
-    return Work(flops, moved, rate, foreign=not own)
+    is_own = op.target.partition(".")[0] in OWN or op.target in op_schema.OWN
+    return Work(flops, bytes_moved, rate, foreign=not is_own)
 
 
 def _meta_tensor(value: Value) -> Any:

@@ -17,7 +17,7 @@ from memplan._torch import inductor
 from memplan.planning.cost.op_timing import step_seconds
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.inductor.code_memory import fused_timeline
 from memplan.planning.inductor.partition import Fused, as_fused, fused, lowering
 from memplan.planning.schedule.actions import Choices
@@ -29,19 +29,19 @@ from memplan.simulation.timeline import Timeline
 FUSED_SHARE = 0.1
 """Cost of recomputing a pointwise op fused into another kernel, as a share of its cost as a separate kernel: fused, it
 reads and writes no memory of its own."""
-_AIMS = 4
+_MAX_CANDIDATES = 4
 """Maximum number of new candidates for a budget: lowering each takes seconds. Bisection instead of targets derived from
 the last peak gave the same plans for three models at nine budgets, and needs more candidates for other models."""
-_SEARCHES = 8
+_MAX_TARGETS = 8
 """Maximum number of targets searched for: a target whose plan was lowered before costs little."""
-_CLOSE = 0.02
+_CLOSE_TO_BUDGET = 0.02
 """Unused bytes that end the search for a budget, as a share of the bytes that planning can save."""
-_UNDER, _BELOW = 0.1, 0.3
+_FIRST_STEP, _SECOND_STEP = 0.1, 0.3
 """Steps below the search's floor in the search for the smallest peak, as shares of the bytes above the base level. The
 second step is repeated while the peak of the generated code stays within the target."""
-_RUNGS = 3
+_MAX_REPETITIONS = 3
 """Maximum number of repetitions of the second step."""
-_WORTH = 0.005
+_MIN_SAVING = 0.005
 """Smallest saving for which another candidate is lowered, as a share of the step's seconds counted op by op."""
 
 
@@ -74,7 +74,7 @@ class Fusing:
 
     def __init__(self, search: Search) -> None:
         self._search = search
-        self._known: dict[Choices, Candidate] = {}
+        self._candidates: dict[Choices, Candidate] = {}
         self._targets: dict[Choices, int] = {}
         """Target in bytes for which each candidate was first planned."""
         self._results: dict[int, Found | Infeasible] = {}
@@ -82,21 +82,21 @@ class Fusing:
         self._seconds = step_seconds(search.graph)
 
     @property
-    def known(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         """Candidates lowered so far, in order."""
-        return tuple(self._known.values())
+        return tuple(self._candidates.values())
 
     def candidate(self, choices: Choices) -> Candidate:
         """Lower choices, unless that was done before."""
         plan = as_fused(self._search.graph, choices)
-        if plan.choices not in self._known:
-            self._known[plan.choices] = judged(plan, self._search.around)
-        return self._known[plan.choices]
+        if plan.choices not in self._candidates:
+            self._candidates[plan.choices] = lower_and_predict(plan, self._search.outside_memory)
+        return self._candidates[plan.choices]
 
     def within(self, budget: int) -> Candidate | None:
-        """Return the fastest candidate within the budget; None if even the lowest exceeds it."""
+        """Return the fastest candidate whose code's peak is within the budget; None if even the lowest exceeds it."""
         is_known = self._fastest_known(budget) is not None
-        if not is_known and isinstance(self._within(budget), Infeasible) and not self._is_feasible(budget):
+        if not is_known and isinstance(self._search_within(budget), Infeasible) and not self._is_feasible(budget):
             return None
         best = self._aimed_search(budget)
         if best is None and self._is_feasible(budget):
@@ -107,7 +107,7 @@ class Fusing:
         """Return the Pareto frontier in bytes and seconds of the lowered candidates, from the highest peak to the
         lowest. Peaks are those of the generated code."""
         candidates = [self.candidate(replace(plan.choices, joined=True)) for plan in self._search.frontier(points)]
-        candidates += [self.lowest, *self.known]  # in this order: `lowest` lowers further candidates
+        candidates += [self.lowest, *self.candidates]  # in this order: `lowest` lowers further candidates
         fastest, frontier = float("inf"), list[Found]()
         for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.schedule.seconds)):
             if candidate.schedule.seconds < fastest:
@@ -123,136 +123,148 @@ class Fusing:
     def _lowest_candidates(self) -> Iterator[Candidate]:
         """Yield the candidates for the smallest peak. They depend neither on measured seconds nor on what was lowered
         before, so that a refused budget's message names a peak that the next call can keep."""
-        search = self._search.same_everywhere
+        search = self._search.deterministic
         lowest_plan = search.floor()
-        target, base = lowest_plan.peak, base_level(search.graph, lowest_plan.choices, search.around)
-        floor = self._lowered(lowest_plan, target)
+        target, base = lowest_plan.peak, base_level(search.graph, lowest_plan.choices, search.outside_memory)
+        floor = self._lower_plan(lowest_plan, target)
         yield floor
         if floor.peak > lowest_plan.peak:  # lower levels leave room for what the code allocates beyond them
-            under = target - int(_UNDER * (target - base))
+            under = target - int(_FIRST_STEP * (target - base))
             yield self.candidate(replace(search.nearest(under, STEEP).choices, joined=True))
-        for _ in range(_RUNGS):  # an op with the highest level op by op may need less when it is fused
-            target -= int(_BELOW * (target - base))
-            candidate = self._lowered(search.nearest(target), target)
+        for _ in range(_MAX_REPETITIONS):  # an op with the highest level op by op may need less when it is fused
+            target -= int(_SECOND_STEP * (target - base))
+            candidate = self._lower_plan(search.nearest(target), target)
             yield candidate
             if candidate.peak > target:
                 break
 
     def _is_feasible(self, budget: int) -> bool:
+        """Return whether any candidate for the smallest peak is within the budget."""
         return any(candidate.peak <= budget for candidate in self._lowest_candidates())
 
     def _aimed_search(self, budget: int) -> Candidate | None:
         """Return the fastest candidate within the budget, from search targets adjusted to the peaks of the code."""
-        aims, best, known = Aims(budget, self._room), self._fastest_known(budget), len(self._known)
-        target = aims.first(self._nearest(budget))
-        for _ in range(_SEARCHES):
-            plan = self._planned(target)
+        bounds, best, count_before = (
+            TargetBounds(budget, self._tolerance),
+            self._fastest_known(budget),
+            len(self._candidates),
+        )
+        target = bounds.first_target(self._peaks_nearest_to(budget))
+        for _ in range(_MAX_TARGETS):
+            plan = self._plan_for(target)
             if best is not None and not self._is_worth(plan, best):
                 break
-            before = len(self._known)
-            candidate = self._lowered(plan, target)
-            if plan.peak > target and candidate.peak > budget and len(self._known) == before:
+            before = len(self._candidates)
+            candidate = self._lower_plan(plan, target)
+            if plan.peak > target and candidate.peak > budget and len(self._candidates) == before:
                 break  # lower targets lead to the same candidate
             if candidate.peak <= budget:
                 faster = best is None or candidate.schedule.seconds < best.schedule.seconds
                 best = candidate if faster else best
-                if _keeps_all(candidate) or budget - candidate.peak <= self._room:
+                if _saves_all(candidate) or budget - candidate.peak <= self._tolerance:
                     break
-            if len(self._known) - known >= _AIMS:
+            if len(self._candidates) - count_before >= _MAX_CANDIDATES:
                 break
-            reached = self._reached(candidate)
-            aims = aims.seen(target, reached, candidate.peak)
-            following = aims.next(target, reached, candidate.peak)
-            if following is None:
+            counted_peak = self._counted_peak(candidate)
+            bounds = bounds.narrowed(target, counted_peak, candidate.peak)
+            next_target = bounds.next_target_after(target, counted_peak, candidate.peak)
+            if next_target is None:
                 break
-            target = following
+            target = next_target
         return best
 
-    def _planned(self, target: int) -> Found:
+    def _plan_for(self, target: int) -> Found:
         """Return the search's plan within the target, or its nearest plan if there is none: its code may need less."""
-        plan = self._within(target)
+        plan = self._search_within(target)
         return self._search.nearest(target) if isinstance(plan, Infeasible) else plan
 
-    def _within(self, target: int) -> Found | Infeasible:
+    def _search_within(self, target: int) -> Found | Infeasible:
+        """Return the op-by-op search's plan within the target in bytes, cached."""
         if target not in self._results:
             self._results[target] = self._search.within(target)
         return self._results[target]
 
-    def _lowered(self, plan: Found, target: int) -> Candidate:
+    def _lower_plan(self, plan: Found, target: int) -> Candidate:
+        """Lower a plan of the op-by-op search, and record the target that it was planned for."""
         candidate = self.candidate(replace(plan.choices, joined=True))
         self._targets.setdefault(candidate.schedule.choices, target)
         return candidate
 
-    def _reached(self, candidate: Candidate) -> int:
-        """Return a candidate's peak as the search counts it, at most the target that it was planned for."""
-        peak = levels(candidate.schedule, self._search.around).peak
+    def _counted_peak(self, candidate: Candidate) -> int:
+        """Return a candidate's peak as the op-by-op search counts it, at most the target that it was planned for."""
+        peak = levels(candidate.schedule, self._search.outside_memory).peak
         return min(peak, self._targets.get(candidate.schedule.choices, peak))
 
     def _fastest_known(self, budget: int) -> Candidate | None:
-        fit = (candidate for candidate in self.known if candidate.peak <= budget)
+        fit = (candidate for candidate in self.candidates if candidate.peak <= budget)
         return min(fit, key=lambda candidate: candidate.schedule.seconds, default=None)
 
     def _is_worth(self, plan: Found, best: Candidate) -> bool:
         """Return whether a plan of the search is enough faster to be worth lowering."""
-        return best.schedule.seconds - plan.seconds > _WORTH * self._seconds
+        return best.schedule.seconds - plan.seconds > _MIN_SAVING * self._seconds
 
-    def _nearest(self, budget: int) -> tuple[int, int] | None:
+    def _peaks_nearest_to(self, budget: int) -> tuple[int, int] | None:
         """Return the peaks, as the search counts it and of the code, of the candidate nearest to the budget."""
-        nearest = min(self.known, key=lambda candidate: abs(candidate.peak - budget), default=None)
-        return None if nearest is None else (self._reached(nearest), nearest.peak)
+        nearest = min(self.candidates, key=lambda candidate: abs(candidate.peak - budget), default=None)
+        return None if nearest is None else (self._counted_peak(nearest), nearest.peak)
 
     @property
-    def _room(self) -> int:
-        return int(_CLOSE * (self._search.kept.peak - self._search.lower_bound))
+    def _tolerance(self) -> int:
+        """Bytes of a budget that may stay unused: a candidate that close to it ends the search."""
+        return int(_CLOSE_TO_BUDGET * (self._search.save_all.peak - self._search.lower_bound))
 
 
-def _keeps_all(candidate: Candidate) -> bool:
-    return not candidate.schedule.choices.recompute and not candidate.schedule.choices.kept_as
+def _saves_all(candidate: Candidate) -> bool:
+    """Return whether a candidate saves every value as it is, so that none can be faster."""
+    return not candidate.schedule.choices.recompute and not candidate.schedule.choices.saved_forms
 
 
-def judged(planned: Schedule, around: Surroundings) -> Candidate:
+def lower_and_predict(planned: Schedule, outside_memory: OutsideMemory) -> Candidate:
     """Lower a schedule of `as_fused`, which takes seconds, and predict its memory timeline."""
     lowered = fused(planned)
     codes = dict[str, inductor.Code]()
     for part in lowered.parts:
         with lowering(part.name):
             codes[part.name] = inductor.code_of(part.lowerable)
-    return Candidate(lowered, codes, fused_timeline(lowered, codes, around))
+    return Candidate(lowered, codes, fused_timeline(lowered, codes, outside_memory))
 
 
 def as_fusible(graph: JointGraph) -> JointGraph:
     """Return the graph for a search of steps of fused kernels: recomputing pointwise ops costs `FUSED_SHARE`, and ops
     have no in-place forms, since the compiler reuses memory itself."""
-    return replace(graph, ops=tuple(_fusible(op) for op in graph.ops))
+    return replace(graph, ops=tuple(_as_fusible_op(op) for op in graph.ops))
 
 
-def _fusible(op: GraphOp) -> GraphOp:
+def _as_fusible_op(op: GraphOp) -> GraphOp:
+    """Return the op with its cost in a step of fused kernels, see `as_fusible`."""
     seconds = op.seconds
     if torch.Tag.pointwise in getattr(op_schema.overload(op.target), "tags", ()):
         seconds *= FUSED_SHARE
     # A norm computed from its saved statistics is pointwise, too.
-    again = op.again and replace(op.again, seconds=op.again.seconds * FUSED_SHARE, overwrites=(), scratch_into=None)
-    return replace(op, seconds=seconds, again=again, overwrites=(), scratch_into=None)
+    cheaper = op.cheaper_recompute
+    if cheaper is not None:
+        cheaper = replace(cheaper, seconds=cheaper.seconds * FUSED_SHARE, overwrites=(), scratch_into=None)
+    return replace(op, seconds=seconds, cheaper_recompute=cheaper, overwrites=(), scratch_into=None)
 
 
 @dataclass(frozen=True, slots=True)
-class Aims:
+class TargetBounds:
     """Bounds on the next search target, from the targets so far and the peaks of their code. All are bytes."""
 
     budget: int
-    room: int
+    tolerance: int
     """Bytes of the budget that may stay unused."""
-    fits: int | None = None
+    largest_fitting: int | None = None
     """Largest target whose candidate was within the budget."""
-    over: int | None = None
+    smallest_over: int | None = None
     """Smallest target whose candidate exceeded the budget."""
 
-    def first(self, known: tuple[int, int] | None = None) -> int:
+    def first_target(self, known: tuple[int, int] | None = None) -> int:
         """Return the first target. ``known``: peaks of a candidate for a similar budget, of the search and of its
         code."""
         return self.budget if known is None else self._offset(*known)
 
-    def seen(self, target: int, search_peak: int, peak: int) -> Aims:
+    def narrowed(self, target: int, search_peak: int, peak: int) -> TargetBounds:
         """Return the bounds after a search.
 
         Args:
@@ -262,25 +274,33 @@ class Aims:
         """
         if peak <= self.budget:
             largest = max(target, search_peak)
-            return replace(self, fits=largest if self.fits is None else max(self.fits, largest))
+            return replace(
+                self, largest_fitting=largest if self.largest_fitting is None else max(self.largest_fitting, largest)
+            )
         smallest = min(target, search_peak)  # targets in between lead to the same candidate
-        return replace(self, over=smallest if self.over is None else min(self.over, smallest))
+        return replace(
+            self, smallest_over=smallest if self.smallest_over is None else min(self.smallest_over, smallest)
+        )
 
-    def next(self, target: int, search_peak: int, peak: int) -> int | None:
+    def next_target_after(self, target: int, search_peak: int, peak: int) -> int | None:
         """Return the next target, None if no other candidate is to be expected.
 
         Args:
-            target, search_peak, peak: of the last search, as for `seen`.
+            target, search_peak, peak: of the last search, as for `narrowed`.
         """
         reached = max(target, search_peak) if peak <= self.budget else min(target, search_peak)
-        following = self._offset(reached, peak)
-        if self.fits is None or self.over is None:
-            return following
-        if self.over - self.fits <= self.room:
+        next_target = self._offset(reached, peak)
+        if self.largest_fitting is None or self.smallest_over is None:
+            return next_target
+        if self.smallest_over - self.largest_fitting <= self.tolerance:
             return None
-        return following if self.fits < following < self.over else (self.fits + self.over) // 2
+        return (
+            next_target
+            if self.largest_fitting < next_target < self.smallest_over
+            else (self.largest_fitting + self.smallest_over) // 2
+        )
 
     def _offset(self, search_peak: int, peak: int) -> int:
         """Return the budget plus a candidate's difference between the search's peak and the code's, less half of the
         room, so that a code slightly larger than expected stays within the budget."""
-        return self.budget + search_peak - peak - self.room // 2
+        return self.budget + search_peak - peak - self.tolerance // 2

@@ -15,9 +15,9 @@ from torch import Tensor
 from memplan._torch import inductor
 from memplan.errors import CompileError, MemplanError
 from memplan.planning.graph.joint_graph import RESIDENT, Value
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.inductor.extern_kernels import Kernels, kernels_on
-from memplan.planning.inductor.partition import Fused, Halves
+from memplan.planning.inductor.partition import CompiledPasses, Fused
 from memplan.planning.schedule.scheduler import frees_gradient
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
@@ -26,19 +26,19 @@ from memplan.trace.records import HOST
 from memplan.trace.trace import Trace
 
 
-def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
+def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_memory: OutsideMemory) -> Timeline:
     """Return the memory timeline of a step, from its inputs to the optimizer's update.
 
     Args:
         fused: the step.
         codes: result of `inductor.code_of` by name of the part.
-        around: memory outside of the graph's values.
+        outside_memory: memory outside of the graph's values.
 
     Raises:
         CompileError: the code calls an op that cannot run without data.
     """
-    runner, kernels = _Step(fused, codes, around), kernels_on(around.home, fused.schedule.graph)
-    with torch.autocast(around.home.type, enabled=False):
+    runner, kernels = _Step(fused, codes, outside_memory), kernels_on(outside_memory.home, fused.schedule.graph)
+    with torch.autocast(outside_memory.home.type, enabled=False):
         try:
             trace = _recorded(runner, kernels)
             if kernels.measure():  # the code calls kernels that were not measured before
@@ -53,44 +53,48 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], around: Sur
 
 
 def _recorded(step: _Step, kernels: Kernels) -> Trace:
-    return record_for(step.build, step.around.home.target, 1, kernels.known)
+    return record_for(step.build, step.outside_memory.home.target, 1, kernels.known)
 
 
 class _Step:
-    def __init__(self, fused: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> None:
-        self.graph, self.choices, self.around = fused.schedule.graph, fused.schedule.choices, around
-        self.halves = Halves(fused, lambda part: inductor.without_kernels(part.lowerable, codes[part.name].text))
+    """A step that runs generated code on tensors without data and allocates what surrounds it, to be recorded."""
+
+    def __init__(self, fused: Fused, codes: Mapping[str, inductor.Code], outside_memory: OutsideMemory) -> None:
+        self.graph, self.choices, self.outside_memory = fused.schedule.graph, fused.schedule.choices, outside_memory
+        self.passes = CompiledPasses(
+            fused, lambda part: inductor.without_kernels(part.lowerable, codes[part.name].text)
+        )
         self.tangents = [value for value in self.graph.values if value.kind == "tangent"]
-        self.surroundings: list[Tensor] = []
+        self.outside_tensors: list[Tensor] = []
         self.inputs: list[Tensor] = []
 
     def build(self) -> Callable[[], None]:
-        """Allocate what stays allocated during the step."""
+        """Allocate what stays allocated during the step (parameters, inputs, optimizer state), and return the step."""
         resident = [value for value in self.graph.values if value.kind in RESIDENT]
         bases = {value.id: _empty(value) for value in resident if not value.is_view}
         self.inputs = [
             bases[value.base].as_strided(value.shape, value.stride) if value.is_view else bases[value.base]
             for value in resident
         ]
-        self.surroundings = [self._bytes(self.around.held_bytes)]
+        self.outside_tensors = [self._bytes(self.outside_memory.held_bytes)]
         if self.choices.gradients.adds:
             trained = (self.graph.values[parameter] for parameter, _ in self.graph.gradients)
-            self.surroundings += [self._bytes(value.own_bytes) for value in trained if value.kind == "parameter"]
+            self.outside_tensors += [self._bytes(value.own_bytes) for value in trained if value.kind == "parameter"]
         return self.step
 
     @torch.no_grad()
     def step(self) -> None:
         """Run one step as the engine does, and keep its gradients as the caller of the engine does."""
-        outputs, saved = self.halves.forward(list(self.inputs))
+        outputs, saved = self.passes.forward(list(self.inputs))
         loss = self._default_loss()
         tangents = [_empty(value) for value in self.tangents]
-        self._bytes(self.around.outside)
+        self._bytes(self.outside_memory.loss_bytes)
         live: list[Tensor] = [tangent for tangent, value in zip(tangents, self.tangents, strict=True) if value.held]
-        for gradients in self.halves.backward(list(self.inputs), saved, tangents):
+        for gradients in self.passes.backward(list(self.inputs), saved, tangents):
             live += [gradient for value, gradient in gradients if not self._is_freed_at_once(value)]
             gradients.clear()
         if not self.choices.gradients.updates:
-            self._bytes(self.around.update)
+            self._bytes(self.outside_memory.update)
         del outputs, live, loss
 
     def _default_loss(self) -> list[Tensor]:
@@ -102,16 +106,16 @@ class _Step:
         return [*sums, _scalar(self.tangents[0])] if sums else []
 
     def _is_freed_at_once(self, value: int) -> bool:
-        """Return whether a gradient is freed as soon as it is complete. The workspace of an update in the backward pass
-        is allocated and freed first."""
+        """Return whether a gradient is freed as soon as it is complete, and allocate the workspace of its update if the
+        parameter is updated in the backward pass."""
         if not frees_gradient(self.graph, self.choices, value):
             return False
         if self.choices.gradients.updates:
-            self._bytes(self.around.update_of.get(value, 0))
+            self._bytes(self.outside_memory.update_by_parameter.get(value, 0))
         return True
 
     def _bytes(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.around.home.type)
+        return torch.empty(size, dtype=torch.uint8, device=self.outside_memory.home.type)
 
 
 def _empty(value: Value) -> Tensor:

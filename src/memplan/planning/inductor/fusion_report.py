@@ -82,7 +82,7 @@ def bytes_by_action(schedule: Schedule) -> dict[int, int]:
                 sizes[at] += sum(graph.values[arguments[name].value].own_bytes for name in names)
             if action.form is not None:
                 form = graph.form[action.form]
-                sizes[at] += graph.values[form.kept].bytes - graph.values[form.value].bytes
+                sizes[at] += graph.values[form.encoded].bytes - graph.values[form.value].bytes
         elif action.form is not None and action.kind in ("store", "fetch"):
             form = graph.form[action.form]
             stored, fetched, _ = registry.find(form.lever).works(graph, form)
@@ -112,8 +112,9 @@ class _Grouping:
         return (*groups[:forward_kernels], *self.copies(), *groups[forward_kernels:])
 
     def work(self, called: Sequence[tuple[Part, inductor.Kernel]]) -> dict[int, list[Work]]:
-        """Return the FLOPs of each kernel, by index. An op that was decomposed into ops without FLOPs, such as a
-        product with a single column, counts for the kernel with the most bytes of those that compute it."""
+        """Return the FLOPs of each kernel, by its index in ``called``. An op that was decomposed into ops without
+        FLOPs, such as a product with a single column, counts for the kernel with the most bytes of those that compute
+        it."""
         work_of_kernel, counted, seen = defaultdict[int, list[Work]](list), set[int | None](), set[tuple[str, str]]()
         kernels_of = defaultdict[int, list[int]](list)
         for at, (part, kernel) in enumerate(called):

@@ -22,8 +22,12 @@ _WINDOW = "int[{0}] kernel_size, int[{0}] stride=[], int[{0}] padding=0, int[{0}
 _BACKWARD_WINDOW = "int[{0}] kernel_size, int[{0}] stride, int[{0}] padding, int[{0}] dilation, bool ceil_mode"
 
 
-def _registered_pools() -> Iterator[tuple[Any, Any]]:
-    """Register torch's max pools and their derivatives under memplan's names, and yield (torch's op, memplan's)."""
+def _register_pools() -> Iterator[tuple[Any, Any]]:
+    """Register torch's max pool kernels under memplan's names, so that Inductor calls them instead of generating code.
+
+    Yields:
+        (torch's op, memplan's op), for each max pool and each derivative.
+    """
     for dims in (2, 3):
         name, backward = f"max_pool{dims}d_with_indices", f"max_pool{dims}d_with_indices_backward"
         window = _BACKWARD_WINDOW.format(dims)
@@ -42,9 +46,11 @@ SMALL = 9
 the time for 2x2 and 3x3, 1.4 times for 5x5."""
 
 
-def _forward(aten_op: Any, dims: int) -> Callable[..., Any]:
-    """Return a pool that calls memplan's op or Inductor's decomposition, which is up to ten times as fast as Inductor's
-    lowering of the op itself."""
+def _faster_pool(aten_op: Any, dims: int) -> Callable[..., Any]:
+    """Return a replacement of a max pool that calls the faster of torch's kernel and Inductor's decomposition.
+
+    The decomposition is up to ten times as fast as Inductor's lowering of the op itself.
+    """
     memplan_op, decomposition = POOLS[aten_op], inductor.decomposition(aten_op)
 
     def pool(x: Tensor, kernel: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +62,7 @@ def _forward(aten_op: Any, dims: int) -> Callable[..., Any]:
     return pool
 
 
-POOLS: Mapping[Any, Any] = dict(_registered_pools())
+POOLS: Mapping[Any, Any] = dict(_register_pools())
 """memplan's op with the same arguments, by torch's max pool or derivative."""
 
 
@@ -64,4 +70,4 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Return the functions that replace torch's pools, by op, when a step is traced."""
     aten = torch.ops.aten
     forward = {aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3}
-    return {**POOLS, **{aten_op: _forward(aten_op, dims) for aten_op, dims in forward.items()}}
+    return {**POOLS, **{aten_op: _faster_pool(aten_op, dims) for aten_op, dims in forward.items()}}

@@ -14,20 +14,22 @@ from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule
 
 
-def joined(schedule: Schedule) -> Mapping[int, int]:
-    """Return the pairs of `pairs` to compute together: although both results are then alive before the input is freed,
-    the peak of the step, counted op by op, stays the same."""
+def affordable_pairs(schedule: Schedule) -> Mapping[int, int]:
+    """Return those `pairs` that a single kernel can compute without raising the peak of the step, counted op by op.
+
+    Both results are then alive before the input is freed.
+    """
     level = levels(schedule)
-    during, actions = (*level.forward, *level.backward), (*schedule.forward, *schedule.backward)
-    fitting = dict[int, int]()
+    byte_levels, actions = (*level.forward, *level.backward), (*schedule.forward, *schedule.backward)
+    affordable = dict[int, int]()
     for first, second in pairs(schedule).items():
         index = actions[second].op
         assert index is not None, "ops are paired"
         op = schedule.graph.ops[index]
         earlier_bytes = op.scratch + sum(schedule.graph.values[value].bytes for value in op.makes)
-        if max(during[first : second + 1]) + earlier_bytes <= level.peak:
-            fitting[first] = second
-    return fitting
+        if max(byte_levels[first : second + 1]) + earlier_bytes <= level.peak:
+            affordable[first] = second
+    return affordable
 
 
 def pairs(schedule: Schedule) -> Mapping[int, int]:

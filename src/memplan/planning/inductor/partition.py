@@ -19,9 +19,9 @@ from memplan._torch import derivatives, inductor
 from memplan.errors import CompileError
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph, Value
 from memplan.planning.inductor.decompositions import decompositions
-from memplan.planning.inductor.merge_convolution_backward import joined
+from memplan.planning.inductor.merge_convolution_backward import affordable_pairs
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.codegen import gives, program, read_in_backward
+from memplan.planning.schedule.codegen import program, read_in_backward, returned_gradients
 from memplan.planning.schedule.scheduler import Schedule, changed_at_once, frees_gradient, schedule
 
 CHUNKS = 8
@@ -37,16 +37,16 @@ class Part:
 
     name: str
     lowerable: inductor.Lowerable
-    takes: tuple[str, ...]
+    arguments: tuple[str, ...]
     """Arguments."""
-    drops: frozenset[str]
+    freed_arguments: frozenset[str]
     """Arguments that nothing reads afterwards."""
-    makes: tuple[str, ...]
+    results: tuple[str, ...]
     """Results."""
-    gives: tuple[str, ...]
+    returned: tuple[str, ...]
     """Results of the pass that are returned after this part; it or an earlier part computes them."""
-    ends: frozenset[str]
-    """Tensors of `gives` that nothing reads afterwards."""
+    freed_results: frozenset[str]
+    """Tensors of `returned` that nothing reads afterwards."""
 
 
 @contextmanager
@@ -85,10 +85,10 @@ Compiler = Callable[[Part], inductor.Boxed]
 
 
 @dataclass(frozen=True)
-class Half:
+class PassParts:
     """A forward or a backward pass, cut into parts."""
 
-    takes: tuple[str, ...]
+    arguments: tuple[str, ...]
     """Arguments of the pass."""
     parts: tuple[Part, ...]
 
@@ -98,8 +98,8 @@ class Fused:
     """A schedule as parts that can be compiled."""
 
     schedule: Schedule
-    forward: Half
-    backward: Half
+    forward: PassParts
+    backward: PassParts
     """Takes the inputs of the forward pass that it reads, then the saved tensors, then the gradients of the outputs."""
     handed: tuple[int, ...]
     """Positions of the forward pass's inputs that the backward pass reads."""
@@ -122,8 +122,8 @@ def as_fused(graph: JointGraph, choices: Choices) -> Schedule:
 
 
 def fused(planned: Schedule) -> Fused:
-    """Trace and partition both passes of a schedule of `as_fused`."""
-    graph, mode, table = planned.graph, inductor.fake_mode(), decompositions(planned.graph.is_on_card)
+    """Trace both passes of a schedule of `as_fused` into core ops, and cut them into parts that can be compiled."""
+    graph, mode, decomposition_of = planned.graph, inductor.fake_mode(), decompositions(planned.graph.is_on_card)
     functions: dict[str, Any] = {"mark": inductor.mark, "laid_out": laid_out}
     exec(compile(program(planned, marked=True), "<memplan fused>", "exec"), functions)
     resident = [value for value in graph.values if value.kind in RESIDENT]
@@ -143,18 +143,18 @@ def fused(planned: Schedule) -> Fused:
         return [gradient for group in functions["backward"](inputs, saved, tangents) for _, gradient in group]
 
     with lowering("forward"):
-        first = inductor.traced(forward, _fakes(resident, mode), mode, table)
+        forward_trace = inductor.traced(forward, _fake_tensors(resident, mode), mode, decomposition_of)
     backward_inputs = [
         *(resident[at] for at in handed),
         *(graph.values[value] for value in planned.saved),
         *(value for value in graph.values if value.kind == "tangent"),
     ]
     with lowering("backward"):
-        second = inductor.traced(backward, _fakes(backward_inputs, mode), mode, table)
-    assert not second.written, "the backward pass does not change its inputs"
+        backward_trace = inductor.traced(backward, _fake_tensors(backward_inputs, mode), mode, decomposition_of)
+    assert not backward_trace.written, "the backward pass does not change its inputs"
     if planned.choices.joined:
-        derivatives.join(second, joined(planned))
-    return _partitioned(planned, first, second, handed)
+        derivatives.join(backward_trace, affordable_pairs(planned))
+    return _partition(planned, forward_trace, backward_trace, handed)
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -177,40 +177,53 @@ def _as_declared(graph: JointGraph, tensors: Sequence[Tensor], values: Sequence[
     return [tensor.to(getattr(torch, graph.values[v].dtype)) for tensor, v in zip(tensors, values, strict=True)]
 
 
-def _fakes(values: Sequence[Value], mode: Any) -> list[Tensor]:
+def _fake_tensors(values: Sequence[Value], mode: Any) -> list[Tensor]:
     return [inductor.fake_tensor(v.shape, v.stride, getattr(torch, v.dtype), mode, v.place) for v in values]
 
 
-def _partitioned(planned: Schedule, first: inductor.Traced, second: inductor.Traced, handed: tuple[int, ...]) -> Fused:
+def _partition(
+    planned: Schedule, forward_trace: inductor.Traced, backward_trace: inductor.Traced, read_inputs: tuple[int, ...]
+) -> Fused:
     chunks = tuple(tuple(chunk) for chunk in _chunks(planned))
-    inputs, ops, gradients = inductor.taken_apart(second)
-    begin, end = len(handed), len(handed) + len(planned.saved)
+    inputs, ops, gradients = inductor.taken_apart(backward_trace)
+    begin, end = len(read_inputs), len(read_inputs) + len(planned.saved)
     used = {*inductor.read_by(ops), *gradients}
-    needed = [at for at, node in enumerate(inputs[begin:end]) if node in used]
-    takes = [*inputs[:begin], *(inputs[begin + at] for at in needed), *inputs[end:]]
+    read_saved = [index for index, node in enumerate(inputs[begin:end]) if node in used]
+    arguments = [*inputs[:begin], *(inputs[begin + index] for index in read_saved), *inputs[end:]]
     gradient_nodes = iter(gradients)
     results_of = [[next(gradient_nodes) for group in chunk for _ in group] for chunk in chunks]
     resident = [value for value in planned.graph.values if value.kind in RESIDENT]
-    node_of = {value.id: node for value, node in zip((resident[at] for at in handed), inputs, strict=False)}
-    changing = list[list[fx.Node]]()
+    node_of = {value.id: node for value, node in zip((resident[index] for index in read_inputs), inputs, strict=False)}
+    updated_at_once = list[list[fx.Node]]()
     for chunk in chunks:
         returned = (v for group in chunk for v in group if v in node_of)
-        changing.append([node_of[v] for v in returned if changed_at_once(planned.graph, planned.choices, v)])
-    backward = _half(second, takes, ops, results_of, changing, stay=inputs[:begin], backward=True)
-    inputs, ops, results = inductor.taken_apart(first)
+        updated_at_once.append([node_of[v] for v in returned if changed_at_once(planned.graph, planned.choices, v)])
+    backward = _cut_into_parts(
+        backward_trace, arguments, ops, results_of, updated_at_once, kept_by_caller=inputs[:begin], backward=True
+    )
+    inputs, ops, results = inductor.taken_apart(forward_trace)
     outputs = len(planned.graph.outputs)
     read_results = [
-        *results[:outputs], *(results[outputs + at] for at in needed), *results[outputs + len(planned.saved) :]
+        *results[:outputs], *(results[outputs + index] for index in read_saved),
+        *results[outputs + len(planned.saved) :],
     ]  # fmt: skip
-    forward = _half(first, inputs, ops, [read_results], [[]], stay=inputs, backward=False)
-    return Fused(planned, forward, backward, handed, tuple(planned.saved[at] for at in needed), first.written, chunks)
+    forward = _cut_into_parts(forward_trace, inputs, ops, [read_results], [[]], kept_by_caller=inputs, backward=False)
+    return Fused(
+        planned,
+        forward,
+        backward,
+        read_inputs,
+        tuple(planned.saved[index] for index in read_saved),
+        forward_trace.written,
+        chunks,
+    )
 
 
 def _chunks(planned: Schedule) -> Iterator[list[tuple[int, ...]]]:
     """Yield the groups of gradients of each part of the backward pass: a single part if it frees no gradient, else
     parts that each free about a `CHUNKS`-th of the bytes."""
     values, graph = planned.graph.values, planned.graph
-    groups = gives(planned)
+    groups = returned_gradients(planned)
     sizes = [sum(values[v].own_bytes for v in group if frees_gradient(graph, planned.choices, v)) for group in groups]
     share, chunk, size = sum(sizes) / CHUNKS, list[tuple[int, ...]](), 0
     for group, group_size in zip(groups, sizes, strict=True):
@@ -223,51 +236,52 @@ def _chunks(planned: Schedule) -> Iterator[list[tuple[int, ...]]]:
         yield chunk
 
 
-def _half(
-    traced: inductor.Traced, takes: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[Sequence[fx.Node]],
-    changing: Sequence[Sequence[fx.Node]], *, stay: Sequence[fx.Node], backward: bool,
-) -> Half:  # fmt: skip
+def _cut_into_parts(
+    traced: inductor.Traced, arguments: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[Sequence[fx.Node]],
+    updated_at_once: Sequence[Sequence[fx.Node]], *, kept_by_caller: Sequence[fx.Node], backward: bool,
+) -> PassParts:  # fmt: skip
     """Cut a traced function into parts. Each part ends after the op of its last result, and after the last op that
     reads an argument that changes once these results are returned.
 
     Args:
         traced: the function.
-        takes: its arguments, without those that nothing reads.
+        arguments: those of the function, without those that nothing reads.
         ops: its ops in order.
         results: the results to return after each part.
-        changing: the arguments that may change when these are returned, as parameters that are updated in the backward
+        updated_at_once: the arguments that may change when these are returned, as parameters that are updated in the
+        backward
             pass.
-        stay: the arguments that the caller keeps, too.
+        kept_by_caller: the arguments that the caller keeps, too.
         backward: see `inductor.Lowerable`.
     """
-    position = {node: at for at, node in enumerate(ops)}
+    op_index = {node: index for index, node in enumerate(ops)}
     ends, end = list[int](), 0
-    for part_results, arguments in zip(results, changing, strict=True):
-        waits_for = (*part_results, *inductor.readers(ops, arguments))
-        end = max([end, *(position.get(node, -1) + 1 for node in waits_for)])
+    for part_results, updated in zip(results, updated_at_once, strict=True):
+        waits_for = (*part_results, *inductor.readers(ops, updated))
+        end = max([end, *(op_index.get(node, -1) + 1 for node in waits_for)])
         ends.append(end)
     cuts = [ops[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     last_part: dict[fx.Node, int] = {}
-    for at, (part_ops, part_results) in enumerate(zip(cuts, results, strict=True)):
-        last_part |= dict.fromkeys((*part_ops, *inductor.read_by(part_ops), *part_results), at)
+    for part, (part_ops, part_results) in enumerate(zip(cuts, results, strict=True)):
+        last_part |= dict.fromkeys((*part_ops, *inductor.read_by(part_ops), *part_results), part)
     parts = list[Part]()
-    for at, (part_ops, part_results) in enumerate(zip(cuts, results, strict=True)):
+    for part, (part_ops, part_results) in enumerate(zip(cuts, results, strict=True)):
         returned = set(part_results)
-        makes = [node for node in part_ops if last_part[node] > at or node in returned]
+        part_outputs = [node for node in part_ops if last_part[node] > part or node in returned]
         read = inductor.read_by(part_ops)
-        dropped = [node for node in read if last_part[node] == at and node not in returned]
-        freed = [node for node in dropped if node not in stay]
+        last_read = [node for node in read if last_part[node] == part and node not in returned]
+        freeable = [node for node in last_read if node not in kept_by_caller]
         parts.append(Part(
-            f"backward {at}" if backward else "forward",
-            inductor.lowerable(traced, part_ops, makes, freed, backward=backward),
-            tuple(node.name for node in read), frozenset(node.name for node in dropped),
-            tuple(node.name for node in makes), tuple(node.name for node in part_results),
-            frozenset(node.name for node in returned if last_part[node] == at),
+            f"backward {part}" if backward else "forward",
+            inductor.lowerable(traced, part_ops, part_outputs, freeable, backward=backward),
+            tuple(node.name for node in read), frozenset(node.name for node in last_read),
+            tuple(node.name for node in part_outputs), tuple(node.name for node in part_results),
+            frozenset(node.name for node in returned if last_part[node] == part),
         ))  # fmt: skip
-    return Half(tuple(node.name for node in takes), tuple(parts))
+    return PassParts(tuple(node.name for node in arguments), tuple(parts))
 
 
-class Halves:
+class CompiledPasses:
     """Forward and backward functions of a planned step, made of compiled parts. See
     `memplan.planning.schedule.codegen` for their signatures.
 
@@ -286,7 +300,7 @@ class Halves:
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs and the saved tensors. ``inputs`` is cleared."""
         targets = [inputs[at] for at in self._step.written]
-        (results,) = _run(self._step.forward.takes, self._forward, inputs)
+        (results,) = _run(self._step.forward.arguments, self._forward, inputs)
         saved_end = self._outputs + self._saved
         _torch.copy_all(targets, results[saved_end:])
         return results[: self._outputs], results[self._outputs : saved_end]
@@ -299,7 +313,7 @@ class Halves:
         arguments = [*(inputs[at] for at in self._step.handed), *saved, *tangents]
         for tensors in (inputs, saved, tangents):
             tensors.clear()
-        running = _run(self._step.backward.takes, self._backward, arguments)
+        running = _run(self._step.backward.arguments, self._backward, arguments)
         for chunk, results in zip(self._step.chunks, running, strict=True):
             results.reverse()
             for group in chunk:
@@ -311,13 +325,13 @@ def _run(
 ) -> Iterator[list[Tensor]]:
     """Run parts in order, yield the results of each, and free what no later part reads. ``tensors`` is cleared."""
     parts = list(parts)
-    used = {name for part, _ in parts for name in (*part.takes, *part.gives)}
+    used = {name for part, _ in parts for name in (*part.arguments, *part.returned)}
     live = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name in used}
     tensors.clear()
     for part, function in parts:
-        arguments = [live.pop(name) if name in part.drops else live[name] for name in part.takes]
-        live.update(zip(part.makes, function(arguments), strict=True))
-        results = [live[name] for name in part.gives]
-        for name in part.ends:
+        arguments = [live.pop(name) if name in part.freed_arguments else live[name] for name in part.arguments]
+        live.update(zip(part.results, function(arguments), strict=True))
+        results = [live[name] for name in part.returned]
+        for name in part.freed_results:
             del live[name]
         yield results

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedForm, Value
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import Precision
 from memplan.planning.levers.lever import Grade, Lever
@@ -20,7 +20,7 @@ from memplan.planning.ops.custom_ops import define
 from memplan.trace.semantics.cpu.table import transient_bytes
 
 CONVOLUTION = "aten.convolution.default"
-LEAST = 1 << 20
+MIN_WORKSPACE = 1 << 20
 """Smallest workspace in bytes for which a convolution is split."""
 
 
@@ -33,22 +33,23 @@ class ChunkConvolutions(Lever):
         """Return the graph with convolutions in chunks if the plan computes in lower precision on the CPU."""
         return chunked(graph) if precision.compute and not graph.is_on_card and not precision.whole else graph
 
-    def grade(self, form: KeptForm | None = None) -> Grade:
+    def grade(self, form: SavedForm | None = None) -> Grade:
         """Return ``lossy``: another kernel may run, which adds in a different order."""
         return "lossy"
 
 
 def chunked(graph: JointGraph) -> JointGraph:
     """Split the forward convolutions whose workspace is at least as large as their result."""
-    return replace(graph, ops=tuple(_chunked(graph, op) for op in graph.ops))
+    return replace(graph, ops=tuple(_in_chunks(graph, op) for op in graph.ops))
 
 
-def _chunked(graph: JointGraph, op: GraphOp) -> GraphOp:
+def _in_chunks(graph: JointGraph, op: GraphOp) -> GraphOp:
+    """Return a convolution in as few chunks as bring its workspace down to half of its result; other ops unchanged."""
     if op.target != CONVOLUTION or op.phase != "forward" or len(op.makes) != 1 or op.kwargs:
         return op
     result = graph.values[op.makes[0]]
     batch = result.shape[0]
-    if op.scratch < max(LEAST, result.bytes):
+    if op.scratch < max(MIN_WORKSPACE, result.bytes):
         return op
     best = op
     for pieces in (2, 4, 8, 16):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, Ref, Value
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, SavedForm, Value
 from memplan.planning.graph.op_schema import NUMBERS, arguments_of, is_dense, itemsize
 from memplan.planning.graph.precision import Save
 from memplan.planning.levers.lever import Called, Grade, Lever, PlannedStep, Reason, Situation
@@ -37,7 +37,7 @@ from memplan.planning.ops.pieces import GROUP, most, packed, quantized_bytes, qu
 from memplan.trace.records import HOST
 
 NAME = "encode"
-_LATER = -1
+_ID_TO_ASSIGN = -1
 """Placeholder for an id that the registry assigns."""
 
 WORTHWHILE = 4096
@@ -77,7 +77,7 @@ DIRECT: Mapping[str, Direct] = {
 _Bound = Callable[[Mapping[str, Any], tuple[int, ...]], int]
 
 
-def _elements_of_last(dims: int) -> _Bound:
+def _elements_of_last_dims(dims: int) -> _Bound:
     return lambda _, shape: prod(shape[-dims:])
 
 
@@ -90,7 +90,7 @@ _POOLS = ("adaptive_max_pool{}d", "max_pool{}d_with_indices")
 INDICES: Mapping[str, tuple[int, _Bound]] = {
     "aten.argmax.default": (0, lambda a, shape: _size_along({"dim": None} | dict(a), shape)),
     "aten.argmin.default": (0, lambda a, shape: _size_along({"dim": None} | dict(a), shape)),
-    **{f"aten.{name.format(dims)}.default": (1, _elements_of_last(dims)) for name in _POOLS for dims in (2, 3)},
+    **{f"aten.{name.format(dims)}.default": (1, _elements_of_last_dims(dims)) for name in _POOLS for dims in (2, 3)},
     **{f"aten.{name}": (1, _size_along) for name in ("max.dim", "min.dim", "sort.default", "topk.default")},
 }
 """Ops that return indices: the position of the result, and the exclusive upper bound of its elements."""
@@ -130,50 +130,50 @@ class Encode(Lever):
         """Return the reason why a value has no smaller encoding, empty if it has one."""
         return _Encodings(graph, situation.save).why_not(value)
 
-    def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[KeptForm, Value]]:
+    def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[SavedForm, Value]]:
         """Yield at most one encoding for each value that the backward pass reads."""
         encodings = _Encodings(graph, situation.save)
         for base in sorted(encodings.readers):
-            encoding = encodings.of(graph.values[base])
+            encoding = encodings.encoding_of(graph.values[base])
             if encoding is not None:
                 yield encoding
 
-    def store(self, graph: JointGraph, form: KeptForm) -> Called:
+    def store(self, graph: JointGraph, form: SavedForm) -> Called:
         """Return the call that encodes a value."""
         if form.how in ("index", "bfloat16"):
-            return _converted(form.value, graph.values[form.kept].dtype)
+            return _cast_call(form.value, graph.values[form.encoded].dtype)
         if form.how in LOSSY:
             return "memplan.quantize.default", (Ref(form.value), form.how == "int8"), {}
         return "memplan.pack_bits.default", (Ref(form.value), form.how), {}
 
-    def fetch(self, graph: JointGraph, form: KeptForm) -> Called:
+    def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
         """Return the call that decodes a value."""
         value = graph.values[form.value]
         if form.how in ("index", "bfloat16"):
-            return _converted(form.kept, value.dtype)
+            return _cast_call(form.encoded, value.dtype)
         if form.how in LOSSY:
             how = value.shape, value.stride, getattr(torch, value.dtype), form.how == "int8"
-            return "memplan.dequantize.default", (Ref(form.kept), *how), {}
-        return "memplan.unpack_bits.default", (Ref(form.kept), value.shape, value.stride), {}
+            return "memplan.dequantize.default", (Ref(form.encoded), *how), {}
+        return "memplan.unpack_bits.default", (Ref(form.encoded), value.shape, value.stride), {}
 
-    def read_directly(self, graph: JointGraph, form: KeptForm, op: GraphOp, *, in_place: bool) -> Called:
+    def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:
         """Return the call of an op of `DIRECT` that reads bits. In place, it writes over its first operand."""
         direct = DIRECT[op.target]
-        arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(form.kept)}
+        arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(form.encoded)}
         return f"{direct.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
 
     def lowered(self) -> Mapping[Any, Callable[..., Any]]:
         """Return decompositions of the ops that read bits. Ops that pack bits run as they are."""
         ops: Any = torch.ops.memplan
         return {
-            ops.unpack_bits.default: _unpacked,
+            ops.unpack_bits.default: _unpack,
             ops.threshold_backward_bits.default: _threshold_backward,
             ops.leaky_relu_backward_bits.default: _leaky_relu_backward,
             ops.native_dropout_backward_bits.default: lambda x, bits, scale: x * _flags_like(bits, x) * scale,
             ops.masked_fill_bits.default: lambda x, bits, value: torch.where(_flags_like(bits, x), value, x),
         }
 
-    def grade(self, form: KeptForm) -> Grade:
+    def grade(self, form: SavedForm) -> Grade:
         """Return ``lossy`` for the codecs that round."""
         return "lossy" if form.how in LOSSY else "exact"
 
@@ -181,10 +181,10 @@ class Encode(Lever):
         """Say how many values are encoded."""
         return f"{values} encoded"
 
-    def reason(self, planned: PlannedStep, form: KeptForm) -> Reason:
+    def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
         """Describe how much smaller the encoding is, which ops read it, and how other ops get the value."""
         values = planned.graph.values
-        size, smaller = values[form.value].bytes, values[form.kept].bytes
+        size, smaller = values[form.value].bytes, values[form.encoded].bytes
         saved = planned.is_saved(form.value)
         parts = [f"{format_bytes(smaller)} instead of {format_bytes(size)} ({form.how})"]
         direct = planned.direct_readers(form)
@@ -194,7 +194,8 @@ class Encode(Lever):
             parts.append("the value itself is kept too")
         needed = planned.needed(form.value)
         if planned.is_recomputed(form.value):
-            parts.append(f"for the rest made again in {format_seconds(planned.graph.maker[form.value].rerun.seconds)}")
+            seconds = planned.graph.maker[form.value].recompute_op.seconds
+            parts.append(f"for the rest made again in {format_seconds(seconds)}")
         elif needed:
             parts.append(needed)
         details = {"codec": form.how, "encoded_bytes": smaller}
@@ -202,7 +203,7 @@ class Encode(Lever):
 
 
 class _Encodings:
-    """Chooses the encodings of one graph."""
+    """Chooses the smaller encoding in which each value of a graph may be saved, from the ops that read it."""
 
     def __init__(self, graph: JointGraph, save: Save) -> None:
         self.graph = graph
@@ -227,11 +228,12 @@ class _Encodings:
             return "its memory has gaps"
         return "" if self._encoding(value, maker) is not None else "no reader can do with fewer bits"
 
-    def of(self, value: Value) -> tuple[KeptForm, Value] | None:
+    def encoding_of(self, value: Value) -> tuple[SavedForm, Value] | None:
         """Return the encoding of a value, None if there is no smaller one."""
         return None if self.why_not(value) else self._encoding(value, self.graph.maker[value.id])
 
-    def _encoding(self, value: Value, maker: GraphOp) -> tuple[KeptForm, Value] | None:
+    def _encoding(self, value: Value, maker: GraphOp) -> tuple[SavedForm, Value] | None:
+        """Return the lossy encoding of a value if there is one, else the exact one; None if neither is smaller."""
         graph, readers = self.graph, self.readers[value.id]
         encoding = _lossy(graph, value, maker, readers, self.save, value.id in self.steep)
         encoding = encoding or _exact(graph, value, maker, readers)
@@ -239,10 +241,13 @@ class _Encodings:
 
 
 def _lossy(
-    graph: JointGraph, value: Value, maker: GraphOp, readers: Sequence[GraphOp], save: Save, steep: bool
-) -> tuple[KeptForm, Value] | None:
-    """Return the lossy encoding of a value, None if it may have none. A value that is only compared with 0 has none: as
-    bits it is smaller, and exact."""
+    graph: JointGraph, value: Value, maker: GraphOp, readers: Sequence[GraphOp], save: Save, is_amplified: bool
+) -> tuple[SavedForm, Value] | None:
+    """Return the lossy encoding of a value and the encoded value, None if it may have none: the plan is exact, the
+    value is no result in floating point, or ops only compare it with 0 (as bits it is smaller, and exact).
+
+    ``is_amplified``: whether ops of the forward pass amplify an error of the value, so that it must not have 8 bits.
+    """
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
     if maker.outputs[0] != value.id:  # statistics, not the main result
@@ -250,19 +255,26 @@ def _lossy(
     if all(reads_bits(graph, op, value.id) for op in readers) or _is_cast(graph, maker):
         return None
     elements = prod(value.shape)
-    if save == "int8" and not steep and all(op.target in EIGHT_BITS for op in readers) and value.dtype != "float64":
+    if (
+        save == "int8"
+        and not is_amplified
+        and all(op.target in EIGHT_BITS for op in readers)
+        and value.dtype != "float64"
+    ):
         codec = "uint8" if maker.target in _NEVER_BELOW_0 and maker.outputs[0] == value.id else "int8"
         size = quantized_bytes(elements)
-        form = _flat(value, codec, size)
+        form = _uint8_vector(value, codec, size)
         piece = min(quantized_piece(elements, value.place), elements)
         scratch = 4 * piece + 4 * piece * (value.dtype != "float32") + 32 * (1 + piece // GROUP) + NUMBERS
         signs = 4 * piece * (codec == "uint8")
         decoding = scratch if value.dtype != "float32" else NUMBERS
-        return KeptForm(NAME, value.id, _LATER, codec, store_scratch=scratch + signs, fetch_scratch=decoding), form
+        return SavedForm(
+            NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=scratch + signs, fetch_scratch=decoding
+        ), form
     if itemsize(value.dtype) <= 2:
         return None
     form = replace(value, name=f"{value.name}_bfloat16", kind="encoded", bytes=2 * elements, dtype="bfloat16", op=None)
-    return KeptForm(NAME, value.id, _LATER, "bfloat16"), form
+    return SavedForm(NAME, value.id, _ID_TO_ASSIGN, "bfloat16"), form
 
 
 def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
@@ -272,19 +284,21 @@ def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
 
 def _exact(
     graph: JointGraph, value: Value, maker: GraphOp, readers: Iterable[GraphOp]
-) -> tuple[KeptForm, Value] | None:
+) -> tuple[SavedForm, Value] | None:
     """Return the exact encoding of a value and the encoded value, None if there is no such encoding."""
     piece = min(most(value.place), prod(value.shape))
-    if value.dtype == "bool":
+    if value.dtype == "bool":  # a bit for each element
         direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
         scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
-        form = KeptForm(
-            NAME, value.id, _LATER, "bits", store_scratch=0 if value.place == HOST else piece * _packing(value.place),
-            fetch_scratch=piece, direct=tuple(op.index for op in direct), direct_scratch=scratch,
+        form = SavedForm(
+            NAME, value.id, _ID_TO_ASSIGN, "bits",
+            store_scratch=0 if value.place == HOST else piece * _packing_bytes(value.place), fetch_scratch=piece,
+            direct=tuple(op.index for op in direct), direct_scratch=scratch,
         )  # fmt: skip
-        return form, _flat(value, "bits", packed(prod(value.shape)))
+        return form, _uint8_vector(value, "bits", packed(prod(value.shape)))
     position, bound = INDICES.get(maker.target, (0, None))
-    dtype = None  # the smallest integer type for indices
+    # indices in the smallest integer type that holds their bound
+    dtype = None
     if bound is not None and value.dtype == "int64" and maker.outputs[position] == value.id:
         arguments = arguments_of(maker.target, maker.args, maker.kwargs)
         upper = bound(arguments, graph.values[arguments["self"].value].shape)
@@ -292,7 +306,8 @@ def _exact(
     if dtype is not None:
         size = value.bytes // itemsize(value.dtype) * itemsize(dtype)
         encoded = replace(value, name=f"{value.name}_index", kind="encoded", bytes=size, dtype=dtype, op=None)
-        return KeptForm(NAME, value.id, _LATER, "index"), encoded
+        return SavedForm(NAME, value.id, _ID_TO_ASSIGN, "index"), encoded
+    # a comparison with 0 as bits, for the ops that need no more of the value
     kinds: dict[str, list[GraphOp]] = defaultdict(list)
     for op in readers:
         kind = reads_bits(graph, op, value.id)
@@ -301,22 +316,32 @@ def _exact(
     if not kinds:
         return None
     codec, direct = max(kinds.items(), key=lambda item: len(item[1]))
-    form = KeptForm(
-        NAME, value.id, _LATER, codec, store_scratch=piece * _packing(value.place) + NUMBERS, whole=False,
+    form = SavedForm(
+        NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=piece * _packing_bytes(value.place) + NUMBERS, whole=False,
         direct=tuple(op.index for op in direct), direct_scratch=max(_direct_scratch(graph, op) for op in direct),
     )  # fmt: skip
-    return form, _flat(value, codec, packed(prod(value.shape)))
+    return form, _uint8_vector(value, codec, packed(prod(value.shape)))
 
 
-def _packing(place: str) -> int:
+def _packing_bytes(place: str) -> int:
     """Return the bytes for each element that packing a piece into bits takes. On a card, where numpy does not pack,
     there are four buffers: flags, padded flags, weighted flags and bits."""
     return 1 if place == HOST else 4
 
 
-def _flat(value: Value, codec: str, size: int) -> Value:
+def _uint8_vector(value: Value, codec: str, size: int) -> Value:
     """Return the encoded value: a uint8 vector of ``size`` bytes."""
-    return Value(_LATER, f"{value.name}_{codec}", "encoded", _LATER, size, (size,), (1,), "uint8", place=value.place)
+    return Value(
+        _ID_TO_ASSIGN,
+        f"{value.name}_{codec}",
+        "encoded",
+        _ID_TO_ASSIGN,
+        size,
+        (size,),
+        (1,),
+        "uint8",
+        place=value.place,
+    )
 
 
 def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
@@ -339,19 +364,20 @@ def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
 
 
 def _direct_scratch(graph: JointGraph, op: GraphOp) -> int:
+    """Return the workspace in bytes of an op of `DIRECT` that reads bits: unpacked flags and temporary pieces."""
     direct = DIRECT[op.target]
     like = graph.values[arguments_of(op.target, op.args, op.kwargs)[direct.same].value]
     return min(most(like.place), prod(like.shape)) * (1 + direct.buffers * itemsize(like.dtype)) + NUMBERS
 
 
-def _converted(value: int, dtype: str) -> Called:
+def _cast_call(value: int, dtype: str) -> Called:
     return "aten._to_copy.default", (Ref(value),), {"dtype": getattr(torch, dtype)}
 
 
 # -- decompositions for fused kernels
 
 
-def _unpacked(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+def _unpack(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return the bool tensor of these sizes and strides. Bits are in memory order."""
     shifts = torch.arange(8, dtype=torch.int32, device=bits.device)  # as a constant it would stay allocated
     flags = (bits[:, None].to(torch.int32) >> shifts).bitwise_and(1).ne(0).view(-1)[: prod(size)]
@@ -361,7 +387,7 @@ def _unpacked(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tenso
 
 
 def _flags_like(bits: Tensor, tensor: Tensor) -> Tensor:
-    return _unpacked(bits, tensor.shape, tensor.stride())
+    return _unpack(bits, tensor.shape, tensor.stride())
 
 
 def _threshold_backward(grad_output: Tensor, bits: Tensor, threshold: float) -> Tensor:

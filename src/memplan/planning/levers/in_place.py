@@ -22,7 +22,7 @@ from memplan.planning.graph.op_schema import (
     BATCH_NORM_AGAIN,
     CROSS_ENTROPY,
     NUMBERS,
-    _names,
+    _argument_names,
     arguments_of,
     is_contiguous,
     is_dense,
@@ -129,8 +129,8 @@ def call_into(target: str, operand: str) -> Form:
     """
     if target in PIECEWISE:
         return Form(PIECEWISE[target].target)
-    form = _own_form(target)
-    if form is None or (form.out is None and operand != _names(target)[0]):
+    form = _torch_form(target)
+    if form is None or (form.out is None and operand != _argument_names(target)[0]):
         raise KeyError(f"{target} has no form that writes over {operand}")
     return form
 
@@ -148,7 +148,8 @@ def scratch_into(op: GraphOp, values: Sequence[Value]) -> int:
 def _operands(
     target: str, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value], result: int
 ) -> list[Operand]:
-    names = _allowed(target)
+    """Return the operands of a call that its first result can overwrite, see `overwrites`."""
+    names = _overwritable_operands(target)
     if not names:
         return []
     arguments, output = arguments_of(target, args, kwargs), values[result]
@@ -179,13 +180,13 @@ def _covers(value: Value, result: Value, values: Sequence[Value]) -> bool:
 def _has_no_alias(operand: Operand, arguments: Mapping[str, Any], values: Sequence[Value], elementwise: bool) -> bool:
     """Return whether no other argument shares the operand's memory. Elementwise ops may read it with the same
     layout."""
-    own = values[operand.value]
+    overwritten = values[operand.value]
     for name, argument in arguments.items():
         for other in refs(argument):
-            if name == operand.name or values[other].base != own.base:
+            if name == operand.name or values[other].base != overwritten.base:
                 continue
-            same = values[other].shape == own.shape and values[other].stride == own.stride
-            if not (elementwise and same and values[other].dtype == own.dtype):
+            same = values[other].shape == overwritten.shape and values[other].stride == overwritten.stride
+            if not (elementwise and same and values[other].dtype == overwritten.dtype):
                 return False
     return True
 
@@ -194,8 +195,8 @@ def _has_no_alias(operand: Operand, arguments: Mapping[str, Any], values: Sequen
 
 
 @cache
-def _allowed(target: str) -> tuple[str, ...]:
-    """Return the operands that an in-place form of the op can overwrite."""
+def _overwritable_operands(target: str) -> tuple[str, ...]:
+    """Return the names of the operands that an in-place form of the op can overwrite, whatever their layout."""
     if target in PIECEWISE:
         return (PIECEWISE[target].operand,)
     if target == BATCH_NORM_AGAIN:
@@ -203,29 +204,29 @@ def _allowed(target: str) -> tuple[str, ...]:
     namespace, name = target.split(".", 1) if target.startswith("aten.") else ("", "")
     if namespace != "aten" or (name not in ELEMENTWISE and name not in IN_ORDER):
         return ()
-    form = _own_form(target)
+    form = _torch_form(target)
     if form is None:  # not in this version of torch
         return ()
     names = IN_ORDER.get(name) or tuple(name for _, name in _torch.tensor_arguments(overload(target)))
-    return names if form.out is not None else tuple(n for n in names if n == _names(target)[0])
+    return names if form.out is not None else tuple(n for n in names if n == _argument_names(target)[0])
 
 
 # mul_.Scalar rounds the scalar to the tensor's dtype first; mul.out, which also accepts scalars, computes as
 # mul.Scalar.
-_REPLACED = {
+_SPECIAL_FORMS = {
     "aten.mul.Scalar": Form("aten.mul.out", "out"),
     BATCH_NORM_AGAIN: Form("memplan.batch_norm_again_.default"),
 }
 
 
 @cache
-def _own_form(target: str) -> Form | None:
+def _torch_form(target: str) -> Form | None:
     """Return the ``out=`` overload with the same arguments, else the variant with an underscore, else None.
 
     Overloads that torch generates do not count: they call the op and copy its result.
     """
-    if target in _REPLACED:
-        return _REPLACED[target]
+    if target in _SPECIAL_FORMS:
+        return _SPECIAL_FORMS[target]
     _, name, _ = target.split(".")
     signature = _signature(overload(target))
     for variant in (name, f"{name}_"):
@@ -235,15 +236,15 @@ def _own_form(target: str) -> Form | None:
             written = [a for a in _torch.arguments(func) if a.alias_info is not None and a.alias_info.is_write]
             if torch.Tag.generated in func.tags or len(written) != 1:
                 continue
-            if written[0].kwarg_only and _signature(func, without=written[0].name) == signature:
+            if written[0].kwarg_only and _signature(func, omitted=written[0].name) == signature:
                 return Form(f"aten.{variant}.{overload_name}", written[0].name)
             if variant != name and written[0].name == signature[0][0] and _signature(func) == signature:
                 return Form(f"aten.{variant}.{overload_name}")
     return None
 
 
-def _signature(func: Any, without: str = "") -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in _torch.arguments(func) if a.name != without]
+def _signature(func: Any, omitted: str = "") -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in _torch.arguments(func) if a.name != omitted]
 
 
 # -- piece by piece
@@ -287,40 +288,47 @@ class Piecewise:
         return result.bytes >= max(WORTHWHILE, 2 * self.scratch(arguments, values, result))
 
 
-def _of_elements(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
+def _element_scratch(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
+    """Return the function for the workspace of an elementwise kernel with this number of temporary pieces."""
+
     def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
         return buffers * piece(prod(result.shape), result.place) * itemsize(result.dtype) + NUMBERS
 
     return scratch
 
 
-def _of_rows(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) -> int:
-    """Return the bytes of a piece and of its means and reciprocal deviations, at most 8 bytes each."""
+def _row_scratch(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) -> int:
+    """Return the workspace in bytes of a kernel that works on a few rows at a time: a piece of the result, its means
+    and reciprocal deviations, at most 8 bytes each."""
     trailing = len(arguments["normalized_shape"])
     count = rows(result.shape, trailing)[1]
     row = prod(result.shape[len(result.shape) - trailing :])
     return count * (row * itemsize(result.dtype) + 16)
 
 
-def _of_samples(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+def _sample_scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
     count = rows(result.shape, len(result.shape) - 1, result.place)[1]
     return count * prod(result.shape[1:]) * itemsize(result.dtype) + NUMBERS
 
 
-def _of_channels(own: int, copied: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
-    """Bytes of ``own`` pieces of the result, ``copied`` pieces of operands (views if the batch has a single sample),
-    and at most 16 tensors of statistics, at most 8 bytes a channel."""
+def _channel_scratch(
+    result_pieces: int, operand_pieces: int
+) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
+    """Return the function for the workspace of a kernel that works on a few channels at a time: ``result_pieces``
+    pieces of the result, ``operand_pieces`` pieces of operands (views if the batch has a single sample), and at most
+    16 tensors of statistics, at most 8 bytes a channel."""
 
     def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
         size = prod(result.shape) // result.shape[1] * itemsize(result.dtype)
-        buffers = own + (copied if result.shape[0] > 1 else 0)
+        buffers = result_pieces + (operand_pieces if result.shape[0] > 1 else 0)
         return channels(result.shape) * buffers * size + result.shape[1] * 16 * 8
 
     return scratch
 
 
-def _of_groups(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) -> int:
-    """Return the bytes of a piece and of at most 8 tensors of sums, at most 8 bytes a channel each."""
+def _group_scratch(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) -> int:
+    """Return the workspace in bytes of a kernel that works on a few groups of channels at a time: a piece of the
+    result, and at most 8 tensors of sums, at most 8 bytes a channel each."""
     count = groups(result.shape, arguments["group"])
     size = prod(result.shape[1:]) // arguments["group"]
     channels = result.shape[1] // arguments["group"]
@@ -329,34 +337,39 @@ def _of_groups(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) 
 
 PIECEWISE: Mapping[str, Piecewise] = {
     "aten.hardswish_backward.default": Piecewise(
-        "memplan.hardswish_backward_.default", "grad_output", _of_elements(1), ("self",), contiguous=False, on_card=True
+        "memplan.hardswish_backward_.default",
+        "grad_output",
+        _element_scratch(1),
+        ("self",),
+        contiguous=False,
+        on_card=True,
     ),
     "aten.native_batch_norm_backward.default": Piecewise(
-        "memplan.native_batch_norm_backward_.default", "grad_out", _of_channels(2, 2), ("input",), spatial=True
+        "memplan.native_batch_norm_backward_.default", "grad_out", _channel_scratch(2, 2), ("input",), spatial=True
     ),
     "aten._native_batch_norm_legit_functional.default": Piecewise(
-        "memplan._native_batch_norm_legit_functional_.default", "input", _of_channels(1, 1), spatial=True
+        "memplan._native_batch_norm_legit_functional_.default", "input", _channel_scratch(1, 1), spatial=True
     ),
     "aten._native_batch_norm_legit.no_stats": Piecewise(
-        "memplan._native_batch_norm_legit_.no_stats", "input", _of_channels(1, 1), spatial=True
+        "memplan._native_batch_norm_legit_.no_stats", "input", _channel_scratch(1, 1), spatial=True
     ),
     "aten.native_dropout.default": Piecewise(
-        "memplan.native_dropout_.default", "input", _of_elements(1), contiguous=False
+        "memplan.native_dropout_.default", "input", _element_scratch(1), contiguous=False
     ),
     "aten.native_dropout_backward.default": Piecewise(
         "memplan.native_dropout_backward_.default",
         "grad_output",
-        _of_elements(2),
+        _element_scratch(2),
         ("mask",),
         contiguous=False,
         on_card=True,
     ),
-    "aten.native_group_norm.default": Piecewise("memplan.native_group_norm_.default", "input", _of_groups),
-    "aten.native_layer_norm.default": Piecewise("memplan.native_layer_norm_.default", "input", _of_rows),
+    "aten.native_group_norm.default": Piecewise("memplan.native_group_norm_.default", "input", _group_scratch),
+    "aten.native_layer_norm.default": Piecewise("memplan.native_layer_norm_.default", "input", _row_scratch),
     "aten.native_layer_norm_backward.default": Piecewise(
-        "memplan.native_layer_norm_backward_.default", "grad_out", _of_rows, ("input",), whole_too=True
+        "memplan.native_layer_norm_backward_.default", "grad_out", _row_scratch, ("input",), whole_too=True
     ),
-    CROSS_ENTROPY: Piecewise("memplan.cross_entropy_backward_.default", "log_probs", _of_samples, on_card=True),
+    CROSS_ENTROPY: Piecewise("memplan.cross_entropy_backward_.default", "log_probs", _sample_scratch, on_card=True),
 }
 """In-place forms of memplan, by op. Norms rely on the CPU's kernels, which compute rows, channels and groups
 independently."""

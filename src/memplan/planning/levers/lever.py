@@ -4,7 +4,7 @@ There are two kinds of levers, and each overrides the methods that apply:
 
 * those that save *values* in another encoding between the passes (encode, offload): `forms` lists the values and costs;
   `store`, `fetch` and `read_directly` return the calls. Search, schedule, validator and both engines handle the
-  encodings of any lever from their declaration, `memplan.planning.graph.joint_graph.KeptForm`;
+  encodings of any lever from their declaration, `memplan.planning.graph.joint_graph.SavedForm`;
 * those about the whole *step* (in place, accumulate): `decide` reports what they changed.
 
 `memplan.planning.levers.registry` lists the levers.
@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from memplan._bytes import format_bytes
 from memplan._json import Json
 from memplan.devices import Device
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Value
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value
 from memplan.planning.graph.precision import Precision, Save
 from memplan.planning.graph.roofline import Work
 
@@ -97,23 +97,23 @@ class PlannedStep(Protocol):
         """Describe what reads the value in the backward pass, empty if nothing does."""
         ...
 
-    def direct_readers(self, form: KeptForm) -> str:
+    def direct_readers(self, form: SavedForm) -> str:
         """Describe the ops that read the encoding itself, empty if none does."""
         ...
 
-    def freed_after(self, form: KeptForm) -> str:
+    def freed_after(self, form: SavedForm) -> str:
         """Describe the op after which an offloaded value is freed."""
         ...
 
-    def fetched_before(self, form: KeptForm) -> str:
+    def fetched_before(self, form: SavedForm) -> str:
         """Describe the op before which the copy to the device begins."""
         ...
 
-    def waits(self, form: KeptForm) -> float:
+    def waits(self, form: SavedForm) -> float:
         """Return the seconds that the step waits for the copies of an offloaded value."""
         ...
 
-    def other_forms(self, form: KeptForm) -> Sequence[KeptForm]:
+    def other_forms(self, form: SavedForm) -> Sequence[SavedForm]:
         """Return the other encodings of the same value."""
         ...
 
@@ -137,7 +137,7 @@ class Lever(Protocol):
     """A technique to use less memory. Subclass it, override what applies, and add an instance to the registry."""
 
     name: str
-    """Name in choices (`KeptForm.lever`), in saved plans and in the plan's table."""
+    """Name in choices (`SavedForm.lever`), in saved plans and in the plan's table."""
     verbs: tuple[str, str] = ("store", "fetch")
     """Names of storing and fetching an encoding in a planned step's trace."""
     comments: tuple[str, str] = ("stores", "fetches")
@@ -161,7 +161,7 @@ class Lever(Protocol):
         """Return the reason why a forward value has no encoding of this lever, empty if it may have one."""
         return f"{self.name} is about the step, not about single values"
 
-    def forms(self, graph: JointGraph, situation: Situation) -> Iterable[tuple[KeptForm, Value]]:
+    def forms(self, graph: JointGraph, situation: Situation) -> Iterable[tuple[SavedForm, Value]]:
         """Yield each encoding that a value may be saved in, and the encoded value.
 
         The registry assigns the ids of encoded values. The seconds of encodings other than host copies are set later,
@@ -171,7 +171,7 @@ class Lever(Protocol):
 
     # -- costs
 
-    def works(self, graph: JointGraph, form: KeptForm) -> tuple[Work, Work, Work]:
+    def works(self, graph: JointGraph, form: SavedForm) -> tuple[Work, Work, Work]:
         """Return the work of storing, of fetching, and of direct readers beyond the original ops, to estimate seconds.
 
         By default each action reads the value and writes the encoding, or the reverse.
@@ -180,20 +180,20 @@ class Lever(Protocol):
         and integers narrowed at 7 and widened at 2 to 3: near enough to its bandwidth.
         """
         value = graph.values[form.value]
-        work = Work(0, value.bytes + graph.values[form.kept].bytes, value.dtype)
+        work = Work(0, value.bytes + graph.values[form.encoded].bytes, value.dtype)
         return work, work, Work(0, 0, value.dtype)
 
     # -- calls
 
-    def store(self, graph: JointGraph, form: KeptForm) -> Called:
+    def store(self, graph: JointGraph, form: SavedForm) -> Called:
         """Return the call that encodes the value."""
         raise AssertionError(f"{self.name} keeps no values")
 
-    def fetch(self, graph: JointGraph, form: KeptForm) -> Called:
+    def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
         """Return the call that decodes the value from the encoding and ``form.also_reads``."""
         raise AssertionError(f"{self.name} keeps no values")
 
-    def read_directly(self, graph: JointGraph, form: KeptForm, op: GraphOp, *, in_place: bool) -> Called:
+    def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:
         """Return the call of one of ``form.direct`` that reads the encoding.
 
         ``in_place``: whether it writes its result over its first operand.
@@ -209,14 +209,14 @@ class Lever(Protocol):
 
     # -- reports
 
-    def grade(self, form: KeptForm) -> Grade:
+    def grade(self, form: SavedForm) -> Grade:
         """Return ``exact`` if decoding restores the value bit for bit."""
         return "exact"
 
-    def reason(self, planned: PlannedStep, form: KeptForm) -> Reason:
+    def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
         """Describe what saving a value in this encoding frees, and why it is needed."""
         graph = planned.graph
-        before, after = graph.values[form.value].bytes, graph.values[form.kept].bytes
+        before, after = graph.values[form.value].bytes, graph.values[form.encoded].bytes
         needed = planned.needed(form.value)
         text = f"{format_bytes(after)} instead of {format_bytes(before)}" + (f"; {needed}" if needed else "")
         return Reason(max(0, before - after), text, {"kept_bytes": after}, self.grade(form))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm
 from memplan.planning.levers.lever import Grade, Lever, Reason
 
 
@@ -15,7 +15,7 @@ class LowerPrecision(Lever):
 
     name = "lower precision"
 
-    def grade(self, form: KeptForm | None = None) -> Grade:
+    def grade(self, form: SavedForm | None = None) -> Grade:
         """Return ``lossy``: every result is rounded."""
         return "lossy"
 

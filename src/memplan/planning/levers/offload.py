@@ -9,7 +9,7 @@ from math import prod
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import JointGraph, KeptForm, Ref, Value
+from memplan.planning.graph.joint_graph import JointGraph, Ref, SavedForm, Value
 from memplan.planning.graph.op_schema import is_dense, itemsize
 from memplan.planning.levers.lever import Called, Lever, PlannedStep, Reason, Situation
 
@@ -45,7 +45,7 @@ class Offload(Lever):
             return "the forward pass writes it into something"
         return ""
 
-    def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[KeptForm, Value]]:
+    def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[SavedForm, Value]]:
         """Yield the values that may be offloaded, in the order in which they are computed."""
         if situation.card is None or situation.card.link is None:
             return
@@ -59,15 +59,15 @@ class Offload(Lever):
                 host = replace(value, name=f"{value.name}_host", kind="host", bytes=0, op=None)
                 copied = roofline.Work(0, value.bytes, value.dtype)  # read when stored, written when fetched
                 seconds = 2 * rates.seconds(copied)
-                yield KeptForm(self.name, value.id, -1, store_seconds=seconds, copy_seconds=value.bytes / link), host
+                yield SavedForm(self.name, value.id, -1, store_seconds=seconds, copy_seconds=value.bytes / link), host
 
-    def store(self, graph: JointGraph, form: KeptForm) -> Called:
+    def store(self, graph: JointGraph, form: SavedForm) -> Called:
         """Return the call that begins the copy to host memory."""
         return "transfers.store", (Ref(form.value),), {}
 
-    def fetch(self, graph: JointGraph, form: KeptForm) -> Called:
+    def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
         """Return the call that begins the copy to the device."""
-        return "transfers.fetch", (Ref(form.kept),), {}
+        return "transfers.fetch", (Ref(form.encoded),), {}
 
     def counted(self, values: int, host_bytes: int) -> str:
         """Return the number of offloaded values and their bytes in host memory."""
@@ -81,12 +81,12 @@ class Offload(Lever):
             "Plan this step anew, or for that card without offloading: heuristics=Heuristics(offload=False)",
         )
 
-    def reason(self, planned: PlannedStep, form: KeptForm) -> Reason:
+    def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
         """Describe when the value is copied and how long the step waits for it. Its other encodings stay on the
         device."""
         values, wait, copy_seconds = planned.graph.values, planned.waits(form), form.copy_seconds or 0.0
         size, others = values[form.value].bytes, planned.other_forms(form)
-        smaller = sum(values[other.kept].bytes for other in others)
+        smaller = sum(values[other.encoded].bytes for other in others)
         parts = [
             f"copied to host memory in {format_seconds(copy_seconds)}, freed after {planned.freed_after(form)}",
             f"fetched before {planned.fetched_before(form)}; {planned.needed(form.value)}",

@@ -29,8 +29,10 @@ class Recompute(Lever):
             return "its op must run once only"
         if value.id in graph.irreplaceable:
             return "held by a call that is kept as it is"
-        if value.id not in op.rerun.makes:
-            return f"with it {short(op.rerun.target)} can make {graph.values[op.rerun.makes[0]].name} again"
+        if value.id not in op.recompute_op.makes:
+            return (
+                f"with it {short(op.recompute_op.target)} can make {graph.values[op.recompute_op.makes[0]].name} again"
+            )
         return ""
 
     def counted(self, values: int, host_bytes: int) -> str:
@@ -42,7 +44,7 @@ class Recompute(Lever):
         graph, seconds = planned.graph, planned.seconds
         op, size = graph.maker[value], graph.values[value].bytes
         if value in seconds:
-            by = "" if op.again is None else f" by {short(op.again.target)}"
+            by = "" if op.cheaper_recompute is None else f" by {short(op.cheaper_recompute.target)}"
             cost = f"making it again{by} takes {format_seconds(seconds[value])}"
         else:
             others = [graph.values[other].name for other in op.makes if other in seconds]
@@ -62,4 +64,4 @@ class Recompute(Lever):
         if obstacle:
             return Reason(size, f"{obstacle}; {needed}" if needed else obstacle)
         most = ", the most per byte of all that is kept" if costs_most else ""
-        return Reason(size, f"{needed}; making it again would take {format_seconds(op.rerun.seconds)}{most}")
+        return Reason(size, f"{needed}; making it again would take {format_seconds(op.recompute_op.seconds)}{most}")

@@ -51,7 +51,7 @@ def registered(lever: Lever) -> Iterator[Lever]:
         LEVERS[:] = before
 
 
-def rewritten(graph: JointGraph, precision: Precision) -> JointGraph:
+def apply_rewrites(graph: JointGraph, precision: Precision) -> JointGraph:
     """Return a captured graph after the rewrites of all levers."""
     for lever in LEVERS:
         graph = lever.rewrite(graph, precision)
@@ -74,8 +74,8 @@ def offered(graph: JointGraph, situation: Situation, levers: Iterable[Lever]) ->
             if not changed.isdisjoint(form.also_reads):
                 continue  # the forward pass overwrites what decoding would read
             number = len(values)
-            assert not form.also_reads or graph.maker[form.value].makes == (form.value,), "see KeptForm.also_reads"
+            assert not form.also_reads or graph.maker[form.value].makes == (form.value,), "see SavedForm.also_reads"
             assert not (form.also_reads and form.is_copied), "a copy reads nothing else"
             values.append(replace(encoded, id=number, base=number))
-            forms.append(replace(form, kept=number))
+            forms.append(replace(form, encoded=number))
     return replace(graph, values=tuple(values), forms=tuple(forms))

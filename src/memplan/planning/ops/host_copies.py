@@ -50,6 +50,7 @@ def fetch(host: torch.Tensor) -> tuple[torch.Tensor, Copy]:
 
 
 def _begin_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device, direction: str) -> Copy:
+    """Begin to copy between host memory and a card, on the card's stream for this direction."""
     if device.type != "cuda":
         target.copy_(source)
         return Copy(device)

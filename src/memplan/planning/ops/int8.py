@@ -22,7 +22,10 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield pieces of (value, codes, scales), with a row for each group. The last row can be shorter."""
+    """Yield corresponding pieces of (elements, their 8-bit codes, their scales), each with a row for every group.
+
+    ``form`` is the encoding, which the codes and scales are views of. The last group can be shorter.
+    """
     count = flat.numel()
     codes = form[:count].view(torch.int8 if signed else torch.uint8)
     scales = form[-(-count // 4) * 4 :].view(torch.float32)

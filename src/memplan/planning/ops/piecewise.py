@@ -337,8 +337,8 @@ def _native_layer_norm_backward_(
     return (grad_out, *parameter_gradients[1:])
 
 
-def _grouped(shape: Sequence[int], group: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (sample, begin, end) of the groups of each piece."""
+def _group_ranges(shape: Sequence[int], group: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the pieces that a group norm is computed in, each as (sample, first group, end of its groups)."""
     step = groups(shape, group)
     return ((n, g, min(g + step, group)) for n in range(shape[0]) for g in range(0, group, step))
 
@@ -353,7 +353,7 @@ def _native_group_norm_(
 ) -> tuple[Tensor, ...]:
     size = c // group
     statistics: list[Tensor] = []
-    for sample, start, stop in _grouped(input.shape, group):
+    for sample, start, stop in _group_ranges(input.shape, group):
         piece = input.view(n, group, size, hxw)[sample : sample + 1, start:stop].view(1, -1, hxw)
         scale, shift = (None if p is None else p[start * size : stop * size] for p in (weight, bias))
         result, *piece_statistics = _ATEN.native_group_norm(
@@ -367,7 +367,7 @@ def _native_group_norm_(
     return (input, *statistics)
 
 
-def _by_channels(compute: Callable[[slice], Sequence[Tensor | None]], over: Tensor) -> tuple[Tensor | None, ...]:
+def _by_channels(compute: Callable[[slice], Sequence[Tensor | None]], overwritten: Tensor) -> tuple[Tensor | None, ...]:
     """Compute a batch norm or its derivative by slices of channels.
 
     Args:
@@ -375,21 +375,22 @@ def _by_channels(compute: Callable[[slice], Sequence[Tensor | None]], over: Tens
         over: tensor that the main result overwrites.
 
     Returns:
-        ``over``, and the concatenated vectors.
+        ``overwritten``, and the concatenated vectors.
     """
-    step, vectors = channels(over.shape), list[Sequence[Tensor | None]]()
-    for start in range(0, over.shape[1], step):
+    step, vectors = channels(overwritten.shape), list[Sequence[Tensor | None]]()
+    for start in range(0, overwritten.shape[1], step):
         part = slice(start, start + step)
         result, *part_vectors = compute(part)
         assert result is not None
-        over[:, part].copy_(result)
+        overwritten[:, part].copy_(result)
         del result
         vectors.append(part_vectors)
     columns = ([vector for vector in column if vector is not None] for column in zip(*vectors, strict=True))
-    return (over, *(torch.cat(column) if column else None for column in columns))
+    return (overwritten, *(torch.cat(column) if column else None for column in columns))
 
 
-def _sliced(part: slice, *vectors: Tensor | None) -> Iterator[Tensor | None]:
+def _slice_vectors(part: slice, *vectors: Tensor | None) -> Iterator[Tensor | None]:
+    """Yield the part of each vector with a value for every channel; missing and empty vectors as they are."""
     return (vector if vector is None or not vector.numel() else vector[part] for vector in vectors)
 
 
@@ -407,7 +408,7 @@ def _native_batch_norm_backward_(
 
     def compute(part: slice) -> Sequence[Tensor | None]:
         gradient, x = grad_out[:, part].contiguous(), input[:, part].contiguous()
-        return _ATEN.native_batch_norm_backward(gradient, x, *_sliced(part, *vectors), train, eps, output_mask)
+        return _ATEN.native_batch_norm_backward(gradient, x, *_slice_vectors(part, *vectors), train, eps, output_mask)
 
     return _by_channels(compute, grad_out)
 
@@ -423,7 +424,7 @@ def _batch_norm_(
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     def compute(part: slice) -> Sequence[Tensor | None]:
-        vectors = _sliced(part, weight, bias, running_mean, running_var)
+        vectors = _slice_vectors(part, weight, bias, running_mean, running_var)
         x = input[:, part].contiguous()
         return _ATEN._native_batch_norm_legit_functional(x, *vectors, training, momentum, eps)
 
@@ -440,6 +441,6 @@ def _batch_norm_without_statistics_(
 ) -> tuple[Tensor | None, ...]:
     def compute(part: slice) -> Sequence[Tensor | None]:
         x = input[:, part].contiguous()
-        return _ATEN._native_batch_norm_legit.no_stats(x, *_sliced(part, weight, bias), training, momentum, eps)
+        return _ATEN._native_batch_norm_legit.no_stats(x, *_slice_vectors(part, weight, bias), training, momentum, eps)
 
     return _by_channels(compute, input)

@@ -10,30 +10,30 @@ from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, Value, map_refs, refs
 
 _CLONE = "aten.clone.default"
-_WHOLE = (_CLONE, "aten.slice_backward.default")
+_PURE_COPIES = (_CLONE, "aten.slice_backward.default")
 """Ops that only copy if the result has the source's shape: clones, and derivatives of slices of a whole dimension."""
 _ALIAS = "aten.alias.default"
 
 
 def without_copies(graph: JointGraph) -> JointGraph:
-    """Replace copies in the bases layout by views.
+    """Replace copies that have the layout of their source by views.
 
     No op of a graph mutates a value, so a copy and its source are interchangeable, unless the caller sees one of them:
     inputs and outputs are still copied. (Eager mode copies the input of an in-place activation.)
     """
-    outside = {graph.base(value) for value in graph.outputs}
-    outside |= {value.id for value in graph.values if value.kind in (*RESIDENT, "tangent")}
-    outside |= {graph.base(gradient) for _, gradient in graph.gradients}
+    visible_to_caller = {graph.base(value) for value in graph.outputs}
+    visible_to_caller |= {value.id for value in graph.values if value.kind in (*RESIDENT, "tangent")}
+    visible_to_caller |= {graph.base(gradient) for _, gradient in graph.gradients}
     bases: dict[int, int] = {}
     ops = list(graph.ops)
     for op in graph.ops:
-        if op.target not in _WHOLE or not op.makes:
+        if op.target not in _PURE_COPIES or not op.makes:
             continue
         source: Value = graph.values[op.args[0].value]
         copy = graph.values[op.makes[0]]
         base = bases.get(source.base, source.base)
         has_same_layout = (source.shape, source.stride, source.dtype) == (copy.shape, copy.stride, copy.dtype)
-        if copy.id in outside or base in outside or not has_same_layout:
+        if copy.id in visible_to_caller or base in visible_to_caller or not has_same_layout:
             continue
         bases[copy.id] = base
         ops[op.index] = replace(op, target=_ALIAS, args=op.args[:1], kwargs={}, makes=(), scratch=0)
@@ -58,17 +58,19 @@ def with_views(graph: JointGraph, ops: Iterable[GraphOp], bases: Mapping[int, in
     return replace(graph, values=values, ops=tuple(new_ops))
 
 
-def guarded(graph: JointGraph) -> JointGraph:
+def copy_before_mutation(graph: JointGraph) -> JointGraph:
     """Copy values that the step mutates and the backward pass reads, before the mutation.
 
     A training batch norm's derivative does not read the running statistics (`passes.split_convolution_backward`).
     """
     mutated = {value for value, _ in graph.mutations}
     read_later = {v for op in graph.backward_ops for v in op.reads if v in mutated}
-    return _Guard(graph, read_later).run() if read_later else graph
+    return _CopiesBeforeMutation(graph, read_later).run() if read_later else graph
 
 
-class _Guard(Rebuild):
+class _CopiesBeforeMutation(Rebuild):
+    """Rebuilds a graph so that its backward pass reads copies of the values that the step mutates."""
+
     def __init__(self, graph: JointGraph, read_later: set[int]) -> None:
         super().__init__(graph)
         self.copies = {value: self._copy(value) for value in sorted(read_later)}
@@ -78,17 +80,22 @@ class _Guard(Rebuild):
     def run(self) -> JointGraph:
         for op in self.graph.ops:
             if op.phase == "backward" and not op.is_view:
-                op = replace(op, args=map_refs(op.args, self._unmutated), kwargs=map_refs(op.kwargs, self._unmutated))
+                op = replace(
+                    op,
+                    args=map_refs(op.args, self._reference_before_mutation),
+                    kwargs=map_refs(op.kwargs, self._reference_before_mutation),
+                )
             self.add(op)
         return self.finished()
 
     def _copy(self, value: int) -> int:
+        """Add an op that clones a value before anything mutates it, and return the id of the clone."""
         old = self.values[value]
         number = self.value(f"{old.name}_before", old)
         self.add(GraphOp(-1, _CLONE, (Ref(value),), {}, "forward", (number,), False, (value,), (number,), once=True))
         return number
 
-    def _unmutated(self, value: int) -> Any:
+    def _reference_before_mutation(self, value: int) -> Any:
         """Return the copy, or view of the copy, to read in place of a mutated value; other values as they are."""
         old = self.values[value]
         if old.base not in self.copies:
@@ -100,9 +107,14 @@ class _Guard(Rebuild):
         return Ref(self.views[value])
 
     def _add_view(self, value: Value) -> None:
+        """Repeat the op of a view of a mutated value on the copy, so that the backward pass can read the copy's
+        view."""
         assert value.op is not None, "a view is made by an op"
         op = self.graph.ops[value.op]
-        args, kwargs = map_refs(op.args, self._unmutated), map_refs(op.kwargs, self._unmutated)
+        args, kwargs = (
+            map_refs(op.args, self._reference_before_mutation),
+            map_refs(op.kwargs, self._reference_before_mutation),
+        )
         outputs: list[int | None] = []
         for output in op.outputs:
             if output is None:

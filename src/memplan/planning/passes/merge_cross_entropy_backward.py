@@ -30,15 +30,15 @@ def fused(graph: JointGraph) -> JointGraph:
     The op takes the place of nll_loss's derivative and computes log_softmax's; the op of the latter becomes a view of
     its result. Unchanged are small losses, which do not run in place, and those whose gradient another op reads.
     """
-    outside = {graph.base(value) for value in graph.outputs}
-    outside |= {graph.base(value) for _, value in (*graph.gradients, *graph.mutations)}
+    read_elsewhere = {graph.base(value) for value in graph.outputs}
+    read_elsewhere |= {graph.base(value) for _, value in (*graph.gradients, *graph.mutations)}
     ops, bases = list(graph.ops), dict[int, int]()
     for loss in graph.backward_ops:
-        if loss.target not in _LOSSES or loss.makes != loss.outputs or loss.makes[0] in outside:
+        if loss.target not in _LOSSES or loss.makes != loss.outputs or loss.makes[0] in read_elsewhere:
             continue
         readers = [op for op in graph.ops if loss.makes[0] in op.reads and not op.is_view]
         softmax = readers[0] if len(readers) == 1 and readers[0].target == _SOFTMAX else None
-        if softmax is None or not _fits(graph, loss, softmax):
+        if softmax is None or not _can_merge(graph, loss, softmax):
             continue
         log_probs = graph.values[loss.args[1].value]
         if log_probs.shape[0] < 2 or graph.values[log_probs.base].bytes < WORTHWHILE:
@@ -54,21 +54,24 @@ def fused(graph: JointGraph) -> JointGraph:
     return with_views(graph, ops, bases) if bases else graph
 
 
-def _fits(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
-    """Return whether the softmax's derivative reads the loss's gradient and the log-probabilities of the loss, over the
-    same classes, and all of them have the same memory order."""
+def _can_merge(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
+    """Return whether the derivatives of nll_loss and log_softmax belong to one cross-entropy: the latter reads the
+    former's result and the same log-probabilities, over the same classes, all in the same memory order."""
     arguments = arguments_of(softmax.target, softmax.args, softmax.kwargs)
-    of_loss, gradient = graph.values[loss.args[1].value], graph.values[loss.makes[0]]
-    of_softmax, grad_output = graph.values[arguments["output"].value], graph.values[arguments["grad_output"].value]
+    loss_log_probs, gradient = graph.values[loss.args[1].value], graph.values[loss.makes[0]]
+    softmax_log_probs, grad_output = (
+        graph.values[arguments["output"].value],
+        graph.values[arguments["grad_output"].value],
+    )
     result, weight = graph.values[softmax.makes[0]], loss.args[3]
-    tensors = (of_loss, of_softmax, gradient, grad_output, result)
+    tensors = (loss_log_probs, softmax_log_probs, gradient, grad_output, result)
     return (
-        of_softmax.base == of_loss.base
+        softmax_log_probs.base == loss_log_probs.base
         and grad_output.base == gradient.id
-        and all(tensor.dtype == of_loss.dtype and _is_whole(graph, tensor) for tensor in tensors)
+        and all(tensor.dtype == loss_log_probs.dtype and _is_whole(graph, tensor) for tensor in tensors)
         and (weight is None or is_contiguous(graph.values[weight.value]))
-        and len(of_loss.shape) in (2, 4)
-        and _sizes_around(of_loss.shape, 1) == _sizes_around(of_softmax.shape, arguments["dim"])
+        and len(loss_log_probs.shape) in (2, 4)
+        and _sizes_around(loss_log_probs.shape, 1) == _sizes_around(softmax_log_probs.shape, arguments["dim"])
     )
 
 

@@ -9,16 +9,16 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph
 from memplan.planning.graph.precision import Precision
 from memplan.planning.levers import in_place
 from memplan.planning.levers.lever import Situation
-from memplan.planning.levers.registry import rewritten, with_forms
-from memplan.planning.passes.copies_and_views import guarded, without_copies
+from memplan.planning.levers.registry import apply_rewrites, with_forms
+from memplan.planning.passes.copies_and_views import copy_before_mutation, without_copies
 from memplan.planning.passes.merge_cross_entropy_backward import fused
-from memplan.planning.passes.recompute_batch_norm import with_again
+from memplan.planning.passes.recompute_batch_norm import with_cheaper_recompute
 from memplan.planning.passes.share_autocast_casts import cast_once
 from memplan.planning.passes.split_convolution_backward import split
 from memplan.planning.passes.split_dropout import DROPOUT, split_dropouts
 
 
-def prepared(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *, on_cpu: bool) -> JointGraph:
+def prepare(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *, on_cpu: bool) -> JointGraph:
     """Return a captured graph, prepared for the search.
 
     Args:
@@ -27,14 +27,14 @@ def prepared(graph: JointGraph, casts: Mapping[int, int], precision: Precision, 
         precision: precision in which a lossy plan computes and saves.
         on_cpu: whether its tensors are on the CPU.
     """
-    graph = without_copies(guarded(cast_once(graph, casts)))
+    graph = without_copies(copy_before_mutation(cast_once(graph, casts)))
     graph = fused(split_dropouts(split(graph)))
     if on_cpu:
-        graph = with_again(graph)
-    graph, ops = rewritten(graph, precision), list[GraphOp]()
+        graph = with_cheaper_recompute(graph)
+    graph, ops = apply_rewrites(graph, precision), list[GraphOp]()
     for op in graph.ops:
-        again = None if op.again is None else _with_in_place_form(op.again, graph)
-        ops.append(replace(_with_in_place_form(op, graph), again=again))
+        cheaper = None if op.cheaper_recompute is None else _with_in_place_form(op.cheaper_recompute, graph)
+        ops.append(replace(_with_in_place_form(op, graph), cheaper_recompute=cheaper))
     return with_forms(replace(graph, ops=tuple(ops)), Situation(precision.save))
 
 

@@ -26,13 +26,17 @@ WORTHWHILE = 32
 """Smallest ratio of the bytes of a result to those of its statistics, which must then be saved."""
 
 
-def with_again(graph: JointGraph) -> JointGraph:
+def with_cheaper_recompute(graph: JointGraph) -> JointGraph:
     """Add the cheaper recompute ops of the CPU to batch norms whose derivative reads the statistics."""
     read = {value for op in graph.backward_ops for value in op.reads}
-    return replace(graph, ops=tuple(_with_again(op, graph, read) for op in graph.ops))
+    return replace(graph, ops=tuple(_with_cheaper_recompute(op, graph, read) for op in graph.ops))
 
 
-def _with_again(op: GraphOp, graph: JointGraph, read: set[int]) -> GraphOp:
+def _with_cheaper_recompute(op: GraphOp, graph: JointGraph, read: set[int]) -> GraphOp:
+    """Return a training batch norm with its cheaper recompute op, if that gives the same bits; other ops unchanged.
+
+    ``read``: values that the backward pass reads, which include the statistics if they are saved anyway.
+    """
     if op.phase == "backward" or op.target not in _TRAINING or op.args[_TRAINING[op.target]] is not True:
         return op
     if op.makes[:3] != op.outputs[:3] or not set(op.makes[1:3]) <= read:
@@ -45,12 +49,12 @@ def _with_again(op: GraphOp, graph: JointGraph, read: set[int]) -> GraphOp:
         return op
     args = (*op.args[:3], Ref(mean), Ref(invstd))
     reads = tuple(dict.fromkeys(graph.base(arg.value) for arg in args if arg is not None))
-    again = replace(
+    cheaper = replace(
         op, target=BATCH_NORM_AGAIN, args=args, kwargs={}, outputs=(result,), multiple=False, reads=reads,
         makes=(result,), discarded=0, scratch=_scratch(x, op.args[1:3], statistics, graph), overwrites=(),
         scratch_into=None, holds=(),
     )  # fmt: skip
-    return replace(op, again=again)
+    return replace(op, cheaper_recompute=cheaper)
 
 
 def _same_bits(x: Value, parameters: list[Value], statistics: list[Value]) -> bool:

@@ -33,7 +33,7 @@ def cast_once(graph: JointGraph, casts: Mapping[int, int]) -> JointGraph:
         if is_lower and source.kind == "parameter" and source.id not in dict(graph.mutations):
             uses[op.args[0].value, region, repr(op.kwargs)].append(op)
     repeated = {key: ops for key, ops in uses.items() if len(ops) > 1}
-    return _Merger(graph, repeated).run() if repeated else graph
+    return _CastSharing(graph, repeated).run() if repeated else graph
 
 
 def _itemsize(dtype: str) -> int:
@@ -59,7 +59,9 @@ class _Total:
     """Sum so far of the gradients in the parameter's precision."""
 
 
-class _Merger(Rebuild):
+class _CastSharing(Rebuild):
+    """Rebuilds a graph so that repeated casts of a parameter are one, and their gradients are summed before a cast."""
+
     def __init__(self, graph: JointGraph, repeated: Mapping[tuple[int, int, str], list[GraphOp]]) -> None:
         super().__init__(graph)
         self.first = {op.index: ops[0].index for ops in repeated.values() for op in ops}
@@ -97,14 +99,15 @@ class _Merger(Rebuild):
         for op in self.graph.ops:
             if self.first.get(op.index, op.index) == op.index:
                 forward = None if op.gradient_of is None else self.first.get(op.gradient_of, op.gradient_of)
-                args, kwargs = map_refs(op.args, self._shared), map_refs(op.kwargs, self._shared)
-                self._add_shared(replace(op, args=args, kwargs=kwargs, gradient_of=forward))
+                args, kwargs = map_refs(op.args, self._shared_reference), map_refs(op.kwargs, self._shared_reference)
+                self._add_op(replace(op, args=args, kwargs=kwargs, gradient_of=forward))
         return self.finished()
 
-    def _shared(self, value: int) -> Ref:
+    def _shared_reference(self, value: int) -> Ref:
         return Ref(self.shared.get(value, value))
 
-    def _add_shared(self, op: GraphOp) -> None:
+    def _add_op(self, op: GraphOp) -> None:
+        """Add an op. Casts and sums of gradients of a shared parameter instead add their terms to its total."""
         total = self.totals.get(op.makes[0]) if op.makes else None
         if total is None:
             self.add(op)
@@ -124,23 +127,25 @@ class _Merger(Rebuild):
             assert region is not None
             total.casts[region] -= 1
             if region in total.low:
-                part = self._sum(total, total.low[region], part, self._value(total, self.values[part.value].dtype))
+                part = self._sum(total, total.low[region], part, self._new_sum(total, self.values[part.value].dtype))
             total.low[region] = part
             if total.casts[region]:
                 return
-            result = total.result if total.high is None and not total.left else self._value(total)
+            result = total.result if total.high is None and not total.left else self._new_sum(total)
             self.add(replace(cast, index=-1 - result, args=(part,), outputs=(result,), makes=(result,)))
             part = Ref(result)
         if total.high is not None:
-            part = self._sum(total, total.high, part, self._value(total) if total.left else total.result)
+            part = self._sum(total, total.high, part, self._new_sum(total) if total.left else total.result)
         total.high = part
 
     def _sum(self, total: _Total, first: Ref, second: Ref, result: int) -> Ref:
+        """Add an op that adds two gradients into the value ``result``."""
         assert total.add is not None
         self.add(replace(total.add, index=-1 - result, args=(first, second), outputs=(result,), makes=(result,)))
         return Ref(result)
 
-    def _value(self, total: _Total, dtype: str | None = None) -> int:
+    def _new_sum(self, total: _Total, dtype: str | None = None) -> int:
+        """Add a value for an intermediate sum of gradients, in the parameter's dtype by default, and return its id."""
         like = self.values[total.result]
         dtype = dtype or like.dtype
         size = like.bytes // _itemsize(like.dtype) * _itemsize(dtype)

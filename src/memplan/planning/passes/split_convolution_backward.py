@@ -63,6 +63,8 @@ def _is_weight_frozen(op: GraphOp) -> bool:
 
 
 class _Splitter(Rebuild):
+    """Rebuilds a graph as `split` describes."""
+
     def __init__(self, graph: JointGraph) -> None:
         super().__init__(graph)
         self._outputs = {graph.base(value) for value in graph.outputs}
@@ -81,10 +83,10 @@ class _Splitter(Rebuild):
             if op.target == CONVOLUTION_BACKWARD:
                 mask, frozen = op.args[10], _is_weight_frozen(op)
                 input_ = self._shape_argument(op, op.args[0], op.args[1]) if frozen else op.args[1]
-                self._part(op, input_, [False, mask[1], mask[2]])  # weight and bias first, then the input
+                self._add_part(op, input_, [False, mask[1], mask[2]])  # weight and bias first, then the input
                 if mask[0]:
-                    view = None if frozen else self._view(op, op.args[0], op.args[1], dense=True)
-                    self._part(op, view or input_, [True, False, False])
+                    view = None if frozen else self._view_of_gradient(op, op.args[0], op.args[1], dense=True)
+                    self._add_part(op, view or input_, [True, False, False])
             elif op.target in SHAPE_ONLY:
                 args, at = list(op.args), SHAPE_ONLY[op.target]
                 args[at] = self._shape_argument(op, args[0], args[at], dense=False)
@@ -93,7 +95,8 @@ class _Splitter(Rebuild):
                 self.add(op)
         return self.finished()
 
-    def _part(self, op: GraphOp, input_: Ref, mask: list[bool]) -> None:
+    def _add_part(self, op: GraphOp, input_: Ref, mask: list[bool]) -> None:
+        """Add the part of a convolution's derivative with the gradients in ``mask`` (input, weight, bias), if any."""
         if any(mask):
             args = (op.args[0], input_, *op.args[2:10], mask)
             outputs = tuple(value if computed else None for value, computed in zip(op.outputs, mask, strict=True))
@@ -113,7 +116,7 @@ class _Splitter(Rebuild):
         original = self.values[argument.value]
         if math.prod(original.shape) == 0:
             return argument
-        view = self._view(op, gradient, argument, dense=dense)
+        view = self._view_of_gradient(op, gradient, argument, dense=dense)
         if view is not None:
             return view
         if self.values[original.base].kind in RESIDENT or original.base in self._outputs | self._read_by_own_gradient:
@@ -129,7 +132,7 @@ class _Splitter(Rebuild):
         )  # fmt: skip
         return Ref(number)
 
-    def _view(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool) -> Ref | None:
+    def _view_of_gradient(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool) -> Ref | None:
         """Return a view of the gradient with the argument's shape, and with its strides if ``dense``. None if it does
         not fit."""
         original, base = self.values[argument.value], self.graph.base(gradient.value)

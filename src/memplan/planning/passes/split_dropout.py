@@ -17,7 +17,7 @@ DROPOUT = "aten.native_dropout.default"
 MASK = "memplan.dropout_mask.default"
 HALF = "memplan.dropout.default"
 """Op that applies mask and scale at once: in half precision torch's products with a scalar round differently."""
-_WHOLE = ("float32", "float64")
+_FULL_PRECISION = ("float32", "float64")
 
 
 def split_dropouts(graph: JointGraph) -> JointGraph:
@@ -25,7 +25,7 @@ def split_dropouts(graph: JointGraph) -> JointGraph:
     rebuild = Rebuild(graph)
     for op in graph.ops:
         if op.target == DROPOUT and op.phase == "forward" and op.args[2] is not False and None not in op.outputs:
-            _split(rebuild, op)
+            _split_op(rebuild, op)
         else:
             rebuild.add(op)
     return rebuild.finished()
@@ -41,7 +41,8 @@ def scale_of(p: float, value: Value) -> float:
     return float(np.float32(1) / np.float32(1 - p))
 
 
-def _split(rebuild: Rebuild, op: GraphOp) -> None:
+def _split_op(rebuild: Rebuild, op: GraphOp) -> None:
+    """Add the ops that draw the mask of a dropout, multiply by it and scale, as torch's kernel rounds."""
     x, p = op.args[0], op.args[1]
     result, mask = op.outputs
     assert isinstance(x, Ref)
@@ -55,7 +56,7 @@ def _split(rebuild: Rebuild, op: GraphOp) -> None:
     rebuild.add(
         op, target=MASK, args=(x, p), outputs=(mask,), makes=(mask,), scratch=mask_scratch, **shared | {"random": True}
     )
-    if value.dtype not in _WHOLE:
+    if value.dtype not in _FULL_PRECISION:
         rebuild.add(
             op, target=HALF, args=(x, Ref(mask), scale), outputs=(result,), makes=(result,), scratch=size, **shared
         )

@@ -8,7 +8,7 @@ from memplan._bytes import format_bytes
 from memplan._display import Printed
 from memplan.errors import BudgetError
 from memplan.planning.graph.op_schema import short
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.registry import UPDATE_EARLY
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.schedule.to_trace import trace_of
@@ -40,7 +40,7 @@ class Holder(Printed):
 
 
 @dataclass(frozen=True, slots=True)
-class Way(Printed):
+class Remedy(Printed):
     """A way to need less memory. ``bytes`` estimates the smallest budget then, from the storages live at the peak."""
 
     do: str
@@ -51,51 +51,52 @@ class Way(Printed):
 
 
 def budget_error(
-    floor: Schedule, surroundings: Surroundings, budget: int, predicted: Timeline | None = None
+    floor: Schedule, outside_memory: OutsideMemory, budget: int, predicted: Timeline | None = None
 ) -> BudgetError:
     """Build the error of a budget that no plan meets.
 
     Args:
         floor: the schedule with the smallest peak that the search reached.
-        surroundings: memory on the device in addition to the graph's.
+        outside_memory: memory on the device in addition to the graph's.
         budget: bytes that the user asked for.
         predicted: timeline of the step if it runs as fused kernels, whose memory differs from that of the single ops.
     """
-    trace = trace_of(floor, surroundings)
+    trace = trace_of(floor, outside_memory)
     timeline = simulate(trace)
     least = (predicted or timeline).peak_reserved
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
-    holders = tuple(_holder(trace, storage) for storage in live)
+    holders = tuple(_holder_of(trace, storage) for storage in live)
     peak, wanted = format_bytes(least), format_bytes(budget)
-    helpful = (way for way in _ways(floor, live, least) if format_bytes(way.bytes) != peak)
-    ways = tuple(sorted(helpful, key=lambda way: way.bytes))
+    helpful = (remedy for remedy in _remedies(floor, live, least) if format_bytes(remedy.bytes) != peak)
+    remedies = tuple(sorted(helpful, key=lambda remedy: remedy.bytes))
     if peak == wanted:
         peak, wanted = f"{peak} ({least} bytes)", f"{wanted} ({budget} bytes)"
     holding = ", ".join(str(holder) for holder in holders[:3])
     return BudgetError(
         f"The budget is {wanted}",
-        expected=f"at least {peak}, the smallest peak found: {_at(trace, timeline.peak_tick)} it takes {holding}",
-        do=f"Give {format_bytes(least)} ({least} bytes)" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
+        expected=f"at least {peak}, the smallest peak found: {_op_at(trace, timeline.peak_tick)} it takes {holding}",
+        do=f"Give {format_bytes(least)} ({least} bytes)"
+        + (f", or {'; or '.join(map(str, remedies))}" if remedies else ""),
         smallest_budget=least,
         timeline=predicted or timeline,
         held_by=holders,
-        lower_by=ways,
+        lower_by=remedies,
     )
 
 
-def with_way(error: BudgetError, way: Way) -> BudgetError:
+def with_remedy(error: BudgetError, remedy: Remedy) -> BudgetError:
     """Return a copy of the error with another way to meet the budget."""
-    return error.but(do=f"{error.do}; or {way}", lower_by=(*error.lower_by, way))
+    return error.but(do=f"{error.do}; or {remedy}", lower_by=(*error.lower_by, remedy))
 
 
-def _holder(trace: Trace, storage: Storage) -> Holder:
+def _holder_of(trace: Trace, storage: Storage) -> Holder:
     op = None if storage.op is None or storage.op >= len(trace.ops) else trace.ops[storage.op]
     if storage.name or op is None:
         return Holder(storage.bytes, storage.cause, storage.name, "", None)
     return Holder(storage.bytes, storage.cause, short(op.name), op.layer, op.where)
 
 
-def _at(trace: Trace, tick: int) -> str:
+def _op_at(trace: Trace, tick: int) -> str:
     """Describe the op that runs at ``tick``."""
     op: Op | None = next((op for op in trace.ops if op.start < tick <= op.end), None)
     if op is None:
@@ -104,7 +105,7 @@ def _at(trace: Trace, tick: int) -> str:
     return f"in {op.phase}, at {short(op.name)}{layer}" + (f" ({op.where})" if op.where else "")
 
 
-def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
+def _remedies(floor: Schedule, live: list[Storage], peak: int) -> list[Remedy]:
     """Return what users can change to need less, with estimated budgets.
 
     ``peak`` differs from the bytes of ``live`` for fused kernels. The difference is taken to scale with the inputs.
@@ -114,15 +115,15 @@ def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
     total = max(0, peak - sum(storage.bytes for storage in live) + single)
     wide = sum(s.bytes for s in scaling if s.dtype == "float32" and s.cause != "input") * total // max(single, 1)
     inputs = [value.shape for value in floor.graph.values if value.kind == "input"]
-    ways = list[Way]()
+    remedies = list[Remedy]()
     if total and inputs and inputs[0] and inputs[0][0] > 1:
-        ways.append(Way("halve the batch", peak - total // 2))
+        remedies.append(Remedy("halve the batch", peak - total // 2))
     axes = max((len(shape) - 2 for shape in inputs if len(shape) in (4, 5)), default=0)
     if total and axes:
-        ways.append(Way("halve the resolution", peak - total + total // 2**axes))
+        remedies.append(Remedy("halve the resolution", peak - total + total // 2**axes))
     if wide and not any(value.dtype in _NARROW for value in floor.graph.values):
-        ways.append(Way("run in bfloat16 (autocast)", peak - wide // 2))
+        remedies.append(Remedy("run in bfloat16 (autocast)", peak - wide // 2))
     gradients = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")
     if gradients and not floor.choices.gradients.frees:
-        ways.append(Way(UPDATE_EARLY.remedy, peak - gradients))
-    return ways
+        remedies.append(Remedy(UPDATE_EARLY.remedy, peak - gradients))
+    return remedies

@@ -21,9 +21,9 @@ def to_plain(choices: Choices, names: Mapping[str, int]) -> dict[str, Any]:
     name_of = {value: name for name, value in names.items()}
     plain = _json.to_plain(choices)
     use = plain.pop("gradients")
-    del plain["kept_as"]
-    levers = sorted({*_ALWAYS, "offload", *dict(choices.kept_as)})
-    lists = {lever: choices.kept_by(lever) for lever in levers} | {"recompute": choices.recompute}
+    del plain["saved_forms"]
+    levers = sorted({*_ALWAYS, "offload", *dict(choices.saved_forms)})
+    lists = {lever: choices.saved_by(lever) for lever in levers} | {"recompute": choices.recompute}
     for lever, values in lists.items():
         plain[lever] = [name_of[value] for value in sorted(values)]
     return plain | {name: use[field] for name, field in _FLAGS}
@@ -35,14 +35,15 @@ def by_id(plain: Any, names: Mapping[str, int]) -> dict[str, Any]:
         raise Unreadable("is no mapping").within(".choices")
     fields = dict(plain)
     levers = [lever.name for lever in LEVERS if lever.name in plain or lever.name in _ALWAYS]
-    lists = {name: _values(name, fields.pop(name, None), names) for name in dict.fromkeys((*_ALWAYS, *levers))}
+    lists = {name: _value_ids(name, fields.pop(name, None), names) for name in dict.fromkeys((*_ALWAYS, *levers))}
     fields["recompute"] = lists.pop("recompute")
-    fields["kept_as"] = [[lever, value] for lever, values in lists.items() for value in values]
+    fields["saved_forms"] = [[lever, value] for lever, values in lists.items() for value in values]
     fields["gradients"] = {field: fields.pop(name) for name, field in _FLAGS if name in fields}
     return fields
 
 
-def _values(lever: str, values: Any, names: Mapping[str, int]) -> list[int]:
+def _value_ids(lever: str, values: Any, names: Mapping[str, int]) -> list[int]:
+    """Return the ids of the values that a saved plan lists for a lever. Raises Unreadable."""
     if not isinstance(values, list):
         raise Unreadable(f"has no list {lever!r}").within(".choices")
     unknown = [name for name in values if not isinstance(name, str) or name not in names]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.planning.graph.joint_graph import JointGraph, KeptForm, Value, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, SavedForm, Value, recomputable
 from memplan.planning.graph.op_schema import short
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import GradientUse, Reason
@@ -33,7 +33,7 @@ class _Decider:
         self.graph, self.schedule = graph, schedule
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.recomputable = recomputable(graph)
-        self.forms: dict[int, list[KeptForm]] = defaultdict(list)
+        self.forms: dict[int, list[SavedForm]] = defaultdict(list)
         """Encodings by value. The decision is about the first, and its reason names the others."""
         self.seconds: dict[int, float] = defaultdict(float)
         self.recomputed: set[int] = set()
@@ -54,12 +54,13 @@ class _Decider:
         rates = {
             value: op.seconds / graph.values[value].bytes
             for value in self._saved_values()
-            if (op := graph.maker[value].rerun) and value in self.recomputable and graph.values[value].bytes
+            if (op := graph.maker[value].recompute_op) and value in self.recomputable and graph.values[value].bytes
         }
         self.costliest = max(rates, key=lambda value: rates[value]) if len(rates) > 1 and any(rates.values()) else None
         """Saved but recomputable value with the most seconds of recomputation per byte."""
 
     def _note(self, action: Action) -> None:
+        """Record what an action recomputes or encodes, and the seconds that it adds."""
         if action.kind == "run":
             if action.recomputed:
                 self.recomputed.update(action.makes)
@@ -86,7 +87,7 @@ class _Decider:
         for op in self.graph.forward_ops:
             for value in op.makes:
                 if value in self.forms:
-                    lever, reason = self._encoded(*self.forms[value])
+                    lever, reason = self._encoding_decision(*self.forms[value])
                 elif value in self.recomputed:
                     lever, reason = RECOMPUTE.name, RECOMPUTE.recomputed(self, value)
                 elif value in saved:
@@ -99,11 +100,11 @@ class _Decider:
                 ))  # fmt: skip
         return decisions
 
-    def _encoded(self, form: KeptForm, *others: KeptForm) -> tuple[str, Reason]:
+    def _encoding_decision(self, form: SavedForm, *others: SavedForm) -> tuple[str, Reason]:
         """Return the lever and the reason of an encoding. The bytes of other encodings of the value are subtracted."""
         reason = registry.find(form.lever).reason(self, form)
         if others and not form.is_copied:
-            other_bytes = sum(self.graph.values[other.kept].bytes for other in others)
+            other_bytes = sum(self.graph.values[other.encoded].bytes for other in others)
             names = ", ".join(other.how or other.lever for other in others)
             text = f"{reason.text}; {format_bytes(other_bytes)} stay beside it ({names})"
             reason = replace(reason, bytes=max(0, reason.bytes - other_bytes), text=text)
@@ -119,28 +120,30 @@ class _Decider:
         """Whether the value is recomputed in the backward pass."""
         return value in self.recomputed
 
-    def direct_readers(self, form: KeptForm) -> str:
+    def direct_readers(self, form: SavedForm) -> str:
         """Describe the ops that read the encoding itself; empty if there are none."""
-        direct = [action for action in self.readers[form.kept] if action.form == form.kept and action.kind == "run"]
-        return self._ops(direct) if direct else ""
+        direct = [
+            action for action in self.readers[form.encoded] if action.form == form.encoded and action.kind == "run"
+        ]
+        return self._describe_ops(direct) if direct else ""
 
-    def freed_after(self, form: KeptForm) -> str:
+    def freed_after(self, form: SavedForm) -> str:
         """Describe the op after which an offloaded value is freed."""
         forward = self.schedule.forward
-        stored = next(at for at, a in enumerate(forward) if (a.kind, a.form) == ("stored", form.kept))
-        return self._ops([next(action for action in reversed(forward[:stored]) if action.kind == "run")])
+        stored = next(at for at, a in enumerate(forward) if (a.kind, a.form) == ("stored", form.encoded))
+        return self._describe_ops([next(action for action in reversed(forward[:stored]) if action.kind == "run")])
 
-    def fetched_before(self, form: KeptForm) -> str:
+    def fetched_before(self, form: SavedForm) -> str:
         """Describe the op before which the copy back to the device begins."""
         backward = self.schedule.backward
-        fetch = next(at for at, a in enumerate(backward) if (a.kind, a.form) == ("fetch", form.kept))
-        return self._ops([next(action for action in backward[fetch:] if action.kind == "run")])
+        fetch = next(at for at, a in enumerate(backward) if (a.kind, a.form) == ("fetch", form.encoded))
+        return self._describe_ops([next(action for action in backward[fetch:] if action.kind == "run")])
 
-    def waits(self, form: KeptForm) -> float:
+    def waits(self, form: SavedForm) -> float:
         """Seconds that the step waits for the copies of a form."""
         return self.waited.get(form.value, 0.0)
 
-    def other_forms(self, form: KeptForm) -> Sequence[KeptForm]:
+    def other_forms(self, form: SavedForm) -> Sequence[SavedForm]:
         """Return the other encodings of the same value."""
         return [other for other in self.forms[form.value] if other is not form]
 
@@ -171,13 +174,13 @@ class _Decider:
         readers = self.readers[value]
         plain = [action for action in readers if not action.recomputed]
         if plain:
-            return f"needed by {self._ops(plain)}"
+            return f"needed by {self._describe_ops(plain)}"
         if readers:
             recomputed = self._name(readers[0].makes[0])
-            return f"needed to make {recomputed} again" + _more(len(readers) - 1, "other")
+            return f"needed to make {recomputed} again" + _and_more(len(readers) - 1, "other")
         return ""
 
-    def _ops(self, actions: Sequence[Action]) -> str:
+    def _describe_ops(self, actions: Sequence[Action]) -> str:
         """Describe the first of the actions, with its layer, and the number of the others."""
         first = self.graph.ops[actions[0].op] if actions[0].op is not None else None
         if first is None:
@@ -186,9 +189,9 @@ class _Decider:
             if action.form is not None and action.kind in ("store", "fetch"):
                 stores, fetches = registry.find(self.graph.form[action.form].lever).verbs
                 verb = stores if action.kind == "store" else fetches
-            return f"a {verb}" + _more(len(actions) - 1, "op")
+            return f"a {verb}" + _and_more(len(actions) - 1, "op")
         layer = first.layer or ("" if first.gradient_of is None else self.graph.ops[first.gradient_of].layer)
-        return short(first.target) + (f" of {layer}" if layer else "") + _more(len(actions) - 1, "op")
+        return short(first.target) + (f" of {layer}" if layer else "") + _and_more(len(actions) - 1, "op")
 
     def _name(self, value: int) -> str:
         return self.graph.values[value].name
@@ -205,5 +208,5 @@ class _Decider:
         ]
 
 
-def _more(number: int, what: str) -> str:
+def _and_more(number: int, what: str) -> str:
     return f" and {number} more {what}{'' if number == 1 else 's'}" if number else ""

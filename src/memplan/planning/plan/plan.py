@@ -84,7 +84,7 @@ class Plan(Saved, Displayed):
     """Memory timeline of the step without a plan."""
 
     def __post_init__(self) -> None:
-        chosen = self.choices.recompute | {value for _, value in self.choices.kept_as}
+        chosen = self.choices.recompute | {value for _, value in self.choices.saved_forms}
         assert chosen <= set(self.names.values()), "a choice has no name"
         object.__setattr__(self, "heuristics", _json.frozen(self.heuristics, "heuristics"))
 
@@ -121,7 +121,7 @@ class Plan(Saved, Displayed):
         """Whether the step fits the budget unplanned, and the plan neither changes how values are saved nor
         compiles."""
         choices = self.choices
-        changes = choices.recompute or choices.kept_as or choices.gradients.updates or choices.fused
+        changes = choices.recompute or choices.saved_forms or choices.gradients.updates or choices.fused
         return self.eager_peak <= self.budget and not (changes or self.precision.compute)
 
     @property
@@ -223,11 +223,11 @@ def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
 
 def check_forms(plan: Plan, graph: JointGraph) -> None:
     """Raise UsageError if a plan saves values in encodings that this step does not support."""
-    missing = plan.choices.kept_as - {(form.lever, form.value) for form in graph.forms}
+    missing = plan.choices.saved_forms - {(form.lever, form.value) for form in graph.forms}
     for lever in LEVERS:
         values = sum(name == lever.name for name, _ in missing)
         if values:
-            message, expected, do = lever.missing(_values(values), plan.device)
+            message, expected, do = lever.missing(_number_of_values(values), plan.device)
             raise UsageError(message, expected=expected, do=do)
 
 
@@ -292,5 +292,5 @@ def _with_optimizer(name: str | None, state: int) -> str:
     return f"with {printable(name)} and {format_bytes(state)} of state"
 
 
-def _values(number: int) -> str:
+def _number_of_values(number: int) -> str:
     return f"{number} value" + ("" if number == 1 else "s")

@@ -24,7 +24,7 @@ def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
     """
     if not precision.compute:
         return ()
-    copies = _copies(graph)
+    copies = _weight_copies(graph)
     decisions = list[Decision]()
     for block, ops in blocks(graph).items():
         results = [v for op in ops if op.phase == "forward" for v in op.makes if v not in copies]
@@ -70,7 +70,7 @@ def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str
 
 def cast_copies(schedule: Schedule) -> int:
     """Return the peak bytes of copies of parameters in lower precision."""
-    copies, values = _copies(schedule.graph), schedule.graph.values
+    copies, values = _weight_copies(schedule.graph), schedule.graph.values
     level = peak = 0
     for action in (*schedule.forward, *schedule.backward):
         level += sum(values[value].bytes for value in action.makes if value in copies)
@@ -79,7 +79,7 @@ def cast_copies(schedule: Schedule) -> int:
     return peak
 
 
-def _copies(graph: JointGraph) -> frozenset[int]:
+def _weight_copies(graph: JointGraph) -> frozenset[int]:
     """Return the values that are parameters cast to fewer bits."""
     values = graph.values
     casts = (op for op in graph.forward_ops if op.target == CAST and len(op.reads) == 1 and len(op.makes) == 1)

@@ -21,7 +21,7 @@ class Choices:
 
     recompute: frozenset[int] = frozenset()
     """Ids of forward values (bases) that are freed in the forward pass and recomputed in the backward pass."""
-    kept_as: frozenset[tuple[str, int]] = frozenset()
+    saved_forms: frozenset[tuple[str, int]] = frozenset()
     """(Name of a lever, id of a forward value): values that are saved in a form of that lever. If the form serves
     direct readers only, ``recompute`` and other forms decide about the value for the other readers."""
     gradients: GradientUse = STAYS
@@ -37,9 +37,9 @@ class Choices:
     """With ``fused``: whether the two ops of a convolution's derivative become a single kernel if that does not raise
     the peak (`memplan.planning.inductor.merge_convolution_backward`)."""
 
-    def kept_by(self, lever: str) -> frozenset[int]:
+    def saved_by(self, lever: str) -> frozenset[int]:
         """Return the values that are saved in a form of ``lever``."""
-        return frozenset(value for name, value in self.kept_as if name == lever)
+        return frozenset(value for name, value in self.saved_forms if name == lever)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +74,4 @@ class Action:
     def called(self, graph: JointGraph) -> GraphOp:
         """Return the op of a run action; of a recomputed op, its ``rerun``."""
         assert self.op is not None, "only ops are called"
-        return graph.ops[self.op].rerun if self.recomputed else graph.ops[self.op]
+        return graph.ops[self.op].recompute_op if self.recomputed else graph.ops[self.op]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.schedule.actions import Action, Choices
 from memplan.planning.schedule.scheduler import Schedule, frees_gradient
 
@@ -37,41 +37,42 @@ class Levels:
         return levels.index(self.peak) if self.peak in levels else None
 
 
-def base_level(graph: JointGraph, choices: Choices, surroundings: Surroundings) -> int:
+def base_level(graph: JointGraph, choices: Choices, outside_memory: OutsideMemory) -> int:
     """Return the bytes that are live during the whole step."""
-    level = surroundings.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
+    level = outside_memory.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
     if choices.gradients.adds:
         level += sum(graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
     return level
 
 
-def levels(schedule: Schedule, surroundings: Surroundings | None = None) -> Levels:
+def levels(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> Levels:
     """Count the bytes during every action of a schedule, and during the optimizer's update."""
-    around = Surroundings() if surroundings is None else surroundings
-    walk = _Walk(schedule, around)
+    outside_memory = OutsideMemory() if outside_memory is None else outside_memory
+    walk = _Walk(schedule, outside_memory)
     forward = tuple(walk.step(action) for action in schedule.forward)
     boundary = walk.level
     backward = tuple(walk.step(action) for action in schedule.backward)
-    update = walk.level if schedule.choices.gradients.updates else walk.level + around.update
+    update = walk.level if schedule.choices.gradients.updates else walk.level + outside_memory.update
     return Levels(forward, backward, update, boundary)
 
 
 class ActionBytes:
-    """Bytes that the actions of a schedule allocate beyond the values they make."""
+    """Bytes that actions of a schedule allocate in addition to the values they make: workspaces, copies of
+    gradients."""
 
-    def __init__(self, schedule: Schedule, around: Surroundings) -> None:
-        self.graph, self.choices, self.around = schedule.graph, schedule.choices, around
+    def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
+        self.graph, self.choices, self.outside_memory = schedule.graph, schedule.choices, outside_memory
 
-    def transient(self, action: Action) -> int:
-        """Bytes that are freed when the action ends."""
+    def temporary_bytes(self, action: Action) -> int:
+        """Return the bytes that an action allocates and frees again while it runs: its workspace and unread results."""
         if action.kind == "run":
             op = action.called(self.graph)
-            unwanted = self.owned(value for value in op.makes if value not in action.makes)
+            unwanted = self.owned_bytes(value for value in op.makes if value not in action.makes)
             if action.form is not None:
                 return op.discarded + unwanted + self.graph.form[action.form].direct_scratch
             return op.discarded + unwanted + (op.scratch if action.into is None else op.scratch - op.scratch_saved)
         if action.kind == "receive":
-            return self.around.outside
+            return self.outside_memory.loss_bytes
         if action.value is None:
             return 0
         if action.kind == "store" and action.form is not None:
@@ -80,32 +81,34 @@ class ActionBytes:
             return self.graph.form[action.form].fetch_scratch
         is_parameter = self.graph.values[action.value].kind == "parameter"
         if action.kind == "give" and self.choices.gradients.updates and is_parameter:
-            return self._copy(action) + self.around.update_of.get(action.value, 0)
+            return self._copied_bytes(action) + self.outside_memory.update_by_parameter.get(action.value, 0)
         return 0
 
-    def kept_copy(self, action: Action) -> int:
-        """Bytes of the copy of a gradient that the receiver keeps after a give; 0 for other actions."""
+    def gradient_copy_bytes(self, action: Action) -> int:
+        """Return the bytes of the copy of a gradient that autograd keeps after its return; 0 for other actions."""
         if action.kind != "give" or action.value is None or frees_gradient(self.graph, self.choices, action.value):
             return 0
-        return self._copy(action)
+        return self._copied_bytes(action)
 
-    def owned(self, values: Iterable[int]) -> int:
+    def owned_bytes(self, values: Iterable[int]) -> int:
         """Bytes of the memory that the values own."""
         return sum(self.graph.values[value].bytes for value in values)
 
-    def _copy(self, action: Action) -> int:
+    def _copied_bytes(self, action: Action) -> int:
         return self.graph.values[action.value].own_bytes if action.copies and action.value is not None else 0
 
 
 class _Walk(ActionBytes):
-    def __init__(self, schedule: Schedule, around: Surroundings) -> None:
-        super().__init__(schedule, around)
-        self.level = base_level(schedule.graph, schedule.choices, around)
+    """Counts live bytes action by action."""
+
+    def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
+        super().__init__(schedule, outside_memory)
+        self.level = base_level(schedule.graph, schedule.choices, outside_memory)
 
     def step(self, action: Action) -> int:
         """Return the bytes while the action runs, and set ``level`` to those after it."""
         replaced = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
-        self.level += self.owned(action.makes) - replaced + self.kept_copy(action)
-        during = self.level + self.transient(action)
-        self.level -= self.owned(value for value in action.frees if not self.graph.values[value].held)
+        self.level += self.owned_bytes(action.makes) - replaced + self.gradient_copy_bytes(action)
+        during = self.level + self.temporary_bytes(action)
+        self.level -= self.owned_bytes(value for value in action.frees if not self.graph.values[value].held)
         return during

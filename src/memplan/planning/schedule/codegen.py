@@ -20,7 +20,7 @@ from memplan._bytes import format_bytes
 from memplan._text import printable
 from memplan.errors import RecordingError
 from memplan.planning.graph import op_schema
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, Ref
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, SavedForm
 from memplan.planning.levers import in_place, registry
 from memplan.planning.levers.lever import Called
 from memplan.planning.schedule.actions import Action
@@ -48,7 +48,7 @@ _RESERVED = frozenset(
         "transfers",
     ]
 )
-_OTHER_SIGNS = frozenset({"aten._conj.default", "aten._neg_view.default"})
+_SIGN_CHANGING_VIEWS = frozenset({"aten._conj.default", "aten._neg_view.default"})
 """Views whose elements have another sign than the memory they read."""
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 
@@ -83,17 +83,22 @@ def read_in_backward(schedule: Schedule) -> frozenset[int]:
     return frozenset(base for base in bases if values[base].kind in RESIDENT)
 
 
-def gives(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Return, for each list that ``backward`` yields, the values whose gradients are in it."""
-    return tuple(tuple(_value(action) for action in group) for is_give, group in _grouped(schedule) if is_give)
+def returned_gradients(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return, for each list of gradients that the program's ``backward`` yields, the values that they are gradients
+    of."""
+    return tuple(
+        tuple(_value_of(action) for action in group) for is_give, group in _group_gradient_returns(schedule) if is_give
+    )
 
 
-def _grouped(schedule: Schedule) -> Iterable[tuple[bool, list[Action]]]:
+def _group_gradient_returns(schedule: Schedule) -> Iterable[tuple[bool, list[Action]]]:
+    """Yield (whether they return gradients, consecutive actions of the backward pass): those that return gradients are
+    one ``yield`` of the program."""
     for is_give, group in groupby(schedule.backward, lambda action: action.kind == "give"):
         yield is_give, list(group)
 
 
-def _value(action: Action) -> int:
+def _value_of(action: Action) -> int:
     assert action.value is not None
     return action.value
 
@@ -109,7 +114,7 @@ class _Writer:
 
     def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
         self.schedule, self.graph, self.marked, self.place = schedule, schedule.graph, marked, 0
-        self.names = _names(self.graph)
+        self.names = _variable_names(self.graph)
         self.last_read = {value: action for action in schedule.backward for value in action.reads}
         self.lines: list[str] = []
 
@@ -122,12 +127,12 @@ class _Writer:
         self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.read_in_forward())
         self.section("forward")
         for action in self.schedule.forward:
-            self.action(action)
+            self.write_action(action)
         self.section("outputs, and what is saved for the backward pass")
         outputs = [self.expression(v) for v in self.graph.outputs]
         saved = [self.names[v] for v in self.schedule.saved]
-        self.wrapped("outputs = [", outputs, "]")
-        self.wrapped("saved = [", saved, "]")
+        self.write_list("outputs = [", outputs, "]")
+        self.write_list("saved = [", saved, "]")
         self.write("return outputs, saved")
         return self.lines
 
@@ -141,57 +146,57 @@ class _Writer:
         tangents = [v.id for v in values if v.kind == "tangent"]
         self.unpack(tangents, "tangents", set(tangents))
         self.section("backward")
-        for is_give, actions in _grouped(self.schedule):
+        for is_give, actions in _group_gradient_returns(self.schedule):
             if is_give:
-                self.give(actions)
+                self.write_gradients(actions)
             else:
                 for action in actions:
-                    self.action(action)
+                    self.write_action(action)
         return self.lines
 
     def read_in_forward(self) -> set[int]:
         """Return the bases that the forward pass reads, writes or returns."""
         actions = self.schedule.forward
         bases = {self.graph.base(value) for action in actions for value in action.reads}
-        bases |= {_value(action) for action in actions if action.kind == "write"}
+        bases |= {_value_of(action) for action in actions if action.kind == "write"}
         return bases | {self.graph.base(value) for value in self.graph.outputs}
 
     def unpack(self, values: Sequence[int], source: str, used: Iterable[int]) -> None:
         """Unpack the list ``source`` into variables, only for the used values, and empty it."""
         used = set(used)
         if used & set(values):
-            self.wrapped("[", [self.names[v] if v in used else "_" for v in values], f"] = {source}")
+            self.write_list("[", [self.names[v] if v in used else "_" for v in values], f"] = {source}")
         if used & set(values) != set(values):
             self.write("_ = None")
         self.write(f"{source}.clear()")
 
     # -- actions
 
-    def action(self, action: Action) -> None:
+    def write_action(self, action: Action) -> None:
         """Write a single action and the deletion of the values it frees."""
-        self.mark(1)
+        self.write_mark(1)
         if action.kind == "run":
-            self.run(action)
+            self.write_op(action)
         elif action.kind == "write":
             assert action.source is not None
-            target = self.graph.values[_value(action)]
+            target = self.graph.values[_value_of(action)]
             self.write(f"{self.names[target.id]}.copy_({self.expression(action.source)})", f"writes {target.path}")
         elif action.form is not None:
-            self.keep(action, self.graph.form[action.form])
-        self.delete(action.frees if action.into is None else (action.into, *action.frees))
+            self.write_form_action(action, self.graph.form[action.form])
+        self.write_delete(action.frees if action.into is None else (action.into, *action.frees))
 
-    def run(self, action: Action) -> None:
+    def write_op(self, action: Action) -> None:
         """Write the call of an op, its results assigned to variables."""
         op = action.called(self.graph)
         names = [self.names[v] if v is not None and v in action.makes else "_" for v in op.outputs]
         left = ", ".join(names) + "," * (op.multiple and len(names) == 1)
-        self.call(left, self.called(op, action), self.note(op, action), op)
+        self.write_call(left, self.call_of(op, action), self.comment_for(op, action), op)
         if "_" in names:
             self.write("_ = None")
-        self.lay_out(action.makes)
+        self.write_layouts(action.makes)
 
-    def called(self, op: GraphOp, action: Action) -> Called:
-        """Return the call that the engine runs: the op itself, the op on a kept form, or the op in place."""
+    def call_of(self, op: GraphOp, action: Action) -> Called:
+        """Return the call that the engine runs: the op itself, the op on a saved form, or the op in place."""
         if action.form is not None:
             form = self.graph.form[action.form]
             return registry.find(form.lever).read_directly(self.graph, form, op, in_place=action.into is not None)
@@ -201,82 +206,86 @@ class _Writer:
         form = in_place.call_into(op.target, over.name)
         return form.target, op.args, {**op.kwargs, **({} if form.out is None else {form.out: Ref(over.value)})}
 
-    def keep(self, action: Action, form: KeptForm) -> None:
-        """Write the store of a value in a kept form or its fetch; for asynchronous copies, their beginning or the
+    def write_form_action(self, action: Action, form: SavedForm) -> None:
+        """Write the store of a value in a saved form or its fetch; for asynchronous copies, their beginning or the
         wait."""
         if action.kind in ("stored", "fetched"):
-            self.write(f"{_copy(self.names[form.kept])}.wait()")
-            self.write(f"del {_copy(self.names[form.kept])}")
+            self.write(f"{_copy_handle(self.names[form.encoded])}.wait()")
+            self.write(f"del {_copy_handle(self.names[form.encoded])}")
             return
         lever, stores = registry.find(form.lever), action.kind == "store"
         called = lever.store(self.graph, form) if stores else lever.fetch(self.graph, form)
         comment = " ".join(filter(None, (lever.comments[0 if stores else 1], form.how)))
-        target_value = self.graph.values[form.kept if stores else form.value]
+        target_value = self.graph.values[form.encoded if stores else form.value]
         if form.is_copied:
             target, args, kwargs = called
             size = format_bytes(self.graph.values[form.value].bytes)
-            left = f"{self.names[target_value.id]}, {_copy(self.names[form.kept])}"
+            left = f"{self.names[target_value.id]}, {_copy_handle(self.names[form.encoded])}"
             self.write(f"{left} = {target}({', '.join(self.arguments(args, kwargs, None))})", f"{comment} {size}")
         else:
-            self.call(self.names[target_value.id], called, f"{comment}, {format_bytes(target_value.bytes)}")
-            self.lay_out([target_value.id])
+            self.write_call(self.names[target_value.id], called, f"{comment}, {format_bytes(target_value.bytes)}")
+            self.write_layouts([target_value.id])
 
-    def call(self, left: str, called: Called, note: str, op: GraphOp | None = None) -> None:
-        """Write ``left = call``."""
+    def write_call(self, left: str, called: Called, note: str, op: GraphOp | None = None) -> None:
+        """Write ``left = call`` as a line of the program, with a comment."""
         target, args, kwargs = called
-        self.wrapped(f"{left} = {_qualified(target, op)}(", self.arguments(args, kwargs, op), ")", note)
+        self.write_list(f"{left} = {_op_expression(target, op)}(", self.arguments(args, kwargs, op), ")", note)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], op: GraphOp | None) -> list[str]:
         """Return the arguments of a call as texts."""
         named = [f"{_identifier(name, op)}={self.argument(part, op)}" for name, part in kwargs.items()]
         return [self.argument(part, op) for part in args] + named
 
-    def mark(self, actions: int) -> None:
+    def write_mark(self, actions: int) -> None:
         """With ``marked``, write the call of ``mark`` with the position of the next action; count ``actions``
         positions."""
         if self.marked:
             self.write(f"mark({self.place})")
         self.place += actions
 
-    def lay_out(self, values: Iterable[int]) -> None:
+    def write_layouts(self, values: Iterable[int]) -> None:
         """With ``marked``, write the calls of ``laid_out`` with the strides and dtype of these values."""
         for value in values if self.marked else ():
             name, tensor = self.names[value], self.graph.values[value]
             self.write(f"{name} = laid_out({name}, {tensor.stride}, torch.{tensor.dtype})")
 
-    def give(self, actions: Sequence[Action]) -> None:
-        """Write the yield of the gradients that are given together."""
-        self.mark(len(actions))
+    def write_gradients(self, actions: Sequence[Action]) -> None:
+        """Write the ``yield`` of the gradients that these actions return together, and delete the variables of values
+        that nothing reads afterwards."""
+        self.write_mark(len(actions))
         parts, dead = list[str](), dict[int, None]()
         for action in actions:
             assert action.source is not None
             copied = ".clone()" if action.copies else ""
-            parts.append(f"({_value(action)}, {self.expression(action.source)}{copied})")
+            parts.append(f"({_value_of(action)}, {self.expression(action.source)}{copied})")
             dead.update(dict.fromkeys(action.frees))
             base = self.graph.base(action.source)
             if self.graph.values[base].kind == "result" and self.last_read[base] in actions:
                 dead[base] = None  # the receiver holds the only reference to what it keeps
-        paths = ", ".join(self.graph.values[_value(action)].path for action in actions)
-        self.wrapped("given = [", parts, "]", f"gradient of {paths}")
-        self.delete(dead)
+        paths = ", ".join(self.graph.values[_value_of(action)].path for action in actions)
+        self.write_list("given = [", parts, "]", f"gradient of {paths}")
+        self.write_delete(dead)
         self.write("yield given")
 
     # -- text
 
     def expression(self, value: int) -> str:
         """Return the expression of a value: the variable of one that owns memory, the call that makes a view."""
-        value = self.simplest(value)
+        value = self.simplest_view(value)
         tensor = self.graph.values[value]
         if not tensor.is_view:
             return self.names[value]
         assert tensor.op is not None, "a view is made by an op"
         op = self.graph.ops[tensor.op]
-        call = f"{_qualified(op.target, op)}({', '.join(self.arguments(op.args, op.kwargs, op))})"
+        call = f"{_op_expression(op.target, op)}({', '.join(self.arguments(op.args, op.kwargs, op))})"
         return f"{call}[{op.outputs.index(value)}]" if op.multiple else call
 
-    def simplest(self, value: int) -> int:
-        """Return the first value in the chain of views of ``value`` that has the same shape, strides and dtype over all
-        of the memory. A matrix transposed twice is the matrix itself."""
+    def simplest_view(self, value: int) -> int:
+        """Return the value that needs the fewest calls to write of those that are the same tensor as ``value``: a
+        matrix transposed twice is the matrix itself.
+
+        Values are the same if one is a view of the other, with the same shape, strides and dtype, of all of its memory.
+        """
         values = self.graph.values
         last = source = values[value]
         whole = math.prod(last.shape) * op_schema.itemsize(last.dtype) == values[last.base].bytes
@@ -284,7 +293,7 @@ class _Writer:
             return value
         while source.op is not None and source.is_view:
             op = self.graph.ops[source.op]
-            if op.target in _OTHER_SIGNS or not op.args or not isinstance(op.args[0], Ref):
+            if op.target in _SIGN_CHANGING_VIEWS or not op.args or not isinstance(op.args[0], Ref):
                 break
             source = values[op.args[0].value]
             if (source.shape, source.stride, source.dtype) == (last.shape, last.stride, last.dtype):
@@ -314,7 +323,7 @@ class _Writer:
             where=op.where if op else None,
         )
 
-    def note(self, op: GraphOp, action: Action) -> str:
+    def comment_for(self, op: GraphOp, action: Action) -> str:
         """Return the comment of an op: its layer, source line and bytes."""
         size = sum(self.graph.values[value].bytes for value in action.makes)
         parts = [op.layer, op.where or "", format_bytes(size) if size and action.into is None else ""]
@@ -328,13 +337,14 @@ class _Writer:
         self.lines.append(f"    # -- {title}")
 
     def write(self, text: str, note: str = "") -> None:
+        """Write a line with a comment, which gets a line of its own if both together are too long."""
         note = printable(note)
         if note and len(text) + len(note) + 8 > WIDTH:
             self.lines.append(f"    # {note}")
             note = ""
         self.lines.append(f"    {text}" + (f"  # {note}" if note else ""))
 
-    def wrapped(self, before: str, parts: Sequence[str], after: str, note: str = "") -> None:
+    def write_list(self, before: str, parts: Sequence[str], after: str, note: str = "") -> None:
         """Write a list between ``before`` and ``after``, over several lines if it is too long for one line."""
         line = before + ", ".join(parts) + after
         if len(line) + 4 <= WIDTH:
@@ -349,35 +359,40 @@ class _Writer:
         self.lines.append(f"        {line}")
         self.write(after)
 
-    def delete(self, values: Iterable[int]) -> None:
+    def write_delete(self, values: Iterable[int]) -> None:
         names = [self.names[value] for value in values]
         if names:
             self.write(f"del {', '.join(names)}")
 
 
-def _names(graph: JointGraph) -> list[str]:
+def _variable_names(graph: JointGraph) -> list[str]:
     """Return a variable name for each value: of parameters and buffers their path in the model, else the value's
     name."""
     used, names = set(_RESERVED), list[str]()
     for value in graph.values:
-        own = {"input": f"input_{value.path}", "tangent": f"tangent_{value.path}"}.get(value.kind, value.name)
-        wanted = value.path if value.kind in ("parameter", "buffer") else own
-        name = re.sub(r"\W", "_", wanted, flags=re.ASCII)
+        default_name = {"input": f"input_{value.path}", "tangent": f"tangent_{value.path}"}.get(value.kind, value.name)
+        preferred_name = value.path if value.kind in ("parameter", "buffer") else default_name
+        name = re.sub(r"\W", "_", preferred_name, flags=re.ASCII)
         if not name or name[0].isdigit() or keyword.iskeyword(name):
             name = f"{value.kind}_{name}"
-        while name in used or (value.kind == "host" and _copy(name) in used):
+        while name in used or (value.kind == "host" and _copy_handle(name) in used):
             name += "_"
-        used |= {name, _copy(name)} if value.kind == "host" else {name}
+        used |= {name, _copy_handle(name)} if value.kind == "host" else {name}
         names.append(name)
     return names
 
 
-def _copy(host: str) -> str:
+def _copy_handle(host: str) -> str:
     """Return the variable of the handle of an asynchronous copy."""
-    return f"{host}_copy"
+    return f"{host}_copy_handle"
 
 
-def _qualified(target: str, op: GraphOp | None) -> str:
+def _op_expression(target: str, op: GraphOp | None) -> str:
+    """Return the Python expression of an op: ``aten.relu.default``, or ``torch.ops.`` and its target.
+
+    Raises:
+        RecordingError: the target is no valid Python expression.
+    """
     for part in target.split("."):
         _identifier(part, op)
     return target if target.startswith("aten.") else f"torch.ops.{target}"

@@ -9,7 +9,7 @@ Copies run concurrently with the ops, in one stream for each direction, in the o
   be done when the values are first needed. Early in the backward pass that may be too late: then the step waits.
 
 These times count the graph's ops only. Recomputation and encodings give copies more time, so relative to the ops they
-end earlier than planned, never later. `waits` counts this work.
+end earlier than planned, never later. `simulate_waits` counts this work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING
 
-from memplan.planning.graph.joint_graph import JointGraph, KeptForm
+from memplan.planning.graph.joint_graph import JointGraph, SavedForm
 
 if TYPE_CHECKING:
     from memplan.planning.schedule.actions import Action
@@ -36,30 +36,31 @@ def backward_begins(graph: JointGraph) -> list[float]:
     return list(accumulate((op.seconds for op in graph.backward_ops), initial=0.0))
 
 
-def in_order(graph: JointGraph, copies: Iterable[KeptForm]) -> list[KeptForm]:
+def copy_order(graph: JointGraph, copies: Iterable[SavedForm]) -> list[SavedForm]:
     """Return the copies in the order in which they are copied to the host."""
     return sorted(copies, key=lambda form: (graph.maker[form.value].index, form.value))
 
 
-def stored_after(graph: JointGraph, copies: Iterable[KeptForm]) -> dict[int, int]:
-    """Return, by copied value, the position in ``graph.forward_ops`` of the op after which it is freed."""
+def free_positions(graph: JointGraph, copies: Iterable[SavedForm]) -> dict[int, int]:
+    """Return, by value that is copied to host memory, the position in ``graph.forward_ops`` of the op after which its
+    memory on the device is freed: the last op that reads it, or a later one during which the copy ends."""
     ends = forward_ends(graph)
-    position = {op.index: at for at, op in enumerate(graph.forward_ops)}
-    last = {value: at for at, op in enumerate(graph.forward_ops) for value in (*op.reads, *op.makes)}
-    freed, done = dict[int, int](), 0.0
-    for form in in_order(graph, copies):
-        done = max(done, ends[position[graph.maker[form.value].index]]) + seconds_of(form)
-        freed[form.value] = max(last[form.value], min(bisect_left(ends, done), len(ends) - 1))
+    index_of = {op.index: index for index, op in enumerate(graph.forward_ops)}
+    last_use = {value: index for index, op in enumerate(graph.forward_ops) for value in (*op.reads, *op.makes)}
+    freed, copy_end = dict[int, int](), 0.0
+    for form in copy_order(graph, copies):
+        copy_end = max(copy_end, ends[index_of[graph.maker[form.value].index]]) + seconds_of(form)
+        freed[form.value] = max(last_use[form.value], min(bisect_left(ends, copy_end), len(ends) - 1))
     return freed
 
 
-def seconds_of(copy: KeptForm) -> float:
+def seconds_of(copy: SavedForm) -> float:
     """Return the seconds of a copy in either direction."""
     assert copy.copy_seconds is not None, "it is a copy"
     return copy.copy_seconds
 
 
-def fetched_before(graph: JointGraph, needed: Mapping[int, int], copies: Mapping[int, KeptForm]) -> dict[int, int]:
+def fetch_positions(graph: JointGraph, needed: Mapping[int, int], copies: Mapping[int, SavedForm]) -> dict[int, int]:
     """Return, by value, the position in ``graph.backward_ops`` of the op before which its copy to the device begins.
 
     Args:
@@ -67,17 +68,17 @@ def fetched_before(graph: JointGraph, needed: Mapping[int, int], copies: Mapping
         needed: by value, the position of the op that needs it first. Values are copied in this order.
         copies: by value, the form in host memory.
     """
-    begins, latest = backward_begins(graph), inf
+    op_starts, latest_start = backward_begins(graph), inf
     positions = dict[int, int]()
-    for value, before in sorted(needed.items(), key=lambda item: (-item[1], -item[0])):
-        latest = min(begins[before], latest) - seconds_of(copies[value])
-        positions[value] = min(before, max(0, bisect_right(begins, latest) - 1))
+    for value, needed_at in sorted(needed.items(), key=lambda item: (-item[1], -item[0])):
+        latest_start = min(op_starts[needed_at], latest_start) - seconds_of(copies[value])
+        positions[value] = min(needed_at, max(0, bisect_right(op_starts, latest_start) - 1))
     return positions
 
 
-def waits(graph: JointGraph, actions: Iterable[Action]) -> dict[int, float]:
-    """Simulate the actions and both copy queues. Return the seconds that the step waits for the copies of each
-    value."""
+def simulate_waits(graph: JointGraph, actions: Iterable[Action]) -> dict[int, float]:
+    """Return the seconds that a step waits for the copies of each value, by simulating its actions and the copies that
+    run concurrently, one after another in each direction."""
     queue_end = {"store": 0.0, "fetch": 0.0}
     """Seconds at which the last copy of each direction is done."""
     now, done, waited = 0.0, dict[int, float](), dict[int, float]()
@@ -86,11 +87,11 @@ def waits(graph: JointGraph, actions: Iterable[Action]) -> dict[int, float]:
         if action.kind == "run" and action.op is not None:
             now += action.called(graph).seconds
         elif form is not None and action.kind in ("stored", "fetched"):
-            wait = max(0.0, done[form.kept] - now)
+            wait = max(0.0, done[form.encoded] - now)
             waited[form.value] = waited.get(form.value, 0.0) + wait
             now += wait
         elif form is not None and form.is_copied:
-            done[form.kept] = queue_end[action.kind] = max(queue_end[action.kind], now) + seconds_of(form)
+            done[form.encoded] = queue_end[action.kind] = max(queue_end[action.kind], now) + seconds_of(form)
         elif form is not None:
             now += form.store_seconds if action.kind == "store" else form.fetch_seconds
     return waited

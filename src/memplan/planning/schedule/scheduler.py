@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from memplan._interrupts import safe_point
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, output_bases, recomputable
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, SavedForm, output_bases, recomputable
 from memplan.planning.schedule import host_copies
 from memplan.planning.schedule.actions import Action, Choices
 
-NODES = 16
+MAX_AUTOGRAD_NODES = 16
 """Most autograd nodes for gradients that stay in memory until the update. A node costs as much as a small op: 200 of
 them slow a network of many small layers down by a tenth. With a single node, gradients could not be reduced between
 processes during the backward pass, nor could a backward pass for the last layers alone end early. Fused kernels have a
@@ -51,7 +51,7 @@ class Schedule:
     @property
     def waits(self) -> dict[int, float]:
         """Seconds that the step waits for copies, by value that is copied to host memory."""
-        return host_copies.waits(self.graph, (*self.forward, *self.backward))
+        return host_copies.simulate_waits(self.graph, (*self.forward, *self.backward))
 
 
 def schedule(graph: JointGraph, choices: Choices) -> Schedule:
@@ -99,40 +99,43 @@ class _Draft:
     frees: list[int] = field(default_factory=list)
     into: int | None = None
 
-    def finished(self) -> Action:
+    def to_action(self) -> Action:
+        """Return the finished action."""
         return replace(self.action, reads=self.reads, makes=self.makes, into=self.into, frees=tuple(sorted(self.frees)))
 
 
-def _store(form: KeptForm) -> _Draft:
-    return _Draft(Action("store", value=form.value, form=form.kept), (form.value,), (form.kept,))
+def _store_draft(form: SavedForm) -> _Draft:
+    return _Draft(Action("store", value=form.value, form=form.encoded), (form.value,), (form.encoded,))
 
 
-def _fetch(form: KeptForm) -> _Draft:
-    return _Draft(Action("fetch", value=form.value, form=form.kept), (form.kept, *form.also_reads), (form.value,))
+def _fetch_draft(form: SavedForm) -> _Draft:
+    return _Draft(Action("fetch", value=form.value, form=form.encoded), (form.encoded, *form.also_reads), (form.value,))
 
 
-def _wait(kind: Literal["stored", "fetched"], form: KeptForm) -> _Draft:
-    return _Draft(Action(kind, value=form.value, form=form.kept), (form.value, form.kept), ())
+def _wait_draft(kind: Literal["stored", "fetched"], form: SavedForm) -> _Draft:
+    return _Draft(Action(kind, value=form.value, form=form.encoded), (form.value, form.encoded), ())
 
 
 class _Scheduler:
+    """Builds the schedule of a graph under fixed choices."""
+
     def __init__(self, graph: JointGraph, choices: Choices) -> None:
         self.graph, self.choices = graph, choices
         self.outputs = output_bases(graph)
-        self.fetchable: dict[int, KeptForm] = {}
+        self.fetchable: dict[int, SavedForm] = {}
         """Encoding to decode each value from."""
-        forms = list[KeptForm]()
+        forms = list[SavedForm]()
         for form in graph.ranked_forms:
-            chosen = (form.lever, form.value) in choices.kept_as and form.value not in self.outputs
+            chosen = (form.lever, form.value) in choices.saved_forms and form.value not in self.outputs
             if chosen and (not form.whole or self.fetchable.setdefault(form.value, form) is form):
                 forms.append(form)
-        self.forms = {form.kept: form for form in forms}
-        self.direct: dict[tuple[int, int], KeptForm] = {}
+        self.forms = {form.encoded: form for form in forms}
+        self.direct: dict[tuple[int, int], SavedForm] = {}
         """Encoding that an op reads instead of a value, by (op, value)."""
         for form in forms:
             for op in form.direct:
                 self.direct.setdefault((op, form.value), form)
-        self.dropped = (choices.recompute & recomputable(graph)) - self.fetchable.keys()
+        self.to_recompute = (choices.recompute & recomputable(graph)) - self.fetchable.keys()
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
         self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
         self.live = self.resident | set(self.tangents)
@@ -148,11 +151,13 @@ class _Scheduler:
         saved = tuple(first_use)
         forward = self._forward(saved)
         fixed = self.resident | self.outputs
-        staying = {self.graph.base(gradient) for of, gradient in self.graph.gradients if self._stays(of)}
-        self._free(forward, allocated=(), never=fixed | set(saved))
-        self._free(backward, allocated=(*saved, *self.tangents), never=fixed | staying)
+        kept_gradients = {
+            self.graph.base(gradient) for of, gradient in self.graph.gradients if self._is_kept_by_autograd(of)
+        }
+        self._add_frees(forward, allocated=(), never_freed=fixed | set(saved))
+        self._add_frees(backward, allocated=(*saved, *self.tangents), never_freed=fixed | kept_gradients)
         forward_actions, backward_actions = (
-            tuple(draft.finished() for draft in drafts) for drafts in (forward, backward)
+            tuple(draft.to_action() for draft in drafts) for drafts in (forward, backward)
         )
         return Schedule(self.graph, self.choices, forward_actions, backward_actions, saved)
 
@@ -166,12 +171,12 @@ class _Scheduler:
         due: dict[int, list[_Draft]] = defaultdict(list)
         for form in stored:
             if not form.is_copied:
-                due[last[form.value]].append(_store(form))
+                due[last[form.value]].append(_store_draft(form))
         for target, source in self.graph.mutations:
             base = self.graph.base(source)
             after = max(last.get(target, -1), last.get(base, -1))
             due[after].append(_Draft(Action("write", value=target, source=source), (base,), ()))
-        begins, ends = self._copies_out([form for form in stored if form.is_copied])
+        begins, ends = self._copies_to_host([form for form in stored if form.is_copied])
         drafts = list[_Draft]()
         for at, op in enumerate(self.graph.forward_ops):
             drafts.append(_Draft(Action("run", op=op.index), op.reads, op.makes))
@@ -180,14 +185,16 @@ class _Scheduler:
             drafts += ends[at]
         return drafts + [draft for remaining in due.values() for draft in remaining]
 
-    def _copies_out(self, forms: Sequence[KeptForm]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
+    def _copies_to_host(
+        self, forms: Sequence[SavedForm]
+    ) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
         """Return the starts of copies to the host, by op that computes the value, and their waits, by position."""
-        after = host_copies.stored_after(self.graph, forms)
+        after = host_copies.free_positions(self.graph, forms)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
-        for form in host_copies.in_order(self.graph, forms):
-            begins[self.graph.maker[form.value].index].append(_store(form))
-            ends[after[form.value]].append(_wait("stored", form))
+        for form in host_copies.copy_order(self.graph, forms):
+            begins[self.graph.maker[form.value].index].append(_store_draft(form))
+            ends[after[form.value]].append(_wait_draft("stored", form))
         return begins, ends
 
     # -- backward
@@ -196,39 +203,41 @@ class _Scheduler:
         parts, needed = list[list[_Draft]](), dict[int, int]()
         for at, op in enumerate(self.graph.backward_ops):
             form = next((self.direct[op.index, v] for v in op.reads if (op.index, v) in self.direct), None)
-            direct, form_id = (None, None) if form is None else (form.value, form.kept)
+            direct, form_id = (None, None) if form is None else (form.value, form.encoded)
             reads = tuple(form_id if v == direct and form_id is not None else v for v in op.reads)
             drafts, copied = self._rematerialize(v for v in op.reads if v != direct)
             needed.update(dict.fromkeys(copied, at))
             parts.append([*drafts, _Draft(Action("run", op=op.index, form=form_id), reads, op.makes)])
             self.live.update(op.makes)
-        begins, ends = self._copies_back(needed)
+        begins, ends = self._copies_to_device(needed)
         drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
         for at, part in enumerate(parts):
             drafts += (*begins[at], *ends[at], *part)
-        return self._with_gives(drafts)
+        return self._with_gradient_returns(drafts)
 
-    def _copies_back(self, needed: Mapping[int, int]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
+    def _copies_to_device(
+        self, needed: Mapping[int, int]
+    ) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
         """Return the starts of copies to the device, and their waits, by position of the next backward op."""
-        before = host_copies.fetched_before(self.graph, needed, self.fetchable)
+        before = host_copies.fetch_positions(self.graph, needed, self.fetchable)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
         for value, at in sorted(needed.items(), key=lambda item: (item[1], item[0])):
             form = self.fetchable[value]
-            begins[before[value]].append(_fetch(form))
-            ends[at].append(_wait("fetched", form))
+            begins[before[value]].append(_fetch_draft(form))
+            ends[at].append(_wait_draft("fetched", form))
         return begins, ends
 
     def _rematerialize(self, values: Iterable[int]) -> tuple[list[_Draft], set[int]]:
-        """Recompute or decode the values that are not live, with all their operands, in the order of the forward pass.
-        Also return the values that must have been copied back from the host."""
-        copied = set[int]()
+        """Return the actions that recompute or decode values that are not live, after the operands that these need, in
+        the order of the forward pass; and the values that must have been copied back from host memory before."""
+        copied_back = set[int]()
         ops: dict[int, GraphOp] = {}
-        fetched: set[int] = set()
+        decoded: set[int] = set()
         """Values whose encoding needs no other operands, decoded just before they are read."""
-        rebuilt: dict[int, KeptForm] = {}
+        decoded_with_operands: dict[int, SavedForm] = {}
         """Encodings that need other operands, by the op in whose place they are decoded."""
-        wanted: dict[int, set[int]] = defaultdict(set)
+        results_wanted: dict[int, set[int]] = defaultdict(set)
         stack, seen = list(values), set[int]()
         while stack:
             value = stack.pop()
@@ -237,75 +246,79 @@ class _Scheduler:
             seen.add(value)
             form = self.fetchable.get(value)
             if form is not None and form.is_copied:
-                copied.add(value)
+                copied_back.add(value)
             elif form is not None and form.also_reads:
-                rebuilt[self.graph.maker[value].index] = form
+                decoded_with_operands[self.graph.maker[value].index] = form
                 stack.extend(form.also_reads)
             elif form is not None:
-                fetched.add(value)
-            elif value in self.dropped:
-                op = self.graph.maker[value].rerun
-                wanted[op.index].add(value)
+                decoded.add(value)
+            elif value in self.to_recompute:
+                op = self.graph.maker[value].recompute_op
+                results_wanted[op.index].add(value)
                 if op.index not in ops:
                     ops[op.index] = op
                     stack.extend(op.reads)
-        self.live.update(copied)
+        self.live.update(copied_back)
         drafts = list[_Draft]()
-        for index in sorted({*ops, *rebuilt}):
-            reads = rebuilt[index].also_reads if index in rebuilt else ops[index].reads
-            drafts += self._fetch_missing(fetched & set(reads))
-            if index in rebuilt:
-                drafts.append(_fetch(rebuilt[index]))
+        for index in sorted({*ops, *decoded_with_operands}):
+            reads = decoded_with_operands[index].also_reads if index in decoded_with_operands else ops[index].reads
+            drafts += self._fetch_missing(decoded & set(reads))
+            if index in decoded_with_operands:
+                drafts.append(_fetch_draft(decoded_with_operands[index]))
             else:
-                makes = tuple(value for value in ops[index].makes if value in wanted[index])
+                makes = tuple(value for value in ops[index].makes if value in results_wanted[index])
                 drafts.append(_Draft(Action("run", op=index, recomputed=True), reads, makes))
             self.live.update(drafts[-1].makes)
-        return drafts + self._fetch_missing(fetched), copied
+        return drafts + self._fetch_missing(decoded), copied_back
 
     def _fetch_missing(self, values: set[int]) -> list[_Draft]:
+        """Return the decodings of those values that are not live yet, and mark them as live."""
         missing = sorted(values - self.live)
         self.live.update(missing)
-        return [_fetch(self.fetchable[value]) for value in missing]
+        return [_fetch_draft(self.fetchable[value]) for value in missing]
 
     # -- gradients
 
-    def _with_gives(self, drafts: list[_Draft]) -> list[_Draft]:
+    def _with_gradient_returns(self, drafts: list[_Draft]) -> list[_Draft]:
         """Insert the return of each gradient after its last read and, if its parameter may change at once, after the
-        last read of the parameter. Gradients that stay in memory are returned in groups: see NODES."""
+        last read of the parameter. Gradients that stay in memory are returned in groups: see MAX_AUTOGRAD_NODES."""
         last = {value: at for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
-        ready, waiting = dict[int, int](), set[int]()
+        ready_at, grouped = dict[int, int](), set[int]()
         for of, gradient in self.graph.gradients:
-            ready[of] = last.get(self.graph.base(gradient), 0)
+            ready_at[of] = last.get(self.graph.base(gradient), 0)
             if changed_at_once(self.graph, self.choices, of):
-                ready[of] = max(ready[of], last.get(self.graph.base(of), 0))
-            elif self._stays(of) or (self.choices.fused and not frees_gradient(self.graph, self.choices, of)):
-                waiting.add(of)
-        moments = sorted({ready[of] for of in waiting})
-        size = max(1, -(-len(moments) // (1 if self.choices.fused else NODES)))
-        last_of_group = {at: moments[min(k - k % size + size, len(moments)) - 1] for k, at in enumerate(moments)}
+                ready_at[of] = max(ready_at[of], last.get(self.graph.base(of), 0))
+            elif self._is_kept_by_autograd(of) or (
+                self.choices.fused and not frees_gradient(self.graph, self.choices, of)
+            ):
+                grouped.add(of)
+        positions = sorted({ready_at[of] for of in grouped})
+        size = max(1, -(-len(positions) // (1 if self.choices.fused else MAX_AUTOGRAD_NODES)))
+        last_of_group = {at: positions[min(k - k % size + size, len(positions)) - 1] for k, at in enumerate(positions)}
         due: dict[int, list[_Draft]] = defaultdict(list)
         for of, gradient in self.graph.gradients:
             action = Action("give", value=of, source=gradient, copies=of in self.copies)
-            at = last_of_group[ready[of]] if of in waiting else ready[of]
+            at = last_of_group[ready_at[of]] if of in grouped else ready_at[of]
             due[at].append(_Draft(action, (self.graph.base(gradient),), ()))
         return [action for at, draft in enumerate(drafts) for action in (draft, *due.get(at, ()))]
 
-    def _stays(self, of: int) -> bool:
-        """Return whether autograd keeps the memory of a gradient."""
+    def _is_kept_by_autograd(self, of: int) -> bool:
+        """Return whether autograd keeps the gradient itself, neither a copy nor nothing, so that it must not be
+        freed."""
         return of not in self.copies and not frees_gradient(self.graph, self.choices, of)
 
     # -- memory
 
-    def _free(self, drafts: Sequence[_Draft], *, allocated: Iterable[int], never: set[int]) -> None:
-        """Free every value except ``never`` after its last use, or let the op of the last use overwrite it."""
+    def _add_frees(self, drafts: Sequence[_Draft], *, allocated: Iterable[int], never_freed: set[int]) -> None:
+        """Free every value except ``never_freed`` after its last use, or let the op of the last use overwrite it."""
         last = dict.fromkeys(allocated, 0)
-        last.update((value, at) for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes))
-        for value, at in last.items():
-            if value not in never:
-                drafts[at].frees.append(value)
+        last.update((value, index) for index, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes))
+        for value, index in last.items():
+            if value not in never_freed:
+                drafts[index].frees.append(value)
         if not self.choices.in_place:
             return
-        foreign, pieces = never | set(self.tangents), self.choices.pieces
+        foreign, pieces = never_freed | set(self.tangents), self.choices.pieces
         for draft in drafts:
             if draft.action.op is None or not draft.makes:
                 continue

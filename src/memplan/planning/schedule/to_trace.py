@@ -9,7 +9,7 @@ import torch
 
 from memplan.planning.capture import opaque_calls
 from memplan.planning.graph.joint_graph import RESIDENT, Kind, Value
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.registry import find
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.byte_levels import ActionBytes
@@ -28,14 +28,14 @@ _CAUSES: dict[Kind, Cause] = {
 }
 
 
-def timeline_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Timeline:
+def timeline_of(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> Timeline:
     """Simulate a planned step: its bytes over time."""
-    return simulate(trace_of(schedule, surroundings))
+    return simulate(trace_of(schedule, outside_memory))
 
 
-def trace_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Trace:
+def trace_of(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> Trace:
     """Return a planned step as a Trace: resident memory is allocated first, then the schedule is the only step."""
-    return _Tracer(schedule, surroundings or Surroundings()).trace()
+    return _Tracer(schedule, outside_memory or OutsideMemory()).trace()
 
 
 @dataclass
@@ -54,10 +54,12 @@ class _Entry:
 
 
 class _Tracer:
-    def __init__(self, schedule: Schedule, surroundings: Surroundings) -> None:
-        self.schedule, self.graph, self.around = schedule, schedule.graph, surroundings
-        self.device = surroundings.home.target.name
-        self.bytes = ActionBytes(schedule, surroundings)
+    """Runs the actions of a schedule as a recording would see them: allocations, frees and ops, in ticks."""
+
+    def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
+        self.schedule, self.graph, self.outside_memory = schedule, schedule.graph, outside_memory
+        self.device = outside_memory.home.target.name
+        self.bytes = ActionBytes(schedule, outside_memory)
         self.gradient_paths = {
             self.graph.base(gradient): self.graph.values[of].path
             for of, gradient in self.graph.gradients
@@ -77,12 +79,12 @@ class _Tracer:
         self._allocate_resident()
         begin = self.tick
         for action in self.schedule.forward:
-            self._run(action, "forward")
+            self._run_action(action, "forward")
         for action in self.schedule.backward:
-            self._run(action, "backward")
-        if self.around.update and not self.schedule.choices.gradients.updates:
+            self._run_action(action, "backward")
+        if self.outside_memory.update and not self.schedule.choices.gradients.updates:
             start = self.tick
-            self._allocate_temporary(self.around.update, len(self.ops))
+            self._allocate_temporary(self.outside_memory.update, len(self.ops))
             self._add_op("optimizer.step", "optimizer", start)
         storages = tuple(
             Storage(
@@ -105,7 +107,7 @@ class _Tracer:
                 value = self.graph.values[of]
                 if value.kind == "parameter":
                     self._allocate(value.own_bytes, "parameter_gradient", value, None, value.path)
-        for cause, size in self.around.by_cause().items():
+        for cause, size in self.outside_memory.by_cause().items():
             self._allocate(size, cause, None, None, "")
 
     # -- storages
@@ -123,7 +125,8 @@ class _Tracer:
         if size:
             self._release(self._allocate(size, "temporary", None, op))
 
-    def _make(self, value: int, op: int, phase: Phase, into: int | None) -> None:
+    def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
+        """Allocate the storage of a value that an op makes, with its cause; or let it take over that of ``into``."""
         tensor = self.graph.values[value]
         maker, name = self.graph.maker.get(value), ""
         cause: Cause = "saved" if phase == "forward" and value in self.saved else "activation"
@@ -140,42 +143,45 @@ class _Tracer:
 
     # -- actions
 
-    def _run(self, action: Action, phase: Phase) -> None:
+    def _run_action(self, action: Action, phase: Phase) -> None:
+        """Add an action to the trace as an op. An action whose temporary bytes are negative frees its operands before
+        it allocates its results."""
         start, op = self.tick, len(self.ops)
-        transient = self.bytes.transient(action)
+        transient = self.bytes.temporary_bytes(action)
         frees_meanwhile = transient < 0
         if frees_meanwhile:
             transient += self._free(action)
-        for position, value in enumerate(self._on_device(action.makes)):
-            self._make(value, op, phase, action.into if position == 0 else None)
+        for position, value in enumerate(self._without_host_values(action.makes)):
+            self._allocate_value(value, op, phase, action.into if position == 0 else None)
         self._allocate_temporary(transient, op)
-        copy = self.bytes.kept_copy(action)
+        copy = self.bytes.gradient_copy_bytes(action)
         if copy and action.value is not None:
             of = self.graph.values[action.value]
             self._allocate(copy, "parameter_gradient", of, op, of.path)
         if not frees_meanwhile:
             self._free(action)
-        self._add_op(self._name(action), phase, start, action)
+        self._add_op(self._op_name(action), phase, start, action)
 
     def _free(self, action: Action) -> int:
         """Free the values of ``action.frees`` and return their bytes."""
-        freed = [value for value in self._on_device(action.frees) if not self.graph.values[value].held]
+        freed = [value for value in self._without_host_values(action.frees) if not self.graph.values[value].held]
         for value in freed:
             self._release(self.storage_of.pop(value))
         return sum(self.graph.values[value].bytes for value in freed)
 
-    def _on_device(self, values: Iterable[int]) -> list[int]:
+    def _without_host_values(self, values: Iterable[int]) -> list[int]:
         """The values without those in host memory."""
         return [value for value in values if self.graph.values[value].kind != "host"]
 
-    def _name(self, action: Action) -> str:
+    def _op_name(self, action: Action) -> str:
+        """Return the name of an action in the trace: of its op, or as in ``memplan.encode``."""
         if action.op is not None:
             op = action.called(self.graph)
             return opaque_calls.title_of(op.target, op.args)
         if action.form is not None and action.kind in ("store", "fetch"):
             stores, fetches = find(self.graph.form[action.form].lever).verbs
             return f"memplan.{stores if action.kind == 'store' else fetches}"
-        if action.kind == "receive" and self.around.outside:
+        if action.kind == "receive" and self.outside_memory.loss_bytes:
             return "the loss, outside of the plan"
         return f"memplan.{action.kind}"
 

@@ -38,24 +38,24 @@ class Copies:
         self.seconds = np.array([host_copies.seconds_of(flat.forms[form]) for form in forms])
         seconds = (used[at] * flat.forms[flat.copied[at]].use_seconds for at in self.used_copies)
         self.use_seconds = sum(seconds, np.zeros(self.count))
-        self.out = [int(at) for at in np.lexsort((self.rows, flat.maker[self.rows]))]
+        self.store_order = [int(at) for at in np.lexsort((self.rows, flat.maker[self.rows]))]
         """The copies in the order in which they are copied to the host."""
-        self.back = np.argsort(self.needed, axis=0, kind="stable")
+        self.fetch_order = np.argsort(self.needed, axis=0, kind="stable")
         """By candidate: the copies in the order in which they are needed, ties in the order of values."""
         self.begins = np.array(host_copies.backward_begins(flat.graph))
-        self.stored, self.fetched = self._stored(), self._fetched()
+        self.free_positions, self.fetch_slots = self._free_positions(), self._fetch_slots()
 
     def uses(self, row: int) -> Bools:
         """Return which candidates keep forward value ``row`` as a copy in host memory."""
         at = np.flatnonzero(self.rows == row)
         return self.needed[at[0]] < NEVER if len(at) else np.zeros(self.count, dtype=bool)
 
-    def _stored(self) -> Ints:
+    def _free_positions(self) -> Ints:
         """Position of the forward op after which each copied value is freed on the device."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))
         freed_after = np.zeros(self.needed.shape, dtype=np.int64)
         done = np.zeros(self.count)
-        for at in self.out:
+        for at in self.store_order:
             row, used = self.rows[at], self.needed[at] < NEVER
             end = np.maximum(done, ends[self.flat.maker[row]]) + self.seconds[at]
             done = np.where(used, end, done)
@@ -63,11 +63,11 @@ class Copies:
             freed_after[at] = np.maximum(position, self.flat.used_last[row])
         return freed_after
 
-    def _fetched(self) -> Ints:
+    def _fetch_slots(self) -> Ints:
         """Slot at whose beginning each copy back to the device begins."""
         slots = np.full(self.needed.shape, NEVER, dtype=np.int64)
         latest, every = np.full(self.count, np.inf), np.arange(self.count)
-        for at in self.back[::-1]:
+        for at in self.fetch_order[::-1]:
             needed = self.needed[at, every]
             used = needed < NEVER
             slot = np.where(used, needed, 1)
@@ -89,7 +89,7 @@ class Copies:
         for at, row in enumerate(self.rows):
             size = np.where(self.needed[at] < NEVER, self.flat.bytes[row], 0)
             live[self.flat.used_last[row]] += size
-            freed[self.stored[at], every] += size
+            freed[self.free_positions[at], every] += size
         live[1:] -= freed[:-1]
         return np.cumsum(live, axis=0)[:-1], freed[:-1]
 
@@ -98,7 +98,7 @@ class Copies:
         allocated = np.zeros((slots, self.count), dtype=np.int64)
         for at, row in enumerate(self.rows):
             some = np.flatnonzero(self.needed[at] < NEVER)
-            allocated[self.fetched[at, some], some] += self.flat.bytes[row]
+            allocated[self.fetch_slots[at, some], some] += self.flat.bytes[row]
         return allocated
 
     def waits(self, storing: Floats, spent: Floats) -> Floats:
@@ -108,12 +108,13 @@ class Copies:
             storing: by forward op, the seconds of the stores after it.
             spent: by slot, the seconds of the recomputed ops and fetches in it.
         """
-        return self._waits_out(storing) + self._waits_back(spent)
+        return self._waits_for_stores(storing) + self._waits_for_fetches(spent)
 
-    def _waits_out(self, storing: Floats) -> Floats:
+    def _waits_for_stores(self, storing: Floats) -> Floats:
+        """Return, by candidate, the seconds that the forward pass waits at its end for copies to host memory."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))[:, None] + np.cumsum(storing, axis=0)
         done = np.zeros(self.count)
-        for at in self.out:
+        for at in self.store_order:
             maker = self.flat.maker[self.rows[at]]
             begin = ends[maker] - storing[maker]
             end = np.maximum(done, begin) + self.seconds[at]
@@ -121,17 +122,18 @@ class Copies:
         # A wait before the end of the pass is for a copy that is done by then: see host_copies.
         return np.maximum(done - ends[-1], 0.0)
 
-    def _waits_back(self, spent: Floats) -> Floats:
+    def _waits_for_fetches(self, spent: Floats) -> Floats:
+        """Return, by candidate, the seconds that the backward pass waits for copies back to the device."""
         begins = np.zeros_like(spent)
         begins[1:] = self.begins[:-1, None] + np.cumsum(spent, axis=0)[:-1]
         every = np.arange(self.count)
-        needed = np.take_along_axis(self.needed, self.back, axis=0)
+        needed = np.take_along_axis(self.needed, self.fetch_order, axis=0)
         waited = np.zeros((len(self.rows) + 1, self.count))
         """Seconds waited after the first k copies were needed."""
         done = np.zeros(self.count)
-        for k, at in enumerate(self.back):
+        for k, at in enumerate(self.fetch_order):
             used = needed[k] < NEVER
-            fetched = np.where(used, self.fetched[at, every], 1)
+            fetched = np.where(used, self.fetch_slots[at, every], 1)
             slot = np.where(used, needed[k], 1)
             earlier = (needed[:k] < fetched).sum(axis=0)
             end = np.maximum(done, begins[fetched, every] + waited[earlier, every]) + self.seconds[at]

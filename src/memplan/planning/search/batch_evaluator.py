@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from memplan._interrupts import safe_point
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -31,10 +31,10 @@ class Evaluator:
     """Evaluates choices on one graph. A candidate is a column of booleans: see `column` and `choices`."""
 
     def __init__(
-        self, graph: JointGraph, surroundings: Surroundings | None = None, *, gradients: GradientUse = STAYS
+        self, graph: JointGraph, outside_memory: OutsideMemory | None = None, *, gradients: GradientUse = STAYS
     ) -> None:
-        around = Surroundings() if surroundings is None else surroundings
-        self.flat = FlatGraph(graph, around, gradients)
+        outside_memory = OutsideMemory() if outside_memory is None else outside_memory
+        self.flat = FlatGraph(graph, outside_memory, gradients)
         self.rows = len(self.flat.droppable) + len(self.flat.forms)
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
@@ -42,7 +42,7 @@ class Evaluator:
         flat = self.flat
         return np.array(
             [value in choices.recompute for value in flat.droppable]
-            + [(form.lever, form.value) in choices.kept_as for form in flat.forms],
+            + [(form.lever, form.value) in choices.saved_forms for form in flat.forms],
             dtype=bool,
         )
 
@@ -89,6 +89,7 @@ class Evaluator:
         ]
 
     def _batch(self, columns: Columns) -> Levels:
+        """Return the bytes and seconds of candidates, at once if the graph allows, else schedule by schedule."""
         return Batch(self.flat, columns).run() if self.flat.regular else _by_schedules(self, columns)
 
 
@@ -97,7 +98,7 @@ def _by_schedules(evaluator: Evaluator, columns: Columns) -> Levels:
     flat, parts, seconds = evaluator.flat, list[Sequence[Ints]](), list[float]()
     for column in columns.T:
         planned = schedule(flat.graph, evaluator.choices(column))
-        planned_levels = levels(planned, flat.around)
+        planned_levels = levels(planned, flat.outside_memory)
         forward = np.zeros(len(flat.forward), dtype=np.int64)
         slots = np.zeros(flat.slots, dtype=np.int64)
         at = 0

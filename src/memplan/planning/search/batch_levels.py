@@ -19,7 +19,8 @@ from memplan.planning.search.flat_graph import FlatGraph, ForwardOp, Ints
 
 
 class Batch(Needs):
-    """One pass over the graph for some candidates."""
+    """Counts bytes and seconds of many candidates in a single pass over the graph. ``at`` is the index of an op, form
+    or return of a gradient; ``row`` that of a forward value."""
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
         super().__init__(flat, columns)
@@ -40,7 +41,7 @@ class Batch(Needs):
         forward, boundary = self._forward()
         self._recompute()
         slots, end = self._backward(boundary)
-        update = end if flat.gradients.updates else end + flat.around.update
+        update = end if flat.gradients.updates else end + flat.outside_memory.update
         if self.copies is not None:
             self.seconds += self.copies.use_seconds + self.copies.waits(self.storing, self.spent)
         return Levels(forward, slots, update, self.seconds, self.needed)
@@ -50,7 +51,7 @@ class Batch(Needs):
     def _forward(self) -> tuple[Ints, Ints]:
         """Highest level during each forward op, and the level at the end of the pass."""
         flat = self.flat
-        freed = ~self.kept & ~flat.is_output[:, None]
+        freed = ~self.saved_as_is & ~flat.is_output[:, None]
         net = np.repeat(flat.result_bytes[:, None], self.count, axis=1)
         if len(flat.values):
             lost = np.where(freed, flat.bytes[:, None], 0)[flat.by_freed]
@@ -98,7 +99,7 @@ class Batch(Needs):
                 later -= freed[row] * flat.bytes[row]
             stored_later: dict[int, Any] = {}
             """By row: which candidates store another form of the value after this form."""
-            for at in sorted(forms, key=lambda index: -flat.forms[index].kept):
+            for at in sorted(forms, key=lambda index: -flat.forms[index].encoded):
                 form, row, used = flat.forms[at], flat.form_rows[at], self.used[at]
                 if not flat.written[row]:
                     here = freed[row] & used & ~stored_later.get(row, np.False_)
@@ -113,14 +114,16 @@ class Batch(Needs):
     # -- recomputation
 
     def _recompute(self) -> None:
+        """Count the bytes of everything that the backward pass recomputes or fetches, in the slot before the op that
+        needs it, and the bytes that each slot's backward op frees."""
         flat = self.flat
         self.fetched = np.zeros((len(flat.plain), self.count), dtype=bool)
         self.frees = np.zeros((flat.slots, self.count), dtype=np.int64)
-        """Bytes of forward values and kept forms that each slot's backward op frees."""
+        """Bytes of forward values and saved forms that each slot's backward op frees."""
         if self.copies is not None:
             self.slot_level += self.copies.allocated_in_backward(flat.slots)
             np.maximum(self.slot_peak, self.slot_level, out=self.slot_peak)
-        for at, op in enumerate(flat.rerun):
+        for at, op in enumerate(flat.recompute_ops):
             if any(row in self.recomputed_in for row in op.makes):
                 self._recompute_op(at)
             for form, row in flat.operand_fetches_at[at]:
@@ -139,7 +142,9 @@ class Batch(Needs):
     def _recompute_op(self, at: int) -> None:
         """Run a forward op in every slot in which it is recomputed: several if its results are needed in different
         slots."""
-        slots = [(row, self.recomputed_in[row]) for row in self.flat.rerun[at].makes if row in self.recomputed_in]
+        slots = [
+            (row, self.recomputed_in[row]) for row in self.flat.recompute_ops[at].makes if row in self.recomputed_in
+        ]
         for k, (_, slot) in enumerate(slots):
             here = slot < NEVER
             for _, before in slots[:k]:
@@ -147,7 +152,7 @@ class Batch(Needs):
             columns = np.flatnonzero(here)
             if len(columns):
                 wanted = [(row, other[columns] == slot[columns]) for row, other in slots]
-                self._run_in_slots(at, self.flat.rerun[at], slot[columns], columns, wanted)
+                self._run_in_slots(at, self.flat.recompute_ops[at], slot[columns], columns, wanted)
 
     def _fetch_with_operands(self, at: int, form: int, row: int) -> None:
         """Fetch a value from a form that needs other operands, and free the form if no op reads it later."""
@@ -158,13 +163,23 @@ class Batch(Needs):
         self.fetched[form][columns] = True
 
     def _free_form(self, at: int, slot: Ints, columns: Ints) -> None:
-        """Free a kept form right after the fetch, unless a later op reads it and frees it then."""
+        """Free a saved form right after the fetch, unless a later op reads it and frees it then."""
         freed = self.flat.form_bytes[at] * (self.last_direct[at][columns] < slot * self.slot_size)
         self.slot_level.ravel()[slot * self.count + columns] -= freed
 
     def _run_in_slots(
         self, at: int, op: ForwardOp, slot: Ints, columns: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
     ) -> None:
+        """Run a recomputed op or a fetch in a slot of some candidates: fetch its operands first, then add its bytes to
+        the slot's level and peak, and its seconds.
+
+        Args:
+            at: index of the forward op in whose place it runs.
+            op: the op.
+            slot: the slot, by candidate.
+            columns: the candidates.
+            wanted: rows of the results, each with the candidates that need it.
+        """
         flat = self.flat
         for row in op.reads:
             for form in flat.simple_fetches_of.get(row, ()):
@@ -195,12 +210,12 @@ class Batch(Needs):
         if self.copies is not None:
             self.spent.ravel()[place] += op.op.seconds
         for parameter in op.parameters:
-            for give in flat.gives_of[parameter]:
-                self._delayed_give(give, parameter, position, place, columns)
+            for give in flat.returns_of[parameter]:
+                self._return_delayed_gradient(give, parameter, position, place, columns)
 
-    def _delayed_give(self, at: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
+    def _return_delayed_gradient(self, at: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
         """Give the gradient whose parameter this recomputed op reads last."""
-        give = self.flat.gives[at]
+        give = self.flat.gradient_returns[at]
         here = (self.parameter_last[parameter][columns] == position) & (position > self._backward_position(at))
         levels, peaks, place = self.slot_level.ravel(), self.slot_peak.ravel(), place[here]
         levels[place] += give.copy
@@ -208,7 +223,8 @@ class Batch(Needs):
         levels[place] -= give.freed
 
     def _backward_position(self, at: int) -> int:
-        return self.flat.gives[at].slot * self.slot_size + self.slot_size - 1
+        """Return the position of the backward op after which a gradient is returned if nothing delays that."""
+        return self.flat.gradient_returns[at].slot * self.slot_size + self.slot_size - 1
 
     def _fetch(self, at: int, row: int, columns: Ints) -> None:
         """Fetch a value from a form that needs no other operands, just before the value is read."""
@@ -242,7 +258,7 @@ class Batch(Needs):
         in_place = np.repeat(flat.in_place[:, None], self.count, axis=1)
         for slot, row in flat.overwritten:
             in_place[slot] |= self.last[row] == slot * self.slot_size + self.slot_size - 1
-        gives_net, gives_peak = self._gives()
+        gives_net, gives_peak = self._gradient_return_levels()
         net = self.slot_level + flat.net[:, None] - self.frees
         end = boundary + np.cumsum(net + gives_net, axis=0)
         begin = end - net - gives_net
@@ -251,15 +267,15 @@ class Batch(Needs):
         slots = begin + np.maximum(np.maximum(self.slot_peak, run), net + gives_peak)
         return slots, end[-1]
 
-    def _gives(self) -> tuple[Ints, Ints]:
+    def _gradient_return_levels(self) -> tuple[Ints, Ints]:
         """By slot: change of the level by the gradients that are given, and the highest level meanwhile."""
         flat = self.flat
-        if not flat.waits:
-            return flat.gives_net[:, None], flat.gives_peak[:, None]
+        if not flat.has_delayed_returns:
+            return flat.returns_net[:, None], flat.returns_peak[:, None]
         every = np.ones(self.count, dtype=bool)
         net = np.zeros((flat.slots, self.count), dtype=np.int64)
         peak = np.zeros((flat.slots, self.count), dtype=np.int64)
-        for at, give in enumerate(flat.gives):
+        for at, give in enumerate(flat.gradient_returns):
             here = (
                 every if give.parameter is None else self.parameter_last[give.parameter] <= self._backward_position(at)
             )

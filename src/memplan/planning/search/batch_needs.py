@@ -15,7 +15,7 @@ from memplan.planning.search.flat_graph import FlatGraph, ForwardOp, Ints
 class Needs:
     """By candidate: in which slots the backward pass needs each forward value, and in which forms it is kept.
 
-    Arrays are over (forward values, kept forms or slots; candidates).
+    Arrays are over (forward values, saved forms or slots; candidates).
     """
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
@@ -45,28 +45,30 @@ class Needs:
         self.last = np.full((len(flat.values), count), -1, dtype=np.int32)
         """Position (slot * every + index of the forward op; ``every - 1`` for the backward op) at which it is last
         needed."""
-        self.parameter_last = {v: np.full(count, -1, dtype=np.int32) for v in flat.gives_of}
+        self.parameter_last = {v: np.full(count, -1, dtype=np.int32) for v in flat.returns_of}
         self.last_direct = np.full((len(flat.plain), count), -1, dtype=np.int32)
         self.slot_scratch = np.zeros((flat.slots, count), dtype=np.int64)
         self.direct_saved = np.zeros((flat.slots, count), dtype=np.int64)
-        """Scratch bytes that ops which read a kept form would have saved by working in place on the value."""
+        """Scratch bytes that ops which read a saved form would have saved by working in place on the value."""
         self._add_backward_reads()
         for at in range(len(self.flat.forward) - 1, -1, -1):
             self._add_operands_of(at)
         self.needed = self.first < NEVER
-        self.kept = self.needed & ~self.dropped
+        self.saved_as_is = self.needed & ~self.dropped
         self.used = self.last_direct >= 0
         for row, forms in flat.fetchable_forms_of.items():
             for at in forms:
                 if at in flat.plain:
-                    self.kept[row] &= ~self.formed[at]
+                    self.saved_as_is[row] &= ~self.formed[at]
                     self.used[at] |= self.formed[at] & self.needed[row]
         used = self.copied & self.needed[self.copied_rows]
         self.copies = Copies(flat, used, self.first[self.copied_rows]) if used.any() else None
         for at, row in enumerate(self.copied_rows):
-            self.kept[row] &= ~used[at]
+            self.saved_as_is[row] &= ~used[at]
 
     def _add_backward_reads(self) -> None:
+        """Record the first and last slot in which backward ops read each value, by candidate: those that can read an
+        encoding do not need the value where a candidate saves that encoding."""
         flat, final = self.flat, self.slot_size - 1
         self.first[:] = flat.first_read[:, None]
         self.last[:] = np.where(flat.last_read < 0, -1, flat.last_read * self.slot_size + final)[:, None]
@@ -74,7 +76,7 @@ class Needs:
             decided = np.zeros(self.count, dtype=bool)
             position = slot * self.slot_size + final
             instead: dict[int, Any] = {}
-            """By row: which candidates read a kept form instead of the value."""
+            """By row: which candidates read a saved form instead of the value."""
             for at, row in candidates:
                 direct = self.formed[at] & ~decided
                 decided |= direct
@@ -89,9 +91,9 @@ class Needs:
 
     def _add_operands_of(self, at: int) -> None:
         """Add the operands of forward op ``at`` in the slots where it is recomputed, and those of its fetched forms."""
-        for row in self.flat.rerun[at].makes:
+        for row in self.flat.recompute_ops[at].makes:
             if self.any_dropped[row]:
-                self._add_operands(at, self.flat.rerun[at], self.dropped[row], row, self.recomputed_in, row)
+                self._add_operands(at, self.flat.recompute_ops[at], self.dropped[row], row, self.recomputed_in, row)
         for form, row in self.flat.operand_fetches_at[at]:
             self._add_operands(at, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, form)
 

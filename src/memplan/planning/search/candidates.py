@@ -10,7 +10,7 @@ import numpy.typing as npt
 from memplan.planning.search.flat_graph import Ints
 
 Columns = npt.NDArray[np.bool_]
-"""(decisions, candidates): which values are recomputed, then which kept forms are used."""
+"""(decisions, candidates): which values are recomputed, then which saved forms are used."""
 
 
 @dataclass(frozen=True, slots=True)

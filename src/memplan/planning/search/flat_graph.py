@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, recomputable
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, SavedForm, recomputable
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import base_level
@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class GradientReturn:
     """The hand-over of a complete gradient."""
 
     slot: int
@@ -59,9 +59,9 @@ class ForwardOp:
 class FlatGraph:
     """The graph with a fixed use of its gradients, as arrays."""
 
-    def __init__(self, graph: JointGraph, around: Surroundings, gradients: GradientUse = STAYS) -> None:
-        self.graph, self.around, self.gradients = graph, around, gradients
-        self.base = base_level(graph, Choices(gradients=gradients), around)
+    def __init__(self, graph: JointGraph, outside_memory: OutsideMemory, gradients: GradientUse = STAYS) -> None:
+        self.graph, self.outside_memory, self.gradients = graph, outside_memory, gradients
+        self.base = base_level(graph, Choices(gradients=gradients), outside_memory)
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.resident = {value.id for value in graph.values if value.kind in RESIDENT}
         self.tangents = {value.id for value in graph.values if value.kind == "tangent"}
@@ -73,9 +73,9 @@ class FlatGraph:
         self.droppable = tuple(value for value in self.values if value in can_rerun)
         self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
         self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.outputs)
-        """Kept forms by rank: copies last."""
+        """Saved forms by rank: copies last."""
         self.form_rows = [self.row[form.value] for form in self.forms]
-        self.form_bytes = [graph.values[form.kept].bytes for form in self.forms]
+        self.form_bytes = [graph.values[form.encoded].bytes for form in self.forms]
         self.copied = range(sum(not form.is_copied for form in self.forms), len(self.forms))
         """Indices of the forms that are copies to host memory."""
         self.plain = range(self.copied.start)
@@ -90,30 +90,30 @@ class FlatGraph:
                 self.plain_forms_of[row].append(at)
             if self.forms[at].whole:
                 self.fetchable_forms_of[row].append(at)
-        self.gives: tuple[Give, ...] = ()
-        self.waits = False
+        self.gradient_returns: tuple[GradientReturn, ...] = ()
+        self.has_delayed_returns = False
         """Whether any give waits for the last read of its parameter."""
-        self._backward_statics()
-        self._forward_ops()
-        self._forward_frees()
-        self._readers()
+        self._compute_backward_constants()
+        self._build_forward_ops()
+        self._compute_last_uses()
+        self._collect_readers()
         self.maker = np.array([0] * len(self.values), dtype=np.int64)
         """By row: the forward op that makes the value."""
         for at, op in enumerate(self.forward):
             self.maker[list(op.makes)] = at
-        self._shared_arrays()
+        self._compute_shared_arrays()
         self.regular = self._is_regular()
 
     # -- backward
 
-    def _backward_statics(self) -> None:
+    def _compute_backward_constants(self) -> None:
         """Last uses and bytes of gradients and tangents: they do not depend on the choices."""
         graph = self.graph
         self.slots = len(graph.backward_ops) + 1
         last = dict.fromkeys(self.tangents, 0)
         for slot, op in enumerate(graph.backward_ops, 1):
             last.update((value, slot) for value in (*op.reads, *op.makes))
-        staying = self._give_all(last)
+        staying = self._compute_gradient_returns(last)
         gradients = {graph.base(gradient) for _, gradient in graph.gradients}
         self.during = np.zeros(self.slots, dtype=np.int64)
         self.net = np.zeros(self.slots, dtype=np.int64)
@@ -121,7 +121,7 @@ class FlatGraph:
         self.in_place = np.zeros(self.slots, dtype=bool)
         """Whether the slot's op overwrites an operand that is no forward value."""
         self.during[0] = self.net[0] = sum(graph.values[value].bytes for value in self.tangents)
-        self.during[0] += self.around.outside
+        self.during[0] += self.outside_memory.loss_bytes
         fixed = self.resident | self.outputs | staying | gradients | {v for v in self.tangents if graph.values[v].held}
         for value, slot in last.items():
             if value not in fixed and value not in self.row:
@@ -138,8 +138,8 @@ class FlatGraph:
                 self.in_place[slot] = any(last[v] == slot for v in candidates if v not in self.row)
                 self.overwritten += [(slot, self.row[v]) for v in candidates if v in self.row]
 
-    def _give_all(self, last: dict[int, int]) -> set[int]:
-        """Fill ``gives`` and return the bases of gradients that the receiver keeps."""
+    def _compute_gradient_returns(self, last: dict[int, int]) -> set[int]:
+        """Set ``gradient_returns``, and return the bases of gradients that autograd keeps."""
         graph, choices = self.graph, Choices(gradients=self.gradients)
         users = Counter(graph.base(gradient) for _, gradient in graph.gradients)
         copies = copied_gradients(graph, choices)
@@ -151,26 +151,29 @@ class FlatGraph:
             if of not in copies and not freed:
                 staying.add(base)
             updated = self.gradients.updates and graph.values[of].kind == "parameter"
-            transient = self.around.update_of.get(of, 0) + size if updated else 0
+            transient = self.outside_memory.update_by_parameter.get(of, 0) + size if updated else 0
             drafts.append((slot, 0 if freed else size, transient, base, graph.base(of) if changed else None))
         fixed = self.resident | self.outputs | staying
         final = {base: at for at, (_, _, _, base, _) in sorted(enumerate(drafts), key=lambda d: (d[1][0], d[0]))}
-        self.gives = tuple(
-            Give(
+        self.gradient_returns = tuple(
+            GradientReturn(
                 slot, copy, transient,
                 graph.values[base].bytes if final[base] == at and base not in fixed else 0, parameter,
             )
             for at, (slot, copy, transient, base, parameter) in enumerate(drafts)
         )  # fmt: skip
-        self.waits = any(parameter is not None for *_, parameter in drafts)
-        self.shared_waits = any(users[base] > 1 and parameter is not None for *_, base, parameter in drafts)
+        self.has_delayed_returns = any(parameter is not None for *_, parameter in drafts)
+        self.has_shared_delayed_returns = any(
+            users[base] > 1 and parameter is not None for *_, base, parameter in drafts
+        )
         return staying
 
     # -- forward
 
-    def _forward_ops(self) -> None:
+    def _build_forward_ops(self) -> None:
+        """Set the forward ops, their recompute ops and the fetches of encodings, with values as rows."""
         graph = self.graph
-        updated = {give.parameter for give in self.gives if give.parameter is not None}
+        updated = {give.parameter for give in self.gradient_returns if give.parameter is not None}
         size = {row: int(b) for row, b in enumerate(self.bytes)}
 
         def flat(op: GraphOp) -> ForwardOp:
@@ -183,7 +186,9 @@ class FlatGraph:
             )  # fmt: skip
 
         self.forward = tuple(flat(op) for op in graph.forward_ops)
-        self.rerun = tuple(op if op.op.again is None else flat(op.op.again) for op in self.forward)
+        self.recompute_ops = tuple(
+            op if op.op.cheaper_recompute is None else flat(op.op.cheaper_recompute) for op in self.forward
+        )
         """By forward op: the op that recomputes its results."""
         self.fetch_ops = [flat(self._fetch_op(self.forms[at])) for at in self.plain]
         """By plain form: its fetch as an op."""
@@ -203,13 +208,13 @@ class FlatGraph:
             if (fetched := [at for at in forms if at in self.plain and not self.forms[at].also_reads])
         }
         """By row, ascending: the plain forms whose fetch needs no other operands."""
-        self.gives_of = defaultdict[int, list[int]](list)
+        self.returns_of = defaultdict[int, list[int]](list)
         """Parameter -> indices of its gives."""
-        for at, give in enumerate(self.gives):
+        for at, give in enumerate(self.gradient_returns):
             if give.parameter is not None:
-                self.gives_of[give.parameter].append(at)
+                self.returns_of[give.parameter].append(at)
 
-    def _fetch_op(self, form: KeptForm) -> GraphOp:
+    def _fetch_op(self, form: SavedForm) -> GraphOp:
         """Return the decoding of a value as an op, to be treated like its recomputation."""
         scratch, maker = form.fetch_scratch, self.graph.maker[form.value]
         return replace(
@@ -217,7 +222,7 @@ class FlatGraph:
             scratch_into=None, seconds=form.fetch_seconds,
         )  # fmt: skip
 
-    def _forward_frees(self) -> None:
+    def _compute_last_uses(self) -> None:
         """Compute the last use of each value in the forward pass, by an op or by a write after an op."""
         position = {op.op.index: at for at, op in enumerate(self.forward)}
         last = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
@@ -232,7 +237,7 @@ class FlatGraph:
                 self.freed_at[row] = max(self.freed_at[row], position[after])
                 self.written[row] = True
 
-    def _readers(self) -> None:
+    def _collect_readers(self) -> None:
         """List the backward ops that read each forward value, and ops that can read an encoding of it instead."""
         readers_of_form: dict[tuple[int, int], list[int]] = defaultdict(list)
         for at in self.plain:
@@ -250,7 +255,7 @@ class FlatGraph:
                 if (op.index, row) not in readers_of_form:
                     self.readers[row].append(slot)
 
-    def _shared_arrays(self) -> None:
+    def _compute_shared_arrays(self) -> None:
         """Compute the arrays that all candidates share."""
         none = np.iinfo(np.int32).max
         self.first_read = np.array([slots[0] if slots else none for slots in self.readers], dtype=np.int32)
@@ -267,15 +272,15 @@ class FlatGraph:
         ]
         self.by_freed = np.argsort(self.freed_at, kind="stable")
         self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
-        self.gives_net = np.zeros(self.slots, dtype=np.int64)
+        self.returns_net = np.zeros(self.slots, dtype=np.int64)
         """Change of the level by the gradients that are returned in each slot."""
-        self.gives_peak = np.zeros(self.slots, dtype=np.int64)
+        self.returns_peak = np.zeros(self.slots, dtype=np.int64)
         """Highest level while these are returned, by slot."""
-        for give in self.gives:
-            self.gives_net[give.slot] += give.copy
-            level = self.gives_net[give.slot] + give.transient
-            self.gives_peak[give.slot] = max(self.gives_peak[give.slot], level)
-            self.gives_net[give.slot] -= give.freed
+        for give in self.gradient_returns:
+            self.returns_net[give.slot] += give.copy
+            level = self.returns_net[give.slot] + give.transient
+            self.returns_peak[give.slot] = max(self.returns_peak[give.slot], level)
+            self.returns_net[give.slot] -= give.freed
 
     def _is_regular(self) -> bool:
         """Return whether the batch evaluator supports the graph. It does not support a gradient that is a forward value
@@ -284,4 +289,4 @@ class FlatGraph:
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
         foreign = any(v in self.row or v in self.resident for v in bases)
         late = any(v not in self.row and v not in self.resident for v in sources)
-        return not (foreign or late or self.shared_waits)
+        return not (foreign or late or self.has_shared_delayed_returns)

@@ -44,7 +44,7 @@ class State:
         """Whether the candidate is within the budget."""
         return self.excess == 0
 
-    def better(self, other: State) -> bool:
+    def is_better_than(self, other: State) -> bool:
         """Whether it has less excess than ``other`` or, if both fit the budget, adds fewer seconds."""
         if not self.fits or not other.fits:
             return self.excess < other.excess * (1 - SAME)
@@ -77,7 +77,7 @@ class LocalSearch:
         flat, moves = self.flat, list[Move]()
         for at in np.flatnonzero(self.large).tolist():
             moves += [((at,), (True,)), ((at,), (False,))]
-        for op in flat.rerun:
+        for op in flat.recompute_ops:
             results = [self.row[row] for row in op.makes if row in self.row and self.large[self.row[row]]]
             operands = [self.row[row] for row in op.reads if row in self.row and self.large[self.row[row]]]
             if len(results) > 1:
@@ -142,7 +142,7 @@ class LocalSearch:
                 if order
                 else self._repair_by_pair(state, moves, evaluated)
             )
-            if best is None or not best.better(state):
+            if best is None or not best.is_better_than(state):
                 break
             state = self.drop_unneeded(best)
         return state
@@ -179,6 +179,8 @@ class LocalSearch:
     def _evaluate_prefixes(
         self, column: Column, moves: Sequence[Move], lengths: Sequence[int]
     ) -> tuple[Evaluated, Columns]:
+        """Evaluate the first ``length`` moves together, for each length. Of moves that change the same row only the
+        first is applied."""
         columns = np.repeat(column[:, None], len(lengths), axis=1)
         for k, length in enumerate(lengths):
             changed = set[int]()
@@ -199,20 +201,23 @@ class LocalSearch:
             if not moves or not state.fits:
                 break
             evaluated = self._evaluate(apply_moves(state.column, moves))
-            better = self._improve_by_singles(state, moves, evaluated)
-            if better is None and pairs:
-                better = self._improve_by_pairs(state, moves, evaluated)
-            if better is None:
+            is_better_than = self._improve_by_singles(state, moves, evaluated)
+            if is_better_than is None and pairs:
+                is_better_than = self._improve_by_pairs(state, moves, evaluated)
+            if is_better_than is None:
                 break
-            state = self.drop_unneeded(better)
+            state = self.drop_unneeded(is_better_than)
         return state
 
-    def shake(self, start: State, times: int, *, pairs: bool = True, enough: float = 0.0) -> State:
+    def escape_local_optima(
+        self, start: State, times: int, *, pairs: bool = True, sufficient_seconds: float = 0.0
+    ) -> State:
         """Escape local optima, up to ``times`` times: force a move that exceeds the budget, repair with that move
-        locked, improve, and continue from the result if it adds fewer seconds. Stops at ``enough`` seconds."""
+        locked, improve, and continue from the result if it adds fewer seconds. Stops at ``sufficient_seconds``
+        seconds."""
         best, tried = start, set[tuple[int, ...]]()
         for _ in range(times):
-            if best.seconds <= enough:
+            if best.seconds <= sufficient_seconds:
                 break
             moves = self.moves(best)
             if not moves:
@@ -228,7 +233,7 @@ class LocalSearch:
             state = self.repair(state, locked=move[0])
             if state.fits:
                 state = self.improve(state, 20, pairs=pairs)
-                best = state if state.better(best) else best
+                best = state if state.is_better_than(best) else best
         return best
 
     def _improve_by_singles(self, state: State, moves: Sequence[Move], evaluated: Evaluated) -> State | None:
@@ -246,8 +251,8 @@ class LocalSearch:
             fits = np.flatnonzero(tried.excess == 0)
             if len(fits):
                 candidate = _state_at(tried, columns, int(fits[np.argmin(tried.seconds[fits])]))
-                best = candidate if best is None or candidate.better(best) else best
-        return best if best is not None and best.better(state) else None
+                best = candidate if best is None or candidate.is_better_than(best) else best
+        return best if best is not None and best.is_better_than(state) else None
 
     def _improve_by_pairs(
         self, state: State, moves: Sequence[Move], evaluated: Evaluated, few: int = 24, many: int = 40

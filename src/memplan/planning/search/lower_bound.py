@@ -12,12 +12,12 @@ These two, and the live ranges of the forward pass (a value lives from its op to
 `lower_bound`.
 
 For the seconds, take variables for every forward value v and op o, and for some positions j: whether the value is live
-at j (``there[v, j]``), whether the op runs again after j (``again[o, j]``), whether a kept form is live at j
+at j (``there[v, j]``), whether the op runs again after j (``again[o, j]``), whether a saved form is live at j
 (``form[v, j]``) and whether the value is kept as a copy in host memory (``copy[v]``). Every schedule has
 
     there[v, j] + again[op of v, j] + form[v, j] + copy[v] >= 1             for v read by the backward pass after j
     there[u, j] + again[op of u, j] + form[u, j] + copy[u] >= again[o, j]   for u read by an op o
-    sum over v of bytes[v] * there[v, j] + (the same of kept forms) <= budget - (other live bytes at j)
+    sum over v of bytes[v] * there[v, j] + (the same of saved forms) <= budget - (other live bytes at j)
     again[o] >= again[o, j]
     wait + seconds of a pass, with those it adds >= sum of the seconds of all copies of the pass
 
@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.schedule.host_copies import seconds_of
 from memplan.planning.search.flat_graph import FlatGraph, Ints
@@ -46,10 +46,12 @@ from memplan.planning.search.flat_graph import FlatGraph, Ints
 Floats = npt.NDArray[np.float64]
 
 
-def lower_bound(graph: JointGraph, surroundings: Surroundings | None = None, *, gradients: GradientUse = STAYS) -> int:
+def lower_bound(
+    graph: JointGraph, outside_memory: OutsideMemory | None = None, *, gradients: GradientUse = STAYS
+) -> int:
     """Return a lower bound in bytes of the peak of every schedule of the graph."""
-    around = Surroundings() if surroundings is None else surroundings
-    return Unavoidable(FlatGraph(graph, around, gradients)).peak
+    outside_memory = OutsideMemory() if outside_memory is None else outside_memory
+    return Unavoidable(FlatGraph(graph, outside_memory, gradients)).peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Fractions:
     keep: Floats
     """By forward value: the share in [0, 1] of it that is live between the forward and the backward pass."""
     forms: Floats
-    """By kept form: the share of it that is live then."""
+    """By saved form: the share of it that is live then."""
 
 
 class Unavoidable:
@@ -69,22 +71,22 @@ class Unavoidable:
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
         may_drop = set(flat.drop_rows.tolist())
-        self.forced = np.array([row not in may_drop for row in range(len(flat.values))], dtype=bool)
+        self.not_recomputable = np.array([row not in may_drop for row in range(len(flat.values))], dtype=bool)
         """Values that cannot be recomputed."""
         self.smallest = flat.bytes.copy()
         """Bytes of each value's smallest form, itself included."""
         for row, size in zip(flat.form_rows, flat.form_bytes, strict=True):
             self.smallest[row] = min(self.smallest[row], size)
-        self._reads()
-        self.forward = self._forward()
-        self.slots, self.end = self._slots()
+        self._collect_reads()
+        self.forward = self._forward_levels()
+        self.slots, self.end = self._slot_levels()
 
     @property
     def peak(self) -> int:
         """Return the highest level of all positions."""
         return int(max(self.forward.max(initial=0), self.slots.max(), self.end))
 
-    def _reads(self) -> None:
+    def _collect_reads(self) -> None:
         """First and last slot in which each value itself is read; 0 and -1 where no op reads it."""
         flat = self.flat
         readers = [list(slots) for slots in flat.readers]
@@ -92,25 +94,26 @@ class Unavoidable:
         self.first = np.array([slots[0] if slots else 0 for slots in readers], dtype=np.int64)
         self.last = np.array([slots[-1] if slots else -1 for slots in readers], dtype=np.int64)
         self.direct: list[list[int]] = [[] for _ in readers]
-        """Slots of the ops that read a value or a kept form of it."""
+        """Slots of the ops that read a value or a saved form of it."""
         for slot, candidates in flat.direct:
             for _, row in candidates:
                 self.direct[row].append(slot)
         latest = (max([*slots, *direct], default=-1) for slots, direct in zip(readers, self.direct, strict=True))
         self.any_last = np.array(list(latest), dtype=np.int64)
 
-    def counted(self, row: int, slot: int, forward: int | None) -> int:
+    def bytes_already_counted(self, row: int, slot: int, forward: int | None) -> int:
         """Bytes that the level of a position (a slot, or a forward op) already counts for a forward value that need not
         be live itself there: those of its smallest form, or 0."""
         small = int(self.smallest[row])
         if forward is not None:
-            return small if self.forced[row] and self.any_last[row] >= 0 else 0
-        waits = self.forced[row] and self.read[row] and slot < self.first[row]
+            return small if self.not_recomputable[row] and self.any_last[row] >= 0 else 0
+        waits = self.not_recomputable[row] and self.read[row] and slot < self.first[row]
         return small if waits or slot in self.direct[row] else 0
 
-    def _forward(self) -> Ints:
+    def _forward_levels(self) -> Ints:
+        """Return the bytes that are live during each forward op in every schedule."""
         flat = self.flat
-        stays = self.forced & (self.any_last >= 0) & ~flat.is_output
+        stays = self.not_recomputable & (self.any_last >= 0) & ~flat.is_output
         still_live = np.where(flat.is_output, flat.bytes, np.where(stays, self.smallest, 0))
         level, levels = flat.base, np.zeros(len(flat.forward), dtype=np.int64)
         frees: list[list[int]] = [[] for _ in flat.forward]
@@ -123,12 +126,12 @@ class Unavoidable:
             level -= sum(int(flat.bytes[row] - still_live[row]) for row in frees[at])
         return levels
 
-    def _slots(self) -> tuple[Ints, int]:
+    def _slot_levels(self) -> tuple[Ints, int]:
         """The level in every slot, and the level at the end of the backward pass or during the optimizer's update."""
         flat = self.flat
         level = np.zeros(flat.slots + 1, dtype=np.int64)
         level[1:] = np.cumsum(flat.net)
-        for give in flat.gives:
+        for give in flat.gradient_returns:
             # Where the graph is not regular or a recomputed op may read the parameter, the copy may be made later: only
             # at the end it is live for certain.
             level[give.slot + 1 if flat.regular and give.parameter is None else -1 :] += give.copy
@@ -136,7 +139,7 @@ class Unavoidable:
         values_live = np.zeros(flat.slots + 1, dtype=np.int64)
         """Bytes of forward values: differences between slots, then levels."""
         for row in np.flatnonzero(~flat.is_output):
-            start = 0 if self.forced[row] else int(self.first[row])
+            start = 0 if self.not_recomputable[row] else int(self.first[row])
             if self.read[row]:
                 if start < self.first[row]:
                     values_live[start] += self.smallest[row]
@@ -147,16 +150,16 @@ class Unavoidable:
         for row in np.flatnonzero(~flat.is_output):
             for slot in set(self.direct[row]):
                 if not (self.read[row] and self.first[row] <= slot <= self.last[row]) and not (
-                    self.forced[row] and self.read[row] and slot < self.first[row]
+                    self.not_recomputable[row] and self.read[row] and slot < self.first[row]
                 ):
                     values_live[slot] += self.smallest[row]
         outputs = int(flat.bytes[flat.is_output].sum())
-        self.fixed = flat.base + outputs + level[:-1] + self._during()
-        end = flat.base + outputs + int(level[-1]) + (0 if flat.gradients.updates else flat.around.update)
+        self.fixed = flat.base + outputs + level[:-1] + self._fewest_op_bytes()
+        end = flat.base + outputs + int(level[-1]) + (0 if flat.gradients.updates else flat.outside_memory.update)
         return self.fixed + values_live, end
 
-    def _during(self) -> Ints:
-        """Fewest bytes of each slot's op: in place, and with a kept form as operand, where these are possible."""
+    def _fewest_op_bytes(self) -> Ints:
+        """Fewest bytes of each slot's op: in place, and with a saved form as operand, where these are possible."""
         flat = self.flat
         in_place = flat.in_place.copy()
         in_place[[slot for slot, _ in flat.overwritten]] = True
@@ -176,10 +179,10 @@ class Relaxation:
         """Values of at most ``small`` bytes are left out. ``size`` roughly bounds the number of variables."""
         self.flat, self.unavoidable, self.small = flat, Unavoidable(flat), small
         self.program = Program()
-        self.ops = self.program.variables(op.op.seconds for op in flat.rerun)
+        self.ops = self.program.variables(op.op.seconds for op in flat.recompute_ops)
         self.forms = self.program.variables(self._cost_of_form(at) for at in range(len(flat.forms)))
         """The first of the variables that say which forms are used, in the order of ``flat.forms``."""
-        self._wait_for_copies()
+        self._add_waits_for_copies()
         self.maker = {row: at for at, op in enumerate(flat.forward) for row in op.makes}
         self.recomputable = set(flat.drop_rows.tolist())
         room = max(1, size // max(1, len(flat.values) + len(flat.forward)))
@@ -187,9 +190,9 @@ class Relaxation:
         """Row -> the variable that says whether the value is live between the passes."""
         self.form_variables: dict[int, int] = {}
         """Form -> the variable that says whether the form is live then."""
-        for slot in self._slots(min(room, 16)):
+        for slot in self._slots_to_constrain(min(room, 16)):
             _Position(self, slot, None)
-        for at in self._forward(min(room // 4, 4)):
+        for at in self._forward_ops_to_constrain(min(room // 4, 4)):
             _Position(self, 0, at)
 
     def seconds(self, budget: int) -> Fractions | None:
@@ -210,7 +213,7 @@ class Relaxation:
             forms[at] = x[variable]
         return Fractions(max(seconds, 0.0), keep, forms)
 
-    def _wait_for_copies(self) -> None:
+    def _add_waits_for_copies(self) -> None:
         """Add the condition that the step waits for the copies that are not done by the end of their pass. The variable
         is the wait as a share of the seconds of all copies, since variables are in [0, 1]."""
         flat = self.flat
@@ -221,7 +224,7 @@ class Relaxation:
         copies = [(self.forms + at, -duration) for at, duration in zip(flat.copied, seconds, strict=True)]
         stores = [(self.forms + at, flat.forms[at].store_seconds) for at in flat.plain]
         fetches = [(self.forms + at, flat.forms[at].fetch_seconds) for at in flat.plain]
-        again = [(self.ops + at, op.op.seconds) for at, op in enumerate(flat.rerun)]
+        again = [(self.ops + at, op.op.seconds) for at, op in enumerate(flat.recompute_ops)]
         passes = ((flat.graph.forward_ops, stores), (flat.graph.backward_ops, [*fetches, *again]))
         for ops, added in passes:
             wait = (self.program.variable(whole), whole)
@@ -232,20 +235,20 @@ class Relaxation:
         fetched = form.whole and not form.is_copied and self.unavoidable.read[self.flat.form_rows[at]]
         return form.use_seconds + (form.fetch_seconds if fetched else 0.0)
 
-    def _slots(self, count: int) -> list[int]:
+    def _slots_to_constrain(self, count: int) -> list[int]:
         """The first slot, and the slots with the highest levels if all values are kept."""
         flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(flat.slots + 1, dtype=np.int64)
-        for row in np.flatnonzero(unavoidable.read & ~unavoidable.forced & ~flat.is_output):
+        for row in np.flatnonzero(unavoidable.read & ~unavoidable.not_recomputable & ~flat.is_output):
             change[0] += flat.bytes[row]
             change[unavoidable.first[row]] -= flat.bytes[row]
         return sorted({0} | _highest(unavoidable.slots + np.cumsum(change)[:-1], count - 1))
 
-    def _forward(self, count: int) -> list[int]:
+    def _forward_ops_to_constrain(self, count: int) -> list[int]:
         """The forward ops with the highest levels if all values are kept."""
         flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(len(flat.forward) + 1, dtype=np.int64)
-        for row in np.flatnonzero(unavoidable.read & ~unavoidable.forced & ~flat.is_output):
+        for row in np.flatnonzero(unavoidable.read & ~unavoidable.not_recomputable & ~flat.is_output):
             change[flat.freed_at[row] + 1] += flat.bytes[row]
         return sorted(_highest(unavoidable.forward + np.cumsum(change)[:-1], count))
 
@@ -261,7 +264,7 @@ class _Position:
         """Row -> variable: the value is live here."""
         self.forms: dict[int, int] = {}
         """Form -> variable: the form is live here."""
-        self.reruns: dict[int, int] = {}
+        self.recompute_variables: dict[int, int] = {}
         """Op -> variable: the op is recomputed after this position."""
         self.required_operands = set[int]()
         """Forms whose other operands already have conditions."""
@@ -285,9 +288,9 @@ class _Position:
             if op in seen or row not in relaxation.recomputable:
                 continue
             seen.add(op)
-            for read in flat.rerun[op].reads:
+            for read in flat.recompute_ops[op].reads:
                 if not self._is_unconditional(read):
-                    self._require(read, self._rerun_variable(op), whole=True)
+                    self._require(read, self._recompute_variable(op), whole=True)
                     stack.append(read)
         level = int(unavoidable.slots[slot] if forward is None else unavoidable.forward[forward])
         relaxation.program.limit(self.sizes, level)
@@ -309,7 +312,7 @@ class _Position:
         relaxation = self.relaxation
         terms = [(self._live_variable(row), 1.0)]
         if row in relaxation.recomputable:
-            terms.append((self._rerun_variable(relaxation.maker[row]), 1.0))
+            terms.append((self._recompute_variable(relaxation.maker[row]), 1.0))
         flat = relaxation.flat
         terms += [
             (self._form_variable(at, row), 1.0)
@@ -336,26 +339,33 @@ class _Position:
         return rows
 
     def _live_variable(self, row: int) -> int:
+        """Return the variable that says whether a value is live at this position; it is added when first needed."""
         if row not in self.live:
             self.live[row] = self.relaxation.program.variable(0.0)
-            counted = self.relaxation.unavoidable.counted(row, self.slot, self.forward)
-            self.sizes.append((self.live[row], int(self.relaxation.flat.bytes[row]) - counted))
+            bytes_already_counted = self.relaxation.unavoidable.bytes_already_counted(row, self.slot, self.forward)
+            self.sizes.append((self.live[row], int(self.relaxation.flat.bytes[row]) - bytes_already_counted))
         return self.live[row]
 
-    def _rerun_variable(self, op: int) -> int:
+    def _recompute_variable(self, op: int) -> int:
+        """Return the variable that says whether an op is recomputed after this position; it is added when first
+        needed, with the condition that the op's seconds count then."""
         if self.main:
             return self.relaxation.ops + op
-        if op not in self.reruns:
-            self.reruns[op] = self.relaxation.program.variable(0.0)
-            self.relaxation.program.at_least([(self.relaxation.ops + op, 1.0), (self.reruns[op], -1.0)], 0.0)
-        return self.reruns[op]
+        if op not in self.recompute_variables:
+            self.recompute_variables[op] = self.relaxation.program.variable(0.0)
+            self.relaxation.program.at_least(
+                [(self.relaxation.ops + op, 1.0), (self.recompute_variables[op], -1.0)], 0.0
+            )
+        return self.recompute_variables[op]
 
     def _form_variable(self, at: int, row: int) -> int:
+        """Return the variable that says whether an encoding of a value is live at this position; it is added when first
+        needed, with the condition that the encoding's seconds count then."""
         if at not in self.forms:
             self.forms[at] = self.relaxation.program.variable(0.0)
             self.relaxation.program.at_least([(self.relaxation.forms + at, 1.0), (self.forms[at], -1.0)], 0.0)
-            counted = self.relaxation.unavoidable.counted(row, self.slot, self.forward)
-            self.sizes.append((self.forms[at], int(self.relaxation.unavoidable.smallest[row]) - counted))
+            bytes_already_counted = self.relaxation.unavoidable.bytes_already_counted(row, self.slot, self.forward)
+            self.sizes.append((self.forms[at], int(self.relaxation.unavoidable.smallest[row]) - bytes_already_counted))
         return self.forms[at]
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.levers.registry import LEVERS
 from memplan.planning.schedule.actions import Choices
@@ -93,7 +93,7 @@ class Search:
     """
 
     graph: JointGraph
-    surroundings: Surroundings | None = None
+    outside_memory: OutsideMemory = field(default_factory=OutsideMemory)
     gradients: GradientUse = field(default=STAYS, kw_only=True)
     heuristics: Heuristics | None = field(default=None, kw_only=True)
     steady: JointGraph | None = field(default=None, kw_only=True)
@@ -103,16 +103,15 @@ class Search:
         off = {lever.name for lever in LEVERS if lever.switch and not getattr(self.switches, lever.switch)}
         if off:
             self.graph = replace(self.graph, forms=tuple(form for form in self.graph.forms if form.lever not in off))
-        self.around = self.surroundings or Surroundings()
-        self.evaluator = Evaluator(self.graph, self.surroundings, gradients=self.gradients)
+        self.evaluator = Evaluator(self.graph, self.outside_memory, gradients=self.gradients)
         self.flat = self.evaluator.flat
         self.drop_count = len(self.flat.droppable)
         small = int(self.flat.bytes.max(initial=0)) // 4096
         self.small = small if self.switches.small_values else 0
         self.relaxation = Relaxation(self.flat, small=small)
         self.lower_bound = self.relaxation.unavoidable.peak
-        self.kept = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
-        self.known: list[State] = []
+        self.save_all = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
+        self.earlier_results: list[State] = []
         """Results of earlier budgets: starts for the next search."""
         self._solved: dict[int, Fractions | None] = {}
         self._nearest_results: dict[tuple[int, int], Found] = {}
@@ -120,11 +119,11 @@ class Search:
     def within(self, budget: int) -> Found | Infeasible:
         """Find choices within ``budget`` bytes that add as few seconds as the search can reach. The result is the same
         for the same arguments on every machine."""
-        if self.kept.peak <= budget:
-            return self._result(self.kept, budget)
+        if self.save_all.peak <= budget:
+            return self._result(self.save_all, budget)
         if budget < self.lower_bound:
             return self._infeasible()
-        state = self._best(budget, known=self.known)
+        state = self._search_from(budget, earlier_results=self.earlier_results)
         if state is None and self._lowest.peak <= budget:
             state = self._optimize(budget, [self._lowest.column])
         return self._infeasible() if state is None else self._result(state, budget)
@@ -145,28 +144,28 @@ class Search:
         return self._nearest_results[budget, squared]
 
     def _nearest(self, budget: int, squared: int) -> Found:
-        nearest = self._repaired(budget, [self._lowest.column, self._all_recomputed, self.kept.column], squared)
+        nearest = self._best_repair(budget, [self._lowest.column, self._all_recomputed, self.save_all.column], squared)
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))
         state = local.state(nearest.column)
         if self.switches.improve:
             state = local.improve(state, self.switches.rounds, pairs=self.switches.pairs)
-            state = local.shake(state, self.switches.shakes, pairs=self.switches.pairs)
+            state = local.escape_local_optima(state, self.switches.shakes, pairs=self.switches.pairs)
         return Found(self.evaluator.choices(state.column), state.peak, state.seconds, 0.0, self._notes())
 
     @cached_property
-    def same_everywhere(self) -> Search:
+    def deterministic(self) -> Search:
         """The same search on ``steady``: its result does not depend on measured times or on earlier searches."""
         if self.steady is None:
             return self
-        return Search(self.steady, self.surroundings, gradients=self.gradients, heuristics=self.heuristics)
+        return Search(self.steady, self.outside_memory, gradients=self.gradients, heuristics=self.heuristics)
 
     def frontier(self, points: int) -> list[Found]:
         """Plan at ``points`` evenly spaced budgets, from the peak with all values saved down to the floor.
 
         A result that adds at least as many seconds as one of the same or a smaller peak is left out.
         """
-        low, high = self._lowest.peak, self.kept.peak
+        low, high = self._lowest.peak, self.save_all.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
         results, best = list[Found](), None
         for budget in budgets:
@@ -181,11 +180,12 @@ class Search:
     def _local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
         return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)
 
-    def _best(self, budget: int, *more: Column, known: Sequence[State] = ()) -> State | None:
-        starts = [*more, self.kept.column]
+    def _search_from(self, budget: int, *more: Column, earlier_results: Sequence[State] = ()) -> State | None:
+        """Search from several starts: ``more``, all values saved, the relaxation, and the nearest earlier results."""
+        starts = [*more, self.save_all.column]
         if self.switches.relaxation:
             starts += self._rounded_relaxation(budget)
-        near = sorted(known, key=lambda state: abs(state.peak - budget))[:2]
+        near = sorted(earlier_results, key=lambda state: abs(state.peak - budget))[:2]
         return self._optimize(budget, [*starts, *(state.column for state in near)])
 
     def _rounded_relaxation(self, budget: int) -> list[Column]:
@@ -214,11 +214,13 @@ class Search:
             return None
         best = min(fits, key=lambda state: state.seconds)
         fractions = self._fractions(budget)
-        enough = 0.0 if fractions is None else fractions.seconds * CLOSE
-        if self.switches.improve and best.seconds > enough:
+        sufficient_seconds = 0.0 if fractions is None else fractions.seconds * CLOSE
+        if self.switches.improve and best.seconds > sufficient_seconds:
             best = local.improve(best, self.switches.rounds, pairs=self.switches.pairs)
-            best = local.shake(best, self.switches.shakes, pairs=self.switches.pairs, enough=enough)
-        self.known.append(best)
+            best = local.escape_local_optima(
+                best, self.switches.shakes, pairs=self.switches.pairs, sufficient_seconds=sufficient_seconds
+            )
+        self.earlier_results.append(best)
         return best
 
     # -- the floor
@@ -234,14 +236,14 @@ class Search:
     @cached_property
     def _cheapest(self) -> State:
         """The state with the fewest seconds at the smallest peak."""
-        return self._best(self._lowest.peak, self._lowest.column) or self._lowest
+        return self._search_from(self._lowest.peak, self._lowest.column) or self._lowest
 
     @cached_property
     def _lowest(self) -> State:
         """A state with the smallest peak, whatever seconds it adds."""
-        return self._local(0).state(self.same_everywhere._lowest_column)
+        return self._local(0).state(self.deterministic._lowest_column)
 
-    def _repaired(self, budget: int, starts: Sequence[Column], squared: int) -> State:
+    def _best_repair(self, budget: int, starts: Sequence[Column], squared: int) -> State:
         """Repair every start and return the state with the least excess over the budget."""
         local = self._local(budget, squared)
         repaired = (local.repair(local.drop_unneeded(local.state(start)), self.switches.rounds) for start in starts)
@@ -261,20 +263,20 @@ class Search:
         Starts from the states nearest to a budget just below the lower bound, then bisects between the lower bound and
         the lowest peak so far.
         """
-        starts = [self.kept.column, self._all_recomputed]
+        starts = [self.save_all.column, self._all_recomputed]
         low, zero = self.lower_bound, self._local(0)
-        under = low - (self.kept.peak - low) // 50  # so that positions exactly at the bound have an excess, too
-        near = (self._repaired(under, [start], STEEP).column for start in starts)
+        under = low - (self.save_all.peak - low) // 50  # so that positions exactly at the bound have an excess, too
+        near = (self._best_repair(under, [start], STEEP).column for start in starts)
         best = min((zero.state(column) for column in (*starts, *near)), key=_by_peak)
         while best.peak - low > best.peak // 400:  # a step takes as long for the last bytes
             budget = low + (best.peak - low) // 2
-            tried = self._lower(budget, [best.column], starts)
+            tried = self._reach_budget(budget, [best.column], starts)
             best = min(best, tried, key=_by_peak)
             if best.peak > budget:
                 low = budget + 1
         return best.column
 
-    def _lower(self, budget: int, starts: list[Column], others: list[Column]) -> State:
+    def _reach_budget(self, budget: int, starts: list[Column], others: list[Column]) -> State:
         """Return the first start that can be repaired to the budget, else the state with the lowest peak. Every tried
         candidate of ``others`` is replaced by its repaired state, from which the next call continues."""
         local, best = self._local(budget), None
@@ -297,11 +299,13 @@ class Search:
         return self._solved[budget]
 
     def _result(self, state: State, budget: int) -> Found:
+        """Return a state as choices, with the lower bound of the seconds that any schedule within the budget adds."""
         fractions = self._fractions(budget) if state.seconds > 0 else None
         bound = 0.0 if fractions is None else min(fractions.seconds, state.seconds)
         return Found(self.evaluator.choices(state.column), state.peak, state.seconds, bound, self._notes())
 
     def _infeasible(self) -> Infeasible:
+        """Return the result for a budget that the search cannot meet: the smallest peak it can reach."""
         lowest = self._lowest
         choices = self.evaluator.choices(lowest.column)
         return Infeasible(lowest.peak, choices, self.lower_bound, self._notes())

@@ -17,14 +17,14 @@ ENDS = ("stored", "fetched")
 
 def check_copies(schedule: Schedule) -> None:
     """Check that every copy is waited for. Raises ScheduleError."""
-    copies = {form.kept: form for form in schedule.graph.forms if form.copy_seconds is not None}
+    copies = {form.encoded: form for form in schedule.graph.forms if form.copy_seconds is not None}
     for phase, actions in (("forward", schedule.forward), ("backward", schedule.backward)):
         underway: dict[int, tuple[int, str]] = {}
         """Target of a copy -> its source, and the kind of action that waits for its end."""
         for at, action in enumerate(actions):
             place = f"{phase} action {at} ({action.kind})"
             form = None if action.form is None else copies.get(action.form)
-            value, on_host = (-1, -1) if form is None else (form.value, form.kept)
+            value, on_host = (-1, -1) if form is None else (form.value, form.encoded)
             source, target = (value, on_host) if action.kind in ("store", "stored") else (on_host, value)
             if action.kind in ENDS:
                 ended = underway.pop(target, None)

@@ -9,66 +9,81 @@ from collections.abc import Collection, Iterable
 
 from memplan.errors import ScheduleError
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref
-from memplan.planning.graph.resident import Surroundings
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.validation.host_copies import ENDS, check_copies
 
 
 def validate(
-    graph: JointGraph, schedule: Schedule, budget: int | None = None, surroundings: Surroundings | None = None
+    graph: JointGraph, schedule: Schedule, budget: int | None = None, outside_memory: OutsideMemory | None = None
 ) -> int:
     """Return the peak of a schedule in bytes. Raises ScheduleError if it exceeds the budget or does not compute the
     graph."""
     check_copies(schedule)
-    return _Walk(graph, schedule, float("inf") if budget is None else budget, surroundings or Surroundings()).walk()
+    return _Walk(graph, schedule, float("inf") if budget is None else budget, outside_memory or OutsideMemory()).walk()
 
 
 class _Walk:
-    def __init__(self, graph: JointGraph, plan: Schedule, budget: float, around: Surroundings) -> None:
-        self.graph, self.values, self.plan, self.budget, self.around = graph, graph.values, plan, budget, around
-        self.tangents, self.use = {v.id for v in graph.values if v.kind == "tangent"}, plan.choices.gradients
+    """Runs a schedule on sets of live values, and raises ScheduleError at the first action that is not allowed."""
+
+    def __init__(self, graph: JointGraph, plan: Schedule, budget: float, outside_memory: OutsideMemory) -> None:
+        self.graph, self.values, self.plan, self.budget, self.outside_memory = (
+            graph,
+            graph.values,
+            plan,
+            budget,
+            outside_memory,
+        )
+        self.tangents, self.gradient_use = {v.id for v in graph.values if v.kind == "tangent"}, plan.choices.gradients
         self.resident = {v.id for v in graph.values if v.base == v.id and v.kind in RESIDENT}
         self.outputs = {graph.values[value].base for value in graph.outputs}
         trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
         self.live, self.changed = {*self.resident}, set[int]()
         self.delivered = set[int]()  # gradients whose memory the receiver keeps
         self.recomputed = {*graph.irreplaceable}  # these never may be
-        self.ran, self.written, self.given = list[int](), set[int](), set[int]()
+        self.ran, self.written, self.returned = list[int](), set[int](), set[int]()
         # by kind of action, form and value: values read, values made, and scratch
         allowed = self.allowed = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
-        allowed["receive", None, None] = set[int](), self.tangents, around.outside
+        allowed["receive", None, None] = set[int](), self.tangents, outside_memory.loss_bytes
         for f in graph.forms:
-            allowed["store", f.kept, f.value] = {f.value}, {f.kept}, f.store_scratch
+            allowed["store", f.encoded, f.value] = {f.value}, {f.encoded}, f.store_scratch
             if f.whole:
-                allowed["fetch", f.kept, f.value] = {f.kept, *f.also_reads}, {f.value}, f.fetch_scratch
+                allowed["fetch", f.encoded, f.value] = {f.encoded, *f.also_reads}, {f.value}, f.fetch_scratch
             for kind in ENDS if f.copy_seconds is not None else ():
-                allowed[kind, f.kept, f.value] = {f.value, f.kept}, set[int](), 0
-        self.peak = self.level = around.held_bytes + sum(trained) * self.use.adds + self.size(self.resident)
+                allowed[kind, f.encoded, f.value] = {f.value, f.encoded}, set[int](), 0
+        self.peak = self.level = (
+            outside_memory.held_bytes + sum(trained) * self.gradient_use.adds + self.size(self.resident)
+        )
 
     def walk(self) -> int:
         for phase, actions in (("forward", self.plan.forward), ("backward", self.plan.backward)):
             for at, action in enumerate(actions):
                 self.place = f"{phase} action {at} ({action.kind} {action.value if action.op is None else action.op})"
-                self.need((action.kind == "receive") == ((phase, at) == ("backward", 0)), "tangents come first, once")
-                self.need(action.kind == "run" or action.into is action.op is None, "only ops do that")
-                self.do(action, phase)
+                self.require(
+                    (action.kind == "receive") == ((phase, at) == ("backward", 0)), "tangents come first, once"
+                )
+                self.require(action.kind == "run" or action.into is action.op is None, "only ops do that")
+                self.check_action(action, phase)
                 for value in action.frees:
                     self.free(value)
             self.place = f"the end of the {phase} pass"
             if phase == "forward":
                 saved = self.live - self.resident - self.outputs
-                self.need(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
+                self.require(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
                 self.changed |= self.outputs - self.resident - {*self.plan.saved}  # the backward pass does not get them
-        self.need(self.ran == [o.index for o in self.graph.ops if o.makes or o.discarded or o.once], "not all ran once")
-        due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.given
-        self.need(not due, f"the write or the gradient of {self.names(due)} is missing")
+        self.require(
+            self.ran == [o.index for o in self.graph.ops if o.makes or o.discarded or o.once], "not all ran once"
+        )
+        due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.returned
+        self.require(not due, f"the write or the gradient of {self.names(due)} is missing")
         odd = self.live ^ (self.resident | self.outputs | self.delivered)
-        self.need(not odd, f"{self.names(odd)} should have been freed, or should not")
-        self.allocate((), 0 if self.use.updates else self.around.update)
+        self.require(not odd, f"{self.names(odd)} should have been freed, or should not")
+        self.allocate((), 0 if self.gradient_use.updates else self.outside_memory.update)
         return self.peak
 
-    def do(self, action: Action, phase: str) -> None:
+    def check_action(self, action: Action, phase: str) -> None:
+        """Check an action by its kind, and apply it to the live values and bytes."""
         value, source = (-1 if number is None else number for number in (action.value, action.source))
         form = self.allowed.get((action.kind, action.form, action.value))
         if action.kind == "run" and action.op is not None:
@@ -78,72 +93,90 @@ class _Walk:
             self.allocate(form[1], form[2])
         elif (action.kind, phase) == ("write", "forward"):
             self.check(action, (self.values[source].base,), ())
-            self.need((value, source) in self.graph.mutations and value not in self.written, "not this, or not twice")
+            self.require(
+                (value, source) in self.graph.mutations and value not in self.written, "not this, or not twice"
+            )
             self.written.add(value)
             self.changed.add(self.values[value].base)
         else:
             self.give(action, value, source, phase)
 
     def run(self, action: Action, op: GraphOp, phase: str) -> None:
-        op = op.again if action.recomputed and op.again else op
+        """Check the run of an op: once and in order, or recomputed where that is allowed, on the operands it needs."""
+        op = op.cheaper_recompute if action.recomputed and op.cheaper_recompute else op
         scratch = op.scratch - op.scratch_saved * (action.into is not None)
         makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
         if action.recomputed:
             may = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
             may = may and self.recomputed.isdisjoint(makes)
-            self.need(may, f"{op.target} must not run again here, or so often")
+            self.require(may, f"{op.target} must not run again here, or so often")
             self.recomputed |= makes
             norm = op.target == "aten._native_batch_norm_legit_functional.default"
             if norm and op.args[5] is True and makes <= {*op.outputs[:3]}:
                 idle = {self.values[arg.value].base for arg in op.args[3:5] if isinstance(arg, Ref)}
         else:
-            self.need(op.phase == phase and [op.index] > self.ran[-1:], f"{op.target} is out of its order")
+            self.require(op.phase == phase and [op.index] > self.ran[-1:], f"{op.target} is out of its order")
             self.ran.append(op.index)
         if action.form is not None:
-            forms = [f for f in self.graph.forms if f.kept == action.form and op.index in f.direct and f.value in reads]
-            self.need(bool(forms), f"{op.target} cannot read a kept form of it")
-            reads[reads.index(forms[0].value)], scratch = forms[0].kept, forms[0].direct_scratch
+            forms = [
+                f for f in self.graph.forms if f.encoded == action.form and op.index in f.direct and f.value in reads
+            ]
+            self.require(bool(forms), f"{op.target} cannot read a kept form of it")
+            reads[reads.index(forms[0].value)], scratch = forms[0].encoded, forms[0].direct_scratch
         self.check(action, reads, action.makes, idle)
-        self.need(makes <= {*op.makes}, f"{op.target} makes no {self.names(action.makes)}")
+        self.require(makes <= {*op.makes}, f"{op.target} makes no {self.names(action.makes)}")
         if action.into is not None:
             fits = action.makes[:1] == op.makes[:1] and self.size([action.into]) == self.size(op.makes[:1])
             fits = fits and action.into in {*op.overwrites} & {*reads} - self.tangents
-            self.need(fits, f"{op.target} must not write over {self.names([action.into])}")
+            self.require(fits, f"{op.target} must not write over {self.names([action.into])}")
             self.free(action.into)
         self.allocate(makes, op.discarded + scratch + self.size({*op.makes} - makes))
 
     def give(self, action: Action, of: int, source: int, phase: str) -> None:
+        """Check the return of gradient ``source`` of value ``of``: once, and as a copy if its memory is not its own."""
         values, base, parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
-        updates, adds = parameter and self.use.updates, parameter and self.use.adds
+        updates, adds = parameter and self.gradient_use.updates, parameter and self.gradient_use.adds
         known = (action.kind, phase) == ("give", "backward") and (of, source) in self.graph.gradients
-        self.need(known and of not in self.given, "there is no such thing to do here, or it is done")
+        self.require(known and of not in self.returned, "there is no such thing to do here, or it is done")
         self.check(action, (base,), ())
         shared = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
         foreign = base in self.resident | self.outputs | self.tangents or values[source].stride != values[of].stride
-        self.need(action.copies or adds or not (shared or foreign), "a gradient that is not its alone must be copied")
-        self.allocate((), (copy := values[of].own_bytes * action.copies) + updates * self.around.update_of.get(of, 0))
+        self.require(
+            action.copies or adds or not (shared or foreign), "a gradient that is not its alone must be copied"
+        )
+        self.allocate(
+            (),
+            (copy := values[of].own_bytes * action.copies)
+            + updates * self.outside_memory.update_by_parameter.get(of, 0),
+        )
         if not (updates or adds):
             self.level += copy
             self.delivered |= set[int]() if action.copies else {base}
         self.changed |= self.delivered  # the receiver may change them
         self.changed |= {values[of].base} if updates or values[of].hooked else set[int]()
-        self.given.add(of)
+        self.returned.add(of)
 
     def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:
-        self.need({*action.reads} == {*reads} and sorted(action.makes) == sorted({*makes}), "it says otherwise")
-        self.need(self.live >= {*reads}, f"{self.names({*reads} - self.live)} is not there to be read")
-        self.need(not (it := self.changed & {*reads} - {*idle}), f"{self.names(it)} has changed since, or is not saved")
-        self.need(self.live.isdisjoint(makes), f"{self.names(self.live & {*makes})} is there already")
+        """Check that what an action reads is live and unchanged, and that what it makes is not live yet. ``idle``:
+        operands that its kernel does not read."""
+        self.require({*action.reads} == {*reads} and sorted(action.makes) == sorted({*makes}), "it says otherwise")
+        self.require(self.live >= {*reads}, f"{self.names({*reads} - self.live)} is not there to be read")
+        self.require(
+            not (it := self.changed & {*reads} - {*idle}), f"{self.names(it)} has changed since, or is not saved"
+        )
+        self.require(self.live.isdisjoint(makes), f"{self.names(self.live & {*makes})} is there already")
 
     def allocate(self, makes: Collection[int], transient: int) -> None:
         self.live.update(makes)
         self.level += self.size(makes)
         self.peak = max(self.peak, self.level + transient)
-        self.need(self.peak <= self.budget, f"{self.level + transient} bytes live, the budget is {self.budget}")
+        self.require(self.peak <= self.budget, f"{self.level + transient} bytes live, the budget is {self.budget}")
 
     def free(self, value: int) -> None:
         stays = value in self.resident or value in self.outputs or value in self.delivered
-        self.need(value in self.live and not stays, f"{self.names([value])} is not there to be freed, or has to stay")
+        self.require(
+            value in self.live and not stays, f"{self.names([value])} is not there to be freed, or has to stay"
+        )
         self.live.remove(value)
         self.level -= 0 if self.values[value].held else self.size([value])
 
@@ -153,6 +186,6 @@ class _Walk:
     def names(self, values: Iterable[int]) -> str:
         return ", ".join(self.values[value].name for value in sorted(values)) or "nothing"
 
-    def need(self, right: bool, otherwise: str) -> None:
+    def require(self, right: bool, otherwise: str) -> None:
         if not right:
             raise ScheduleError(f"The schedule is wrong at {self.place}: {otherwise}")

@@ -68,13 +68,13 @@ class Card:
         return entry is not None and entry.device == ON_CARD
 
     @property
-    def settled(self) -> bool:
+    def fixed_precision(self) -> bool:
         """Whether it is decided that the step names CUDA, or that all tensors lie on the card."""
         return self.named or self.everything
 
     def end_build(self) -> None:
         """If the build named no CUDA device, move all its tensors to the card."""
-        if not self.settled:
+        if not self.fixed_precision:
             self.everything = True
             self.ledger.move_all(ON_CARD)
 

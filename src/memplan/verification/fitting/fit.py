@@ -24,8 +24,8 @@ from memplan.planning.request import Request, request
 from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.planning.study import Planned
-from memplan.rewriting.calls import Calls, CallStats, together
-from memplan.rewriting.compiled import compiled
+from memplan.rewriting.calls import Calls, CallStats, sum_stats
+from memplan.rewriting.compiled import compile_parts
 from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
 from memplan.trace.naming.step_parts import Loss, Optimizer
@@ -110,11 +110,11 @@ def fit(
     )  # fmt: skip
     step = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast)
     if running is not None:
-        return _recorded(lambda: request(model, step, options, fake=True), running)
-    return _fitted(lambda: request(model, step, options, fake=False), pairs)
+        return _fit_in_recording(lambda: request(model, step, options, fake=True), running)
+    return _fit(lambda: request(model, step, options, fake=False), pairs)
 
 
-def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
+def _fit(request_of: Callable[[], Request], pairs: int) -> Fitted:
     """Fit. On any exception, Ctrl-C during the return included, the model is as before.
 
     An exception of the user's own code that interrupted tracing is raised itself.
@@ -135,7 +135,7 @@ def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
     raise users_error  # outside of the except block, which would replace its __context__
 
 
-def _recorded(request_of: Callable[[], Request], running: Running) -> Fitted:
+def _fit_in_recording(request_of: Callable[[], Request], running: Running) -> Fitted:
     """Fit within a recording: the step is planned, but not proven, as nothing runs."""
     undo = ExitStack()
     try:
@@ -184,7 +184,7 @@ class Fitted(Displayed):
     def stats(self) -> CallStats:
         """Counts of the calls since `fit`, of the model and of ``loss``: as planned, unplanned and why, without grad.
         Where the step fits unplanned nothing is counted."""
-        return together(calls.stats() for calls in self._calls)
+        return sum_stats(calls.stats() for calls in self._calls)
 
     def undo(self) -> None:
         """Make the model run as before. An ordinary update finds its gradients again."""
@@ -243,6 +243,7 @@ class _Fitting:
         del self.request, self.planner, self.prover
 
     def _run(self) -> Fitted:
+        """Fit, and after each failed proof fit again without the relaxation that it was due to."""
         unplanned = self._fit_unplanned()
         if unplanned is not None:
             return unplanned
@@ -251,16 +252,19 @@ class _Fitting:
             try:
                 return self._plan_until_it_fits()
             except (BudgetError, RecordingError) as error:  # there is no plan without the relaxation
-                if failed_proof is None or (isinstance(error, BudgetError) and not self.settings.relaid):
+                if failed_proof is None or (isinstance(error, BudgetError) and not self.settings.channels_last):
                     raise  # the user did not ask for channels last, so its rounding is not worth an error
                 raise failed_proof from None
             except VerificationError as error:
-                precision = self.settings.settled
+                precision = self.settings.fixed_precision
                 if self.channels_last and initial.plan is None:  # its kernels round differently
-                    relaxation, self.settings = "convolving in channels last", replace(self.settings, relaid=False)
-                elif precision.lossy and initial.undecided:
-                    without = *self.settings.without, precision, self.lost
-                    relaxation, self.settings = str(self.lost), replace(initial, without=without)
+                    relaxation, self.settings = (
+                        "convolving in channels last",
+                        replace(self.settings, channels_last=False),
+                    )
+                elif precision.lossy and initial.chooses_precision:
+                    excluded = *self.settings.excluded_precisions, precision, self.lost
+                    relaxation, self.settings = str(self.lost), replace(initial, excluded_precisions=excluded)
                 else:
                     raise
                 failed_proof = error
@@ -271,7 +275,7 @@ class _Fitting:
         budget, lowest = self.budget, None
         for attempts_left in reversed(range(_ATTEMPTS)):
             planned = self._plan(budget)
-            self.channels_last, self.lost = planned.captured.relaid, planned.plan.lost
+            self.channels_last, self.lost = planned.captured.channels_last, planned.plan.lost
             fitted = self._install_and_prove(planned, budget)
             if fitted.proof.within_budget:
                 self.handed_over = True
@@ -324,10 +328,13 @@ class _Fitting:
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
+        """Within this context the step can be traced: under its autocast, and attributes that tracing changes are
+        restored."""
         with attributes_restored(self.request.step), self.request.under_autocast(), collector_held():
             yield
 
     def _plan(self, budget: int) -> Planned:
+        """Plan for a budget in bytes; the precision is fixed from then on."""
         plan = self.settings.plan
         if plan is not None and plan.peak > self.budget:
             raise BudgetError(
@@ -340,12 +347,12 @@ class _Fitting:
             with self._tracing():
                 planned = self.planner.planned(self.request.call, self.settings, budget, key=0)
         except BudgetError as error:
-            raise self._too_little(error, budget) from None
-        if self.settings.undecided:  # later plans, those of later calls too, have the same precision
+            raise self._with_measured_peak(error, budget) from None
+        if self.settings.chooses_precision:  # later plans, those of later calls too, have the same precision
             self.settings = replace(self.settings, precision=planned.plan.precision)
         return planned
 
-    def _too_little(self, error: BudgetError, budget: int) -> BudgetError:
+    def _with_measured_peak(self, error: BudgetError, budget: int) -> BudgetError:
         """Return the error with the measured peak of the smallest plan, or of the unplanned step if that is less.
 
         ``budget``: bytes planned for, less than the user's budget once a plan was measured above that.
@@ -394,14 +401,18 @@ class _Fitting:
             raise
 
     def _install(self, planned: Planned, budget: int, undo: ExitStack) -> None:
+        """Make calls of the step run by this plan; calls of other sizes are planned within ``budget`` bytes. ``undo``
+        receives the callback that uninstalls it."""
         if planned.fused is not None:
-            compiled(planned.fused)  # compile now: calls only warn of a compile error
+            compile_parts(planned.fused)  # compile now: calls only warn of a compile error
         plans = self.plans = Plans(self.request.step, self.settings, budget, self._notify)
         plans.expect(planned)
         self.installed = install(self.request.step, plans)
         undo.callback(self.installed.undo)
 
     def _hand_over(self, planned: Planned, proof: Proof, undo: ExitStack) -> Fitted:
+        """Return the result for the user after a proof. Where a loss was planned with the model, the model's own calls
+        are planned, too; for early updates the optimizer is built."""
         request, settings = self.request, self.settings
         loss = optimizer = None
         installations = [self.installed]
@@ -423,6 +434,7 @@ class _Fitting:
         return Fitted(request.model, loss, planned.plan, proof, True, optimizer, self.notes, undo, calls)
 
     def _notify(self, text: str) -> None:
+        """Add a note that a call was planned anew, and warn, once the user has the model."""
         if self.handed_over:  # earlier calls are those of the proof
             self.notes.append(text)
             warn(text)

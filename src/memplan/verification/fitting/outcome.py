@@ -68,7 +68,7 @@ class Fitting(Written):
     recorded: int
     """Peak of the unchanged script: on a GPU reserved bytes plus the CUDA context, else the allocated peak."""
     beside: int = 0
-    """Peak of memory outside of the planned model, such as a loss or other models."""
+    """Bytes at the peak outside of the planned model, such as a loss or other models, in addition to the plan's."""
     surplus: int = 0
     """On a GPU: CUDA context, rounding, and reserved but unallocated bytes, as recorded."""
     plan: Plan | None = None
@@ -91,7 +91,7 @@ class Fitting(Written):
 
     @property
     def planned(self) -> int | None:
-        """Upper bound on the script's memory with the added lines; None without a plan.
+        """Upper bound in bytes of the whole script's memory after the lines are added; None without a plan.
 
         It is computed from the budget that the lines name and not from this plan's peak: on another machine, with
         other timings, `memplan.fit` can choose another plan, which may use all of that budget.

@@ -51,8 +51,8 @@ def plan_own_call(
     """
     note = None
     for output_kept in (True, False):
-        outside = replace(settings, plan=None, outside=_loss_load(request, output_kept))
-        plans = Plans(request.model, outside, request.bytes, notify, joint=joint)
+        settings_with_loss = replace(settings, plan=None, loss_bytes_ratio=_loss_bytes_ratio(request, output_kept))
+        plans = Plans(request.model, settings_with_loss, request.bytes, notify, joint=joint)
         installed = install(request.model, plans)
         undo.callback(installed.undo)
         try:
@@ -80,7 +80,7 @@ def _model_call(request: Request) -> tuple[Call, tuple[Any, ...]]:
     return call_of(args[:cut], kwargs), args[cut:]
 
 
-def _loss_load(request: Request, output_kept: bool) -> Fraction:
+def _loss_bytes_ratio(request: Request, output_kept: bool) -> Fraction:
     """Measure forward and backward of the loss: its peak bytes besides the model's outputs and their gradients, per
     byte of these gradients. ``output_kept``: whether the caller keeps the outputs during backward."""
     step, home = request.step, request.settings.home

@@ -12,9 +12,9 @@ from memplan.errors import BudgetError, CompileError, RecordingError, ScheduleEr
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.symbolic_shapes import Shapes
-from memplan.planning.cost.optimizer_memory import surroundings
-from memplan.planning.graph.resident import Surroundings
-from memplan.planning.inductor.candidate_search import judged
+from memplan.planning.cost.optimizer_memory import memory_outside_graph
+from memplan.planning.graph.resident import OutsideMemory
+from memplan.planning.inductor.candidate_search import lower_and_predict
 from memplan.planning.inductor.partition import Fused
 from memplan.planning.planner import Planner
 from memplan.planning.schedule.actions import Choices
@@ -40,7 +40,7 @@ class Reused:
 
     captured: Captured
     schedule: Schedule
-    surroundings: Surroundings
+    outside_memory: OutsideMemory
     fused: Fused | None = None
 
 
@@ -108,6 +108,7 @@ class Plans:
 
     @collector_held()
     def _plan(self, call: Call, accumulate: bool) -> Planned | Reused:
+        """Return the plan of a call: by the choices of an earlier plan where these keep the budget, else a new one."""
         captured = None
         if self.plans or self._joint is not None:
             captured = self._capture(call)
@@ -119,10 +120,12 @@ class Plans:
             self._notify(f"planned anew: a call with inputs {shapes or 'none'}{gradients}")
         else:
             self._shapes.known(call)
-        if captured is not None and captured.relaid:
+        if captured is not None and captured.channels_last:
             captured = None  # let the planner choose between the memory formats again
         settings = self._settings
-        precision = settings.precision if settings.plan is None else settings.settled  # no lower than that plan's
+        precision = (
+            settings.precision if settings.plan is None else settings.fixed_precision
+        )  # no lower than that plan's
         planned = self._planner.planned(
             call,
             replace(settings, gradients=settings.gradients.held(accumulate), plan=None, precision=precision),
@@ -135,14 +138,18 @@ class Plans:
         return planned
 
     def _capture(self, call: Call) -> Captured:
+        """Capture a call, with symbols for sizes where possible; all symbols are dropped now and then to free
+        memory."""
         self._captures += 1
         if self._captures % _MAX_CAPTURES == 0:
             self._shapes = self._new_shapes()
         return self._shapes.captured(call)
 
     def _new_shapes(self) -> Shapes:
-        channels_last = bool(self.plans) and self.plans[0].captured.relaid
-        return Shapes(self._module, self._key_without_tensors, self._settings.settled, relaid=channels_last)
+        channels_last = bool(self.plans) and self.plans[0].captured.channels_last
+        return Shapes(
+            self._module, self._key_without_tensors, self._settings.fixed_precision, channels_last=channels_last
+        )
 
     def _key_without_tensors(self, call: Call) -> Hashable:
         return self._keys.key(self._module, replace(call, tensors=()))
@@ -152,10 +159,10 @@ class Plans:
         candidates = [planned for planned in self.plans if planned.schedule.choices.gradients.adds == accumulate]
         for planned in candidates:  # an equal graph: the calls differ in something that the graph does not depend on
             if planned.captured.graph.fingerprint == captured.graph.fingerprint:
-                return Reused(captured, planned.schedule, planned.surroundings, planned.fused)
+                return Reused(captured, planned.schedule, planned.outside_memory, planned.fused)
         for planned in candidates:
             choices = translate_choices(planned.schedule.choices, planned.captured.graph, captured.graph)
-            reused = None if choices is None else self._if_within_budget(captured, choices, planned.surroundings)
+            reused = None if choices is None else self._if_within_budget(captured, choices, planned.outside_memory)
             if reused is not None:
                 return reused
         return self._reuse_joint(captured, accumulate)
@@ -169,24 +176,29 @@ class Plans:
         choices = without_loss(replace(joint.schedule.choices, gradients=gradients), joint.captured.graph, graph)
         if choices is None:
             return None
-        context = surroundings(
-            self._module, graph, settings.optimizer, gradients, home=settings.home, outside=settings.outside
+        context = memory_outside_graph(
+            self._module,
+            graph,
+            settings.optimizer,
+            gradients,
+            home=settings.home,
+            loss_bytes_ratio=settings.loss_bytes_ratio,
         )
         fewest = with_fewest_pieces(schedule(graph, choices), lambda candidate: fits(candidate, context, self._budget))
         return self._if_within_budget(captured, fewest.choices, context)
 
-    def _if_within_budget(self, captured: Captured, choices: Choices, context: Surroundings) -> Reused | None:
+    def _if_within_budget(self, captured: Captured, choices: Choices, context: OutsideMemory) -> Reused | None:
         """Schedule a call by these decisions, or return None if that breaks the budget, as tensors of other sizes can
         have other aliases."""
         graph, budget = captured.graph, self._budget
         candidate = schedule(graph, choices)
         try:
-            validate(graph, candidate, budget=None if choices.fused else budget, surroundings=context)
+            validate(graph, candidate, budget=None if choices.fused else budget, outside_memory=context)
         except ScheduleError:
             return None
         if not choices.fused:
             return Reused(captured, candidate, context)
-        compiled = judged(candidate, context)
+        compiled = lower_and_predict(candidate, context)
         return Reused(captured, candidate, context, compiled.fused) if compiled.peak <= budget else None
 
 

@@ -74,6 +74,11 @@ class Prover:
         return self._measure(planned)[1] if self._has_room(predicted, free_memory.available(self._home)) else None
 
     def _prove(self, plan: Plan, planned: Planned | None, install_plan: Callable[[], None]) -> Proof:
+        """Compare the step as ``install_plan`` makes it run with the unplanned one, and measure its peak.
+
+        If memory does not suffice for both, fewer samples are compared, and the peak is measured with all of them if
+        there is room. ``planned``: None if the step stays unplanned.
+        """
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._request.bytes
         smaller, call, cut, measured = self._smaller_call(plan), self._request.call, None, True
         if smaller is None and self._home.card is None:
@@ -124,10 +129,18 @@ class Prover:
         predicted: int | None = None,
         budget: int | None = None,
     ) -> Proof:
+        """Run baselines and candidate and compare them by the plan's grade; a proof that is ok gets times, too.
+
+        ``predicted``, ``budget``: bytes, for the proof; None if the peak is measured separately.
+        """
         if planned is None:
             candidate = self._trial("candidate", call)
             proof = compare(baselines, candidate, _STEPS - 1, predicted=predicted, budget=budget)
-            return proof if proof.same or self._home.card is None else self._on_a_card(call, baselines, candidate, None)
+            return (
+                proof
+                if proof.same or self._home.card is None
+                else self._compare_on_card(call, baselines, candidate, None)
+            )
         _log.info("running the planned step beside the unplanned one")
         self._warm_up(call, in_backward=self._settings.gradients.updates)
         candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
@@ -136,13 +149,13 @@ class Prover:
         tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else ROUNDING, _STEPS - 1)
         proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
         if not (proof.same or lossy or self._home.card is None):
-            proof = self._on_a_card(call, baselines, candidate, planned)
+            proof = self._compare_on_card(call, baselines, candidate, planned)
         if not (proof.ok and self._pairs):
             return proof
         _log.info("timing the step with the plan and without")
         return with_times(proof, baselines.reference, candidate, self._pairs)
 
-    def _on_a_card(self, call: Call, baselines: Baselines, candidate: Trial, planned: Planned | None) -> Proof:
+    def _compare_on_card(self, call: Call, baselines: Baselines, candidate: Trial, planned: Planned | None) -> Proof:
         """Prove on a CUDA card where the bits are not those of the unplanned step.
 
         Plans run torch's own norms and recurrent layers instead of cuDNN's, so the step is first compared with these
@@ -195,6 +208,7 @@ class Prover:
         function: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
         kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Trial:  # fmt: skip
+        """Return a trial of the step on copies of its state, as the arguments of `Trial` say."""
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._request.autocast,

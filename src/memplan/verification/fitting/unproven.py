@@ -63,11 +63,11 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
     """
     with recording_suspended():
         request = request_of()
-        request = replace(request, call=_with_values(request.call))
+        request = replace(request, call=_with_assumed_values(request.call))
         with attributes_restored(request.step), request.under_autocast():
             planner = Planner(request.step)
             request = planner.bounded(request, key=0)
-            planned, fits = _plan(planner, request)
+            planned, fits = _plan_step(planner, request)
     name = type(request.model).__name__
     notes = [*request.notes]
     obstacle = _obstacle(request, recording)
@@ -80,20 +80,20 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
         "plan can differ"
     ] = None
     settings = request.settings
-    if settings.undecided:
+    if settings.chooses_precision:
         settings = replace(settings, precision=planned.plan.precision)
     plans = Plans(request.step, settings, request.bytes, lambda text: None)
     plans.expect(planned)
-    installed = _install(request.step, plans, undo)
+    installed = _install_in_recording(request.step, plans, undo)
     with attributes_restored(request.step), request.under_autocast():
         installed.prepare(
             request.call, settings.gradients.adds
         )  # now: the program may change the model before it calls
     calls = [installed.calls]
     if request.step is not request.model:
-        outside = replace(settings, plan=None, outside=_loss_load(request))
-        plans_of_model = Plans(request.model, outside, request.bytes, lambda text: None, joint=planned)
-        calls.append(_install(request.model, plans_of_model, undo).calls)
+        settings_with_loss = replace(settings, plan=None, loss_bytes_ratio=_loss_bytes_ratio(request))
+        plans_of_model = Plans(request.model, settings_with_loss, request.bytes, lambda text: None, joint=planned)
+        calls.append(_install_in_recording(request.model, plans_of_model, undo).calls)
     optimizer = None
     if settings.gradients.updates and settings.optimizer is not None:
         optimizer = settings.optimizer(list(request.step.parameters()))
@@ -101,7 +101,7 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
     return request, Unproven(planned.plan, True, optimizer, calls, notes)
 
 
-def _loss_load(request: Request) -> Fraction:
+def _loss_bytes_ratio(request: Request) -> Fraction:
     """Record forward and backward of the loss: its peak bytes besides the model's outputs and their gradients, per
     byte of these gradients. Outside of recordings this is measured (own_call.py)."""
     step = request.step
@@ -150,7 +150,7 @@ def empty_proof(plan: Plan, request: Request) -> Proof:
     )  # fmt: skip
 
 
-def _plan(planner: Planner, request: Request) -> tuple[Planned, bool]:
+def _plan_step(planner: Planner, request: Request) -> tuple[Planned, bool]:
     """Return the plan, and whether the step fits without it."""
     settings = request.settings
     may_stay_unplanned = settings.plan is None and not settings.gradients.updates and settings.engine == "graph"
@@ -175,12 +175,13 @@ def _obstacle(request: Request, recording: Running) -> str | None:
     return None
 
 
-def _install(step: torch.nn.Module, plans: Plans, undo: ExitStack) -> Installed:
+def _install_in_recording(step: torch.nn.Module, plans: Plans, undo: ExitStack) -> Installed:
+    """Make calls of a module run as planned within a recording, on fake tensors."""
     plans.handed_over = True
 
     def plan_call(call: Call, accumulate: bool, _: ExitStack = undo) -> Planned | Reused:  # keeps `undo` alive
         with recording_suspended():
-            planned = plans(_with_values(call), accumulate)
+            planned = plans(_with_assumed_values(call), accumulate)
         if not any(isinstance(tensor, _torch.FakeTensor) for tensor in call.tensors):
             return planned
         # Guards and conditions read values, which fake tensors lack: the recording assumes a branch by itself.
@@ -191,7 +192,7 @@ def _install(step: torch.nn.Module, plans: Plans, undo: ExitStack) -> Installed:
     return installed
 
 
-def _with_values(call: Call) -> Call:
+def _with_assumed_values(call: Call) -> Call:
     """Replace fake integer and bool tensors of a call by real ones, since a capture branches on their values.
 
     The values are those that a recording assumes: the known constant, else ones.

@@ -45,6 +45,7 @@ def peak_growth(step: Callable[[], object], home: Home) -> int:
 
 
 def _run(trial: Trial, meter: Meter | None = None) -> int:
+    """Run the steps of a trial, counted by ``meter``, and return its resident bytes."""
     resident = 0
     for _ in range(_STEPS):
         trial.prepare()

@@ -58,7 +58,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._profile = _torch.memory_profile()
-        self._owner: list[str] = []
+        self._step_names: list[str] = []
         """Name of the step that each range belongs to, by the range's number."""
         self._record: _torch.Profile | None = None
 
@@ -74,28 +74,29 @@ class Meter:
     @contextmanager
     def counting(self, owner: str) -> Iterator[None]:
         """Count for ``owner`` what is allocated and freed in this block."""
-        self._owner.append(owner)
-        with _torch.marker(str(len(self._owner) - 1)):
+        self._step_names.append(owner)
+        with _torch.marker(str(len(self._step_names) - 1)):
             yield
 
     def measured(self, owner: str) -> Measured:
-        """Add up the events in the ranges of ``owner``, and outside of them the freeing of what it allocated."""
+        """Return the bytes of the step with this name: from the events in its ranges, and later frees of memory that it
+        allocated there."""
         assert self._record is not None, "the meter has stopped"
-        ranges = sorted(self._record.ranges[str(n)] for n, name in enumerate(self._owner) if name == owner)
-        level = highest = at = 0
-        own: dict[int, int] = {}
+        ranges = sorted(self._record.ranges[str(n)] for n, name in enumerate(self._step_names) if name == owner)
+        level = highest = index = 0
+        sizes: dict[int, int] = {}
         for address, size, when, *_ in self._record.events:
-            while at < len(ranges) and when > ranges[at][1]:
-                at += 1
-            inside = at < len(ranges) and when >= ranges[at][0]
-            if not inside and (size > 0 or address not in own):
+            while index < len(ranges) and when > ranges[index][1]:
+                index += 1
+            in_range = index < len(ranges) and when >= ranges[index][0]
+            if not in_range and (size > 0 or address not in sizes):
                 continue
             level += size
             highest = max(highest, level)
             if size > 0:
-                own[address] = size
+                sizes[address] = size
             else:
-                own.pop(address, None)
+                sizes.pop(address, None)
         return Measured(highest, level)
 
 

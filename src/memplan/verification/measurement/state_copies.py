@@ -43,7 +43,7 @@ class ModuleCopy:
         states = [_torch.own_state(submodule) for submodule in self._submodules]
         tensors = [(copier.tensors(s.parameters), copier.tensors(s.buffers)) for s in states]
         self._states = [
-            _torch.OwnState(*own, {name: copier.attribute(value) for name, value in s.attributes.items()}, s.hooks)
+            _torch.OwnState(*own, {name: copier.copy_attribute(value) for name, value in s.attributes.items()}, s.hooks)
             for own, s in zip(tensors, states, strict=True)
         ]
 
@@ -143,22 +143,25 @@ class _Copier:
 
     def tensors(self, named: dict[str, Any]) -> dict[str, Any]:
         """Copy parameters or buffers."""
-        return {name: None if tensor is None else self._once(tensor, self._tensor) for name, tensor in named.items()}
+        return {
+            name: None if tensor is None else self._copy_once(tensor, self._copy_tensor)
+            for name, tensor in named.items()
+        }
 
-    def attribute(self, value: Any) -> Any:
+    def copy_attribute(self, value: Any) -> Any:
         """Copy any other attribute, if it is to be copied."""
         if isinstance(value, torch.Tensor):
             if id(value) in self._copies or (value.is_leaf and value.requires_grad) or self._float64:
-                return self._once(value, self._tensor)
+                return self._copy_once(value, self._copy_tensor)
             self._uncopied[id(value)] = value, _torch.version_of(value), value.detach().clone()
             return value
         if type(value) is list:
-            return self._once(value, lambda old: [self.attribute(item) for item in old])
+            return self._copy_once(value, lambda old: [self.copy_attribute(item) for item in old])
         if type(value) is dict:
-            return self._once(value, lambda old: {key: self.attribute(item) for key, item in old.items()})
+            return self._copy_once(value, lambda old: {key: self.copy_attribute(item) for key, item in old.items()})
         if type(value) is tuple:
-            return self._once(value, lambda old: tuple(self.attribute(item) for item in old))
-        return self._once(value, set) if type(value) is set else value
+            return self._copy_once(value, lambda old: tuple(self.copy_attribute(item) for item in old))
+        return self._copy_once(value, set) if type(value) is set else value
 
     def restore_shared(self) -> None:
         """Restore the values of tensors that were not copied."""
@@ -168,14 +171,16 @@ class _Copier:
                     tensor.copy_(values)
                 self._uncopied[key] = tensor, _torch.version_of(tensor), values
 
-    def _once(self, value: Any, copy: Callable[[Any], Any]) -> Any:
+    def _copy_once(self, value: Any, copy: Callable[[Any], Any]) -> Any:
+        """Return the copy of a value, the same one each time, so that references to one object stay that."""
         if id(value) not in self._copies:
             self._copies[id(value)] = value  # ends the recursion in a container that contains itself
             self._copies[id(value)] = copy(value)
             self._originals.append(value)
         return self._copies[id(value)]
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor. Copies of tensors that share a storage share one, except in float64."""
         if self._shared and isinstance(tensor, nn.Parameter):
             return nn.Parameter(tensor.detach(), tensor.requires_grad)
         if self._float64 and tensor.is_floating_point():
@@ -200,21 +205,21 @@ class RandomState:
     """State of this process's random streams: torch's, Python's and numpy's; empty where `random_state_restored` does
     not touch them."""
 
-    streams: dict[str, Any]
+    generators: dict[str, Any]
 
     @classmethod
     def now(cls) -> RandomState:
         """Return the current state."""
-        if _untouched.get():
+        if _generators_untouched.get():
             return cls({})
-        streams: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+        generators: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
         if "numpy" in sys.modules:
             import numpy
 
-            streams["numpy"] = numpy.random.get_state()
+            generators["numpy"] = numpy.random.get_state()
         if torch.cuda.is_initialized():
-            streams["cuda"] = torch.cuda.get_rng_state_all()
-        return cls(streams)
+            generators["cuda"] = torch.cuda.get_rng_state_all()
+        return cls(generators)
 
     def restore(self) -> None:
         """Make this the current state.
@@ -223,33 +228,35 @@ class RandomState:
             UsageError: another thread has drawn from torch's stream since memplan's last run: it would draw the same
                 numbers again.
         """
-        if not self.streams:
+        if not self.generators:
             return
         _refuse_other_draws()
-        torch.default_generator.set_state(self.streams["torch"])
-        random.setstate(self.streams["python"])
-        if "numpy" in self.streams:
+        torch.default_generator.set_state(self.generators["torch"])
+        random.setstate(self.generators["python"])
+        if "numpy" in self.generators:
             import numpy
 
-            numpy.random.set_state(self.streams["numpy"])
-        if "cuda" in self.streams:
-            torch.cuda.set_rng_state_all(self.streams["cuda"])
-        if _torch_stream.expected is not None:
-            _torch_stream.expected = self.streams["torch"]
+            numpy.random.set_state(self.generators["numpy"])
+        if "cuda" in self.generators:
+            torch.cuda.set_rng_state_all(self.generators["cuda"])
+        if _torch_generator.expected is not None:
+            _torch_generator.expected = self.generators["torch"]
 
-    def differing(self, other: RandomState) -> tuple[str, ...]:
+    def differences(self, other: RandomState) -> tuple[str, ...]:
         """Return the names of the streams that differ from the other state's."""
-        both = [name for name in self.streams if name in other.streams]
-        return tuple(name for name in both if _plain(self.streams[name]) != _plain(other.streams[name]))
+        both = [name for name in self.generators if name in other.generators]
+        return tuple(
+            name for name in both if _to_comparable(self.generators[name]) != _to_comparable(other.generators[name])
+        )
 
 
-_untouched: ContextVar[bool] = ContextVar("_untouched", default=False)
+_generators_untouched: ContextVar[bool] = ContextVar("_generators_untouched", default=False)
 """Whether the random streams are neither read nor set."""
 _QUIET_SECONDS = 0.1
 """Seconds in which no other thread may draw from torch's stream before it is set."""
 
 
-class _TorchStream:
+class _TorchGeneratorWatch:
     """Watches torch's random stream for draws of other threads."""
 
     expected: torch.Tensor | None = None
@@ -258,13 +265,14 @@ class _TorchStream:
     """Whether a run of memplan is under way, which may draw."""
 
 
-_torch_stream = _TorchStream()
+_torch_generator = _TorchGeneratorWatch()
 
 
 def _refuse_other_draws() -> None:
-    if _torch_stream.expected is None or torch.equal(_torch_stream.expected, torch.default_generator.get_state()):
+    """Raise UsageError if another thread has drawn from torch's generator since memplan's last run."""
+    if _torch_generator.expected is None or torch.equal(_torch_generator.expected, torch.default_generator.get_state()):
         return
-    _torch_stream.expected = None
+    _torch_generator.expected = None
     raise UsageError(
         "another thread draws from torch's random stream while runs are compared that begin in one state of it",
         expected="no other thread that draws meanwhile",
@@ -275,24 +283,25 @@ def _refuse_other_draws() -> None:
 @contextmanager
 def drawing_random_numbers() -> Iterator[None]:
     """Within this context memplan may draw from torch's stream, without being mistaken for another thread."""
-    if _torch_stream.running:
+    if _torch_generator.running:
         yield
         return
     _refuse_other_draws()
-    _torch_stream.running = True
+    _torch_generator.running = True
     try:
         yield
     finally:
-        _torch_stream.running = False
-        if _torch_stream.expected is not None:
-            _torch_stream.expected = torch.default_generator.get_state()
+        _torch_generator.running = False
+        if _torch_generator.expected is not None:
+            _torch_generator.expected = torch.default_generator.get_state()
 
 
-def _plain(state: Any) -> Any:
+def _to_comparable(state: Any) -> Any:
+    """Return the state of a random number generator with lists in place of tensors and arrays."""
     if isinstance(state, torch.Tensor):
         return state.tolist()
     if isinstance(state, (tuple, list)):
-        return [_plain(part) for part in state]
+        return [_to_comparable(part) for part in state]
     return state.tolist() if hasattr(state, "tolist") else state
 
 
@@ -305,29 +314,29 @@ def random_state_restored(*, draws: bool = True) -> Iterator[None]:
     Raises:
         UsageError: another thread draws from torch's stream meanwhile. The stream is not restored then.
     """
-    other_threads, outermost = threading.active_count() > 1, _torch_stream.expected is None
+    other_threads, outermost = threading.active_count() > 1, _torch_generator.expected is None
     if other_threads and not draws:
-        token = _untouched.set(True)
+        token = _generators_untouched.set(True)
         try:
             yield
         finally:
-            _untouched.reset(token)
+            _generators_untouched.reset(token)
         return
     state = RandomState.now()
-    if other_threads and outermost and state.streams:
-        _torch_stream.expected = state.streams["torch"]
+    if other_threads and outermost and state.generators:
+        _torch_generator.expected = state.generators["torch"]
         time.sleep(_QUIET_SECONDS)
         _refuse_other_draws()
-    watched = _torch_stream.expected is not None
+    watched = _torch_generator.expected is not None
     try:
         yield
     finally:
         try:
-            if not watched or _torch_stream.expected is not None:
+            if not watched or _torch_generator.expected is not None:
                 state.restore()
         finally:
             if outermost:
-                _torch_stream.expected = None
+                _torch_generator.expected = None
 
 
 @contextmanager

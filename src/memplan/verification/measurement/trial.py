@@ -94,7 +94,7 @@ class Trial:
         if parameters and updates:
             with self.running():  # the callable may read names of the module's parameters
                 optimizer = work.update(parameters)
-            _check_own(optimizer, parameters)
+            _check_parameters(optimizer, parameters)
             self.update, self._initial_state = optimizer, _copy_state(getattr(optimizer, "state", {}))
             if in_backward:
                 self._early = update_early(optimizer)
@@ -146,7 +146,7 @@ class Trial:
     def gradients_of_step(self, meter: Meter | None = None) -> None:
         """Run forward and backward for each micro-batch, and store the output of the last."""
         safe_point()
-        with self.running(), _counted(meter, self.name), self._kernels():
+        with self.running(), _counting_bytes(meter, self.name), self._kernels():
             for parameter in self._leaves():
                 parameter.grad = None
             for _ in range(self.work.micro_batches):
@@ -173,7 +173,7 @@ class Trial:
         """Run the optimizer's update, which a meter counts only where the optimizer is the user's."""
         if self.update is not None:  # with updates in the backward pass, this ends the step
             safe_point()
-            with self.running(), _counted(meter if self.work.optimizer is not None else None, self.name):
+            with self.running(), _counting_bytes(meter if self.work.optimizer is not None else None, self.name):
                 self.update.step()
 
     def release(self) -> None:
@@ -206,6 +206,7 @@ class Trial:
         return list(self.parameters.values())
 
     def _forward_backward(self) -> Any:
+        """Run forward, loss and backward once, and return the output, detached."""
         inputs, kwargs, targets = self._arguments
         with self.work.under_autocast(self.device):
             output = self.call(*inputs, **kwargs)
@@ -226,15 +227,15 @@ def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.float64).requires_grad_(tensor.requires_grad)
 
 
-def _counted(meter: Meter | None, name: str) -> AbstractContextManager[None]:
+def _counting_bytes(meter: Meter | None, name: str) -> AbstractContextManager[None]:
     return nullcontext() if meter is None else meter.counting(name)
 
 
-def _check_own(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+def _check_parameters(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     """Raise InputError if an optimizer would update other parameters, such as the user's."""
-    own = {id(parameter) for parameter in parameters}
+    allowed_ids = {id(parameter) for parameter in parameters}
     groups = getattr(optimizer, "param_groups", [])
-    if any(id(parameter) not in own for group in groups for parameter in group["params"]):
+    if any(id(parameter) not in allowed_ids for group in groups for parameter in group["params"]):
         raise InputError(
             "the optimizer took other parameters than it was given",
             expected="a callable that makes an optimizer of the parameters that it is called with",

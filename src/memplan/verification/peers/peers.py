@@ -79,7 +79,7 @@ def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = 
             if peer.compiled:
                 contexts.enter_context(_torch.memory_budget(peer.memory_budget))
             if peer.checkpointed:
-                contexts.enter_context(_replaced(checkpointed))
+                contexts.enter_context(_replacing_forwards(checkpointed))
             if peer.autocast is not None:
                 contexts.enter_context(torch.autocast(device, dtype=peer.autocast))
             return run(*args, **kwargs)
@@ -88,7 +88,7 @@ def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = 
 
 
 @contextmanager
-def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def _replacing_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace the modules' ``forward`` by the same functions in each call, so that Dynamo does not recompile."""
     with ExitStack() as undo:
         for module, forward in forwards.items():
@@ -111,6 +111,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def _find_blocks(module: nn.Module, blocks: dict[int, nn.Module], seen: set[int]) -> None:
+    """Add the blocks among a module's children to ``blocks``, and search the other children. See `blocks_of`."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -124,6 +125,7 @@ def _find_blocks(module: nn.Module, blocks: dict[int, nn.Module], seen: set[int]
 
 
 def _can_be_block(module: nn.Module) -> bool:
+    """Return whether a module with parameters has children and is no container but for a sequence of single layers."""
     children = list(module.children())
     if not children or next(module.parameters(), None) is None:
         return False

@@ -22,7 +22,7 @@ from memplan.verification.measurement.peak_and_time import Times, compare_times
 from memplan.verification.measurement.state_copies import drawing_random_numbers, isolated
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.peers.peers import COMPILED, EAGER, Peer, as_peer, blocks_of, peers
-from memplan.verification.proof.float64_gradients import GradientErrors, gradient_errors, same_numbers
+from memplan.verification.proof.float64_gradients import GradientErrors, drew_same_numbers, gradient_errors
 
 BUDGETS = (0.8, 0.5, 0.2, 0.0)
 """Values of ``activation_memory_budget``; each takes a compilation."""
@@ -150,15 +150,17 @@ class _PeerRun:
         return results
 
     def _measure(self, peer: Peer, reference: Trial, random: bool) -> PeerResult:
+        """Measure gradient errors, peak and time of a peer. ``random``: whether the step draws random numbers: then
+        gradients are compared only if the float64 step drew the same."""
         trial = self._trial(peer)
         result, exact = self._run_step(trial), self._in_float64(peer, random)
         wrong, error, lossy = dict[str, float](), None, peer.group == "lossy"
-        if exact is not None and (not random or same_numbers(result.loss, exact.loss, lossy=lossy)):
+        if exact is not None and (not random or drew_same_numbers(result.loss, exact.loss, lossy=lossy)):
             errors = gradient_errors(result.gradients, exact.gradients)
             error = errors.relative
             if peer in (EAGER, COMPILED) or (lossy and not peer.checkpointed and not peer.compiled):
                 self._yardsticks[lossy].append(errors)
-            wrong = errors.over(*self._yardsticks[lossy], lossy=lossy)
+            wrong = errors.exceeding(*self._yardsticks[lossy], lossy=lossy)
         _, peak = measure_trial(trial, self._home)
         return PeerResult(peer, peak, compare_times(reference.seconds, trial.seconds, self._pairs), wrong, error)
 
@@ -196,6 +198,7 @@ class _PeerRun:
         return self._run_step(Trial("float64", as_peer(step, peer), step, work, updates=False))
 
     def _run_step(self, trial: Trial) -> _StepResult:
+        """Run forward and backward of a trial from the fixed seed."""
         with drawing_random_numbers():
             torch.manual_seed(_SEED)
         trial.prepare()

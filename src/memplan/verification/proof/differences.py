@@ -63,7 +63,7 @@ def difference(name: str, step: int, reference: Any, candidate: Any, *, layout: 
     for what in ("shape", "dtype", "device"):
         expected, actual = getattr(reference, what), getattr(candidate, what)
         if expected != actual:
-            return Difference(name, step, f"has the {what} {_text(actual)}, not {_text(expected)}")
+            return Difference(name, step, f"has the {what} {_short_text(actual)}, not {_short_text(expected)}")
     reference, candidate = reference.detach(), candidate.detach()
     if layout:
         copied = torch.empty_like(reference, device="meta")  # a view can come out as a copy, without gaps
@@ -77,7 +77,7 @@ def difference(name: str, step: int, reference: Any, candidate: Any, *, layout: 
 def output_differences(step: int, reference: Any, candidate: Any) -> tuple[int, list[Difference]]:
     """Compare all values in two outputs, also inside of objects. Return the number of values, and the differences."""
     (tensors, structure), (other_tensors, other_structure) = take_apart(reference), take_apart(candidate)
-    expected, actual = _form(structure), _form(other_structure)
+    expected, actual = _structure_with_classes(structure), _structure_with_classes(other_structure)
     if expected != actual:
         return 1, [Difference("the output", step, f"is put together as {actual}, not as {expected}"[:400])]
     leaves, other_leaves = (
@@ -105,9 +105,13 @@ def _output_names(number: int) -> list[str]:
     return ["the output"] if number == 1 else [f"output {index}" for index in range(number)]
 
 
-def _form(structure: Structure) -> Any:
+def _structure_with_classes(structure: Structure) -> Any:
     """Return the structure of an output, with the classes of the objects that contain its tensors."""
-    objects = tuple((type(leaf.shell), _form(leaf.inside)) for leaf in structure.leaves if isinstance(leaf, Holder))
+    objects = tuple(
+        (type(leaf.shell), _structure_with_classes(leaf.inside))
+        for leaf in structure.leaves
+        if isinstance(leaf, Holder)
+    )
     return (structure.spec, objects) if objects else structure.spec
 
 
@@ -135,7 +139,7 @@ def _equal_values(a: Any, b: Any, parents: tuple[int, ...] = ()) -> bool:
         pass
     if callable(a):
         return False
-    content, other = _content(a), _content(b)
+    content, other = _items_or_attributes(a), _items_or_attributes(b)
     if content is None or other is None or content.keys() != other.keys():
         return False
     return all(_equal_values(value, other[key], (*parents, id(a))) for key, value in content.items())
@@ -144,16 +148,16 @@ def _equal_values(a: Any, b: Any, parents: tuple[int, ...] = ()) -> bool:
 def _value_difference(expected: Any, actual: Any) -> str:
     """Describe the first difference between two non-tensor values."""
     if type(expected) is type(actual):
-        content, other = _content(expected), _content(actual)
+        content, other = _items_or_attributes(expected), _items_or_attributes(actual)
         if content and other and content.keys() == other.keys():
             for key, value in content.items():
-                if _content(value) is None and not _equal_values(value, other[key]):
+                if _items_or_attributes(value) is None and not _equal_values(value, other[key]):
                     place = f"the {key:.40}" if isinstance(key, str) else f"at {key!r:.40}"
                     return f"has {place} {other[key]!r:.60}, not {value!r:.60}"
     return f"is {actual!r:.60}, not {expected!r:.60}"
 
 
-def _content(value: Any) -> dict[Any, Any] | None:
+def _items_or_attributes(value: Any) -> dict[Any, Any] | None:
     """Return the items of a container or the attributes of an object; None for other values."""
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
@@ -178,6 +182,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numeric_difference(name: str, step: int, reference: torch.Tensor, candidate: torch.Tensor) -> Difference:
+    """Describe by how much tensors of the same shape and dtype differ: in the largest element and in L2."""
     wide = torch.complex128 if reference.is_complex() else torch.float64
     expected = _dense(reference).to(wide)
     error = (_dense(candidate).to(wide) - expected).abs()
@@ -188,5 +193,5 @@ def _numeric_difference(name: str, step: int, reference: torch.Tensor, candidate
     return Difference(name, step, f"differs by up to {largest:.3g} ({scale})", largest, relative)
 
 
-def _text(value: Any) -> str:
+def _short_text(value: Any) -> str:
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

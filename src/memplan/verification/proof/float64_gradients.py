@@ -34,18 +34,18 @@ class GradientErrors:
         return error / norm if norm else math.inf if error else 0.0
 
     @property
-    def sane(self) -> bool:
+    def is_usable_yardstick(self) -> bool:
         """Return whether the step can serve as a yardstick for others."""
         return all(error <= SANE for error in self.errors.values())
 
-    def over(self, *yardsticks: GradientErrors, lossy: bool = False) -> dict[str, float]:
+    def exceeding(self, *yardsticks: GradientErrors, lossy: bool = False) -> dict[str, float]:
         """Return the parameters whose error exceeds the bound, with the error as a share of their own gradient's norm.
 
         The bound is `rounding.FACTOR` times the largest error of the sane yardsticks, plus `rounding.SLACK` eps of the
         largest gradient; in lower precision (``lossy``), it is that of `rounding.LOSSY`. Where the gradient itself is
         no more than rounding, the error is a share of the largest gradient instead.
         """
-        steps, wrong = [step for step in yardsticks if step.sane], dict[str, float]()
+        steps, wrong = [step for step in yardsticks if step.is_usable_yardstick], dict[str, float]()
         for name, error in self.errors.items():
             reference = max((step.errors.get(name, 0.0) for step in steps), default=0.0)
             bound = _LOSSY.allowed(reference, 1.0, torch.float32) if lossy else FACTOR * reference + _ROUNDING
@@ -55,7 +55,7 @@ class GradientErrors:
         return wrong
 
 
-def same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
+def drew_same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
     """Judge by their losses whether a step and that in float64 drew the same random numbers. ``lossy``: the step
     computes in lower precision."""
     return abs(loss - true) <= (SAME_LOSSY if lossy else SAME_LOSS) * max(abs(loss), abs(true))

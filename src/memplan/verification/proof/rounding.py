@@ -105,10 +105,10 @@ class Rounded:
     @property
     def relative(self) -> float:
         """Error of the candidate's tensor as a share of the norm."""
-        return _share(self.error, self.norm)
+        return _relative_error(self.error, self.norm)
 
 
-def _share(error: float, norm: float) -> float:
+def _relative_error(error: float, norm: float) -> float:
     return error / norm if norm else 0.0 if error == 0 else math.inf
 
 
@@ -119,7 +119,7 @@ def rounding_errors(
     yardsticks: Sequence[Mapping[str, torch.Tensor]],
     candidate: Mapping[str, torch.Tensor],
     tolerance: Tolerance = ROUNDING,
-    coarse: Mapping[str, float] = {},  # read only
+    extra_tolerance: Mapping[str, float] = {},  # read only
 ) -> list[Rounded]:
     """Return the errors of a candidate's floating-point tensors.
 
@@ -132,7 +132,7 @@ def rounding_errors(
         yardsticks: the same tensors of steps whose errors are accepted, first of the step without a plan.
         candidate: the same tensors of the candidate.
         tolerance: the allowed error.
-        coarse: by name, an error that is allowed in addition.
+        extra_tolerance: by name, an error that is allowed in addition.
     """
     norms = {
         name: float(torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0).norm())
@@ -148,7 +148,7 @@ def rounding_errors(
             continue
         errors = [distance(exact, tensors[name]) for tensors in yardsticks]
         scale = norms[name] if kind == "outputs" else largest[_module(name)]
-        allowed = tolerance.allowed(max(errors), scale, candidate[name].dtype) + coarse.get(name, 0.0)
+        allowed = tolerance.allowed(max(errors), scale, candidate[name].dtype) + extra_tolerance.get(name, 0.0)
         error = distance(exact, candidate[name])
         results.append(Rounded(kind, name, step, error, max(errors), norms[name], allowed, errors[0]))
     return results
@@ -202,12 +202,12 @@ class LayerError:
     @property
     def relative(self) -> float:
         """Error of the candidate as a share of the norm."""
-        return _share(self.error, self.norm)
+        return _relative_error(self.error, self.norm)
 
     @property
     def relative_reference(self) -> float:
         """Largest error of the yardsticks as a share of the norm."""
-        return _share(self.reference, self.norm)
+        return _relative_error(self.reference, self.norm)
 
 
 def by_layer(errors: Sequence[Rounded]) -> tuple[LayerError, ...]:
@@ -263,6 +263,7 @@ def beyond_tolerance(
 
 
 def _describe(error: Rounded, truth: str) -> str:
+    """Describe an error that is larger than allowed, relative to the norm unless the tensor is nearly zero."""
     if math.isnan(error.error):
         unplanned = "the step without a plan"
         return (
@@ -284,7 +285,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.where(a == b, 0.0, a - b).norm())
 
 
-def floating(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def floating_point(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Keep the floating-point tensors, real or complex."""
     return {
         name: value

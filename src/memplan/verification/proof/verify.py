@@ -25,7 +25,7 @@ from memplan.verification.proof.rounding import (
     Rounded,
     Tolerance,
     beyond_tolerance,
-    floating,
+    floating_point,
     is_truth,
     is_yardstick,
     rounding_errors,
@@ -191,7 +191,7 @@ def _compare_once(
     comparison.start(reference, candidate)
     trials = tuple(dict.fromkeys((reference, candidate, *(() if criterion is None else criterion.trials))))
     resident = 0, 0
-    with _released(trials), Meter() as meter:
+    with _releasing(trials), Meter() as meter:
         for step in range(steps):
             before = RandomState.now()
             for trial in trials:
@@ -230,7 +230,7 @@ def _compare_once(
 
 
 @contextmanager
-def _released(trials: Iterable[Trial]) -> Iterator[None]:
+def _releasing(trials: Iterable[Trial]) -> Iterator[None]:
     """Release all trials, also after an error: tensors that the next attempt would free distort its peak."""
     try:
         yield
@@ -295,20 +295,22 @@ class _Comparison:
         self._save_parameters(reference, candidate)
 
     def _save_parameters(self, reference: Trial, candidate: Trial) -> None:
+        """Save the parameters before a step whose updates are compared: those in the backward pass, by a criterion."""
         if candidate.in_backward and self.criterion is not None:
-            parameters = floating(reference.parameters)
+            parameters = floating_point(reference.parameters)
             self._parameters = {name: p.detach().to(torch.float64, copy=True) for name, p in parameters.items()}
             self._eps = {name: torch.finfo(p.dtype).eps for name, p in parameters.items()}
 
-    def _with_errors(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _tensors_to_measure(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors whose errors are measured; for parameters that were saved, their updates."""
-        tensors = floating(named)
+        tensors = floating_point(named)
         if kind != "parameters" or not self._parameters:
             return tensors
         return {name: p.detach().to(torch.float64) - self._parameters[name] for name, p in tensors.items()}
 
-    def _coarse(self, kind: str, named: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Allow each update an error of one eps of its parameter, to which their sum is rounded."""
+    def _rounding_of_updates(self, kind: str, named: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        """Return the error to allow each parameter's update in addition: the sum of both is rounded to one eps of the
+        parameter. Empty for other kinds of tensors."""
         if kind != "parameters" or not self._parameters:
             return {}
         return {name: self._eps[name] * float(self._parameters[name].norm()) for name in named if name in self._eps}
@@ -318,14 +320,14 @@ class _Comparison:
         if self._stopped:
             return
         number, differences = output_differences(step, reference.output, candidate.output)
-        self._add(
+        self._record(
             "outputs", step, (reference, candidate), lambda trial: named_outputs(trial.output), differences, number
         )
         if not candidate.in_backward:
             self._compare_named("gradients", step, reference, candidate)
         self._compare_named("buffers", step, reference, candidate)
         after = self.random_states
-        self.random_streams += after[reference.name].differing(after[candidate.name])
+        self.random_streams += after[reference.name].differences(after[candidate.name])
 
     def compare_update(self, step: int, reference: Trial, candidate: Trial) -> None:
         """Compare the updated parameters; with a criterion, let the next step begin with the reference's."""
@@ -344,13 +346,14 @@ class _Comparison:
         return Compared(self.tensors[kind], tuple(self.differences[kind]))
 
     def _compare_named(self, kind: str, step: int, reference: Trial, candidate: Trial) -> None:
+        """Compare the gradients, parameters or buffers of both trials by name."""
         expected, actual = getattr(reference, kind), getattr(candidate, kind)
         names = expected.keys() | actual.keys()
         results = [difference(name, step, expected.get(name), actual.get(name)) for name in names]
         differences = [result for result in results if result is not None]
-        self._add(kind, step, (reference, candidate), lambda trial: getattr(trial, kind), differences, len(names))
+        self._record(kind, step, (reference, candidate), lambda trial: getattr(trial, kind), differences, len(names))
 
-    def _add(
+    def _record(
         self,
         kind: str,
         step: int,
@@ -359,15 +362,25 @@ class _Comparison:
         differences: list[Difference],
         number: int,
     ) -> None:
-        """Add differences; with a criterion, only those that it does not allow."""
+        """Add the differences of a kind of tensors to the comparison; with a criterion, only those that it does not
+        allow.
+
+        Args:
+            kind: outputs, gradients, parameters or buffers.
+            step: number of the step.
+            trials: reference and candidate.
+            tensors_of: returns a trial's tensors of this kind by name.
+            differences: tensors whose bits differ.
+            number: how many tensors were compared.
+        """
         self.tensors[kind] += number
         if self.criterion is not None:
-            reference, candidate = (self._with_errors(kind, tensors_of(trial)) for trial in trials)
-            yardsticks = [self._with_errors(kind, tensors_of(trial)) for trial in self.criterion.yardsticks]
-            truth = self._with_errors(kind, tensors_of(self.criterion.truth))
+            reference, candidate = (self._tensors_to_measure(kind, tensors_of(trial)) for trial in trials)
+            yardsticks = [self._tensors_to_measure(kind, tensors_of(trial)) for trial in self.criterion.yardsticks]
+            truth = self._tensors_to_measure(kind, tensors_of(self.criterion.truth))
             errors = rounding_errors(
                 kind, step, truth, [reference, *yardsticks], candidate, self.criterion.tolerance,
-                self._coarse(kind, candidate),
+                self._rounding_of_updates(kind, candidate),
             )  # fmt: skip
             self.rounded += errors
             differences = beyond_tolerance(differences, errors, truth_label(self.criterion.truth.name))

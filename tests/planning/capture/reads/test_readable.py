@@ -767,10 +767,10 @@ def test_names_of_what_differs() -> None:
     model = Net(Box(a=Box(alpha=1.0)), lambda s: s.h.a.alpha)
     reads = capture(model, call_of((X,), {})).reads
     assert isinstance(reads, Reads)
-    assert reads.hold()
+    assert reads.are_unchanged()
     model.h.a.alpha = 2.0
-    assert not reads.hold()
-    assert reads.differing() == ["attribute h.a.alpha"]
+    assert not reads.are_unchanged()
+    assert reads.differences() == ["attribute h.a.alpha"]
 
 
 def test_modes_and_hooks_for_all_modules_are_refused_while_a_step_is_captured() -> None:
@@ -806,9 +806,9 @@ def test_the_model_is_not_kept_alive() -> None:
 def test_cells_that_are_filled_or_emptied() -> None:
     full, empty = types.CellType(1), types.CellType()
     watched = Watched()
-    assert watched.cell(full) == 1
-    assert watched.cell(empty) is MISSING
-    watched.settle()
+    assert watched.watch_cell(full) == 1
+    assert watched.watch_cell(empty) is MISSING
+    watched.record_versions()
     assert watched.unchanged()
     empty.cell_contents = 1
     assert not watched.unchanged()

@@ -3,8 +3,8 @@
 Python 3.12 and newer use `sys.monitoring`, which can be switched off per code object; Python 3.11 uses
 `sys.setprofile` in this thread, paused inside of torch's dispatch.
 
-Code of the user and of libraries counts, code of torch's layers and distributions and of the standard library if such
-code calls it. torch's machinery (modes, fake tensors, dispatch) and memplan's own code do not count.
+Relevant is the code of the user and of libraries, and code of torch's layers and distributions and of the standard
+library if relevant code calls it. torch's machinery (modes, fake tensors, dispatch) and memplan's own code are not.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from memplan import _torch
 from memplan._interrupts import outside_of
 from memplan.trace.recording.place import format_frame
 
-_CLOSED = frozenset({
+_IRRELEVANT_PACKAGES = frozenset({
     "torch", "memplan", "numpy", "sympy", "mpmath", "networkx", "filelock", "typing_extensions", "jinja2", "fsspec",
     "optree", "triton", "functorch", "setuptools", "pkg_resources", "_distutils_hack",
 })  # fmt: skip
 """Packages whose code does not count: torch and its dependencies."""
-_LAYERS = ("torch.nn.", "torch.distributions.")
+_TORCH_LAYERS = ("torch.nn.", "torch.distributions.")
 _WRAPPERS = frozenset({"memplan.planning.capture.loss_module", "memplan.rewriting.backend"})
 """Modules of memplan that wrap the user's step."""
 _CALLER = "memplan.planning.capture.flat_call"
@@ -51,7 +51,7 @@ _MACHINERY = frozenset({
     "typing", "unittest", "warnings", "weakref",
 })  # fmt: skip
 """Modules of the standard library whose internal state affects no result."""
-_WHOLE = frozenset({
+_READ_ALL_ATTRIBUTES = frozenset({
     "copy.copy", "copy.deepcopy", "copyreg.__reduce_ex__", "dataclasses._asdict_inner", "dataclasses._astuple_inner",
     "dataclasses.replace", "dataclasses._replace", "inspect.getmembers", "pprint.pformat",
 })  # fmt: skip
@@ -59,7 +59,7 @@ _WHOLE = frozenset({
 _ATTRIBUTE_HOOKS = frozenset({"__getattr__", "__getattribute__"})
 GETTERS: tuple[Any, ...] = (getattr, hasattr, vars, dir)
 """Functions that read attributes by names that need not be in the code."""
-_OUTSIDE: frozenset[Any] = frozenset({
+_EXTERNAL_READERS: frozenset[Any] = frozenset({
     time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns,
     time.process_time, time.localtime, time.gmtime, time.ctime, time.strftime, io.open, os.stat, os.access, os.getcwd,
     os.listdir, os.scandir, os.urandom, os.read, builtins.input, builtins.globals, sys._getframe,
@@ -73,42 +73,45 @@ _FILES = frozenset(("numpy", name) for name in ("load", "loadtxt", "genfromtxt",
 _IMPORT = "importlib", "import_module"
 _CHECKPOINT = "torch", "checkpoint"
 """Function that recomputes in the backward pass, but not while a step is captured."""
-_REPORTED = frozenset(name for _, name in (*_THREADS, *_FILES, _IMPORT, _CHECKPOINT))
+_EXAMINED_CALLS = frozenset(name for _, name in (*_THREADS, *_FILES, _IMPORT, _CHECKPOINT))
 """Qualified names of functions whose calls are examined although their code does not count."""
 
 
 class Executed:
-    """Python code that this thread executed within `following`."""
+    """Python code that this thread executed within `observing`."""
 
     def __init__(self) -> None:
         self.codes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
-        """Code that counts and its globals, by id of the code."""
+        """Relevant code and its globals, by id of the code."""
         self.names: set[str] = set()
         """Attributes that `getattr` was called with."""
-        self.whole = False
-        """Whether code reads unknown attributes of unknown objects, so that all attributes count."""
-        self.whole_kinds: set[type] = set()
-        """Classes of objects of which all attributes count."""
+        self.reads_all = False
+        """Whether code reads unknown attributes of unknown objects, so that any attribute may matter."""
+        self.fully_read_classes: set[type] = set()
+        """Classes of objects of which all attributes are read."""
         self.modules: set[str] = set()
         """Modules that `importlib.import_module` was called for."""
-        self.outside: tuple[str, str | None] | None = None
+        self.external_effect: tuple[str, str | None] | None = None
         """First effect that cannot be compared in later calls, such as "calls time.time", and its line."""
-        self.reads_late = False
+        self.backward_reads_state = False
         """Whether code in the backward pass read more than tensors and immutable values of its arguments."""
         self.paused = False
         """Whether memplan's own code is running."""
         callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]  # run at any time
         self._ignored: dict[int, CodeType] = {id(code): code for code in callbacks if code is not None}
-        self._undecided: dict[int, tuple[CodeType, bool | None]] = {}
-        """Code that has not counted so far, and the result of `_counts` for it."""
+        self._not_yet_relevant: dict[int, tuple[CodeType, bool | None]] = {}
+        """Code that nothing relevant has called so far, and the result of `_is_relevant` for it."""
         self._open_ended: set[int] = set()
         """Code that reads ``__dict__``."""
         self._thread = threading.get_ident()
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def observing(self) -> Iterator[None]:
         """Observe the code that this thread executes within this context, except signal handlers."""
-        with outside_of(self.pause), _monitored(self) if sys.version_info >= (3, 12) else _profiled(self):
+        with (
+            outside_of(self.pause),
+            _observing_by_monitoring(self) if sys.version_info >= (3, 12) else _observing_by_profile(self),
+        ):
             yield
 
     @contextmanager
@@ -120,78 +123,81 @@ class Executed:
         finally:
             self.paused = before
 
-    def started(self, code: CodeType, frame: FrameType) -> bool:
-        """Record that a function starts, if its code counts.
+    def on_call(self, code: CodeType, frame: FrameType) -> bool:
+        """Record the call of a Python function, if its code is relevant.
 
         Returns:
-            Whether its code never counts, so that later calls need not be reported.
+            Whether its code is never relevant, so that later calls need not be reported.
         """
         if self.paused:
             return False
         number = id(code)
-        if code.co_qualname in _REPORTED:
-            self._reported(code, frame)
-        if number not in self.codes and not self._begins_to_count(code, frame):
+        if code.co_qualname in _EXAMINED_CALLS:
+            self._examine_call(code, frame)
+        if number not in self.codes and not self._register_if_relevant(code, frame):
             return number in self._ignored
         if number in self._open_ended:
-            self._reads_all_of(_before_dict(code), frame)
-        if not self.reads_late and _torch.backward_pass() >= 0:
-            self.reads_late = _reads_state(code, frame)
+            self._record_full_reads(_owners_of_dict_reads(code), frame)
+        if not self.backward_reads_state and _torch.backward_pass() >= 0:
+            self.backward_reads_state = _reads_state(code, frame)
         return False
 
-    def _begins_to_count(self, code: CodeType, frame: FrameType) -> bool:
-        """Return whether code starts to count with this call, and record it."""
+    def _register_if_relevant(self, code: CodeType, frame: FrameType) -> bool:
+        """Add code that was irrelevant so far to the relevant code, if this call makes it relevant. Return whether it
+        does."""
         number, module = id(code), str(frame.f_globals.get("__name__") or "")
         if number in self._ignored:
             return False
-        if number in self._undecided:
-            counts = self._undecided[number][1]
+        if number in self._not_yet_relevant:
+            counts = self._not_yet_relevant[number][1]
         else:
             imported = code.co_name == "<module>" and code.co_filename != "<string>"  # eval() and exec() count
-            counts = False if imported else _counts(module)
+            counts = False if imported else _is_relevant(module)
             if counts is False:
-                if code.co_qualname not in _REPORTED:
+                if code.co_qualname not in _EXAMINED_CALLS:
                     self._ignored[number] = code
                 return False
-            self._undecided[number] = code, counts
+            self._not_yet_relevant[number] = code, counts
         if not (self._is_called(frame) if counts else self._is_called_directly(frame)):
             return False
         self.codes[number] = code, frame.f_globals
-        self.whole |= f"{module}.{code.co_name}" in _WHOLE
+        self.reads_all |= f"{module}.{code.co_name}" in _READ_ALL_ATTRIBUTES
         if counts and uses_of(code).computed_modules:
-            self._record_outside("looks a module up by a computed name", frame)
+            self._record_external_effect("looks a module up by a computed name", frame)
         if counts and "__dict__" in code.co_names and code.co_name not in _ATTRIBUTE_HOOKS:
             self._open_ended.add(number)
         return True
 
-    def _reported(self, code: CodeType, frame: FrameType) -> None:
+    def _examine_call(self, code: CodeType, frame: FrameType) -> None:
+        """Record what a call of one of `_EXAMINED_CALLS` means: an external effect (threads, files), an imported
+        module, or a checkpoint, whose recomputation in the backward pass is not observed."""
         function = str(frame.f_globals.get("__name__")).partition(".")[0], code.co_qualname
-        self.reads_late |= function == _CHECKPOINT
+        self.backward_reads_state |= function == _CHECKPOINT
         if not self._is_called_directly(frame):
             return
         if function in _THREADS:
-            self._record_outside("calls a thread's " + code.co_name, frame.f_back or frame)
+            self._record_external_effect("calls a thread's " + code.co_name, frame.f_back or frame)
         elif function in _FILES:
-            self._record_outside("calls " + ".".join(function).removesuffix(".__new__"), frame.f_back or frame)
+            self._record_external_effect("calls " + ".".join(function).removesuffix(".__new__"), frame.f_back or frame)
         elif function == _IMPORT:
             name, package = frame.f_locals["name"], frame.f_locals["package"]
             with suppress(ImportError):  # import_module raises it, too
                 self.modules.add(importlib.util.resolve_name(str(name), package or ""))
 
-    def _reads_all_of(self, owners: list[tuple[str, ...] | None], frame: FrameType) -> None:
-        """Record that all attributes of some objects are read. ``owners``: as `_before_dict` returns them."""
+    def _record_full_reads(self, owners: list[tuple[str, ...] | None], frame: FrameType) -> None:
+        """Record that all attributes of some objects are read. ``owners``: as `_owners_of_dict_reads` returns them."""
         for owner in owners:
             value = None if owner is None else _value_of(owner, frame)
             if value is None:
-                self.whole = True
+                self.reads_all = True
             elif isinstance(value, ModuleType):
-                if code_counts(vars(value)):
-                    self._record_outside(f"reads the module {value.__name__} by computed names", frame)
+                if is_user_code(vars(value)):
+                    self._record_external_effect(f"reads the module {value.__name__} by computed names", frame)
             else:
-                self.whole_kinds.add(value if isinstance(value, type) else type(value))
+                self.fully_read_classes.add(value if isinstance(value, type) else type(value))
 
     def _is_called_directly(self, frame: FrameType) -> bool:
-        """Return whether the caller is code that counts, or the capture itself."""
+        """Return whether the caller is relevant code, or the capture itself."""
         caller = frame.f_back
         return caller is not None and (id(caller.f_code) in self.codes or caller.f_globals.get("__name__") == _CALLER)
 
@@ -206,8 +212,11 @@ class Executed:
             caller = caller.f_back
         return True
 
-    def called(self, function: Any, frame: FrameType, offset: int) -> None:
-        """Record a call of a C function by code that counts."""
+    def on_builtin_call(self, function: Any, frame: FrameType, offset: int) -> None:
+        """Record a call of a C function by relevant code: attribute names that it reads, or its external effect.
+
+        ``offset``: of the call instruction in the caller's bytecode.
+        """
         if self.paused:
             return
         if any(function is getter for getter in GETTERS):
@@ -215,13 +224,16 @@ class Executed:
             if name is not None:
                 self.names.add(name)
             elif frame.f_code.co_name not in _ATTRIBUTE_HOOKS:
-                self._reads_all_of([owner], frame)
-        elif self.outside is None and _is_outside(function):
+                self._record_full_reads([owner], frame)
+        elif self.external_effect is None and _reads_external_state(function):
             module = getattr(function, "__module__", None) or "datetime"
-            self._record_outside(f"calls {module}.{function.__name__}", frame)
+            self._record_external_effect(f"calls {module}.{function.__name__}", frame)
 
-    def _record_outside(self, effect: str, frame: FrameType) -> None:
-        self.outside = self.outside or (effect, format_frame((frame.f_code.co_filename, frame.f_lineno)))
+    def _record_external_effect(self, effect: str, frame: FrameType) -> None:
+        self.external_effect = self.external_effect or (
+            effect,
+            format_frame((frame.f_code.co_filename, frame.f_lineno)),
+        )
 
 
 def _reads_state(code: CodeType, frame: FrameType) -> bool:
@@ -229,9 +241,9 @@ def _reads_state(code: CodeType, frame: FrameType) -> bool:
     variables, globals, and mutable objects among its arguments or on its context (``ctx``)."""
     if not {"__class__"}.issuperset(code.co_freevars):
         return True
-    own = frame.f_globals
-    if not str(own.get("__name__")).startswith("torch.") and not all(
-        _is_constant(own[name]) for name in uses_of(code).loaded if name in own
+    global_variables = frame.f_globals
+    if not str(global_variables.get("__name__")).startswith("torch.") and not all(
+        _is_constant(global_variables[name]) for name in uses_of(code).loaded if name in global_variables
     ):
         return True
     return not all(map(_is_immutable, frame.f_locals.values()))
@@ -247,6 +259,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_immutable(value: Any) -> bool:
+    """Return whether a value, or all that an autograd context holds, is a tensor, an immutable value or a constant."""
     if isinstance(value, torch.autograd.function.FunctionCtx):
         return all(map(_is_immutable, vars(value).values()))
     if isinstance(value, tuple):
@@ -258,45 +271,50 @@ _IMMUTABLE = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), t
               torch.memory_format)  # fmt: skip
 
 
-def _is_outside(function: Any) -> bool:
+def _reads_external_state(function: Any) -> bool:
+    """Return whether a C function reads what later calls cannot compare: the clock, files, the terminal."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         return function.__name__ in ("now", "today", "utcnow")
     if getattr(function, "__module__", None) == "numpy":
         return function.__name__ == "fromfile"
     try:
-        return function in _OUTSIDE
+        return function in _EXTERNAL_READERS
     except TypeError:  # a bound method of an unhashable object
         return False
 
 
 @contextmanager
-def _monitored(executed: Executed) -> Iterator[None]:
+def _observing_by_monitoring(executed: Executed) -> Iterator[None]:
+    """Report calls in this thread to ``executed`` by `sys.monitoring`, which stops reporting code that is irrelevant.
+
+    Falls back to `sys.setprofile` if all tool ids are in use.
+    """
     monitoring: Any = getattr(sys, "monitoring")  # noqa: B009  # of Python 3.12
-    events, done, thread = monitoring.events, monitoring.DISABLE, threading.get_ident()
+    events, disable, thread = monitoring.events, monitoring.DISABLE, threading.get_ident()
     tool = next((number for number in (4, 3, 5) if monitoring.get_tool(number) is None), None)
     if tool is None:
-        with _profiled(executed):
+        with _observing_by_profile(executed):
             yield
         return
 
-    def started(code: CodeType, offset: int) -> Any:
-        if threading.get_ident() == thread and executed.started(code, sys._getframe(1)):
-            return done
+    def on_start(code: CodeType, offset: int) -> Any:
+        if threading.get_ident() == thread and executed.on_call(code, sys._getframe(1)):
+            return disable
         return None
 
-    def called(code: CodeType, offset: int, function: Any, argument: Any) -> Any:
+    def on_c_call(code: CodeType, offset: int, function: Any, argument: Any) -> Any:
         if threading.get_ident() != thread:
             return None
         if id(code) not in executed.codes:
-            return done if id(code) in executed._ignored else None
+            return disable if id(code) in executed._ignored else None
         if not isinstance(function, _NOT_C):
-            executed.called(function, sys._getframe(1), offset)
+            executed.on_builtin_call(function, sys._getframe(1), offset)
         return None
 
     monitoring.use_tool_id(tool, "memplan")
-    monitoring.register_callback(tool, events.PY_START, started)
-    monitoring.register_callback(tool, events.CALL, called)
+    monitoring.register_callback(tool, events.PY_START, on_start)
+    monitoring.register_callback(tool, events.CALL, on_c_call)
     monitoring.set_events(tool, events.PY_START | events.CALL)
     monitoring.restart_events()
     try:
@@ -312,55 +330,56 @@ _NOT_C = (type(lambda: None), type)
 
 
 @contextmanager
-def _profiled(executed: Executed) -> Iterator[None]:
-    ignored, codes, started = executed._ignored, executed.codes, executed.started
+def _observing_by_profile(executed: Executed) -> Iterator[None]:
+    """Report calls in this thread to ``executed`` by `sys.setprofile`, except inside of torch's dispatch."""
+    ignored, codes, on_call = executed._ignored, executed.codes, executed.on_call
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             if id(frame.f_code) not in ignored:
-                started(frame.f_code, frame)
+                on_call(frame.f_code, frame)
         elif event == "c_call" and id(frame.f_code) in codes:
-            executed.called(argument, frame, frame.f_lasti)
+            executed.on_builtin_call(argument, frame, frame.f_lasti)
 
-    before = sys.getprofile()
+    profiler_before = sys.getprofile()
     sys.setprofile(profile)
     try:
         with _torch.around_dispatch(lambda: sys.setprofile(None), lambda: sys.setprofile(profile)):
             yield
     finally:
         sys.setprofile(None)
-        if callable(before):
-            sys.setprofile(before)
-        elif before is not None:  # cProfile's: Python hands out the profiler itself
-            before.enable()
+        if callable(profiler_before):
+            sys.setprofile(profiler_before)
+        elif profiler_before is not None:  # cProfile's: Python hands out the profiler itself
+            profiler_before.enable()
 
 
-def code_counts(own: dict[str, Any]) -> bool:
+def is_user_code(global_variables: dict[str, Any]) -> bool:
     """Return whether functions with these globals are a user's or a library's, not torch's or Python's."""
-    return bool(_counts(own.get("__name__", "")))
+    return bool(_is_relevant(global_variables.get("__name__", "")))
 
 
 def in_standard_library(module: str) -> bool:
     """Return whether a module is in the standard library."""
-    return _in_library(module.partition(".")[0])
+    return _is_standard_library_root(module.partition(".")[0])
 
 
-def _counts(module: str) -> bool | None:
-    """Return whether code of a module counts; None: it does if its caller does."""
+def _is_relevant(module: str) -> bool | None:
+    """Return whether code of a module is relevant; None: it is if its caller is."""
     root = module.partition(".")[0]
     if module in _WRAPPERS:
         return True
     if module.startswith("namedtuple_"):
         return False
-    if module.startswith(_LAYERS):
+    if module.startswith(_TORCH_LAYERS):
         return None
-    if root in _CLOSED or module in _MACHINERY or root in _MACHINERY:
+    if root in _IRRELEVANT_PACKAGES or module in _MACHINERY or root in _MACHINERY:
         return False
-    return None if _in_library(root) else True
+    return None if _is_standard_library_root(root) else True
 
 
 @functools.cache
-def _in_library(root: str) -> bool:
+def _is_standard_library_root(root: str) -> bool:
     """Return whether a package is in the standard library, not a user's of the same name."""
     if root not in sys.stdlib_module_names or root == "__main__":
         return False
@@ -379,7 +398,7 @@ class Uses:
     """Globals that it loads, without containers that it only adds to, such as a log."""
     names: frozenset[str]
     """Attributes, and strings that may be names of attributes."""
-    of_globals: frozenset[str]
+    attributes_of_globals: frozenset[str]
     """Attributes that it reads of globals, and of these attributes."""
     imports: tuple[str, ...]
     """Modules that it imports, and strings if it looks up modules by name."""
@@ -389,11 +408,11 @@ class Uses:
     """Whether it looks up modules by names that are not constants."""
 
 
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-_FILLING = frozenset({"add", "append", "appendleft", "extend"})
+_ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_ADDING_METHODS = frozenset({"add", "append", "appendleft", "extend"})
 """Methods by which code adds to a container without reading it."""
-_LOOKED_UP = frozenset({"modules", "__import__"})
-_UNNAMED = frozenset({"__getattribute__", "__getattr__", "getattr_static", "getmembers"})
+_MODULE_LOOKUPS = frozenset({"modules", "__import__"})
+_READERS_OF_COMPUTED_NAMES = frozenset({"__getattribute__", "__getattr__", "getattr_static", "getmembers"})
 """Functions that read attributes by computed names and whose calls are not observed."""
 _GETTER_CLASSES = frozenset({"attrgetter", "methodcaller"})
 _WORD = re.compile(r"[^\W\d]\w*")
@@ -404,77 +423,85 @@ def uses_of(code: CodeType) -> Uses:
     """Return the names in the code of a function, without nested functions."""
     known = _uses.get(id(code))
     if known is None or known[0] is not code:
-        known = _uses[id(code)] = code, _read(code)
+        known = _uses[id(code)] = code, _analyze(code)
     return known[1]
 
 
-def _read(code: CodeType) -> Uses:
+def _analyze(code: CodeType) -> Uses:
+    """Return the names that a function's bytecode uses."""
     loaded, chained, imports = dict[str, None](), set[str](), dict[str, None]()
     instructions = [op for op in dis.get_instructions(code) if op.opname not in ("PUSH_NULL", "NOP")]
-    follows = unnamed = False
-    for op, following in zip(instructions, [*instructions[1:], None], strict=True):
+    follows_global = reads_unnamed = False
+    for op, next_op in zip(instructions, [*instructions[1:], None], strict=True):
         if op.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            if following is None or following.opname not in _ATTRIBUTE or following.argval not in _FILLING:
+            if next_op is None or next_op.opname not in _ATTRIBUTE_LOADS or next_op.argval not in _ADDING_METHODS:
                 loaded[op.argval] = None
-            follows = True
-        elif op.opname in _ATTRIBUTE:
-            if follows:
+            follows_global = True
+        elif op.opname in _ATTRIBUTE_LOADS:
+            if follows_global:
                 chained.add(op.argval)
         else:
-            follows = False
+            follows_global = False
         if op.opname == "IMPORT_NAME":
             imports[op.argval] = None
         if op.argval in _READERS and op.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            unnamed |= op.opname == "LOAD_NAME" or not (op.arg or 0) & 1  # as an argument, as of map()
+            reads_unnamed |= op.opname == "LOAD_NAME" or not (op.arg or 0) & 1  # as an argument, as of map()
         if op.argval in _GETTER_CLASSES and op.opname.startswith("LOAD_"):
-            unnamed |= following is None or following.opname != "LOAD_CONST"
-    texts = list(_texts(code.co_consts))
-    if not _LOOKED_UP.isdisjoint(code.co_names):
-        imports.update(dict.fromkeys(texts))
-    words = {part for text in texts for part in text.split(".") if part.isidentifier()}
-    words.update(word for text in texts if "{" in text for word in _WORD.findall(text))  # "{.scale}".format(...)
+            reads_unnamed |= next_op is None or next_op.opname != "LOAD_CONST"
+    strings = list(_string_constants(code.co_consts))
+    if not _MODULE_LOOKUPS.isdisjoint(code.co_names):
+        imports.update(dict.fromkeys(strings))
+    words = {part for text in strings for part in text.split(".") if part.isidentifier()}
+    words.update(word for text in strings if "{" in text for word in _WORD.findall(text))  # "{.scale}".format(...)
     if any(op.opname == "MATCH_CLASS" for op in instructions):
         words.add("__match_args__")
     names = frozenset({*code.co_names, *words})
-    unnamed |= code.co_name not in _ATTRIBUTE_HOOKS and not _UNNAMED.isdisjoint(names)
+    reads_unnamed |= code.co_name not in _ATTRIBUTE_HOOKS and not _READERS_OF_COMPUTED_NAMES.isdisjoint(names)
     return Uses(
-        tuple(loaded), names, frozenset(chained), tuple(imports), unnamed, _looks_up_by_computed_name(instructions)
+        tuple(loaded),
+        names,
+        frozenset(chained),
+        tuple(imports),
+        reads_unnamed,
+        _looks_up_by_computed_name(instructions),
     )
 
 
 def _looks_up_by_computed_name(instructions: list[dis.Instruction]) -> bool:
     """Return whether ``sys.modules`` or ``__import__`` is used with anything but a constant."""
-    for at, op in enumerate(instructions[:-1]):
-        if op.argval == "__import__" or (op.argval == "modules" and instructions[at - 1].argval == "sys"):
-            following = instructions[at + 1]
-            if following.argval == "get" and following.opname in _ATTRIBUTE:
-                following = instructions[at + 2]
-            if following.opname not in ("LOAD_CONST", "CONTAINS_OP"):
+    for index, op in enumerate(instructions[:-1]):
+        if op.argval == "__import__" or (op.argval == "modules" and instructions[index - 1].argval == "sys"):
+            next_op = instructions[index + 1]
+            if next_op.argval == "get" and next_op.opname in _ATTRIBUTE_LOADS:
+                next_op = instructions[index + 2]
+            if next_op.opname not in ("LOAD_CONST", "CONTAINS_OP"):
                 return True
     return False
 
 
-def _texts(constants: Any) -> Iterator[str]:
+def _string_constants(constants: Any) -> Iterator[str]:
     for constant in constants:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, (tuple, frozenset)):
-            yield from _texts(constant)
+            yield from _string_constants(constant)
 
 
 def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, str | None]:
     """Return the object and the name that ``getattr(object, name)`` is about to be called with. The object is given as
     (variable, attribute, ...). Either is None if it is computed."""
     instructions = _instructions(frame.f_code)
-    at = next((number for number, op in enumerate(instructions) if op.offset >= offset), 0)
-    if instructions[at].opname not in ("PRECALL", "CALL"):
+    index = next((number for number, op in enumerate(instructions) if op.offset >= offset), 0)
+    if instructions[index].opname not in ("PRECALL", "CALL"):
         return None, None
-    at -= instructions[at - 1].opname == "PRECALL"  # of Python 3.11
-    before = (n for n in range(at) if instructions[n].opname == "LOAD_GLOBAL" and instructions[n].argval in _READERS)
-    arguments = _split(instructions[max(before, default=at) + 1 : at])
+    index -= instructions[index - 1].opname == "PRECALL"  # of Python 3.11
+    loads_of_getter = (
+        n for n in range(index) if instructions[n].opname == "LOAD_GLOBAL" and instructions[n].argval in _READERS
+    )
+    arguments = _split_arguments(instructions[max(loads_of_getter, default=index) + 1 : index])
     if not arguments:
         return None, None
-    owner, *rest = map(_chain, arguments)
+    owner, *rest = map(_attribute_path, arguments)
     if len(arguments) == 1:
         return owner, None
     first = arguments[1][0]
@@ -484,7 +511,7 @@ def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, s
     return owner, name if isinstance(name, str) else None
 
 
-def _split(loads: list[dis.Instruction]) -> list[list[dis.Instruction]]:
+def _split_arguments(loads: list[dis.Instruction]) -> list[list[dis.Instruction]]:
     """Group the instructions that push arguments by argument; empty if there are jumps among them."""
     ends, depth = dict[int, int](), 0
     for number, op in enumerate(loads):
@@ -500,7 +527,7 @@ _READERS = frozenset(getter.__name__ for getter in GETTERS)
 _VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_GLOBAL")
 
 
-def _chain(loads: list[dis.Instruction]) -> tuple[str, ...] | None:
+def _attribute_path(loads: list[dis.Instruction]) -> tuple[str, ...] | None:
     """Return (variable, attribute, ...) for instructions that load an attribute of a variable, else None."""
     first, *attributes = loads
     if not first.opname.startswith(_VARIABLES) or any(op.opname != "LOAD_ATTR" for op in attributes):
@@ -508,15 +535,15 @@ def _chain(loads: list[dis.Instruction]) -> tuple[str, ...] | None:
     return tuple(op.argval for op in loads)
 
 
-def _before_dict(code: CodeType) -> list[tuple[str, ...] | None]:
-    """Return the objects whose ``__dict__`` code reads, as `_chain` does."""
+def _owners_of_dict_reads(code: CodeType) -> list[tuple[str, ...] | None]:
+    """Return the objects whose ``__dict__`` code reads, as `_attribute_path` does."""
     instructions, owners = _instructions(code), list[tuple[str, ...] | None]()
-    for at, op in enumerate(instructions):
+    for index, op in enumerate(instructions):
         if op.opname == "LOAD_ATTR" and op.argval == "__dict__":
-            start = at
+            start = index
             while start and instructions[start].opname == "LOAD_ATTR":
                 start -= 1
-            owners.append(_chain(instructions[start:at]))
+            owners.append(_attribute_path(instructions[start:index]))
     return owners or [None]
 
 
@@ -524,10 +551,10 @@ def _value_of(names: tuple[str, ...], frame: FrameType) -> Any:
     """Return the value of (variable, attribute, ...) without running code, None if unknown."""
     value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))
     for name in names[1:]:
-        own = getattr(value, "__dict__", None)
-        if not isinstance(own, dict):
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict):
             return None
-        value = own.get(name, (own.get("_modules") or {}).get(name))
+        value = attributes.get(name, (attributes.get("_modules") or {}).get(name))
     return value
 
 
@@ -535,6 +562,7 @@ _disassembled: dict[int, tuple[CodeType, list[dis.Instruction]]] = {}
 
 
 def _instructions(code: CodeType) -> list[dis.Instruction]:
+    """Return the instructions of code, cached, each loading one variable as in Python 3.11."""
     known = _disassembled.get(id(code))
     if known is None or known[0] is not code:
         instructions = list[dis.Instruction]()

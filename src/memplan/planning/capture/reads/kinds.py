@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.planning.capture.reads.executed import code_counts
+from memplan.planning.capture.reads.executed import is_user_code
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
          torch.memory_format, enum.Enum)  # fmt: skip
@@ -30,18 +30,18 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 MISSING: Any = object()
 
 
-_OF_MEMBERS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
+_ENUM_ATTRIBUTES = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is of a type of `PLAIN`, without attributes that could change."""
     if not isinstance(value, PLAIN):
         return False
-    own = getattr(value, "__dict__", None)
+    attributes = getattr(value, "__dict__", None)
     if not isinstance(value, enum.Enum):
-        return own is None
+        return attributes is None
     member: Any = value
-    return _OF_MEMBERS.issuperset(own or ()) and _is_immutable(member._value_)
+    return _ENUM_ATTRIBUTES.issuperset(attributes or ()) and _is_immutable(member._value_)
 
 
 def _is_immutable(value: Any) -> bool:
@@ -57,7 +57,7 @@ def value_key(value: Any) -> Hashable:
     return type(value), value
 
 
-class Itself:
+class Identity:
     """Identity of an object, by weak reference where the type allows. After the object is freed it equals nothing."""
 
     __slots__ = ("_ref",)
@@ -70,12 +70,12 @@ class Itself:
 
     def __eq__(self, other: object) -> bool:
         mine = self._ref()
-        return isinstance(other, Itself) and mine is not None and mine is other._ref()
+        return isinstance(other, Identity) and mine is not None and mine is other._ref()
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-def wrapped(value: Any) -> tuple[Any, ...] | None:
+def wrapped_parts(value: Any) -> tuple[Any, ...] | None:
     """Return the functions and arguments that a partial, property or method object wraps, else None."""
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return value.func, value.args, value.keywords
@@ -88,7 +88,7 @@ def wrapped(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def plainly(container: Any) -> Iterator[Any]:
+def iterate_builtin(container: Any) -> Iterator[Any]:
     """Iterate over a container by its builtin base class, ignoring overrides."""
     bases: tuple[Any, ...] = (tuple, list, set, frozenset, collections.deque)
     return next(base.__iter__(container) for base in bases if isinstance(container, base))
@@ -102,7 +102,7 @@ def cell_content(cell: Any) -> Any:
         return MISSING
 
 
-def imported(names: Iterable[str], package: str) -> Iterator[str]:
+def imported_modules(names: Iterable[str], package: str) -> Iterator[str]:
     """Yield the imported modules that these names may refer to, except torch's and the standard library's."""
     parents = [package]
     while parents[-1]:
@@ -111,7 +111,7 @@ def imported(names: Iterable[str], package: str) -> Iterator[str]:
         for parent in parents:
             full_name = f"{parent}.{name}" if parent and name else parent or name
             module = sys.modules.get(full_name)
-            if module is not None and code_counts(vars(module)):
+            if module is not None and is_user_code(vars(module)):
                 yield full_name
 
 
@@ -135,22 +135,23 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 @functools.lru_cache(4096)
-def is_open_class(kind: type) -> bool:
-    """Return whether attributes of a class count: it is a user's, a library's, or a layer of torch's."""
+def has_relevant_attributes(kind: type) -> bool:
+    """Return whether captured code may depend on attributes of a class: it is a user's, a library's, or a torch
+    layer."""
     module = module_of(kind)
     layer = module.startswith("torch.nn.") and kind is not nn.Module
-    return layer or code_counts({"__name__": module})
+    return layer or is_user_code({"__name__": module})
 
 
-_CLOSED = frozenset({
+_COMPARED_BY_IDENTITY = frozenset({
     "_io", "_thread", "asyncio", "io", "logging", "multiprocessing", "re", "socket", "subprocess", "unittest",
 })  # fmt: skip
 
 
 @functools.lru_cache(4096)
-def is_closed(kind: type) -> bool:
+def is_compared_by_identity(kind: type) -> bool:
     """Return whether objects of a class are compared by identity: loggers, locks, files."""
-    return module_of(kind).partition(".")[0] in _CLOSED or kind is dataclasses.Field
+    return module_of(kind).partition(".")[0] in _COMPARED_BY_IDENTITY or kind is dataclasses.Field
 
 
 def module_of(kind: type) -> str:
@@ -169,7 +170,7 @@ def _numpy_settings() -> str:
     return "" if numpy is None else repr((numpy.geterr(), numpy.get_printoptions()))
 
 
-STATES: dict[str, Callable[[], Hashable]] = {
+HIDDEN_STATES: dict[str, Callable[[], Hashable]] = {
     "decimal": _decimal_context, "numpy": _numpy_settings, "getrecursionlimit": sys.getrecursionlimit,
     "get_num_threads": torch.get_num_threads, "get_num_interop_threads": torch.get_num_interop_threads,
     "initial_seed": torch.initial_seed, "active_count": threading.active_count, "get_ident": threading.get_ident,
@@ -178,19 +179,19 @@ STATES: dict[str, Callable[[], Hashable]] = {
 """Functions that read state of the process hidden in C, by the module or function through which code reads it."""
 
 
-def registered(kind: Any) -> Hashable:
-    """Return weak references to the classes registered as virtual subclasses (``ABC.register``) of an abstract class or
-    its subclasses."""
-    virtual, ahead = set[Any](), [kind]
-    while ahead:
-        subclass = ahead.pop()
-        ahead += type.__subclasses__(subclass)
+def virtual_subclasses(kind: Any) -> Hashable:
+    """Return weak references to the classes that are registered as virtual subclasses (``ABC.register``) of an abstract
+    class or its subclasses. They decide what ``isinstance`` answers."""
+    registered, queue = set[Any](), [kind]
+    while queue:
+        subclass = queue.pop()
+        queue += type.__subclasses__(subclass)
         if isinstance(subclass, abc.ABCMeta):
-            virtual |= _get_dump(subclass)[0]
-    return frozenset(virtual)
+            registered |= _get_dump(subclass)[0]
+    return frozenset(registered)
 
 
-def state_of(value: Any) -> Callable[[], Any] | None:
+def state_reader(value: Any) -> Callable[[], Any] | None:
     """Return a function that reads the state of a logger or of a value in shared memory, None for other objects."""
     if isinstance(value, logging.Logger):
         return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
@@ -199,14 +200,14 @@ def state_of(value: Any) -> Callable[[], Any] | None:
     return None
 
 
-_MOST_CACHED = 256
+_MAX_CACHED = 256
 """Most results of a functools cache that are compared; of larger caches only the size is."""
 
 
 def cached_results(cache: Any) -> list[Any]:
     """Return the results in the cache of `functools.cache`; for `functools.lru_cache` its link objects, which hide the
     results."""
-    if cache.cache_info().currsize > _MOST_CACHED:
+    if cache.cache_info().currsize > _MAX_CACHED:
         return []
     tables = [table for table in gc.get_referents(cache) if isinstance(table, dict) and table is not vars(cache)]
     return [result for table in tables for result in table.values()]
@@ -219,20 +220,20 @@ _LARGEST_ARRAY = 1 << 24
 """Largest array in bytes that is compared by value in each call; larger arrays are compared by identity."""
 
 
-def memory_of(value: Any) -> Callable[[], Any] | None:
+def buffer_reader(value: Any) -> Callable[[], Any] | None:
     """Return a function that reads the content of a buffer such as a numpy array, None for other objects."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         if value.nbytes > _LARGEST_ARRAY:
-            itself = Itself(value)
-            return lambda: (itself, value.dtype.str, value.shape)
+            identity = Identity(value)
+            return lambda: (identity, value.dtype.str, value.shape)
         return lambda: (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, _BUFFERS):
         return lambda: bytes(memoryview(value))
     return None
 
 
-def objects_of(value: Any) -> list[Any] | None:
+def array_objects(value: Any) -> list[Any] | None:
     """Return the elements of a numpy array of objects, None for other values."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.hasobject:

@@ -20,30 +20,30 @@ class Passes:
         self._model = model
         self._readable: Readable | None = None
         self._first: Snapshot | None = None
-        self._changing: list[str] = []
+        self._changed_reads: list[str] = []
 
-    def ended(self) -> None:
-        """Compare the values at the end of a pass with those of the first pass."""
+    def end_pass(self) -> None:
+        """Compare the values that the code reads with those of the first pass, and note the ones that changed."""
         with self.executed.pause():
             if self._first is None or self._readable is None:
                 self._readable = Readable(self._model, recipe_of(self.executed))
-                self._first = self._readable.now()
+                self._first = self._readable.take_snapshot()
             else:
-                self._changing = self._changing or self._first.differing(self._readable.now())
+                self._changed_reads = self._changed_reads or self._first.differences(self._readable.take_snapshot())
 
     def refuse(self) -> None:
         """Raise RecordingError if values change with each call or cannot be compared."""
-        if self.executed.outside is not None:
-            does, where = self.executed.outside
+        if self.executed.external_effect is not None:
+            does, where = self.executed.external_effect
             raise RecordingError(
                 f"forward() {does}: a planned step would not do that again",
                 expected="code that reads its arguments, attributes and globals",
                 do="Do that outside of forward(), and pass what comes out as an input",
                 where=where,
             )
-        if self._changing:
+        if self._changed_reads:
             raise RecordingError(
-                f"forward() changes what it reads: the {self._changing[0]}",
+                f"forward() changes what it reads: the {self._changed_reads[0]}",
                 expected="the same values in each call: a planned step does not run forward() again",
                 do="Keep what changes in a buffer (register_buffer(), changed in place), or change it outside of "
                 "forward()",
@@ -58,20 +58,22 @@ class Passes:
 
     def reads(self) -> Reads:
         """Return guards on the values that were read."""
-        return Reads(Readable(self._model, recipe_of(self.executed)), late=self.executed.reads_late)
+        return Reads(
+            Readable(self._model, recipe_of(self.executed)), read_in_backward=self.executed.backward_reads_state
+        )
 
 
-_of_errors: weakref.WeakKeyDictionary[BaseException, Reads] = weakref.WeakKeyDictionary()
+_reads_by_error: weakref.WeakKeyDictionary[BaseException, Reads] = weakref.WeakKeyDictionary()
 
 
 def note_reads(error: BaseException, reads: Reads) -> None:
     """Attach the values that a failed capture had read to its error."""
-    _of_errors[error] = reads
+    _reads_by_error[error] = reads
 
 
 def reads_of(error: BaseException) -> Reads | None:
     """Return the values attached to an error or to one of its causes, else None."""
     cause: BaseException | None = error
-    while cause is not None and cause not in _of_errors:
+    while cause is not None and cause not in _reads_by_error:
         cause = cause.__cause__
-    return None if cause is None else _of_errors[cause]
+    return None if cause is None else _reads_by_error[cause]

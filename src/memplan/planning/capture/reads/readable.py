@@ -15,27 +15,27 @@ from dataclasses import replace
 from torch import nn
 
 from memplan.planning.capture.reads.walk import Recipe, Snapshot, Walk
-from memplan.planning.capture.side_effects import computed
+from memplan.planning.capture.side_effects import recomputed_attributes
 
 
 class Reads:
     """Values that a captured step can have read, with a snapshot of them."""
 
-    def __init__(self, readable: Readable, *, late: bool = False) -> None:
-        self.readable, self.snapshot = readable, readable.now()
-        self.late = late
+    def __init__(self, readable: Readable, *, read_in_backward: bool = False) -> None:
+        self.readable, self.snapshot = readable, readable.take_snapshot()
+        self.read_in_backward = read_in_backward
         """Whether the backward pass reads them, too."""
 
-    def hold(self, moment: object = None) -> bool:
+    def are_unchanged(self, moment: object = None) -> bool:
         """Return whether all values equal the snapshot. ``moment``: as for `Readable.now`."""
-        now = self.readable.now(moment)
+        now = self.readable.take_snapshot(moment)
         if now is not self.snapshot and now == self.snapshot:
             self.snapshot = now
         return now is self.snapshot
 
-    def differing(self) -> list[str]:
+    def differences(self) -> list[str]:
         """Return the names of the values that differ from the snapshot."""
-        return self.snapshot.differing(self.readable.now())
+        return self.snapshot.differences(self.readable.take_snapshot())
 
     def release(self) -> None:
         """Drop references to all values; the next check reads them anew."""
@@ -52,31 +52,34 @@ class Readable:
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._modules = [(name, vars(module), computed(module), type(module)) for name, module in model.named_modules()]
-        self._places = {id(module): name for name, module in model.named_modules()}
+        self._modules = [
+            (name, vars(module), recomputed_attributes(module), type(module)) for name, module in model.named_modules()
+        ]
+        self._module_names = {id(module): name for name, module in model.named_modules()}
         self._moment: object = None
         self._walk: Walk | None = None
         self._snapshot: Snapshot | None = None
 
-    def now(self, moment: object = None) -> Snapshot:
+    def take_snapshot(self, moment: object = None) -> Snapshot:
         """Return a snapshot of the present values: the same object as in the last call if nothing has changed.
 
         Args:
             moment: token that is the same object while no module's attributes change; None: unknown.
         """
-        settled = moment is not None and moment is self._moment
-        if self._snapshot is None or self._walk is None or not self._walk.unchanged(modules=not settled):
+        modules_unchanged = moment is not None and moment is self._moment
+        if self._snapshot is None or self._walk is None or not self._walk.unchanged(modules=not modules_unchanged):
             self._walk = self._traverse()
             self._snapshot = self._walk.snapshot()
         self._moment = moment
         return self._snapshot
 
     def _traverse(self) -> Walk:
-        """Traverse until the recipe has all names that objects such as `operator.attrgetter` add to it."""
+        """Traverse all readable values, and again while the traversal meets objects that read further attributes by
+        name (`operator.attrgetter`), which the recipe must include."""
         while True:
-            walk = Walk(self.recipe, self._places)
+            walk = Walk(self.recipe, self._module_names)
             walk.start(self._modules)
-            recipe = replace(self.recipe, names=self.recipe.names | walk.named, whole=walk.whole)
+            recipe = replace(self.recipe, names=self.recipe.names | walk.added_names, reads_all=walk.reads_all)
             if recipe == self.recipe:
                 return walk
             self.recipe = recipe

@@ -22,28 +22,28 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.planning.capture.reads.executed import GETTERS, Executed, code_counts, in_standard_library, uses_of
+from memplan.planning.capture.reads.executed import GETTERS, Executed, in_standard_library, is_user_code, uses_of
 from memplan.planning.capture.reads.kinds import (
+    HIDDEN_STATES,
     MISSING,
     PLAIN,
     POINTER,
-    STATES,
-    Itself,
+    Identity,
+    array_objects,
+    buffer_reader,
     cached_results,
     dict_of,
-    imported,
-    is_closed,
-    is_open_class,
+    has_relevant_attributes,
+    imported_modules,
+    is_compared_by_identity,
     is_plain,
-    memory_of,
+    iterate_builtin,
     module_of,
-    objects_of,
-    plainly,
-    registered,
     slots_of,
-    state_of,
+    state_reader,
     value_key,
-    wrapped,
+    virtual_subclasses,
+    wrapped_parts,
 )
 from memplan.planning.capture.reads.watched import Names, Watched
 
@@ -52,10 +52,10 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _FIXED = (types.ModuleType, type)
 _WRAPPING = ("contextlib", "functools")
 """Modules whose functions wrap others."""
-_NEVER = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__",
+_IGNORED_NAMES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__",
                     "__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__"})  # fmt: skip
-_KNOWN = frozenset({"builtins", "torch", "numpy", "memplan"})
-_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"})
+_KNOWN_PACKAGES = frozenset({"builtins", "torch", "numpy", "memplan"})
+_MODULE_STATE = frozenset({"training", "_parameters", "_buffers", "_modules"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +66,28 @@ class Recipe:
     """Code and its globals, by id of the code."""
     names: frozenset[str]
     """Attributes that the code names."""
-    of_globals: frozenset[str]
+    attributes_of_globals: frozenset[str]
     """Attributes that it reads of globals directly: the only ones that count of modules of torch and the stdlib."""
-    whole: bool
+    reads_all: bool
     """Whether it reads attributes that it does not name."""
-    whole_kinds: frozenset[type]
+    fully_read_classes: frozenset[type]
     """Classes of objects whose attributes it all reads."""
     modules: frozenset[str]
     """Modules that it looked up by computed names."""
 
     def is_read(self, name: str, value: Any) -> bool:
-        """Return whether an attribute of a class counts."""
+        """Return whether captured code may have read this attribute of a class."""
         if name in self.names:
             return True
-        if self.whole and not name.startswith("__") and isinstance(value, (*PLAIN, dict, list, tuple, set)):
+        if self.reads_all and not name.startswith("__") and isinstance(value, (*PLAIN, dict, list, tuple, set)):
             return True
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         return isinstance(function, types.FunctionType) and id(function.__code__) in self.codes
 
     def is_open_ended(self, kind: type) -> bool:
-        """Return whether all attributes of a class's objects count: code reads them all, or ``__getattr__`` may."""
-        if not self.whole_kinds.isdisjoint(kind.__mro__):
+        """Return whether captured code may have read any attribute of a class's objects: it reads all of them, or the
+        class's ``__getattr__`` may read them."""
+        if not self.fully_read_classes.isdisjoint(kind.__mro__):
             return True
         for base in kind.__mro__:
             for name in ("__getattr__", "__getattribute__"):
@@ -94,7 +95,7 @@ class Recipe:
                 if (
                     isinstance(function, types.FunctionType)
                     and id(function.__code__) in self.codes
-                    and code_counts(function.__globals__)
+                    and is_user_code(function.__globals__)
                 ):
                     return True
         return False
@@ -104,10 +105,10 @@ def recipe_of(executed: Executed) -> Recipe:
     """Return the recipe for the code that was observed."""
     uses = [uses_of(code) for code, _ in executed.codes.values()]
     names = frozenset(executed.names).union(*(use.names for use in uses))
-    of_globals = frozenset[str]().union(*(use.of_globals for use in uses))
-    whole = executed.whole or any(use.unnamed for use in uses)
-    kinds, modules = frozenset(executed.whole_kinds), frozenset(executed.modules)
-    return Recipe(dict(executed.codes), names, of_globals, whole, kinds, modules)
+    attributes_of_globals = frozenset[str]().union(*(use.attributes_of_globals for use in uses))
+    reads_all = executed.reads_all or any(use.unnamed for use in uses)
+    kinds, modules = frozenset(executed.fully_read_classes), frozenset(executed.modules)
+    return Recipe(dict(executed.codes), names, attributes_of_globals, reads_all, kinds, modules)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -125,7 +126,7 @@ class Snapshot:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Snapshot) and self.nodes == other.nodes)
 
-    def differing(self, other: Snapshot) -> list[str]:
+    def differences(self, other: Snapshot) -> list[str]:
         """Return the names of the nodes that differ; only the first if the numbers of nodes differ."""
         pairs = zip(self.nodes, other.nodes, self.labels, strict=False)
         labels = [label for mine, its, label in pairs if mine != its]
@@ -139,25 +140,25 @@ class Walk(Watched):
 
     def __init__(self, recipe: Recipe, places: Mapping[int, str]) -> None:
         super().__init__()
-        self._recipe, self._places = recipe, places
+        self._recipe, self._module_names = recipe, places
         self._nodes: list[Any] = []
         self._labels: list[str] = []
-        self._known: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
         """Objects in `_known`, kept alive so that ids are not reused."""
-        self._ahead: collections.deque[tuple[int, Any, str]] = collections.deque()
+        self._queue: collections.deque[tuple[int, Any, str]] = collections.deque()
         self._unseen: list[str] = []
-        self.named = set[str]()
+        self.added_names = set[str]()
         """Attributes that objects name, such as an `operator.attrgetter`: the recipe must have them, too."""
-        self.whole = recipe.whole
+        self.reads_all = recipe.reads_all
         """Whether a function that reads unnamed attributes was reached, such as `getattr` in a partial."""
         self._states = set[str]()
-        self._names = Names(None if recipe.whole else recipe.names, _NEVER)
+        self._names = Names(None if recipe.reads_all else recipe.names, _IGNORED_NAMES)
 
     def snapshot(self) -> Snapshot:
         """Return the snapshot, after `start`."""
         self._alive.clear()
-        self._known.clear()
+        self._numbers.clear()
         return Snapshot(tuple(self._nodes), tuple(self._labels), tuple(self._unseen))
 
     def start(self, modules: list[tuple[str, dict[str, Any], frozenset[str], type]]) -> None:
@@ -169,164 +170,178 @@ class Walk(Watched):
         for path, own, without, kind in modules:
             of = f" of {path}" if path else ""
             without |= _torch.BOOKKEEPING
-            only = None if self._recipe.whole or self._recipe.is_open_ended(kind) else self._recipe.names
-            for name, value in self.attributes(own, Names(only, without)).items():
+            only = None if self._recipe.reads_all or self._recipe.is_open_ended(kind) else self._recipe.names
+            for name, value in self.watch_module_attributes(own, Names(only, without)).items():
                 self._visit(value, f"attribute {name}{of}")
             self._visit(kind, f"class {kind.__qualname__}")
             for table in _torch.own_tensor_tables(own):
                 for name, tensor in table.items():
                     own_of_tensor = getattr(tensor, "__dict__", None)
-                    for inner, value in self.instance(own_of_tensor, self._names).items() if own_of_tensor else ():
+                    for inner, value in (
+                        self.watch_instance(own_of_tensor, self._names).items() if own_of_tensor else ()
+                    ):
                         self._visit(value, f"attribute {name}.{inner}{of}")
-        self._globals()
-        for name in STATES:
+        self._visit_globals()
+        for name in HIDDEN_STATES:
             if name in self._recipe.names:
-                self._state(name)
-        while self._ahead:
-            number, value, label = self._ahead.popleft()
-            self._nodes[number] = self._inside(value, label)
-        self.settle()
+                self._append_hidden_state(name)
+        while self._queue:
+            number, value, label = self._queue.popleft()
+            self._nodes[number] = self._node_of(value, label)
+        self.record_versions()
 
-    def _globals(self) -> None:
+    def _visit_globals(self) -> None:
+        """Visit the globals that captured code loads, and the modules that it imports."""
         by_module: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        modules = dict.fromkeys(imported(sorted(self._recipe.modules), ""))
+        modules = dict.fromkeys(imported_modules(sorted(self._recipe.modules), ""))
         for code, own in self._recipe.codes.values():
             uses = uses_of(code)
             if str(own.get("__name__")).startswith("torch."):  # its flags and hooks are part of each key
                 continue
             by_module.setdefault(id(own), (own, set()))[1].update(uses.loaded)
-            modules.update(dict.fromkeys(imported(uses.imports, str(own.get("__package__") or ""))))
+            modules.update(dict.fromkeys(imported_modules(uses.imports, str(own.get("__package__") or ""))))
         for own, names in by_module.values():
             module = own.get("__name__", "")
             prefix = "" if module == "__main__" else f"{module}."
-            for name, value in self.names(own, Names(frozenset(names))).items():
+            for name, value in self.watch_namespace(own, Names(frozenset(names))).items():
                 self._visit(value, f"global {prefix}{name}")
         for name in modules:
-            self._visit(self.read(functools.partial(sys.modules.get, name)), f"module {name}")
+            self._visit(self.watch_reference(functools.partial(sys.modules.get, name)), f"module {name}")
 
     # -- values
 
     def _visit(self, value: Any, label: str) -> Any:
-        """Return the number of a value's node; a new value is queued. ``label``: its name in messages."""
+        """Return the number of a value's node. A value met for the first time gets a number, and is queued: its node is
+        filled in by `start`. ``label``: its name in messages."""
         if is_plain(value):
-            return self._add(value_key(value), label)
-        known = self._known.get(id(value))
+            return self._append_node(value_key(value), label)
+        known = self._numbers.get(id(value))
         if known is not None:
             return known
-        number = self._add(None, label)
+        number = self._append_node(None, label)
         if not isinstance(value, tuple):
-            self._known[id(value)] = number
+            self._numbers[id(value)] = number
             self._alive.append(value)
-        self._ahead.append((number, value, label))
+        self._queue.append((number, value, label))
         return number
 
-    def _part(self, value: Any, label: Callable[[], str]) -> Any:
+    def _element_node(self, value: Any, label: Callable[[], str]) -> Any:
         return value_key(value) if is_plain(value) else self._visit(value, label())
 
-    def _add(self, node: Any, label: str) -> int:
+    def _append_node(self, node: Any, label: str) -> int:
         self._nodes.append(node)
         self._labels.append(label)
         return len(self._nodes) - 1
 
-    def _inside(self, value: Any, label: str) -> Any:
+    def _node_of(self, value: Any, label: str) -> Any:
+        """Return the node of a queued value, by its type: its identity or key, and the nodes of what it refers to."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
             own = getattr(value, "__dict__", None)
-            return Itself(value), *self._attributes(self.instance(own, self._names) if own else {}, label)
-        if id(value) in self._places:
-            return "module", self._places[id(value)]
+            return Identity(value), *self._attribute_nodes(self.watch_instance(own, self._names) if own else {}, label)
+        if id(value) in self._module_names:
+            return "module", self._module_names[id(value)]
         if isinstance(value, types.FunctionType):
-            return self._function(value, label)
+            return self._function_node(value, label)
         if isinstance(value, types.MethodType):
             return kind, self._visit(value.__func__, label), self._visit(value.__self__, label)
         if isinstance(value, types.BuiltinFunctionType):
             owner: Any = value.__self__
-            self.whole = self.whole or any(value is getter for getter in GETTERS)
-            self._state(str(value.__module__))
+            self.reads_all = self.reads_all or any(value is getter for getter in GETTERS)
+            self._append_hidden_state(str(value.__module__))
             if isinstance(owner, _CONTAINERS) or (hasattr(owner, "__dict__") and not isinstance(owner, _FIXED)):
                 return kind, value.__name__, self._visit(owner, label)
-            return Itself(value)
+            return Identity(value)
         if isinstance(value, type):
-            return self._class(value, label)
+            return self._class_node(value, label)
         if isinstance(value, types.ModuleType):
-            return self._module(value, label)
-        inner = wrapped(value)
+            return self._module_node(value, label)
+        inner = wrapped_parts(value)
         if inner is not None:
             return kind, *(self._visit(part, label) for part in inner)
         if isinstance(value, _CACHED):
-            self.bytes(lambda: value.cache_info().currsize)
+            self.watch_value(lambda: value.cache_info().currsize)
             results = cached_results(value)  # this list keeps the ids valid
-            self.bytes(lambda: (len(results), [*map(id, cached_results(value))]))
+            self.watch_value(lambda: (len(results), [*map(id, cached_results(value))]))
             inside = [part for part in gc.get_referents(value) if not isinstance(part, (type, dict))]
             return kind, *(self._visit(part, label) for part in (*inside, *results))
         if isinstance(value, weakref.ref):
-            return kind, self._visit(self.read(value), label)
+            return kind, self._visit(self.watch_reference(value), label)
         if isinstance(value, contextvars.ContextVar):
-            return Itself(value), self._visit(self.read(lambda: value.get(MISSING)), label)
+            return Identity(value), self._visit(self.watch_reference(lambda: value.get(MISSING)), label)
         if value is MISSING or kind is object:
-            return Itself(value)
-        return self._object(value, label)
+            return Identity(value)
+        return self._object_node(value, label)
 
-    def _function(self, value: types.FunctionType, label: str) -> Any:
+    def _function_node(self, value: types.FunctionType, label: str) -> Any:
+        """Return the node of a function: its code, closure, defaults and attributes if it ran during the capture, what
+        it wraps if it is a wrapper, else its code or identity alone."""
         code = value.__code__
         if id(code) not in self._recipe.codes:
             if value.__globals__.get("__name__") in _WRAPPING:
                 # of functools.singledispatch, whose closure has a cache, only the implementations by type
                 parts = [vars(value)["registry"]] if "registry" in vars(value) else [
-                    *map(self.cell, value.__closure__ or ()), vars(value).get("__wrapped__")
+                    *map(self.watch_cell, value.__closure__ or ()), vars(value).get("__wrapped__")
                 ]  # fmt: skip
-                return Itself(value), *(self._visit(part, label) for part in parts)
-            return Itself(value) if not code_counts(value.__globals__) else (types.FunctionType, code)
-        self.function(value)
+                return Identity(value), *(self._visit(part, label) for part in parts)
+            return Identity(value) if not is_user_code(value.__globals__) else (types.FunctionType, code)
+        self.watch_function(value)
         parts = list[Any]()
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-            parts.append(self._visit(self.cell(cell), f"{label}, {name}"))
+            parts.append(self._visit(self.watch_cell(cell), f"{label}, {name}"))
         if value.__defaults__:
             parts.append(self._visit(value.__defaults__, f"{label}, its defaults"))
         if value.__kwdefaults__:
             parts.append(self._visit(value.__kwdefaults__, f"{label}, its defaults"))
-        parts += self._attributes(self.instance(value.__dict__, self._names), label)
+        parts += self._attribute_nodes(self.watch_instance(value.__dict__, self._names), label)
         return types.FunctionType, code, *parts
 
-    def _class(self, kind: type, label: str) -> Any:
+    def _class_node(self, kind: type, label: str) -> Any:
+        """Return the node of a class: its identity, virtual subclasses, and the attributes that captured code may have
+        read, with those of its base classes."""
         if issubclass(kind, enum.Enum):
             members: Mapping[str, Any] = kind.__members__
-            return Itself(kind), *(self._visit(member, label) for member in members.values() if not is_plain(member))
-        self._state(module_of(kind))
+            return Identity(kind), *(self._visit(member, label) for member in members.values() if not is_plain(member))
+        self._append_hidden_state(module_of(kind))
         parts = list[Any]()
         if isinstance(kind, abc.ABCMeta):
-            self.bytes(abc.get_cache_token)
-            parts.append(registered(kind))
+            self.watch_value(abc.get_cache_token)
+            parts.append(virtual_subclasses(kind))
         for base in kind.__mro__:
-            if not is_open_class(base):
+            if not has_relevant_attributes(base):
                 continue
             own = dict_of(base)
             if "__match_args__" in self._recipe.names:
-                self.named.update(own.get("__match_args__", ()))
+                self.added_names.update(own.get("__match_args__", ()))
             read = frozenset(name for name, value in own.items() if self._recipe.is_read(name, value))
             of = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
-            parts += self._named(own, of, Names(self._recipe.names | read, _NEVER))
+            parts += self._namespace_nodes(own, of, Names(self._recipe.names | read, _IGNORED_NAMES))
         meta = type(kind)
-        return (Itself(kind), *parts, self._visit(meta, f"class {meta.__qualname__}") if is_open_class(meta) else None)
+        return (
+            Identity(kind),
+            *parts,
+            self._visit(meta, f"class {meta.__qualname__}") if has_relevant_attributes(meta) else None,
+        )
 
-    def _state(self, name: str) -> None:
-        """Add the state of a module or a function of `STATES`, once."""
-        if name in STATES and name not in self._states:
+    def _append_hidden_state(self, name: str) -> None:
+        """Add the state of a module or a function of `HIDDEN_STATES`, once."""
+        if name in HIDDEN_STATES and name not in self._states:
             self._states.add(name)
-            self._add(self.bytes(STATES[name]), f"state of {name}")
+            self._append_node(self.watch_value(HIDDEN_STATES[name]), f"state of {name}")
 
-    def _module(self, value: types.ModuleType, label: str) -> Any:
+    def _module_node(self, value: types.ModuleType, label: str) -> Any:
+        """Return the node of a Python module: its identity and the globals that captured code names."""
         own, name = vars(value), value.__name__
         if name == "builtins":
-            return Itself(value)
-        self._state(name)
-        names = self._recipe.names if code_counts(own) else self._recipe.of_globals
-        without = _NEVER | {"modules"} if value is sys else _NEVER
-        return Itself(value), *self._named(own, f"global {name}", Names(names, without))
+            return Identity(value)
+        self._append_hidden_state(name)
+        names = self._recipe.names if is_user_code(own) else self._recipe.attributes_of_globals
+        without = _IGNORED_NAMES | {"modules"} if value is sys else _IGNORED_NAMES
+        return Identity(value), *self._namespace_nodes(own, f"global {name}", Names(names, without))
 
     # -- objects and containers
 
-    def _object(self, value: Any, label: str) -> Any:
+    def _object_node(self, value: Any, label: str) -> Any:
         """Return the node of an object: its class and its readable content, which is the first that applies of: the
         elements of a container, the bytes of an array, the state of a logger, the object's identity (locks, files), the
         attributes and slots that the code names."""
@@ -334,91 +349,97 @@ class Walk(Watched):
         parts = [kind if module_of(kind) == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
         if isinstance(value, POINTER):
             self._unseen.append(f"the {label}, a pointer of ctypes")
-        known = self._content(value, label)
+        known = self._container_nodes(value, label)
         parts += known or ()
-        read = memory_of(value) if known is None else None
+        read = buffer_reader(value) if known is None else None
         if read is not None:
-            return *parts, self.bytes(read)
-        state = state_of(value)
+            return *parts, self.watch_value(read)
+        state = state_reader(value)
         if state is not None:
-            return *parts, Itself(value), repr(self.bytes(state))
-        if is_closed(kind) and not isinstance(value, threading.local):
-            return *parts, Itself(value)
+            return *parts, Identity(value), repr(self.watch_value(state))
+        if is_compared_by_identity(kind) and not isinstance(value, threading.local):
+            return *parts, Identity(value)
         if isinstance(value, PLAIN):
             parts.append(value_key(value))
         if isinstance(value, enum.Enum):
             parts.append(self._visit(value._value_, label))
         names = self._names
         if self._recipe.is_open_ended(kind) or in_standard_library(module_of(kind)):
-            names = Names(None, _NEVER)
+            names = Names(None, _IGNORED_NAMES)
         if isinstance(value, nn.Module):
-            names = Names(None if names.only is None else names.only | _OF_MODULES, _torch.BOOKKEEPING - _OF_MODULES)
+            names = Names(
+                None if names.included is None else names.included | _MODULE_STATE, _torch.BOOKKEEPING - _MODULE_STATE
+            )
         own, seen = getattr(value, "__dict__", None), known is not None
         if isinstance(own, dict):
-            self.kind(value)
-            parts += self._attributes(self.instance(own, names), label)
+            self.watch_class(value)
+            parts += self._attribute_nodes(self.watch_instance(own, names), label)
             seen = True
         for name in slots_of(kind):
-            if names.only is None or name in names.only:
-                content = self.read(functools.partial(getattr, value, name, MISSING))
-                parts.append((name, self._visit(content, _inner(label, name))))
+            if names.included is None or name in names.included:
+                content = self.watch_reference(functools.partial(getattr, value, name, MISSING))
+                parts.append((name, self._visit(content, _attribute_label(label, name))))
             seen = True
-        return tuple(parts) if seen else (*parts, self._opaque(value, label))
+        return tuple(parts) if seen else (*parts, self._c_object_node(value, label))
 
-    def _content(self, value: Any, label: str) -> list[Any] | None:
+    def _container_nodes(self, value: Any, label: str) -> list[Any] | None:
+        """Return the nodes of the elements of a dict, array of objects, sequence or set; None for other objects."""
         if isinstance(value, dict):
-            keys, values = self.content(value)
+            keys, values = self.watch_dict(value)
             return [
-                (self._part(key, lambda: label), self._part(item, lambda key=key: f"{label}[{key!r:.40}]"))
+                (
+                    self._element_node(key, lambda: label),
+                    self._element_node(item, lambda key=key: f"{label}[{key!r:.40}]"),
+                )
                 for key, item in zip(keys, values, strict=True)
             ]
-        objects = objects_of(value)
+        objects = array_objects(value)
         if objects is not None:  # this list keeps the ids valid
-            self.bytes(lambda: (len(objects), [*map(id, objects_of(value) or ())]))
-            return [self._part(item, lambda at=at: f"{label}[{at}]") for at, item in enumerate(objects)]
+            self.watch_value(lambda: (len(objects), [*map(id, array_objects(value) or ())]))
+            return [self._element_node(item, lambda at=at: f"{label}[{at}]") for at, item in enumerate(objects)]
         if isinstance(value, types.MappingProxyType):
             return [self._visit(gc.get_referents(value)[0], label)]
         if not isinstance(value, (tuple, list, set, frozenset, collections.deque)):
             return None
-        content = tuple(plainly(value))
+        content = tuple(iterate_builtin(value))
         if not isinstance(value, (tuple, frozenset)):
-            self.list(value, content)
+            self.watch_container(value, content)
         if isinstance(value, (set, frozenset)):
             plain = [element for element in content if is_plain(element)]
-            others = [Itself(element) for element in content if not is_plain(element)]
+            others = [Identity(element) for element in content if not is_plain(element)]
             return [frozenset(map(value_key, plain)), *others]
-        return [self._part(item, lambda at=at: f"{label}[{at}]") for at, item in enumerate(content)]
+        return [self._element_node(item, lambda at=at: f"{label}[{at}]") for at, item in enumerate(content)]
 
-    def _opaque(self, value: Any, label: str) -> Any:
+    def _c_object_node(self, value: Any, label: str) -> Any:
         """Return the node of an object of a class written in C, whose content Python does not see."""
         kind = type(value)
         if isinstance(value, types.CellType):
-            return self._visit(self.cell(value), label)
+            return self._visit(self.watch_cell(value), label)
         if isinstance(value, threading.local):
-            return self._named(value.__dict__, label, Names(None))
+            return self._namespace_nodes(value.__dict__, label, Names(None))
         if isinstance(value, (operator.attrgetter, operator.methodcaller, operator.itemgetter)):
             arguments = value.__reduce__()[1]
             if not isinstance(value, operator.itemgetter):
-                self.named.update(name for path in arguments if isinstance(path, str) for name in path.split("."))
+                self.added_names.update(name for path in arguments if isinstance(path, str) for name in path.split("."))
             return self._visit(arguments, label)
         if hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
             self._unseen.append(f"the {label}, an iterator ({kind.__name__}), which each reading moves on")
-            return Itself(value)
+            return Identity(value)
         if kind.__hash__ is not object.__hash__ and kind.__hash__ is not None and kind.__eq__ is not object.__eq__:
             return value_key(value)  # an immutable value
-        if module_of(kind).partition(".")[0] not in _KNOWN and not in_standard_library(module_of(kind)):
+        if module_of(kind).partition(".")[0] not in _KNOWN_PACKAGES and not in_standard_library(module_of(kind)):
             self._unseen.append(f"the {label}, an object of {module_of(kind)}.{kind.__qualname__}, whose content "
                                 "Python does not see")  # fmt: skip
-        return Itself(value)
+        return Identity(value)
 
-    def _named(self, own: dict[str, Any], label: str, names: Names) -> list[Any]:
-        return self._attributes(self.names(own, names), label)
+    def _namespace_nodes(self, own: dict[str, Any], label: str, names: Names) -> list[Any]:
+        return self._attribute_nodes(self.watch_namespace(own, names), label)
 
-    def _attributes(self, values: Mapping[str, Any], label: str) -> list[Any]:
-        return [(name, self._visit(value, _inner(label, name))) for name, value in values.items()]
+    def _attribute_nodes(self, values: Mapping[str, Any], label: str) -> list[Any]:
+        return [(name, self._visit(value, _attribute_label(label, name))) for name, value in values.items()]
 
 
-def _inner(label: str, name: str) -> str:
+def _attribute_label(label: str, name: str) -> str:
     """Return the label of an attribute, as in ``attribute config.scale of layer``."""
     head, of, path = label.partition(" of ")
     return f"{head}.{name}{of}{path}"
