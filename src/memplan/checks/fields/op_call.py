@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memplan.checks.fields.spans import Span
-from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, charged, mapped, resolved, size_of
+from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, mapped, resolved, size_of, with_border_losses
 from memplan.trace.records import Form
 
 
@@ -42,7 +42,9 @@ Rule = Callable[[Call], Fields | list[Fields]]
 """From a call to the fields of its first result, or of all of its results."""
 
 
-def spatial(call: Call, change: Callable[[int, Span], Span | None], spread: Callable[[int], float]) -> Fields:
+def fields_after_kernel(
+    call: Call, change: Callable[[int, Span], Span | None], spread: Callable[[int], float]
+) -> Fields:
     """Return the fields of an op whose kernel slides along the last dimensions, as a convolution's does.
 
     Args:
@@ -61,12 +63,12 @@ def spatial(call: Call, change: Callable[[int, Span], Span | None], spread: Call
         axis = resolved(dim)
         moved = mapped(axis, lambda span, n=number: change(n, span), windowed=True, spread=spread(number))
         size = shape[first + number]
-        result.append((Factor(size, charged(axis, size_of(dim), moved, size, call.form.op)),))
+        result.append((Factor(size, with_border_losses(axis, size_of(dim), moved, size, call.form.op)),))
     return tuple(result)
 
 
-def at(values: Any, number: int, default: int = 1) -> int:
-    """Return an option's value for dimension ``number``; a single value holds for all dimensions."""
+def option_at(values: Any, number: int, default: int = 1) -> int:
+    """Return an option's value for spatial dimension ``number``; a single value holds for all dimensions."""
     if not isinstance(values, (tuple, list)):
         return default if values is None else int(values)
     numbers: list[int] = [int(value) for value in values]
@@ -80,4 +82,4 @@ def shifted(dim: Dim, size: int, offset: int, step: int, op: int) -> Dim:
     """
     axis = resolved(dim)
     moved = mapped(axis, lambda span: span.moved(offset, step))
-    return (Factor(size, charged(axis, size_of(dim), moved, size, op)),)
+    return (Factor(size, with_border_losses(axis, size_of(dim), moved, size, op)),)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memplan.checks.fields.op_call import Call, Rule, at, shifted
+from memplan.checks.fields.op_call import Call, Rule, option_at, shifted
 from memplan.checks.fields.spans import IDENTITY, Span
-from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, charged, mapped, resolved, size_of, unknown, viewed
+from memplan.checks.fields.tensor_fields import (
+    Dim,
+    Factor,
+    Fields,
+    mapped,
+    resolved,
+    size_of,
+    unknown,
+    viewed,
+    with_border_losses,
+)
 
 
 def _view_permute_view(fields: Fields, shape: Sequence[int], order: Sequence[int], result: Sequence[int]) -> Fields:
+    """Return the fields after ``x.view(shape).permute(order).view(result)``."""
     split = viewed(fields, shape)
     return viewed(tuple(split[dim] for dim in order), result)
 
@@ -30,11 +41,15 @@ def _pixel_unshuffle(call: Call) -> Fields:
     return _view_permute_view(call.main, shape, (*range(n), n, n + 2, n + 4, n + 1, n + 3), call.shape)
 
 
-def _windowed(dim: Dim, size: int, call: Call, window: Span | None, spread: float = 0.0) -> Dim:
-    """Return a dimension after a kernel slid along it. ``window`` are the fields in positions of the operand."""
+def _after_kernel(dim: Dim, size: int, call: Call, window: Span | None, spread: float = 0.0) -> Dim:
+    """Return a dimension after a kernel slid along it.
+
+    ``size`` is the new size; ``window`` are the positions of the operand that each new position reads, with the
+    variance ``spread``; None where they are unknown.
+    """
     axis = resolved(dim)
     moved = mapped(axis, lambda span: _through_window(span, window), windowed=True, spread=spread)
-    return (Factor(size, charged(axis, size_of(dim), moved, size, call.form.op)),)
+    return (Factor(size, with_border_losses(axis, size_of(dim), moved, size, call.form.op)),)
 
 
 def _through_window(span: Span, window: Span | None) -> Span | None:
@@ -48,14 +63,14 @@ def _windows(call: Call) -> list[tuple[int, int, int, int]]:
     """Return kernel, stride, padding and dilation of im2col and col2im, for each dimension."""
     form = call.form
     names = (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1))
-    return [tuple(at(form.option(name), n, default) for name, default in names) for n in range(2)]  # pyright: ignore[reportReturnType]  # four
+    return [tuple(option_at(form.option(name), n, default) for name, default in names) for n in range(2)]  # pyright: ignore[reportReturnType]  # four
 
 
-def _counts(sizes: Sequence[int], windows: Sequence[tuple[int, int, int, int]]) -> list[int]:
+def _window_counts(sizes: Sequence[int], windows: Sequence[tuple[int, int, int, int]]) -> list[int]:
     return [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, (k, s, p, d) in zip(sizes, windows, strict=True)]
 
 
-def _do_not_overlap(windows: Sequence[tuple[int, int, int, int]]) -> bool:
+def _are_disjoint(windows: Sequence[tuple[int, int, int, int]]) -> bool:
     return all(k == s and p == 0 and d == 1 for k, s, p, d in windows)
 
 
@@ -64,8 +79,8 @@ def _im2col(call: Call) -> Fields:
     dims, windows = call.main, _windows(call)
     if len(dims) != 4:
         return unknown(call.shape)
-    counts = _counts([size_of(dim) for dim in dims[2:]], windows)
-    if _do_not_overlap(windows):
+    counts = _window_counts([size_of(dim) for dim in dims[2:]], windows)
+    if _are_disjoint(windows):
         (rows, columns), (kh, kw) = counts, (window[0] for window in windows)
         cropped = (
             *dims[:2],
@@ -75,7 +90,7 @@ def _im2col(call: Call) -> Fields:
         shape = (batch, channels, rows, kh, columns, kw)
         return _view_permute_view(cropped, shape, (0, 1, 3, 5, 2, 4), call.shape)
     spatial = [
-        _windowed(dim, count, call, IDENTITY.window(k, s, p, d), (k * k - 1) / 12 * d * d)
+        _after_kernel(dim, count, call, IDENTITY.window(k, s, p, d), (k * k - 1) / 12 * d * d)
         for dim, count, (k, s, p, d) in zip(dims[2:], counts, windows, strict=True)
     ]
     return (dims[0], (Factor(call.shape[1]),), (*spatial[0], *spatial[1]))
@@ -87,13 +102,13 @@ def _col2im(call: Call) -> Fields:
     if len(dims) != 3:
         return unknown(call.shape)
     batch, channels = call.shape[:2]
-    rows, columns = _counts(call.shape[2:], windows)
+    rows, columns = _window_counts(call.shape[2:], windows)
     kh, kw = (window[0] for window in windows)
-    if _do_not_overlap(windows) and (rows * kh, columns * kw) == call.shape[2:]:
+    if _are_disjoint(windows) and (rows * kh, columns * kw) == call.shape[2:]:
         return _view_permute_view(dims, (batch, channels, kh, kw, rows, columns), (0, 1, 4, 2, 5, 3), call.shape)
     split = viewed(dims, (batch, channels * kh * kw, rows, columns))
     spatial = [
-        _windowed(dim, size, call, IDENTITY.transposed(k, s, p, d))
+        _after_kernel(dim, size, call, IDENTITY.transposed(k, s, p, d))
         for dim, size, (k, s, p, d) in zip(split[2:], call.shape[2:], windows, strict=True)
     ]
     return (split[0], (Factor(channels),), *spatial)
@@ -107,8 +122,8 @@ def _unfold(call: Call) -> Fields:
     if size == step:
         outer, inner = viewed((shifted(dims[axis], count * size, 0, 1, call.form.op),), (count, size))
         return (*dims[:axis], outer, *dims[axis + 1 :], inner)
-    windowed = _windowed(dims[axis], count, call, IDENTITY.window(size, step), (size * size - 1) / 12)
-    return (*dims[:axis], windowed, *dims[axis + 1 :], (Factor(size),))
+    outer = _after_kernel(dims[axis], count, call, IDENTITY.window(size, step), (size * size - 1) / 12)
+    return (*dims[:axis], outer, *dims[axis + 1 :], (Factor(size),))
 
 
 def _max_unpool(call: Call) -> Fields:
@@ -121,7 +136,9 @@ def _max_unpool(call: Call) -> Fields:
     stride = maker.form.option("stride") or kernel
     first = len(call.main) - len(kernel)
     spatial = [
-        _windowed(dim, size, call, IDENTITY.transposed(at(kernel, n), at(stride, n), at(padding, n, 0)))
+        _after_kernel(
+            dim, size, call, IDENTITY.transposed(option_at(kernel, n), option_at(stride, n), option_at(padding, n, 0))
+        )
         for n, (dim, size) in enumerate(zip(call.main[first:], call.shape[first:], strict=True))
     ]
     return (*call.main[:first], *spatial)
@@ -138,11 +155,11 @@ def _rot90(call: Call) -> Fields:
 
 
 def _repeat(call: Call) -> Fields:
-    """Dimensions that are not repeated keep their fields."""
-    times = call.form.option("repeats", ())
-    added = len(times) - len(call.main)
+    """Dimensions that are copied several times, or added in front, cannot be traced; the others keep their fields."""
+    repeats = call.form.option("repeats", ())
+    added = len(repeats) - len(call.main)
     dims = [dim if count == 1 else (Factor(size),)
-            for dim, count, size in zip(call.main, times[added:], call.shape[added:], strict=True)]  # fmt: skip
+            for dim, count, size in zip(call.main, repeats[added:], call.shape[added:], strict=True)]  # fmt: skip
     return (*unknown(call.shape[:added]), *dims)
 
 

@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
-from memplan.checks.fields.op_call import Call, Rule, at, shifted, spatial
+from memplan.checks.fields.op_call import Call, Rule, fields_after_kernel, option_at, shifted
 from memplan.checks.fields.rearranged import REARRANGING
 from memplan.checks.fields.spans import Span
 from memplan.checks.fields.tensor_fields import (
     Axis,
     Factor,
     Fields,
-    charged,
     mapped,
     resolved,
     size_of,
     union,
     unknown,
     viewed,
+    with_border_losses,
 )
 from memplan.trace.records import Form
 
@@ -32,7 +32,7 @@ def fields_of(call: Call) -> list[Fields]:
         results = rule(call)
     except (ArithmeticError, LookupError, TypeError, ValueError):  # a trace file may have a form that does not fit
         return [unknown(shape) for shape in shapes]
-    if not isinstance(results, list):  # of the other results, indices and masks have the first one's fields
+    if not isinstance(results, list):  # further results of the first one's shape (indices, masks) have its fields
         first = results
         results = [first, *(first if shape == shapes[0] else unknown(shape) for shape in shapes[1:])]
     return [
@@ -42,19 +42,22 @@ def fields_of(call: Call) -> list[Fields]:
 
 
 def _elementwise(call: Call) -> Fields:
+    """A position of the result sees what the same position of each operand sees, after broadcasting."""
     operands = [fields for _, fields in call.reads if _broadcasts(fields, call.shape)]
     return union(operands, call.shape, call.form.op)
 
 
 def _broadcasts(fields: Fields, shape: Sequence[int]) -> bool:
+    """Return whether a tensor with these fields broadcasts to ``shape``."""
     sizes = [size_of(dim) for dim in fields]
     return len(sizes) <= len(shape) and all(
         size in (1, target) for size, target in zip(reversed(sizes), reversed(shape), strict=False)
     )
 
 
-def _mixes(call: Call) -> Fields:
-    """Positions of the result see all positions, none, or unknown ones."""
+def _untraced(call: Call) -> Fields:
+    """Positions of the result see all positions of the operands, none, or those that values choose: fields are
+    unknown."""
     return unknown(call.shape)
 
 
@@ -65,15 +68,18 @@ def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _windows(form: Form) -> tuple[tuple[int, ...], ...]:
+    """Return kernel, stride, padding and dilation of a convolution or pool, each by spatial dimension."""
     weight = form.read("weight")
     kernel = form.option("kernel_size") if weight is None else weight.shape[2:]
     count = len(kernel) if weight is None else len(form.writes[0].shape) - 2
     options = ((kernel, 1), (form.option("stride") or kernel, 1), (form.option("padding", 0), 0),
                (form.option("dilation", 1), 1))  # fmt: skip
-    return tuple(tuple(at(values, n, default) for n in range(count)) for values, default in options)
+    return tuple(tuple(option_at(values, n, default) for n in range(count)) for values, default in options)
 
 
 def _convolution(call: Call) -> Fields:
+    """Rule of convolutions, also transposed: a kernel slides along the spatial dimensions, the channels' fields are
+    lost."""
     kernel, stride, padding, dilation = _windows(call.form)
     transposed = call.form.option("transposed", False)
 
@@ -81,10 +87,10 @@ def _convolution(call: Call) -> Fields:
         return (span.transposed if transposed else span.window)(kernel[n], stride[n], padding[n], dilation[n])
 
     def spread(n: int) -> float:
-        taps = kernel[n] / stride[n] if transposed else kernel[n]
+        taps = kernel[n] / stride[n] if transposed else kernel[n]  # of equal weights: (n * n - 1) / 12
         return max(0.0, taps * taps - 1) / 12 * dilation[n] ** 2
 
-    return spatial(call, change, spread)
+    return fields_after_kernel(call, change, spread)
 
 
 def _pool(call: Call) -> Fields:
@@ -98,7 +104,8 @@ _Sampling = Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[
 
 
 def _resized(call: Call, sampling: _Sampling) -> Fields:
-    """Return the fields of an interpolation or an adaptive pool."""
+    """Return the fields of an interpolation or an adaptive pool; ``sampling`` says which old positions a new one
+    reads."""
     shape, dims = call.shape, call.main
     count = len(call.form.option("output_size", ())) or len(shape) - 2
     scales = _scales(call, count)
@@ -110,12 +117,12 @@ def _resized(call: Call, sampling: _Sampling) -> Fields:
         scale = scales[number]
         ratio = 1 / scale if scale else Fraction(old, new)
         axis = resolved(dim)
-        if new == 1 and old > 1:
+        if new == 1 and old > 1:  # a global pool: its single position sees everything
             moved: Axis = ()
         else:
             period, advance, taps = sampling(old, new, ratio)
             moved = mapped(axis, lambda span, p=period, a=advance, t=taps: span.through(p, a, t), windowed=True)
-        result.append((Factor(new, charged(axis, old, moved, new, call.form.op)),))
+        result.append((Factor(new, with_border_losses(axis, old, moved, new, call.form.op)),))
     return tuple(result)
 
 
@@ -130,6 +137,9 @@ def _scales(call: Call, count: int) -> list[Fraction | None]:
 
 
 def _nearest(shift: Fraction) -> Rule:
+    """Return the rule of a nearest-neighbour interpolation, whose output ``o`` reads position ``(o + shift) *
+    ratio``."""
+
     def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         return ratio.denominator, ratio.numerator, lambda o: [math.floor((o + shift) * ratio)]
 
@@ -177,6 +187,8 @@ def _antialiased(reach: int) -> Rule:
 
 
 def _adaptive(call: Call) -> Fields:
+    """Output ``o`` of an adaptive pool reads the positions from ``o * ratio`` to ``(o + 1) * ratio``."""
+
     def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         exact = Fraction(old, new)
         return exact.denominator, exact.numerator, lambda o: [math.floor(o * exact), math.ceil((o + 1) * exact) - 1]
@@ -210,6 +222,7 @@ def _slice(call: Call) -> Fields:
 
 
 def _split(call: Call) -> list[Fields]:
+    """Each result of a split is a crop of the operand."""
     dims = list(call.main)
     axis = int(call.form.option("dim", 0)) % len(dims)
     results: list[Fields] = []
@@ -235,6 +248,7 @@ def _select(call: Call) -> Fields:
 
 
 def _reduce(call: Call) -> Fields:
+    """Reduced dimensions have no fields; without ``keepdim`` they are gone."""
     rank = len(call.main)
     reduced = call.dims("dim", rank) or list(range(rank))
     if len(call.shape) == rank:
@@ -243,6 +257,7 @@ def _reduce(call: Call) -> Fields:
 
 
 def _cat(call: Call) -> Fields:
+    """Positions of the concatenated dimension cannot be traced; the other dimensions are those of an elementwise op."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
     operands = [
         (*fields[:axis], (Factor(call.shape[axis]),), *fields[axis + 1 :])
@@ -253,6 +268,7 @@ def _cat(call: Call) -> Fields:
 
 
 def _stack(call: Call) -> Fields:
+    """Positions of the new dimension cannot be traced; the other dimensions are those of an elementwise op."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
     operands = [(*fields[:axis], (Factor(call.shape[axis]),), *fields[axis:]) for _, fields in call.reads]
     return union(operands, call.shape, call.form.op)
@@ -268,6 +284,7 @@ def _transpose(call: Call) -> Fields:
 
 
 def _expand(call: Call) -> Fields:
+    """Dimensions that are broadcast or added cannot be traced."""
     fields, shape = call.main, call.shape
     added = len(shape) - len(fields)
     dims = [dim if size_of(dim) == size else (Factor(size),) for dim, size in zip(fields, shape[added:], strict=True)]
@@ -275,7 +292,7 @@ def _expand(call: Call) -> Fields:
 
 
 def _matrix_product(call: Call) -> Fields:
-    """Rows of the first matrix and columns of the second keep their fields; the inner dimension is summed."""
+    """Rows of the first matrix and columns of the second keep their fields; the inner dimension is summed up."""
     has_summand = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
     matrices = [fields for _, fields in call.reads][1 if has_summand else 0 :]
     columns = matrices[1][-1] if len(matrices) > 1 and call.name != "linear" else (Factor(call.shape[-1]),)
@@ -292,7 +309,7 @@ _FACTORIES = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "em
 """Ops that take shape and dtype from a tensor, and no position."""
 
 
-def ends(call: Call, results: Sequence[Fields]) -> bool:
+def loses_positions(call: Call, results: Sequence[Fields]) -> bool:
     """Return whether the receptive fields known before an op are lost in it: positions depend on values, or the op has
     no rule. Ops in which every position sees all others (an FFT, attention) do not count."""
     if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
@@ -346,13 +363,13 @@ RULES: dict[str, Rule] = {
         lambda call: viewed(call.main, call.shape),
     ),
     **REARRANGING,
-    **dict.fromkeys(_FACTORIES, _mixes),
-    **dict.fromkeys((*_BY_VALUES, "as_strided"), _mixes),
+    **dict.fromkeys(_FACTORIES, _untraced),
+    **dict.fromkeys((*_BY_VALUES, "as_strided"), _untraced),
     **dict.fromkeys(
         ("scatter", "scatter_add", "embedding", "sort", "topk", "cumsum", "_fft_r2c", "_fft_c2c", "_fft_c2r",
          "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
          "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "mkldnn_rnn_layer",
-         "_cudnn_rnn"), _mixes,
+         "_cudnn_rnn"), _untraced,
     ),
 }  # fmt: skip
 """Ops that are not listed count as elementwise, if the shapes allow it."""

@@ -117,8 +117,9 @@ class Span:
         """Return the fields after a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
         return self.through(1, step, lambda _: [offset])
 
-    def joined(self, other: Span) -> Span | None:
-        """Return the fields of positions that see what both see, as after a sum. Both must have the same stride."""
+    def union(self, other: Span) -> Span | None:
+        """Return the fields of positions that see what both see, as after a sum; None if the period becomes too long.
+        Both must have the same stride."""
         assert self.stride == other.stride, "spans of different strides stand apart"
         period = math.lcm(self.period, other.period)
         if period > _LONGEST:
@@ -132,7 +133,7 @@ class Span:
 
 
 def _simplest(advance: int, lows: tuple[int, ...], highs: tuple[int, ...]) -> Span:
-    """Return the same fields with the shortest period."""
+    """Return a span with the same fields and the shortest period that describes them."""
     length = len(lows)
     for period in range(1, length):
         if length % period or advance * period % length:

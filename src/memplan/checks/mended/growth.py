@@ -25,7 +25,7 @@ class Growth:
         return size if self.bytes_per_step[1:] and 2 * min(self.bytes_per_step[1:]) >= size else 0
 
 
-def part_of(trace: Trace, step: int) -> tuple[int, int]:
+def ticks_of_step(trace: Trace, step: int) -> tuple[int, int]:
     """Return the ticks at which a step begins and ends."""
     return trace.steps[step], trace.steps[step + 1] if step + 1 < len(trace.steps) else trace.end
 
@@ -36,14 +36,14 @@ def growth(trace: Trace, *, graph: bool) -> Growth:
     graphs = _LiveGraphs(trace)
     by_step: list[list[Storage]] = []
     for step in range(len(trace.steps)):
-        begin, end = part_of(trace, step)
+        begin, end = ticks_of_step(trace, step)
         by_step.append([
             s for s in trace.counted
             if begin < s.born <= end and (s.died is None or s.died > end)
             and s.cause not in HELD_FOR_GOOD and s.op is not None
             and (op := trace.ops[s.op]).phase == "forward" and (op.layer or op.reads) and (s in graphs) == graph
         ])  # fmt: skip
-    first = [s for s in by_step[0] if s.died is None or s.died > part_of(trace, 1)[1]] if len(by_step) > 1 else []
+    first = [s for s in by_step[0] if s.died is None or s.died > ticks_of_step(trace, 1)[1]] if len(by_step) > 1 else []
     return Growth(tuple(first), tuple(sum(storage.bytes for storage in storages) for storages in by_step))
 
 
