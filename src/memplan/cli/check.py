@@ -86,7 +86,7 @@ def command(
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
     from memplan.reports.check import fixes, report
-    from memplan.reports.ci.annotations import of_findings
+    from memplan.reports.ci.annotations import annotations_of_findings
     from memplan.reports.terminal import show
 
     request = target_or_script(values)
@@ -104,7 +104,7 @@ def command(
     if not results.takes_stdout and not outputs.to_stdout:
         show(report(arguments.target, findings, top))
     failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
-    outputs.write(arguments.target, IDS, of_findings(arguments.target, findings, failing))
+    outputs.write(arguments.target, IDS, annotations_of_findings(arguments.target, findings, failing))
     if fix:
         click.echo(fixes(trace, findings))
     return int(any(finding.severity in failing for finding in findings))

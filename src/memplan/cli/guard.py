@@ -85,7 +85,7 @@ def command(
     request = target_or_script(values)
     arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
     outputs.check(results)
-    from memplan.reports.ci.annotations import GROWTH, of_outcome
+    from memplan.reports.ci.annotations import GROWTH, annotations_of_outcome
     from memplan.reports.guard import report
     from memplan.reports.terminal import show
     from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
@@ -101,7 +101,7 @@ def command(
     results.write(outcome.to_json)
     if not results.takes_stdout and not outputs.to_stdout:
         show(report(outcome, top))
-    outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], of_outcome(outcome))
+    outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], annotations_of_outcome(outcome))
     return int(outcome.grew)
 
 

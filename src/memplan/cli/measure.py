@@ -102,14 +102,14 @@ def command(
     measurement = _Measurement(place, dry, environment, steps, snapshot, contribute)
     trace, explanation = _measure(arguments, measurement)
     comparison = None if trace.device == HOST or dry else _compare_with_prediction(arguments, trace, steps)
-    from memplan.reports.compare import beside_report
+    from memplan.reports.compare import measured_report
     from memplan.reports.explain import dumps, report
     from memplan.reports.terminal import show
 
     outputs.write(trace, explanation, partial(dumps, explanation, beside=comparison), _settings(trace))
     if not outputs.takes_stdout:
         step = report(explanation, top)
-        show(step if comparison is None else step + beside_report(comparison, top))
+        show(step if comparison is None else step + measured_report(comparison, top))
     return 0
 
 

@@ -51,6 +51,8 @@ def _proof_section(proof: Proof) -> Section:
 
 
 def _verdict(outcome: Outcome) -> Line:
+    """Return the heading: whether the step fits its budget, whether it had to be changed, and how exact its result
+    is."""
     title, plan, proof = outcome.title, outcome.plan, outcome.proof
     if outcome.shortfall is not None:
         least = format_bytes(outcome.shortfall.smallest_budget)
@@ -160,6 +162,7 @@ _BESIDE = (
 
 
 def _script_facts(fitting: Fitting) -> dict[str, str]:
+    """Return the parts of a script's peak: the model's step, what else is live, and the sum with a plan."""
     rows = {"the script as it is": format_bytes(fitting.recorded)}
     if fitting.plan is not None:
         rows["the model's step"] = f"{format_bytes(fitting.plan.eager_peak)} -> {format_bytes(fitting.plan.peak)}"
@@ -173,9 +176,10 @@ def _script_facts(fitting: Fitting) -> dict[str, str]:
 
 
 def _lines_to_add(lines: Lines) -> list[Section]:
+    """Return the lines of code to add to the script, with the place to add them."""
     if lines.where is None:
         place = "before the first step, where the model is at hand"
     else:
         place = f"{'before' if lines.before else 'after'} {lines.where}"
-    explained = "It trains nothing: it plans again on that machine, and proves that the result is the same."
-    return [Section((Line(f"Add {place}:", "bold"),)), Section((Code("\n".join(lines.text)),)), Section((explained,))]
+    explanation = "It trains nothing: it plans again on that machine, and proves that the result is the same."
+    return [Section((Line(f"Add {place}:", "bold"),)), Section((Code("\n".join(lines.text)),)), Section((explanation,))]
