@@ -11,13 +11,13 @@ from memplan.cli.files import ResultFiles, is_trace
 from memplan.cli.options import (
     StepArguments,
     Whole,
-    advised,
     describe,
-    recorded,
+    load_trace,
+    remove_parameters,
     result_options,
     step_options,
     top_option,
-    without,
+    with_input_advice,
 )
 from memplan.cli.progress import progress
 from memplan.cli.run import run
@@ -113,12 +113,13 @@ def command(
 def _findings(
     arguments: StepArguments, request: Request | None, context: int, ignores: list[Ignore]
 ) -> tuple[Trace, list[Finding]]:
+    """Return the step of a target, a script or a trace file, and its findings."""
     from memplan.checks.check import check_trace, record_again
     from memplan.checks.mended.changed_step import Remaker
     from memplan.trace.recording.session import choose_target
 
     if request is not None or is_trace(arguments.target):
-        trace = recorded(arguments) if request is None else run(request).trace
+        trace = load_trace(arguments) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
     with progress(f"recording {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
@@ -129,8 +130,8 @@ def _findings(
             trace = record_again(remaker)
             return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
 
 
-without(command, "settings")  # findings do not depend on the allocator
+remove_parameters(command, "settings")  # findings do not depend on the allocator
 script_option(command)

@@ -12,13 +12,13 @@ from memplan.cli.ci_options import CiOutputs, ci_options
 from memplan.cli.files import ResultFiles, is_trace, writable, write
 from memplan.cli.options import (
     StepArguments,
-    advised,
     describe,
-    recorded,
+    load_trace,
+    remove_parameters,
     result_options,
     step_options,
     top_option,
-    without,
+    with_input_advice,
 )
 from memplan.cli.progress import progress
 from memplan.cli.renamed_options import current_spelling
@@ -105,7 +105,7 @@ def command(
     return int(outcome.grew)
 
 
-without(command, "cudnn")
+remove_parameters(command, "cudnn")
 script_option(command)
 
 
@@ -121,6 +121,7 @@ def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
 
 
 def _update(arguments: StepArguments, request: Request | None, path: str) -> int:
+    """Write the step's present figures into the baseline, and print what changed. Return the exit code."""
     from memplan._bytes import format_bytes
     from memplan._text import printable
     from memplan.studies.comparisons.comparison import changed
@@ -158,13 +159,14 @@ def _snapshot(arguments: StepArguments, request: Request | None) -> Taken:
             options = " ".join(filter(None, (options, "--", *request.command.arguments)))
         trace = run(replace(request, cudnn=_named_cudnn(arguments))).trace
     elif is_trace(arguments.target):
-        trace, trains = recorded(arguments), None
+        trace, trains = load_trace(arguments), None
     else:
-        trace = _recorded(arguments)
+        trace = _record_target(arguments)
     return taken(trace, target=target, options=options, train=trains, settings=arguments.settings)
 
 
-def _recorded(arguments: StepArguments) -> Trace:
+def _record_target(arguments: StepArguments) -> Trace:
+    """Return the trace of the target's step."""
     from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
@@ -174,7 +176,7 @@ def _recorded(arguments: StepArguments) -> Trace:
         try:
             return record_for(described.build(on_card=target.card is not None), target)
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
 
 
 def _named_cudnn(arguments: StepArguments) -> str | bool:
