@@ -105,6 +105,7 @@ def _equal_shapes() -> Any:
 
 
 def _finding(broadcasts: list[tuple[Op, _Shape, _Shape, _Shape]], size: int) -> Finding:
+    """Return the finding about all such broadcasts; the message has the shapes of the first, ``size`` is their cost."""
     op, longer, shorter, result = broadcasts[0]
     rows = [
         {"layer": op.layer, "where": op.where, "shapes": [list(shape) for shape in shapes]}

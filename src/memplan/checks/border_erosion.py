@@ -207,6 +207,7 @@ def _saved(cost: Costs) -> str:
 
 
 def _advice(sides: list[Sides], cost: Costs) -> list[str]:
+    """Return the three ways to keep the border: padding inside of the model, a mirrored input, overlapping tiles."""
     inside = f"pad inside of the model (--fix prints the change, where it can): {cost.sentence}"
     pads = cost.details.get("mirror_pad") or [[math.ceil(a), math.ceil(b)] for a, b in sides]
     mirror = f"or mirror-pad the input once, by {_widths(pads)}: the interior does not change"

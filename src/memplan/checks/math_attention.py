@@ -195,6 +195,7 @@ def _finding(
     kind: str,
     matrix_bytes: int,
 ) -> Finding:
+    """Return the finding about the layers with this attention, at the line of the first one."""
     matrices = {storage for block in attention for storage in block.matrices}
     saved = [s for s in trace.counted if s.id in matrices and s.cause == "saved" and s.op is not None]
     rows = rows_of(trace, saved, {s.id: s.op or 0 for s in saved})

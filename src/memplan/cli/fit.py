@@ -237,6 +237,7 @@ def _check_costs(costs: str, predict: bool) -> None:
 
 
 def _check_peers(peers: bool, frontier: str | None, predict: bool) -> None:
+    """Raise InputError for ``--peers`` where no frontier is drawn, or nothing may run."""
     if peers and (frontier is None or predict):
         raise InputError(
             f"--peers {'with --predict' if predict else 'without --frontier'}",

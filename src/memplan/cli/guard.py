@@ -110,6 +110,7 @@ script_option(command)
 
 
 def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
+    """Raise InputError for options that do not go with ``--update``."""
     if path == "-":
         raise InputError("--baseline -", expected="a file to update", do="Name one")
     if results != ResultFiles() or outputs != CiOutputs(None, False, None):

@@ -93,6 +93,7 @@ def _errors(proof: Proof) -> Table:
 
 
 def _shortfall_sentences(error: BudgetError) -> Iterator[str]:
+    """Yield why a step does not fit, what would, and what to do, as sentences."""
     yield f"{error.found.rstrip('.')}."
     if error.expected:
         yield f"Expected {error.expected.rstrip('.')}."

@@ -117,6 +117,7 @@ def _verdict(trial: Tried) -> str:
 
 
 def _added_time(trial: Tried) -> str:
+    """Return the time that the plan for a value adds to a step, with its share; "" without a plan."""
     plan = trial.plan
     if plan is None or plan.seconds is None:
         return ""

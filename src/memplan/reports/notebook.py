@@ -29,6 +29,7 @@ def _section(section: Section) -> str:
 
 
 def _part(part: Part) -> str:
+    """Return a part of a document as HTML."""
     match part:
         case str():
             return _line(part)

@@ -32,6 +32,7 @@ def heads_fitted(*, half: bool = False) -> Iterator[set[str]]:
     def fitted_call(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
+        """Call attention with heads padded to a multiple of 8, and key and value heads repeated for grouped queries."""
         if kwargs.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
             applied.add(REPEATING)
             key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
@@ -49,6 +50,7 @@ def heads_fitted(*, half: bool = False) -> Iterator[set[str]]:
     def half_call(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
+        """Call attention in float16 instead of bfloat16."""
         if query.dtype is not torch.bfloat16:
             return fitted_call(query, key, value, *args, **kwargs)
         applied.add(HALF)

@@ -74,6 +74,7 @@ class _Search:
         self._readers = readers_of(self._forward)
 
     def attentions(self) -> Iterator[Attention]:
+        """Yield the attention around each softmax over long rows that is computed by products."""
         for op in self._forward:
             if base_name(op.name) not in SOFTMAX or not op.writes:
                 continue

@@ -182,6 +182,7 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _cropped(tensor: torch.Tensor, crop: Crop | None) -> torch.Tensor:
+    """Return a tensor cropped in its last dimensions; unchanged without a crop."""
     if crop is None or tensor.dim() < len(crop):
         return tensor
     for dim, (first, count) in enumerate(crop, start=tensor.dim() - len(crop)):

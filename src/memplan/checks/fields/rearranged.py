@@ -26,7 +26,7 @@ def _view_permute_view(fields: Fields, shape: Sequence[int], order: Sequence[int
 
 
 def _pixel_shuffle(call: Call) -> Fields:
-    """(C r r, H, W) to (C, H r, W r)."""
+    """Receptive fields after a pixel shuffle: (C r r, H, W) to (C, H r, W r)."""
     *lead, channels, height, width = (size_of(dim) for dim in call.main)
     r, n = int(call.form.option("upscale_factor", 1)), len(call.main) - 3
     shape = (*lead, channels // (r * r), r, r, height, width)
@@ -34,7 +34,7 @@ def _pixel_shuffle(call: Call) -> Fields:
 
 
 def _pixel_unshuffle(call: Call) -> Fields:
-    """(C, H r, W r) to (C r r, H, W)."""
+    """Receptive fields after a pixel unshuffle: (C, H r, W r) to (C r r, H, W)."""
     *lead, channels, height, width = (size_of(dim) for dim in call.main)
     r, n = int(call.form.option("downscale_factor", 1)), len(call.main) - 3
     shape = (*lead, channels, height // r, r, width // r, r)
@@ -75,7 +75,8 @@ def _are_disjoint(windows: Sequence[tuple[int, int, int, int]]) -> bool:
 
 
 def _im2col(call: Call) -> Fields:
-    """(N, C, H, W) to (N, C kernel, positions). Without overlap this is a view and a permutation."""
+    """Receptive fields after im2col: (N, C, H, W) to (N, C kernel, positions), without overlap a view and a
+    permutation."""
     dims, windows = call.main, _windows(call)
     if len(dims) != 4:
         return unknown(call.shape)
@@ -97,7 +98,7 @@ def _im2col(call: Call) -> Fields:
 
 
 def _col2im(call: Call) -> Fields:
-    """(N, C kernel, positions) to (N, C, H, W). Overlapping patches are summed."""
+    """Receptive fields after col2im: (N, C kernel, positions) to (N, C, H, W), where overlapping patches are summed."""
     dims, windows = call.main, _windows(call)
     if len(dims) != 3:
         return unknown(call.shape)
@@ -115,7 +116,7 @@ def _col2im(call: Call) -> Fields:
 
 
 def _unfold(call: Call) -> Fields:
-    """Windows along a dimension; their taps become the last dimension."""
+    """Receptive fields after unfolding windows along a dimension; their taps become the last dimension."""
     dims, form = list(call.main), call.form
     axis = int(form.option("dimension", 0)) % len(dims)
     size, step, count = int(form.option("size", 1)), int(form.option("step", 1)), call.shape[axis]
@@ -127,7 +128,7 @@ def _unfold(call: Call) -> Fields:
 
 
 def _max_unpool(call: Call) -> Fields:
-    """Each value returns to the position that it had in the max pool's window."""
+    """Receptive fields after unpooling: each value returns to its position in the max pool's window."""
     indices = call.form.read("indices")
     maker = call.makers.get(indices.storage) if indices is not None else None
     if maker is None or not maker.name.startswith("max_pool"):
@@ -145,7 +146,7 @@ def _max_unpool(call: Call) -> Fields:
 
 
 def _rot90(call: Call) -> Fields:
-    """Each quarter turn flips one of the two dimensions and swaps them."""
+    """Receptive fields after a rotation: each quarter turn flips one of the two dimensions and swaps them."""
     dims = list(call.main)
     first, second = call.dims("dims", len(dims))
     for _ in range(int(call.form.option("k", 1)) % 4):
@@ -155,7 +156,7 @@ def _rot90(call: Call) -> Fields:
 
 
 def _repeat(call: Call) -> Fields:
-    """Dimensions that are copied several times, or added in front, cannot be traced; the others keep their fields."""
+    """Receptive fields after a repetition: dimensions that are copied several times, or added, cannot be traced."""
     repeats = call.form.option("repeats", ())
     added = len(repeats) - len(call.main)
     dims = [dim if count == 1 else (Factor(size),)

@@ -42,7 +42,7 @@ def fields_of(call: Call) -> list[Fields]:
 
 
 def _elementwise(call: Call) -> Fields:
-    """A position of the result sees what the same position of each operand sees, after broadcasting."""
+    """Receptive fields after an elementwise op: a position sees what the same position of each operand sees."""
     operands = [fields for _, fields in call.reads if _broadcasts(fields, call.shape)]
     return union(operands, call.shape, call.form.op)
 
@@ -56,8 +56,7 @@ def _broadcasts(fields: Fields, shape: Sequence[int]) -> bool:
 
 
 def _untraced(call: Call) -> Fields:
-    """Positions of the result see all positions of the operands, none, or those that values choose: fields are
-    unknown."""
+    """Receptive fields of a result whose positions see all positions, none, or those that values choose: unknown."""
     return unknown(call.shape)
 
 
@@ -78,8 +77,8 @@ def _windows(form: Form) -> tuple[tuple[int, ...], ...]:
 
 
 def _convolution(call: Call) -> Fields:
-    """Rule of convolutions, also transposed: a kernel slides along the spatial dimensions, the channels' fields are
-    lost."""
+    """Receptive fields after a convolution or a transposed one. The kernel slides along the spatial dimensions; each
+    channel reads all channels of the operand, so that dimension cannot be traced."""
     kernel, stride, padding, dilation = _windows(call.form)
     transposed = call.form.option("transposed", False)
 
@@ -87,15 +86,17 @@ def _convolution(call: Call) -> Fields:
         return (span.transposed if transposed else span.window)(kernel[n], stride[n], padding[n], dilation[n])
 
     def spread(n: int) -> float:
-        taps = kernel[n] / stride[n] if transposed else kernel[n]  # of equal weights: (n * n - 1) / 12
+        # variance of the positions that a kernel of equal weights reads: (taps * taps - 1) / 12
+        taps = kernel[n] / stride[n] if transposed else kernel[n]
         return max(0.0, taps * taps - 1) / 12 * dilation[n] ** 2
 
     return fields_after_kernel(call, change, spread)
 
 
 def _pool(call: Call) -> Fields:
+    """Receptive fields after a pool: those after a convolution, but that channels are not mixed."""
     dims = _convolution(call)
-    channels = len(dims) - len(call.form.option("kernel_size")) - 1  # a pool does not mix them
+    channels = len(dims) - len(call.form.option("kernel_size")) - 1
     return tuple(call.main[n] if n == channels else dim for n, dim in enumerate(dims))
 
 
@@ -104,8 +105,8 @@ _Sampling = Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[
 
 
 def _resized(call: Call, sampling: _Sampling) -> Fields:
-    """Return the fields of an interpolation or an adaptive pool; ``sampling`` says which old positions a new one
-    reads."""
+    """Return the receptive fields after an interpolation or an adaptive pool; ``sampling`` says which old positions a
+    new one reads."""
     shape, dims = call.shape, call.main
     count = len(call.form.option("output_size", ())) or len(shape) - 2
     scales = _scales(call, count)
@@ -170,8 +171,8 @@ def _linear(before: int, after: int) -> Rule:
 
 
 def _antialiased(reach: int) -> Rule:
-    """Return the rule of an interpolation whose filter widens with the downsampling ratio; ``reach`` is the half width
-    of the filter at ratio 1 (UpSampleKernel.cpp)."""
+    """Return the rule of an interpolation with a filter that widens with the downsampling ratio. ``reach`` is half the
+    filter's width at ratio 1; an output reads the positions that the filter covers (UpSampleKernel.cpp)."""
 
     def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         support = reach * max(ratio, Fraction(1))
@@ -187,7 +188,8 @@ def _antialiased(reach: int) -> Rule:
 
 
 def _adaptive(call: Call) -> Fields:
-    """Output ``o`` of an adaptive pool reads the positions from ``o * ratio`` to ``(o + 1) * ratio``."""
+    """Receptive fields after an adaptive pool, whose output ``o`` reads the positions from ``o * ratio`` to ``(o + 1) *
+    ratio``."""
 
     def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         exact = Fraction(old, new)
@@ -212,6 +214,7 @@ def _pad(name: str) -> Rule:
 
 
 def _slice(call: Call) -> Fields:
+    """Receptive fields after a slice: the sliced dimension begins later, and may have a larger stride."""
     dims = list(call.main)
     axis = int(call.form.option("dim", 0)) % len(dims)
     size, start, step = size_of(dims[axis]), int(call.form.option("start") or 0), int(call.form.option("step", 1))
@@ -222,7 +225,7 @@ def _slice(call: Call) -> Fields:
 
 
 def _split(call: Call) -> list[Fields]:
-    """Each result of a split is a crop of the operand."""
+    """Receptive fields after a split: each result is a crop of the operand."""
     dims = list(call.main)
     axis = int(call.form.option("dim", 0)) % len(dims)
     results: list[Fields] = []
@@ -236,6 +239,7 @@ def _split(call: Call) -> list[Fields]:
 
 
 def _flip(call: Call) -> Fields:
+    """Receptive fields after a flip: the dimension is read from its end."""
     dims = list(call.main)
     for axis in call.dims("dims", len(dims)):
         dims[axis] = shifted(dims[axis], size_of(dims[axis]), size_of(dims[axis]) - 1, -1, call.form.op)
@@ -243,12 +247,13 @@ def _flip(call: Call) -> Fields:
 
 
 def _select(call: Call) -> Fields:
+    """Receptive fields after an index: its dimension is gone."""
     axis = int(call.form.option("dim", 0)) % len(call.main)
     return tuple(dim for n, dim in enumerate(call.main) if n != axis)
 
 
 def _reduce(call: Call) -> Fields:
-    """Reduced dimensions have no fields; without ``keepdim`` they are gone."""
+    """Receptive fields after a reduction: reduced dimensions cannot be traced, and are gone without ``keepdim``."""
     rank = len(call.main)
     reduced = call.dims("dim", rank) or list(range(rank))
     if len(call.shape) == rank:
@@ -257,7 +262,8 @@ def _reduce(call: Call) -> Fields:
 
 
 def _cat(call: Call) -> Fields:
-    """Positions of the concatenated dimension cannot be traced; the other dimensions are those of an elementwise op."""
+    """Receptive fields after a concatenation: that dimension cannot be traced, the others are as after an elementwise
+    op."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
     operands = [
         (*fields[:axis], (Factor(call.shape[axis]),), *fields[axis + 1 :])
@@ -268,13 +274,14 @@ def _cat(call: Call) -> Fields:
 
 
 def _stack(call: Call) -> Fields:
-    """Positions of the new dimension cannot be traced; the other dimensions are those of an elementwise op."""
+    """Receptive fields after a stack: the new dimension cannot be traced, the others are as after an elementwise op."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
     operands = [(*fields[:axis], (Factor(call.shape[axis]),), *fields[axis:]) for _, fields in call.reads]
     return union(operands, call.shape, call.form.op)
 
 
 def _transpose(call: Call) -> Fields:
+    """Receptive fields after a transposition."""
     dims = list(call.main)
     if len(dims) < 2:
         return tuple(dims)
@@ -284,7 +291,7 @@ def _transpose(call: Call) -> Fields:
 
 
 def _expand(call: Call) -> Fields:
-    """Dimensions that are broadcast or added cannot be traced."""
+    """Receptive fields after an expansion: dimensions that are broadcast or added cannot be traced."""
     fields, shape = call.main, call.shape
     added = len(shape) - len(fields)
     dims = [dim if size_of(dim) == size else (Factor(size),) for dim, size in zip(fields, shape[added:], strict=True)]
@@ -292,7 +299,8 @@ def _expand(call: Call) -> Fields:
 
 
 def _matrix_product(call: Call) -> Fields:
-    """Rows of the first matrix and columns of the second keep their fields; the inner dimension is summed up."""
+    """Receptive fields after a product: rows of the first matrix and columns of the second keep theirs; the inner
+    dimension is summed up."""
     has_summand = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
     matrices = [fields for _, fields in call.reads][1 if has_summand else 0 :]
     columns = matrices[1][-1] if len(matrices) > 1 and call.name != "linear" else (Factor(call.shape[-1]),)

@@ -77,13 +77,17 @@ class _FieldPropagation:
         self._sources: list[Source] = []
         self._fields_by_view: dict[View, Fields] = {}
         self._results: dict[int, tuple[Fields, ...]] = {}
+        """Index of an op -> the fields of its results."""
         self._makers: dict[int, Call] = {}
+        """Storage -> the call that wrote it last."""
         self._first_view: dict[int, View] = {}
         """Storage -> the view of it that was written first: the whole tensor."""
         self._last_traced: dict[int, Output] = {}
+        """As `Followed.last_traced`."""
 
     def run(self) -> Followed:
-        """Return the fields of all results. Outputs are the tensors that models return and no layer reads later."""
+        """Return the receptive fields of all results. Outputs are the tensors that models return and no layer reads
+        later."""
         calls = list(self._trace.returned)
         outputs: list[tuple[int, Output]] = []
         for form in self._trace.forms:
@@ -104,7 +108,7 @@ class _FieldPropagation:
         return Output(layer, view, self._fields_by_view.get(canonical(view), unknown(view.shape)))
 
     def _add_op(self, form: Form) -> None:
-        """Compute the fields of an op's results and remember them by view, for the ops that read them."""
+        """Compute the receptive fields of an op's results and remember them by view, for the ops that read them."""
         op = self._trace.ops[form.op]
         reads = tuple((name, self._fields(view)) for name, view in form.reads)
         if not form.writes:

@@ -201,7 +201,7 @@ def _sizes_around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
 
 
 def _softmax(kernel: str, *flags: int) -> Emit:
-    """Return what writes the call of a softmax kernel over one dimension."""
+    """Return the function that writes the call of a softmax kernel over one dimension."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         x, dim = op.args[:2]
@@ -211,7 +211,7 @@ def _softmax(kernel: str, *flags: int) -> Emit:
 
 
 def _softmax_gradient(kernel: str) -> Emit:
-    """Return what writes the call of a softmax's gradient, which reads the result of the softmax."""
+    """Return the function that writes the call of a softmax's gradient, which reads the result of the softmax."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         g, result, dim = op.args[:3]

@@ -173,6 +173,7 @@ def _printable(value: Any) -> Any:
 
 @cache
 def _environment() -> Environment:
+    """Return the jinja2 environment of the templates, which escapes HTML and unprintable characters."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
