@@ -26,7 +26,8 @@ _Shape = tuple[int, ...]
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return at most one finding, about all lines of user code at which such a broadcast happens."""
+    """Return at most one finding, about all lines of user code that broadcast tensors of the same size, as (N, 1) and
+    (N)."""
     trace = subject.trace
     by_line: dict[str | None, tuple[Op, _Shape, _Shape, _Shape]] = {}
     for form in trace.forms:
@@ -105,7 +106,8 @@ def _equal_shapes() -> Any:
 
 
 def _finding(broadcasts: list[tuple[Op, _Shape, _Shape, _Shape]], size: int) -> Finding:
-    """Return the finding about all such broadcasts; the message has the shapes of the first, ``size`` is their cost."""
+    """Return the finding about all these broadcasts; the message has the shapes of the first, ``size`` is their
+    cost."""
     op, longer, shorter, result = broadcasts[0]
     rows = [
         {"layer": op.layer, "where": op.where, "shapes": [list(shape) for shape in shapes]}

@@ -88,7 +88,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
     names = {op.name for op in idle}
     layers = {op.layer for op in idle}
     outputs = {view.storage for returned in trace.returned for view in returned.tensors}
-    storages = [
+    storages = [  # what the same ops allocate in any step, but for outputs and what a backward pass reads
         s for s in trace.counted
         if s.op is not None and s.cause not in HELD_FOR_GOOD and s.id not in outputs and trace.ops[s.op].layer in layers
         and trace.ops[s.op].name in names and trace.ops[s.op].phase == "forward"

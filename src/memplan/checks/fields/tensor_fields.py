@@ -111,7 +111,8 @@ def resolved(dim: Dim) -> Axis:
 
 
 def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0) -> Axis:
-    """Return the fields after an op that applies ``change`` to each span; fields are dropped where it returns None.
+    """Return the receptive fields after an op that applies ``change`` to each span; fields are dropped where it returns
+    None.
 
     ``spread`` is the variance of the op's own taps, in positions of its operand.
     """
@@ -126,8 +127,8 @@ def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool 
 
 
 def with_border_losses(before: Axis, size_before: int, after: Axis, size_after: int, op: int) -> Axis:
-    """Return the fields ``after`` an op, with the input positions that the op itself lost at the border noted as its
-    `Loss`."""
+    """Return the receptive fields ``after`` an op, with the input positions that the op itself lost at the border noted
+    as its `Loss`."""
     by_source = {field.source: field for field in before}
     fields: list[Field] = []
     for field in after:
@@ -142,7 +143,8 @@ def _with_loss(field: Field, op: int, before: Fraction, after: Fraction) -> Fiel
 
 
 def union(operands: Iterable[Fields], shape: Sequence[int], op: int) -> Fields:
-    """Return the fields of an elementwise op's result of this shape: what the operands, broadcast, see together."""
+    """Return the receptive fields of an elementwise op's result of this shape: what the operands, broadcast, see
+    together."""
     fields = list(operands)
     return tuple(
         _union_of_dims(_aligned_dims(fields, dim, len(shape), size), size, op) for dim, size in enumerate(shape)
@@ -201,7 +203,8 @@ def _union_of_fields(fields: list[Field], size: int, op: int) -> Field:
 
 
 def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
-    """Return the fields of the same positions viewed in another shape; unknown if the sizes have no common split."""
+    """Return the receptive fields of the same positions viewed in another shape; unknown if the sizes have no common
+    split."""
     remaining = [factor for dim in fields for factor in dim if factor.size != 1]
     dims: list[Dim] = []
     for size in shape:

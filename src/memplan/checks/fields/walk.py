@@ -146,7 +146,8 @@ class _FieldPropagation:
         self._fields_by_view[canonical(whole)] = tuple(fields)
 
     def _fields(self, view: View) -> Fields:
-        """Return the fields of a view. Where none are known, data from before the step becomes a source of its own."""
+        """Return the receptive fields of a view. Where none are known, data from before the step becomes a source of
+        its own."""
         key = canonical(view)
         if key not in self._fields_by_view:
             self._fields_by_view[key] = self._new_source(view) if self._is_input(view) else unknown(view.shape)
@@ -162,7 +163,8 @@ class _FieldPropagation:
         return storage.cause not in ("weight", "buffer") and not computed and storage.dtype.startswith(_REAL)
 
     def _new_source(self, view: View, op: int | None = None) -> Fields:
-        """Return the fields of a tensor each of whose positions sees itself: its dimensions are new sources."""
+        """Return the receptive fields of a tensor each of whose positions sees itself: its dimensions are new
+        sources."""
         fields: list[tuple[Factor, ...]] = []
         for dim, size in enumerate(view.shape):
             fields.append((Factor(size, (Field(len(self._sources), size),)),))

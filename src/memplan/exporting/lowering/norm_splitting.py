@@ -56,7 +56,8 @@ def fixed_batch_norm(low: Lowering, op: GraphOp, eps: float | None = None) -> No
 
 
 def batch_norm_backward(low: Lowering, op: GraphOp) -> None:
-    """Split the gradients of a batch norm: the sums, which are those of weight and bias, then that of the input."""
+    """Lower the gradients of a batch norm to two kernels: sums over each channel, which are the gradients of weight and
+    bias, then the gradient of the input, which reads these sums in training."""
     g, x, weight, mean, variance, saved_mean, saved_deviation, training, eps, _ = op.args
     g, x = low.dense(op, g), low.dense(op, x)
     like, channels = low.values[x.value], (low.values[x.value].shape[1],)
