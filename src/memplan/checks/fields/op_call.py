@@ -45,7 +45,7 @@ Rule = Callable[[Call], Fields | list[Fields]]
 def fields_after_kernel(
     call: Call, change: Callable[[int, Span], Span | None], spread: Callable[[int], float]
 ) -> Fields:
-    """Return the fields of an op whose kernel slides along the last dimensions, as a convolution's does.
+    """Return the receptive fields after an op whose kernel slides along the last dimensions, as a convolution's does.
 
     Args:
         call: the op.
@@ -53,9 +53,11 @@ def fields_after_kernel(
         spread: from the number of a spatial dimension to the variance of the taps, in positions of the operand.
     """
     shape, dims = call.shape, call.main
-    count = len(call.form.option("kernel_size", ())) or len(call.form.option("output_size", ()))
     weight = call.form.read("weight")
-    count = len(weight.shape) - 2 if weight is not None else count
+    if weight is not None:
+        count = len(weight.shape) - 2
+    else:
+        count = len(call.form.option("kernel_size", ())) or len(call.form.option("output_size", ()))
     first = len(dims) - count
     result: list[Dim] = [(Factor(shape[n]),) if n == first - 1 else dim for n, dim in enumerate(dims[:first])]
     for number in range(count):
