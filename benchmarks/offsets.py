@@ -23,7 +23,7 @@ from pathlib import Path
 
 from memplan.exporting.arena.lifetimes import Buffer, Lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
-from memplan.exporting.arena.offsets import placed
+from memplan.exporting.arena.offsets import choose_offsets
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ARENA, STEPS = 1 << 20, 1 << 12
@@ -100,7 +100,7 @@ def main() -> None:
         if given.only not in name:
             continue
         peak, began = Lifetimes(tuple(buffers), ()).peak, time.process_time()
-        made = placed(buffers, max(peak, int(optimum * given.goal)), given.seconds)
+        made = choose_offsets(buffers, max(peak, int(optimum * given.goal)), given.seconds)
         seconds = time.process_time() - began
         check_offsets(buffers, made.offsets, made.bytes)
         found[name] = {"name": name, "buffers": len(buffers), "at_once": peak, "optimum": optimum, "arena": made.bytes,

@@ -56,6 +56,7 @@ def parse_bytes(value: str | SupportsIndex) -> int:
 
 
 def _parse_text(text: str) -> int:
+    """Return the bytes that a text such as "8 GiB" names. Raises UnitError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise _not_bytes(text)
@@ -69,6 +70,7 @@ def _parse_text(text: str) -> int:
 
 
 def _not_bytes(value: object) -> UnitError:
+    """Return the error for a value that names no number of bytes; for bits, with the advice to divide."""
     if isinstance(value, str) and _BITS.search(value):
         return UnitError(
             f"{value!r} is a number of bits",

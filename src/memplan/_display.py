@@ -42,6 +42,7 @@ class Printed:
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
+        """Make the texts of a subclass's own ``__str__`` and ``__repr__`` printable."""
         super().__init_subclass__()
         for name in ("__str__", "__repr__"):
             if name in vars(cls):
@@ -49,12 +50,14 @@ class Printed:
 
 
 def _cleaned(write: Callable[[Any], str], most: int | None) -> Callable[[Any], str]:
+    """Return ``write`` with its text made printable and cut to ``most`` characters."""
+
     @functools.wraps(write)
-    def cleaned(value: Any) -> str:
+    def write_printable(value: Any) -> str:
         text = write(value)
         return printable_lines(text if most is None or len(text) <= most else f"{text[: most - 3]}...")
 
-    return cleaned
+    return write_printable
 
 
 class Displayed(Printed):

@@ -52,18 +52,26 @@ class _Signals:
 
     def __init__(self) -> None:
         self.queue: deque[int] = deque()
+        """Signals that have arrived and whose handlers were not called yet."""
         self.handlers: dict[int, Handler] = {}
         """The user's, also after a call: whoever has read the handler within one may install it later."""
         self.outside: list[Callable[[], AbstractContextManager[Any]]] = []
+        """Contexts to enter around a handler; see `outside_of`."""
         self.waits = 0
+        """Number of `waiting` contexts that are entered."""
         self._installed: list[int] = []
+        """Signals whose handlers are replaced now."""
         self._depth = self._spans = 0
+        """Number of `deferred` contexts that are entered, and of those around the user's code."""
         self._process = 0
         self._since = 0.0
+        """When the oldest signal in the queue arrived."""
         self._entry: FrameType | None = None
+        """Frame that made the outermost call."""
         self._delivering = self._polling = False
         self._woken: int | None = None
-        self._handler: Handler = self._arrived
+        """Signal that `_poll` sent to wake the main thread: it does not count as another arrival."""
+        self._handler: Handler = self._on_signal
 
     @property
     def is_here(self) -> bool:
@@ -86,7 +94,7 @@ class _Signals:
                 self._install()
             except BaseException:
                 self._depth = 0
-                self._put_back()
+                self._restore_handlers()
                 self._drain()
                 raise
         else:
@@ -101,7 +109,7 @@ class _Signals:
         if self._depth > 1 or threading.get_ident() != threading.main_thread().ident:  # which alone sets handlers
             self._depth -= 1
             return
-        self._put_back()
+        self._restore_handlers()
         self._depth, self._entry = 0, None
         self._drain()
         if isinstance(error, _Carried):
@@ -130,6 +138,7 @@ class _Signals:
             self._delivering = False
 
     def _install(self) -> None:
+        """Replace every handler that Python calls by one that notes the signal."""
         for kind in signal.valid_signals():
             handler = signal.getsignal(kind)
             if callable(handler) and handler is not self._handler:
@@ -137,7 +146,7 @@ class _Signals:
                 self._installed.append(kind)
                 signal.signal(kind, self._handler)
 
-    def _put_back(self) -> None:
+    def _restore_handlers(self) -> None:
         """Install the handlers that were there, unless the user's code has set others meanwhile.
 
         A signal that comes meanwhile may raise in here: the others are put back all the same.
@@ -157,6 +166,7 @@ class _Signals:
             raise raised
 
     def _drain(self) -> None:
+        """Call the handlers of all signals that wait, also of those behind one whose handler raises."""
         while self.queue:
             kind = self.queue.popleft()
             try:
@@ -165,7 +175,7 @@ class _Signals:
                 self._drain()
                 raise
 
-    def _arrived(self, kind: int, frame: FrameType | None) -> None:
+    def _on_signal(self, kind: int, frame: FrameType | None) -> None:
         """Note a signal, and pass it on where that may be done here."""
         if not self.is_here:
             self.handlers[kind](kind, frame)
@@ -197,18 +207,19 @@ class _Signals:
         self._polling = False
 
     def _may_raise(self, frame: FrameType | None) -> bool:
-        """Whether an exception may come out of a frame."""
+        """Return whether an exception may come out of a frame: in the user's code, while memplan waits for a process,
+        or once a signal is overdue; never within an import or a ``__del__``."""
         overdue = time.monotonic() - self._since > LONGEST
-        users = None
+        in_users_code = None
         while frame is not None and frame is not self._entry:
             name = str(frame.f_globals.get("__name__"))
             if name in _IMPORTS or frame.f_code.co_name == "__del__":
                 return False
             package = name.partition(".")[0]
-            if users is None and (package in _LIBRARIES or package not in sys.stdlib_module_names):
-                users = package not in _LIBRARIES and name != "None"
+            if in_users_code is None and (package in _LIBRARIES or package not in sys.stdlib_module_names):
+                in_users_code = package not in _LIBRARIES and name != "None"
             frame = frame.f_back
-        return overdue or self.waits > 0 or bool(users)
+        return overdue or self.waits > 0 or bool(in_users_code)
 
 
 _signals = _Signals()
@@ -263,14 +274,14 @@ def in_place_of(replace: Callable[[], None], put_back: Callable[[], None]) -> It
     meanwhile: one that saves a model saves the user's."""
 
     @contextmanager
-    def theirs() -> Iterator[None]:
+    def users_version() -> Iterator[None]:
         put_back()
         try:
             yield
         finally:
             replace()
 
-    with outside_of(theirs):
+    with outside_of(users_version):
         try:
             replace()
             yield

@@ -129,6 +129,8 @@ class Saved(Written):
 
     @classmethod
     def _read(cls, plain: Callable[[], Any], source: str) -> Self:
+        """Return the result that ``plain`` parses. Raises FormatError with its source if it is damaged or of another
+        format."""
         try:
             content = plain()
             return from_plain(cls, {"format": None, **content} if isinstance(content, dict) else content, "it")
@@ -195,6 +197,7 @@ def text_of(plain: Mapping[str, Any]) -> str:
 
 
 def _rows(value: Any) -> str:
+    """Write a list of rows with a line for each row, any other value on one line."""
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
         return "[\n" + ",\n".join(map(compact, value)) + "\n]"
     return compact(value)
@@ -332,10 +335,10 @@ def _converter(rows: bool) -> Converter:
     def tuple_reader(kind: Any) -> Reader:
         *parts, last = get_args(kind) or ((),)
         if last is ...:
-            return _only(list, "a list", _of_items(parts[0], converter.get_structure_hook(parts[0])))
+            return _type_checked(list, "a list", _items_reader(parts[0], converter.get_structure_hook(parts[0])))
         hints = get_args(kind)
         hooks = [converter.get_structure_hook(hint) for hint in hints]
-        return _only(list, "a list", _of_parts(hints, hooks), len(hints))
+        return _type_checked(list, "a list", _parts_reader(hints, hooks), len(hints))
 
     def list_reader(kind: Any) -> Reader:
         items = tuple[get_args(kind)[0], ...]
@@ -357,15 +360,15 @@ def _converter(rows: bool) -> Converter:
             return lambda plain, _: kind(*read_row(plain, row))
         parts = _converter(True) if getattr(kind, "AS_ROWS", False) else converter
         hooks: dict[str, Any] = {
-            name: override(struct_hook=_at(f".{name}", hint, parts.get_structure_hook(hint)))
+            name: override(struct_hook=_field_reader(f".{name}", hint, parts.get_structure_hook(hint)))
             for name, hint in hints.items()
         }
         read = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **hooks)
-        return _only(dict, "a mapping", _of_fields(kind, read))
+        return _type_checked(dict, "a mapping", _fields_reader(kind, read))
 
     def mapping_reader(kind: Any) -> Reader:
         hint = get_args(kind)[1]
-        return _only(dict, "a mapping", _of_values(hint, converter.get_structure_hook(hint)))
+        return _type_checked(dict, "a mapping", _values_reader(hint, converter.get_structure_hook(hint)))
 
     factory, hook = converter.register_structure_hook_factory, converter.register_structure_hook_func
     factory(lambda kind: is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, tuple)), record_reader)
@@ -383,7 +386,10 @@ def _converter(rows: bool) -> Converter:
     return converter
 
 
-def _only(shape: type, name: str, read: Reader, length: int | None = None) -> Reader:
+def _type_checked(shape: type, name: str, read: Reader, length: int | None = None) -> Reader:
+    """Return a reader that refuses a value of another Python type, or a list of another length, and else calls
+    ``read``."""
+
     def checked(plain: Any, kind: Any) -> Any:
         if type(plain) is not shape:
             raise Unreadable(f"is {shown(plain)}, not {name}")
@@ -394,7 +400,9 @@ def _only(shape: type, name: str, read: Reader, length: int | None = None) -> Re
     return checked
 
 
-def _of_items(hint: Any, hook: Reader) -> Reader:
+def _items_reader(hint: Any, hook: Reader) -> Reader:
+    """Return a reader of a list whose items have one type; an error names the index of its item."""
+
     def read(plain: list[Any], _: Any) -> tuple[Any, ...]:
         items = iter(plain)
         try:
@@ -405,7 +413,9 @@ def _of_items(hint: Any, hook: Reader) -> Reader:
     return read
 
 
-def _of_parts(hints: tuple[Any, ...], hooks: Sequence[Reader]) -> Reader:
+def _parts_reader(hints: tuple[Any, ...], hooks: Sequence[Reader]) -> Reader:
+    """Return a reader of a list with a type for each item; an error names the index of its item."""
+
     def read(plain: list[Any], _: Any) -> tuple[Any, ...]:
         items = iter(plain)
         try:
@@ -421,20 +431,24 @@ def _last(plain: list[Any], items: Iterator[Any]) -> int:
     return len(plain) - operator.length_hint(items) - 1
 
 
-def _of_values(hint: Any, hook: Reader) -> Reader:
+def _values_reader(hint: Any, hook: Reader) -> Reader:
+    """Return a reader of a mapping whose values have one type; an error names the key of its value."""
+
     def read(plain: dict[str, Any], _: Any) -> dict[str, Any]:
-        found = {}
+        values = {}
         for key, part in plain.items():
             try:
-                found[key] = hook(part, hint)
+                values[key] = hook(part, hint)
             except Unreadable as error:
                 raise error.within(f"[{shown(key)}]") from None
-        return found
+        return values
 
     return read
 
 
-def _at(place: str, hint: Any, hook: Reader) -> Reader:
+def _field_reader(place: str, hint: Any, hook: Reader) -> Reader:
+    """Return a reader of a dataclass's field; an error names the field."""
+
     def read(plain: Any, _: Any) -> Any:  # cattrs would pass the hint without what Annotated adds
         try:
             return hook(plain, hint)
@@ -444,7 +458,9 @@ def _at(place: str, hint: Any, hook: Reader) -> Reader:
     return read
 
 
-def _of_fields(kind: Any, read: Reader) -> Reader:
+def _fields_reader(kind: Any, read: Reader) -> Reader:
+    """Return a reader of a dataclass: checks format and version, leaves out derived properties, and calls its
+    ``_check``."""
     from cattrs import ForbiddenExtraKeysError
 
     ignored = frozenset(getattr(kind, "DERIVED", ())) | (_HEAD if issubclass(kind, Saved) else frozenset())
@@ -473,6 +489,8 @@ _HEAD = frozenset({"format", "schema"})
 
 
 def _frozen(plain: Any, kind: Any, depth: int = DEEPEST) -> Json:
+    """Return a copy with tuples for lists. Raises Unreadable for what JSON does not have, or a value that is nested too
+    deep."""
     if depth == 0:
         raise Unreadable(f"is nested deeper than {DEEPEST} levels")
     if isinstance(plain, Mapping) and kind in (Any, Json):
@@ -483,6 +501,7 @@ def _frozen(plain: Any, kind: Any, depth: int = DEEPEST) -> Json:
 
 
 def _one_of(plain: Any, kind: Any) -> Any:
+    """Return a text that is one of a Literal's. Raises Unreadable."""
     if not isinstance(plain, str) or plain not in get_args(kind):
         raise Unreadable(f"is {shown(plain)}, which is none of {', '.join(map(repr, get_args(kind)))}")
     return plain
@@ -500,6 +519,7 @@ def _scalar(plain: Any, kind: Any, least: float = 0, most: float = _LARGEST) -> 
 
 
 def _measured(plain: Any, _: Any) -> float:
+    """Return a measured error, which may be written as "nan", "inf" or "-inf"."""
     if plain in ("nan", "inf", "-inf"):
         return float(plain)
     return _scalar(plain, float, -math.inf, math.inf)

@@ -15,7 +15,7 @@ def printable(text: str) -> str:
         >>> printable("layer \x1b[31mred")
         'layer ?[31mred'
     """
-    return "".join(one if one.isprintable() else "?" for one in text)
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def printable_lines(text: str) -> str:
@@ -124,20 +124,20 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     try:
         old = os.stat(target) if os.path.lexists(target) else None
         is_other = old is not None and not stat.S_ISREG(old.st_mode)  # /dev/null must stay what it is
-        if is_other or not _replaced(target, data, old):
+        if is_other or not _replace_file(target, data, old):
             with open(target, "wb") as file:
                 file.write(data)
     except OSError as error:  # that of a full disk names no file, others name the temporary one
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from None
 
 
-def _replaced(target: str, data: bytes, old: os.stat_result | None) -> bool:
-    """Write a file beside the old one and move it there; False where that would change the owner."""
+def _replace_file(target: str, data: bytes, old: os.stat_result | None) -> bool:
+    """Write a temporary file and rename it to ``target``. Return False, without a change, if the owner would change."""
     temporary = os.path.join(os.path.dirname(target), f".memplan-{secrets.token_hex(8)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            if old is not None and not _like(handle, old):
+            if old is not None and not _copy_owner_and_mode(handle, old):
                 os.unlink(temporary)
                 return False
             file.write(data)
@@ -148,10 +148,10 @@ def _replaced(target: str, data: bytes, old: os.stat_result | None) -> bool:
     return True
 
 
-def _like(handle: int, old: os.stat_result) -> bool:
-    """Give an open file the owner and the mode of another one; False where it may not be given away."""
-    made = os.fstat(handle)
-    if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid):
+def _copy_owner_and_mode(handle: int, old: os.stat_result) -> bool:
+    """Give an open file the owner and the mode of the old one. Return False if the user may not change its owner."""
+    new = os.fstat(handle)
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         try:
             os.chown(handle, old.st_uid, old.st_gid)
         except PermissionError:

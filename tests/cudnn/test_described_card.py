@@ -12,7 +12,7 @@ from environment import ENVIRONMENT, needs_cuda_torch
 from memplan.cudnn.cudnn_library import find_cudnn
 from memplan.cudnn.described_card import properties
 from memplan.cudnn.worker_process import ask_worker
-from memplan.devices import described, find, hardware_of
+from memplan.devices import described_cards, find, hardware_of
 from memplan.dry.library import SOURCES
 from memplan.errors import DeviceError
 
@@ -40,7 +40,7 @@ def test_figures_of_a_card() -> None:
 
 def test_clocks_that_are_not_known_follow_from_the_speeds() -> None:
     """Checked on the cards of which both are known."""
-    for name in described():
+    for name in described_cards():
         told, known = properties(replace(find(name), name="another")), hardware_of(find(name))
         assert told["smClockRateKHz"] == pytest.approx(known.clock, rel=0.006), name
         moved = told["memClockRateKHz"] * told["memoryBusWidth"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.devices.cards import ALIASES, CARDS
-from memplan.devices.lookup import catalogue, find, of_properties
+from memplan.devices.lookup import catalogue, device_of_properties, find
 from memplan.devices.model import Device
 from memplan.errors import DeviceError
 
@@ -130,7 +130,7 @@ def test_a_card_that_is_not_there_gets_the_nearest(name: str, near: str) -> None
 
 @pytest.mark.parametrize(("name", "mib", "major", "minor", "count", "found"), PROPERTIES)
 def test_what_drivers_print_is_recognised(name: str, mib: int, major: int, minor: int, count: int, found: str) -> None:
-    card, here = find(found), of_properties(name, mib << 20, major, minor, count)
+    card, here = find(found), device_of_properties(name, mib << 20, major, minor, count)
     assert (here.name, here.title, here.flops, here.bandwidth) == (card.name, card.title, card.flops, card.bandwidth)
     assert here.capacity == mib << 20
     assert here.sources == ("capacity: as the driver of this machine reports it", *card.sources[1:])
@@ -153,7 +153,7 @@ def test_every_card_is_recognised() -> None:
     ],
 )
 def test_another_gpu_has_what_is_known_of_it(name: str, mib: int, major: int, minor: int, count: int) -> None:
-    here = of_properties(name, mib << 20, major, minor, count)
+    here = device_of_properties(name, mib << 20, major, minor, count)
     assert (here.title, here.capacity, here.architecture) == (name, mib << 20, (major, minor))
     assert (here.bandwidth, here.l2, dict(here.flops)) == (None, None, {})
     assert here.multiprocessors == count
@@ -163,10 +163,10 @@ def test_another_gpu_has_what_is_known_of_it(name: str, mib: int, major: int, mi
 
 
 def test_nothing_is_usable_where_the_context_does_not_fit() -> None:
-    assert of_properties("NVIDIA X", 64 << 20, 9, 0, 132).usable("low") == 0
+    assert device_of_properties("NVIDIA X", 64 << 20, 9, 0, 132).usable("low") == 0
 
 
-@pytest.mark.parametrize("card", [find("h100"), of_properties("NVIDIA X", 8 << 30, 9, 9, 20)], ids=str)
+@pytest.mark.parametrize("card", [find("h100"), device_of_properties("NVIDIA X", 8 << 30, 9, 9, 20)], ids=str)
 def test_a_card_goes_through_json_and_pickle(card: Device) -> None:
     told = json.loads(json.dumps(card.to_dict()))
     assert (told["capacity"], told["flops"]) == (card.capacity, dict(card.flops))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.devices import catalogue, described, find, hardware_of
+from memplan.devices import catalogue, described_cards, find, hardware_of
 from memplan.dry.card import description, newest_binary
 from memplan.errors import DeviceError
 
@@ -19,20 +19,20 @@ def test_a_card_is_described(name: str) -> None:
 
 
 def test_the_memory_clock_and_the_bus_are_the_bandwidth() -> None:
-    for name in described():
+    for name in described_cards():
         known, card = hardware_of(find(name)), find(name)
         assert card.bandwidth is not None
         assert 2 * known.memory_clock * 1000 * known.bus / 8 == pytest.approx(card.bandwidth, rel=0.003), name
 
 
 def test_every_figure_has_a_source() -> None:
-    for name in described():
+    for name in described_cards():
         said = " ".join(hardware_of(find(name)).sources)
         assert all(figure in said for figure in ("clock", "bus", "shared memory", "threads", "registers")), name
 
 
 def test_a_card_without_clocks_is_refused() -> None:
-    unknown = next(card for card in catalogue() if card.name not in described())
+    unknown = next(card for card in catalogue() if card.name not in described_cards())
     with pytest.raises(DeviceError, match=f"the clocks of {unknown.name}.*Expected one of .*h100"):
         description(unknown)
 

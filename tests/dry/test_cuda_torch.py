@@ -29,7 +29,7 @@ def environment(folder: Path, version: str, cuda: str | None) -> Path:
 
 def test_a_cuda_build_is_found(tmp_path: Path) -> None:
     found = find_torch(environment(tmp_path, "2.11.0+cu130", "13.0"))
-    assert (found.version, found.cuda, found.commit, found.seen) == ("2.11.0+cu130", "13.0", "abc", True)
+    assert (found.version, found.cuda, found.commit, found.is_tested) == ("2.11.0+cu130", "13.0", "abc", True)
     assert found.python == tmp_path / "bin" / "python"
     assert find_torch(tmp_path / "bin" / "python") == found
 
@@ -38,7 +38,7 @@ def test_a_cuda_build_is_found(tmp_path: Path) -> None:
     ("version", "seen"), [("2.10.1+cu128", False), ("2.15.0+cu132", True), ("2.16.0+cu132", False)]
 )
 def test_a_release_that_was_never_compared_is_told_apart(tmp_path: Path, version: str, seen: bool) -> None:
-    assert find_torch(environment(tmp_path, version, "13.0")).seen == seen
+    assert find_torch(environment(tmp_path, version, "13.0")).is_tested == seen
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from memplan import cudnn
 from memplan.dry import library
 from memplan.dry.cuda_torch import CudaTorch
-from memplan.dry.library import SOURCES, built, cache_folder, library_for, stubs_of
+from memplan.dry.library import SOURCES, cache_folder, library_for, shared_library_of, stubs_of
 from memplan.errors import DeviceError
 
 SINGLE = Path(cudnn.__file__).with_name("no_driver.c")
@@ -130,13 +130,13 @@ def test_the_sources_are_in_the_package() -> None:
 @pytest.mark.parametrize("damage", ["cut", "unsummed"])
 def test_a_damaged_single_source_is_built_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = built(SINGLE, "libcuda.so.1")
+    first = shared_library_of(SINGLE, "libcuda.so.1")
     whole = first.read_bytes()
     if damage == "cut":
         first.write_bytes(whole[:100])
     else:
         first.with_suffix(".sum").unlink()
-    assert built(SINGLE, "libcuda.so.1") == first
+    assert shared_library_of(SINGLE, "libcuda.so.1") == first
     assert len(first.read_bytes()) == len(whole)
 
 
@@ -145,4 +145,4 @@ def test_a_cache_that_is_no_folder_is_said(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(DeviceError, match="Set XDG_CACHE_HOME"):
-        built(SINGLE, "libcuda.so.1")
+        shared_library_of(SINGLE, "libcuda.so.1")

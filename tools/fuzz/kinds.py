@@ -45,7 +45,7 @@ from memplan.reports import devices as devices_report
 from memplan.reports import guard as guard_report
 from memplan.reports import perfetto
 from memplan.reports.ci import github, junit, sarif
-from memplan.reports.ci.annotations import GROWTH, of_findings, of_outcome
+from memplan.reports.ci.annotations import GROWTH, annotations_of_findings, annotations_of_outcome
 from memplan.reports.html.page import page_of
 from memplan.reports.html.saved_results import read_result, result_of
 from memplan.reports.replay import dumps
@@ -158,9 +158,9 @@ def _use_trace(data: bytes, file: Path) -> Iterator[str]:
         findings = check(trace)
         yield "\n".join(map(str, findings))
         yield text_of(check_report.report("a", findings, 5))
-        yield github.dumps(of_findings("a", findings, ("warning",)))
-        sarif.dumps(of_findings("a", findings, ()))
-        yield junit.dumps("a", [one.id for one in findings], of_findings("a", findings, ("warning",)))
+        yield github.dumps(annotations_of_findings("a", findings, ("warning",)))
+        sarif.dumps(annotations_of_findings("a", findings, ()))
+        yield junit.dumps("a", [one.id for one in findings], annotations_of_findings("a", findings, ("warning",)))
         yield from _compared(trace)
         json.loads(perfetto.dumps(trace, explanation))
         yield _page(data, file)
@@ -236,9 +236,9 @@ def _guarded(baseline: Baseline, now: RecordedFigures) -> Iterator[str]:
     for before in baseline.steps:
         outcome = compare_with(before, now, "1%")
         yield text_of(guard_report.report(outcome, 5))
-        yield github.dumps(of_outcome(outcome))
-        yield junit.dumps("a", [GROWTH], of_outcome(outcome))
-        sarif.dumps(of_outcome(outcome))
+        yield github.dumps(annotations_of_outcome(outcome))
+        yield junit.dumps("a", [GROWTH], annotations_of_outcome(outcome))
+        sarif.dumps(annotations_of_outcome(outcome))
         page_of([result_of(outcome.to_json(), "a.json")])
 
 

@@ -26,7 +26,8 @@ _Shape = tuple[int, ...]
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return at most one finding, about all lines of user code at which such a broadcast happens."""
+    """Return at most one finding, about all lines of user code that broadcast tensors of the same size, as (N, 1) and
+    (N)."""
     trace = subject.trace
     by_line: dict[str | None, tuple[Op, _Shape, _Shape, _Shape]] = {}
     for form in trace.forms:
@@ -35,7 +36,7 @@ def find(subject: Subject) -> list[Finding]:
             by_line.setdefault(op.where, (op, longer, shorter, result))
     if not by_line:
         return []
-    mended = subject.remaker.record(around=_squeezed()) if subject.remaker is not None else None
+    mended = subject.remaker.record(around=_equal_shapes()) if subject.remaker is not None else None
     size = max(0, peak_of(trace) - peak_of(mended)) if isinstance(mended, Trace) else 0
     return [_finding(list(by_line.values()), size)]
 
@@ -59,6 +60,7 @@ def _broadcasts(trace: Trace, op: Op, form: Form) -> Iterator[tuple[_Shape, _Sha
 def _shape_before_expand(view: View) -> _Shape:
     """Return the shape before broadcasting, which shows as strides of 0."""
     sizes = [1 if stride == 0 and size > 1 else size for size, stride in zip(view.shape, view.strides, strict=True)]
+    # leading dimensions that are broadcast were added by expand
     added = next((dim for dim, (size, whole) in enumerate(zip(sizes, view.shape, strict=True)) if size == whole), 0)
     return tuple(sizes[added:])
 
@@ -81,7 +83,7 @@ def lacks_one(longer: _Shape, shorter: _Shape) -> bool:
     return math.prod(result) > math.prod(longer)
 
 
-def _squeezed() -> Any:
+def _equal_shapes() -> Any:
     """Return a context in which the operands of such a broadcast are reshaped to the same shape first."""
 
     def same_shape(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,6 +106,8 @@ def _squeezed() -> Any:
 
 
 def _finding(broadcasts: list[tuple[Op, _Shape, _Shape, _Shape]], size: int) -> Finding:
+    """Return the finding about all these broadcasts; the message has the shapes of the first, ``size`` is their
+    cost."""
     op, longer, shorter, result = broadcasts[0]
     rows = [
         {"layer": op.layer, "where": op.where, "shapes": [list(shape) for shape in shapes]}

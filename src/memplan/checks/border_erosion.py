@@ -50,24 +50,24 @@ def find(subject: Subject) -> list[Finding]:
     outputs = [output for output in followed.outputs if output.spatial]
     eroding = _eroding(outputs)
     if not eroding:
-        outputs = [output for output in followed.ended.values() if output.spatial]
+        outputs = [output for output in followed.last_traced.values() if output.spatial]
         eroding = _eroding(outputs)
     if not eroding:
         return []
     worst = max(eroding, key=lambda output: (_net_loss(output), -outputs.index(output)))
-    if max(side for sides in lost(worst) for side in sides) <= subject.context:
+    if max(side for sides in border_losses(worst) for side in sides) <= subject.context:
         return []
     rows = layer_rows(subject.trace, worst)
     if _net_loss(worst) <= 0:
-        return [_shifted(worst, rows)]
-    return [_eroded(subject, worst, followed, rows)]
+        return [_one_sided(worst, rows)]
+    return [_erosion(subject, worst, followed, rows)]
 
 
 def _eroding(outputs: list[Output]) -> list[Output]:
-    return [output for output in outputs if any(max(sides) > 0 for sides in lost(output))]
+    return [output for output in outputs if any(max(sides) > 0 for sides in border_losses(output))]
 
 
-def lost(output: Output) -> list[Sides]:
+def border_losses(output: Output) -> list[Sides]:
     """Return the positions of the input lost before and after, for each spatial dimension; never below 0."""
     return [tuple(max(Fraction(0), side) for side in field.lost(size)) for size, field in output.spatial]  # pyright: ignore[reportReturnType]  # two sides
 
@@ -83,7 +83,7 @@ def layer_rows(trace: Trace, output: Output) -> list[Row]:
     spatial = output.spatial
     losses: dict[tuple[str, str | None], list[list[Fraction]]] = {}
     for dim, (_, field) in enumerate(spatial):
-        for loss in chain(field):
+        for loss in losses_of_ops(field):
             op = trace.ops[loss.op]
             sides = losses.setdefault((op.layer, op.where), [[Fraction(0), Fraction(0)] for _ in spatial])
             sides[dim][0] += loss.before
@@ -92,7 +92,7 @@ def layer_rows(trace: Trace, output: Output) -> list[Row]:
     return [row for row in rows if row.most]
 
 
-def chain(field: Field) -> list[Loss]:
+def losses_of_ops(field: Field) -> list[Loss]:
     """Return the losses of all ops, in the order of the path."""
     losses: list[Loss] = []
     loss = field.losses
@@ -102,7 +102,7 @@ def chain(field: Field) -> list[Loss]:
     return losses[::-1]
 
 
-def touching(output: Output) -> Fraction:
+def share_in_padding(output: Output) -> Fraction:
     """Return the share of the outputs whose field reaches beyond the input's border, into padding."""
     inside = Fraction(1)
     for size, field in output.spatial:
@@ -114,8 +114,9 @@ def touching(output: Output) -> Fraction:
     return 1 - inside
 
 
-def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row]) -> Finding:
-    sides, spatial = lost(output), output.spatial
+def _erosion(subject: Subject, output: Output, followed: Followed, rows: list[Row]) -> Finding:
+    """Return the finding about an output that covers less of the input than all of it: pixels, layers, and the cost."""
+    sides, spatial = border_losses(output), output.spatial
     covered = [max(0.0, 1 - float(sum(pair)) / field.extent) for pair, (_, field) in zip(sides, spatial, strict=True)]
     share = 1 - math.prod(covered)
     losing = sorted((row for row in rows if row.total > 0), key=lambda row: -row.total)
@@ -123,7 +124,7 @@ def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row
     context = f" (the input brings {subject.context} as context)" if subject.context else ""
     path = {
         "from": _op_details(subject, followed.sources[spatial[0][1].source].op),
-        "to": _op_details(subject, next((op for op, end in followed.ended.items() if end is output), None)),
+        "to": _op_details(subject, next((op for op, end in followed.last_traced.items() if end is output), None)),
     }
     message = (
         f"{_covers(path)} without its border: {_sides(sides)} are lost{context}, {_percent(share)} of the "
@@ -138,6 +139,7 @@ def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row
 
 
 def _op_details(subject: Subject, index: int | None) -> dict[str, Any] | None:
+    """Return an op as plain data, for the end of a path at an op; None where the path ends at the model's own end."""
     if index is None:
         return None
     op = subject.trace.ops[index]
@@ -157,10 +159,10 @@ def _op_in_layer(op: dict[str, Any]) -> str:
     return f"{op['op']} in {op['layer']}" if op["layer"] else op["op"]
 
 
-def _shifted(output: Output, rows: list[Row]) -> Finding:
+def _one_sided(output: Output, rows: list[Row]) -> Finding:
     """Return a finding for outputs whose fields lie to one side although nothing is lost in sum, as after a strided
     convolution with an odd kernel."""
-    sides = lost(output)
+    sides = border_losses(output)
     main = max(rows, key=lambda row: row.most, default=Row("", None, ()))
     message = (
         f"the outputs' fields lie to one side of where the outputs stand: {_sides(sides)} are covered less, as many "
@@ -175,15 +177,16 @@ def _shifted(output: Output, rows: list[Row]) -> Finding:
 
 
 def _details(output: Output, rows: list[Row]) -> dict[str, Any]:
+    """Return the numbers of an output for ``Finding.details``, in the order of its spatial dimensions."""
     spatial = output.spatial
     return {
-        "lost": [(number(a), number(b)) for a, b in lost(output)],
+        "lost": [(number(a), number(b)) for a, b in border_losses(output)],
         "stride": [number(abs(field.stride(size))) for size, field in spatial],
         "input": [field.extent for _, field in spatial],
         "output": [size for size, _ in spatial],
         "receptive_field": [field.width for _, field in spatial],
         "effective_receptive_field": [_effective(field) for _, field in spatial],
-        "touching_padding": round(float(touching(output)), 4),
+        "touching_padding": round(float(share_in_padding(output)), 4),
         "layers": [
             {"layer": row.layer, "where": row.where, "lost": [(number(a), number(b)) for a, b in row.lost]}
             for row in rows
@@ -204,6 +207,7 @@ def _saved(cost: Costs) -> str:
 
 
 def _advice(sides: list[Sides], cost: Costs) -> list[str]:
+    """Return the three ways to keep the border: padding inside of the model, a mirrored input, overlapping tiles."""
     inside = f"pad inside of the model (--fix prints the change, where it can): {cost.sentence}"
     pads = cost.details.get("mirror_pad") or [[math.ceil(a), math.ceil(b)] for a, b in sides]
     mirror = f"or mirror-pad the input once, by {_widths(pads)}: the interior does not change"
@@ -238,6 +242,7 @@ def _percent(share: float) -> str:
 
 
 def _layers(rows: list[Row]) -> str:
+    """Return the layers that lose the border as words; only the first is named, with the pixels that it loses."""
     if not rows:
         return "layers that cannot be named"
     pairs = {tuple(number(side) for side in sides) for sides in rows[0].lost}

@@ -44,6 +44,8 @@ def fix_of(finding: Finding, trace: Trace) -> Fix:
 
 
 def _proof(output: Sequence[int] | None, size: Sequence[int], stride: Sequence[float]) -> str:
+    """Return what the recording of the changed model shows, as a sentence; ``output`` is None if there is no
+    recording."""
     if output is None:
         return "The padded model could not be recorded: run it before you rely on it."
     shown = " x ".join(map(str, output))
@@ -129,6 +131,8 @@ def _literal(amount: Any) -> str:
 
 
 def _wrapper(finding: Finding, why: str) -> Fix:
+    """Return the fix for a model that cannot be patched, ``why`` being the reason: a wrapper that pads, or advice
+    alone."""
     details = finding.details
     pads, kind = details.get("mirror_pad"), details.get("mirror_returns")
     by_hand = "Pad the input yourself, or cut tiles that overlap."
@@ -138,10 +142,10 @@ def _wrapper(finding: Finding, why: str) -> Fix:
         why += ", and a printed wrapper cannot crop what the model returns: something else than tensors in a tuple, a "
         return Fix("none", "", why + "list or a dictionary", by_hand)
     output = details.get("mirrored_output")
-    return Fix("wrapper", _class(details), why, _proof(output, details["input"], details["stride"]))
+    return Fix("wrapper", _wrapper_source(details), why, _proof(output, details["input"], details["stride"]))
 
 
-def _class(details: Mapping[str, Any]) -> str:
+def _wrapper_source(details: Mapping[str, Any]) -> str:
     """Return the source of a module that pads the images among the model's arguments and crops its outputs."""
     mode = "reflect" if details["mirror_reflects"] else "replicate"
     amounts = ", ".join(f"{side}" for pair in reversed(details["mirror_pad"]) for side in pair)
@@ -170,6 +174,7 @@ def _class(details: Mapping[str, Any]) -> str:
 
 
 def _cropping(details: Mapping[str, Any], crops: Sequence[str]) -> list[str]:
+    """Return the wrapper's lines that crop the model's output and return it, by the output's type."""
     kind, names = details["mirror_returns"], details["mirror_names"]
     if kind == "tensor":
         return [f"        return output{crops[0]}"]

@@ -109,13 +109,13 @@ def check_trace(
         except DeviceError:
             card = None
     subject = Subject(trace, card, remaker, context)
-    findings = [finding for check in CHECKS for finding in _run(check, subject)]
+    findings = [finding for check in CHECKS for finding in _findings_of(check, subject)]
     created_at = {layer.name: layer.made for layer in trace.layers}
     shown = _merged(map(_with_severity, not_ignored(findings, ignores, created_at)))
     return sorted(shown, key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
 
 
-def _run(check: Check, subject: Subject) -> list[Finding]:
+def _findings_of(check: Check, subject: Subject) -> list[Finding]:
     """Return the findings of a check.
 
     Raises:

@@ -23,7 +23,7 @@ _TO_COPY = _ATEN._to_copy.default
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return at most one finding, about all such casts of a step."""
+    """Return at most one finding, about all casts of expanded tensors in a step."""
     trace, remaker = subject.trace, subject.remaker
     results = [
         trace.storages[op.writes[0]]

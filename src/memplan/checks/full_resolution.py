@@ -98,6 +98,7 @@ def _strides(followed: Followed, op: int) -> list[Fraction]:
 def _finding(
     subject: Subject, run: list[_Layer], rows: list[tuple[tuple[str, str | None], int]], full: int, total: int
 ) -> Finding:
+    """Return the finding, with the bytes that the recording of the model with a stride in the run saves."""
     trace, first, last = subject.trace, run[0], run[-1]
     mended = subject.remaker.record(strided(first.name, last.name)) if subject.remaker is not None else None
     size = max(0, peak_of(trace) - peak_of(mended)) if isinstance(mended, Trace) else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, in_graph, part_of
+from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, in_graph, ticks_of_step
 from memplan.checks.mended.savings import after_last_use, matters, rows_of, saving, without_saving
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
@@ -47,7 +47,7 @@ def _retained(trace: Trace) -> list[Finding]:
     for step, last in last_pass.items():
         if not last.keeps:
             continue
-        begin, _ = part_of(trace, step)
+        begin, _ = ticks_of_step(trace, step)
         of_step = [s for s in trace.counted if s.cause == "saved" and begin < s.born <= last.end]
         saved += of_step
         retained += [s for s in of_step if s.died is None or s.died > last.end]
@@ -88,7 +88,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
     names = {op.name for op in idle}
     layers = {op.layer for op in idle}
     outputs = {view.storage for returned in trace.returned for view in returned.tensors}
-    storages = [
+    storages = [  # what the same ops allocate in any step, but for outputs and what a backward pass reads
         s for s in trace.counted
         if s.op is not None and s.cause not in HELD_FOR_GOOD and s.id not in outputs and trace.ops[s.op].layer in layers
         and trace.ops[s.op].name in names and trace.ops[s.op].phase == "forward"

@@ -21,15 +21,16 @@ def find(subject: Subject) -> list[Finding]:
         return []
     checkpoints = CheckpointFree()
     plain = remaker.record(around=checkpoints.installed())
-    if not isinstance(plain, Trace) or not checkpoints.all:
+    if not isinstance(plain, Trace) or not checkpoints.total:
         return []
     if matters(plain, peak_of(plain) - peak_of(trace)):
         return []
     saved, blocks = _blockwise(remaker, trace)
     steps = len(trace.steps)
-    single = checkpoints.all <= steps
+    per_step = checkpoints.total // steps
+    single = per_step <= 1
     message = (
-        f"{'the checkpoint of a step runs' if single else f'the {checkpoints.all // steps} checkpoints of a step run'} "
+        f"{'the checkpoint of a step runs' if single else f'the {per_step} checkpoints of a step run'} "
         f"{len(recomputed) // steps} ops a second time and {'does' if single else 'do'} not lower its peak: "
         f"{format_bytes(peak_of(trace))} with, {format_bytes(peak_of(plain))} without"
     )

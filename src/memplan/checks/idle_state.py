@@ -24,6 +24,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _zeroed_gradients(trace: Trace) -> list[Finding]:
+    """Return a finding for gradients that are set to zero in place, with the bytes that freeing them would save."""
     zeroing_op: dict[int, int] = {}
     for op in trace.ops:
         if _is_zeroing(op):

@@ -61,6 +61,7 @@ def not_ignored(
 
 
 def _is_ignored(finding: Finding, ignores: Sequence[Ignore], created_at: Mapping[str, str | None]) -> bool:
+    """Return whether a pattern or a comment ignores the finding for each layer that it is about."""
     rows = finding.details.get("layers") or [{"layer": finding.layer, "where": finding.where}]
 
     def ignored(layer: str, where: str | None) -> bool:

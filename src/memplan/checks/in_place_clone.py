@@ -14,7 +14,7 @@ _CLONING = ("silu_", "hardswish_", "hardtanh_", "relu6_", "mish_", "gelu_", "sof
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return at most one finding, about all such activations of a step."""
+    """Return at most one finding, about all in-place activations of a step whose input autograd clones."""
     trace = subject.trace
     clones = [storage for storage in trace.counted if storage.op is not None and _is_clone(trace, storage.op)]
     if not clones:

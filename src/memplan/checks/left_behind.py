@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, part_of
+from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, ticks_of_step
 from memplan.checks.mended.savings import matters, rows_of
 from memplan.trace.records import HOST, Storage
 from memplan.trace.trace import Trace
@@ -21,6 +21,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _never_freed(trace: Trace) -> list[Finding]:
+    """Return a finding for tensors outside of any graph that every step leaves allocated for good."""
     leaked = growth(trace, graph=False)
     size = leaked.bytes
     if not matters(trace, size):
@@ -39,13 +40,15 @@ def _never_freed(trace: Trace) -> list[Finding]:
 
 
 def _cycles(trace: Trace) -> list[Finding]:
+    """Return a finding for tensors that only garbage collection frees: those that die after the collector ran at a
+    step's end."""
     if len(trace.collected) != len(trace.steps) + 1:
         return []
     by_step = [
         [s for s in trace.counted if s.died is not None and begin < s.born and collected < s.died <= end
          and s.op is not None and s.cause not in HELD_FOR_GOOD]
         for (begin, end), collected in zip(
-            (part_of(trace, step) for step in range(len(trace.steps))), trace.collected[1:], strict=True
+            (ticks_of_step(trace, step) for step in range(len(trace.steps))), trace.collected[1:], strict=True
         )
     ]  # fmt: skip
     sizes = [sum(storage.bytes for storage in storages) for storages in by_step]

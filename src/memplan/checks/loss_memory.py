@@ -40,6 +40,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _finding(trace: Trace, op: Op) -> list[Finding]:
+    """Return a finding if the copies of these logits take 5 % of the peak more than a loss in chunks would."""
     logits = trace.storages[op.writes[0]]
     rows, classes = logits.bytes // max(1, getattr(torch, logits.dtype).itemsize * logits.shape[-1]), logits.shape[-1]
     copies = [s for s in trace.counted if s.op is not None and _is_copy(s, rows, classes)]
@@ -57,10 +58,10 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
         f"{format_bytes(logits.bytes)} each): the loss costs {'about ' if doubt else ''}{format_bytes(size)} at the "
         f"peak{f' (an estimate: {doubt})' if doubt else ''}"
     )
-    how = f" (its chunks take {format_bytes(chunk)})" if chunk is not None else ""
+    chunk_bytes = f" (its chunks take {format_bytes(chunk)})" if chunk is not None else ""
     advice = (
         "torch.nn.functional.linear_cross_entropy(hidden, weight, target, options=LinearCrossEntropyOptions()) never "
-        f"makes them whole{how}; on a GPU Liger's fused linear cross-entropy does the same"
+        f"makes them whole{chunk_bytes}; on a GPU Liger's fused linear cross-entropy does the same"
         if hasattr(F, "linear_cross_entropy")
         else "Liger's fused linear cross-entropy never makes them whole; or call head and loss on chunks of the rows",
     )

@@ -50,6 +50,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _written_out(subject: Subject, attention: Sequence[Attention]) -> list[Finding]:
+    """Return a finding about attention that user code computes by products and a softmax, with what the fused call
+    saves."""
     trace = subject.trace
     matrix_bytes = _matrix_bytes_at_peak(trace, attention)
     if not matters(trace, matrix_bytes):
@@ -68,6 +70,7 @@ def _written_out(subject: Subject, attention: Sequence[Attention]) -> list[Findi
 
 
 def _math_path(subject: Subject, attention: Sequence[Attention]) -> list[Finding]:
+    """Return a finding about `scaled_dot_product_attention` on its math path: why torch took it, and what helps."""
     trace = subject.trace
     matrix_bytes = _matrix_bytes_at_peak(trace, attention)
     if not matters(trace, matrix_bytes):
@@ -99,10 +102,10 @@ def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _Fuse
     trace, remaker = subject.trace, subject.remaker
     in_layers = [block for block in attention if _in_torch_layer(trace, block)]
     written = [block for block in attention if block not in in_layers]
-    user = _matrix_user(written) or _weights_user(trace, in_layers)
-    if user:
+    reader = _matrix_user(written) or _weights_user(trace, in_layers)
+    if reader:
         return _FusedSaving(
-            why=f"{user}, and a fused call never makes them", advice=f"Where nothing needs them, {call}"
+            why=f"{reader}, and a fused call never makes them", advice=f"Where nothing needs them, {call}"
         )
     if remaker is None:
         why = "what a fused call takes instead is known of a model only, and this is the recording of one"
@@ -126,7 +129,7 @@ def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _Fuse
 
 def _matrix_user(attention: Sequence[Attention]) -> str:
     """Return the message about the first op that needs the matrices themselves; "" if nothing does."""
-    op = next((block.otherwise for block in attention if block.otherwise is not None), None)
+    op = next((block.other_reader for block in attention if block.other_reader is not None), None)
     if op is not None:
         return f"{_op_and_line(op)} reads them, too"
     return "the model returns them" if any(block.returned for block in attention) else ""
@@ -136,7 +139,7 @@ def _weights_user(trace: Trace, attention: Sequence[Attention]) -> str:
     """Return the message about what reads the weights that torch's own layers return, which are the matrices or their
     mean over the heads; "" if nothing does."""
     for block in attention:
-        weights = {*block.matrices, *(block.otherwise.writes if block.otherwise is not None else ())}
+        weights = {*block.matrices, *(block.other_reader.writes if block.other_reader is not None else ())}
         if any(view.storage in weights for returned in trace.returned for view in returned.tensors):
             return "the model returns its weights"
         for op in trace.ops:
@@ -192,6 +195,7 @@ def _finding(
     kind: str,
     matrix_bytes: int,
 ) -> Finding:
+    """Return the finding about the layers with this attention, at the line of the first one."""
     matrices = {storage for block in attention for storage in block.matrices}
     saved = [s for s in trace.counted if s.id in matrices and s.cause == "saved" and s.op is not None]
     rows = rows_of(trace, saved, {s.id: s.op or 0 for s in saved})

@@ -40,9 +40,11 @@ def copies(trace: Trace, forms: Mapping[int, Form]) -> list[Copies]:
 
 
 class _ActivationCopies:
+    """Finds saved tensors of activations that are needless, and what a step without them would allocate instead."""
+
     def __init__(self, trace: Trace, forms: Mapping[int, Form]) -> None:
         self._trace, self._forms = trace, forms
-        self._reads_view = _reading_views(trace)
+        self._reads_view = _ops_on_views(trace)
         kernels = (op for op in trace.ops if base_name(op.name) not in (*_VIEWS, "_unsafe_view"))
         self._readers = readers_of(op for op in kernels if op.phase == "forward")
         self._returned = {view.storage for returned in trace.returned for view in returned.tensors}
@@ -82,6 +84,8 @@ class _ActivationCopies:
         return replace(storage, died=None if died is None else max(died, self._gradient_ends.get(op.index, 0) + 1))
 
     def _can_overwrite(self, storage: Storage, op: Op, result: Storage) -> bool:
+        """Return whether the activation may run in place: its gradient can be computed from the result, and nothing
+        reads the input later."""
         form = self._forms.get(op.index)
         nonnegative = _FITS_IN_PLACE.get(base_name(op.name))
         if form is None or nonnegative is None or storage.op is None or storage.id in self._returned:
@@ -107,7 +111,7 @@ class _ActivationCopies:
             cat = self._cat_of(storage)
             if cat is not None:
                 by_cat.setdefault(cat, []).append(storage)
-            elif not self._into_dropout(storage):
+            elif not self._is_read_by_dropout(storage):
                 results.append(storage)
                 masks.append(replace(storage, bytes=math.prod(storage.shape), dtype="bool", born=op.end, low=None))
         parts = [storage for storages in by_cat.values() for storage in storages]
@@ -146,29 +150,30 @@ class _ActivationCopies:
                 changed[outer.id] = replace(outer, died=first.end + 1)
 
     def _is_saved_by_relu(self, storage: Storage) -> bool:
+        """Return whether a ReLU's gradient, and nothing else, needs this tensor: the ReLU's result."""
         keepers = keepers_of(storage)
         if len(keepers) != 1 or keepers[0][0].role != "result":
             return False
         return base_name(self._trace.ops[keepers[0][0].op].name) in RELU
 
-    def _into_dropout(self, storage: Storage) -> bool:
+    def _is_read_by_dropout(self, storage: Storage) -> bool:
         readers = self._readers.get(storage.id, ())
         return any(is_dropout(op, self._readers) and op.reads[0].storage == storage.id for op in readers)
 
 
-def _reading_views(trace: Trace) -> set[int]:
+def _ops_on_views(trace: Trace) -> set[int]:
     """Return the indices of the first step's ops whose first operand is a view to autograd."""
     maker: dict[View, str] = {}
-    reading: set[int] = set()
+    on_views: set[int] = set()
     for form in trace.forms:
         operands = [view for _, view in form.reads]
         if operands and maker.get(operands[0]) in _VIEWS:
-            reading.add(form.op)
+            on_views.add(form.op)
         name = base_name(trace.ops[form.op].name)
         for view in form.writes:
             if view not in operands or name in _VIEWS:  # a view that is changed in place stays a view
                 maker[view] = name
-    return reading
+    return on_views
 
 
 def is_dropout(op: Op, readers: Mapping[int, Iterable[Op]]) -> bool:

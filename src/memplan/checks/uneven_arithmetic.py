@@ -124,8 +124,8 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> li
     result = form.writes[0]
     dim = int(form.option("dim", 0)) % len(result.shape)
     old, new = form.reads[0][1].shape[dim], result.shape[dim]
-    along = [size for size in sizes.get(form.op, []) if size.size == new]
-    if old <= new or not along or int(form.option("step", 1)) != 1:
+    cropped_sizes = [size for size in sizes.get(form.op, []) if size.size == new]
+    if old <= new or not cropped_sizes or int(form.option("step", 1)) != 1:
         return []
     merged = any(
         later.op > form.op
@@ -137,7 +137,7 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> li
     if not merged:
         return []
     start = int(form.option("start", 0) or 0)
-    stride = along[0].field.stride(2)
+    stride = cropped_sizes[0].field.stride(2)
     pixels = number(start * stride), number((old - new - start) * stride)
     message = (
         f"a crop from {old} to {new} before it meets another path: {pixels[0]:g} pixels of the input before and "
@@ -158,6 +158,7 @@ def _merged(findings: list[Finding]) -> list[Finding]:
 
 
 def _merged_crops(crops: list[Finding]) -> Finding:
+    """Return the finding about the largest crop of a line, with the sizes of the line's other crops in its message."""
     ordered = sorted(crops, key=lambda crop: (crop.details["uneven"], sum(crop.details["pixels"])), reverse=True)
     sizes = dict.fromkeys((crop.details["size"], crop.details["kept"]) for crop in ordered)
     others = ", ".join(f"{old} to {new}" for old, new in list(sizes)[1:])

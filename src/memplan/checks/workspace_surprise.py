@@ -30,6 +30,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _large_workspaces(subject: Subject) -> list[Finding]:
+    """Return a finding if the workspaces of convolutions can add a large share to the peak, with what would lower
+    them."""
     trace = subject.trace
     plans_of = {answer.storage: answer.plans for answer in trace.engines}
     expected = {size.storage for size in trace.expected}

@@ -104,7 +104,7 @@ class Commands(click.Group):
         argv = sys.argv
         sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by `>&-`
         sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        with _interrupts_noted() as interrupted:
+        with _watch_interrupts() as interrupted:
             try:
                 code = super().main(arguments, *positional, **keywords)
             except BaseException as error:  # any error ends as a line and an exit code
@@ -114,12 +114,12 @@ class Commands(click.Group):
             finally:
                 sys.argv = argv  # a target may have set it
         if isinstance(code, int):
-            sys.exit(_flushed(code))
-        sys.exit(_flushed(0))
+            sys.exit(_flush(code))
+        sys.exit(_flush(0))
 
 
 @contextmanager
-def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+def _watch_interrupts() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C was pressed in this context; False if the caller handles it."""
     received: list[int] = []
 
@@ -180,7 +180,7 @@ def _innermost_frame(error: BaseException) -> str:
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "nowhere"
 
 
-def _flushed(code: int) -> int:
+def _flush(code: int) -> int:
     """Flush stdout and return the exit code. A closed pipe must not make the interpreter print an error at exit."""
     try:
         sys.stdout.flush()

@@ -11,13 +11,13 @@ from memplan.cli.files import ResultFiles, is_trace
 from memplan.cli.options import (
     StepArguments,
     Whole,
-    advised,
     describe,
-    recorded,
+    load_trace,
+    remove_parameters,
     result_options,
     step_options,
     top_option,
-    without,
+    with_input_advice,
 )
 from memplan.cli.progress import progress
 from memplan.cli.run import run
@@ -86,7 +86,7 @@ def command(
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
     from memplan.reports.check import fixes, report
-    from memplan.reports.ci.annotations import of_findings
+    from memplan.reports.ci.annotations import annotations_of_findings
     from memplan.reports.terminal import show
 
     request = target_or_script(values)
@@ -104,7 +104,7 @@ def command(
     if not results.takes_stdout and not outputs.to_stdout:
         show(report(arguments.target, findings, top))
     failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
-    outputs.write(arguments.target, IDS, of_findings(arguments.target, findings, failing))
+    outputs.write(arguments.target, IDS, annotations_of_findings(arguments.target, findings, failing))
     if fix:
         click.echo(fixes(trace, findings))
     return int(any(finding.severity in failing for finding in findings))
@@ -113,12 +113,13 @@ def command(
 def _findings(
     arguments: StepArguments, request: Request | None, context: int, ignores: list[Ignore]
 ) -> tuple[Trace, list[Finding]]:
+    """Return the step of a target, a script or a trace file, and its findings."""
     from memplan.checks.check import check_trace, record_again
     from memplan.checks.mended.changed_step import Remaker
     from memplan.trace.recording.session import choose_target
 
     if request is not None or is_trace(arguments.target):
-        trace = recorded(arguments) if request is None else run(request).trace
+        trace = load_trace(arguments) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
     with progress(f"recording {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
@@ -129,8 +130,8 @@ def _findings(
             trace = record_again(remaker)
             return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
 
 
-without(command, "settings")  # findings do not depend on the allocator
+remove_parameters(command, "settings")  # findings do not depend on the allocator
 script_option(command)

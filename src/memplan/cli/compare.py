@@ -68,7 +68,7 @@ def command(
 
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
         comparison = compare_requests(
-            _input(sides[0], _title(*sides)), _input(sides[1], _title(*reversed(sides))), measure=really
+            _side_request(sides[0], _title(*sides)), _side_request(sides[1], _title(*reversed(sides))), measure=really
         )
     results.write(comparison.to_json)
     if not results.takes_stdout:
@@ -92,7 +92,9 @@ def _title(side: StepArguments, other: StepArguments) -> str:
     return " ".join(words)
 
 
-def _input(side: StepArguments, title: str) -> SideRequest:
+def _side_request(side: StepArguments, title: str) -> SideRequest:
+    """Return a side of the comparison: a target's step, or a saved result. Raises InputError for options of a file's
+    step."""
     from memplan.studies.comparisons.compare import SideRequest
 
     if not _is_file(side.target):

@@ -11,11 +11,11 @@ from memplan.cli.files import begins_as_trace, is_trace
 from memplan.cli.options import (
     Described,
     StepArguments,
-    advised,
     describe,
-    recorded,
+    load_trace,
     step_options,
     top_option,
+    with_input_advice,
 )
 from memplan.cli.outputs import Outputs, output_options
 from memplan.cli.progress import progress
@@ -142,6 +142,7 @@ def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
 
 
 def _explain(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+    """Record the target's step, run it, or load its trace, and explain it."""
     if is_trace(arguments.target):
         return _explain_file(arguments, really)
     with progress(f"{'running' if really else 'recording'} {arguments.target}"), contained(arguments.target):
@@ -150,13 +151,14 @@ def _explain(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation
         except DataDependentError as error:
             raise DataDependentError(error.found, expected=error.expected, do=_MEASURE) from error
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
 
 
 _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
 
 
 def _explain_target(described: Described, arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+    """Explain the step of a target from a recording or, with ``really``, from a run."""
     from memplan.explanation.explain import explain_build, explain_trace
     from memplan.trace.measure import measure
     from memplan.trace.recording.session import choose_target
@@ -180,7 +182,7 @@ def _explain_file(arguments: StepArguments, really: bool) -> tuple[Trace, Explan
     """Explain a saved trace."""
     from memplan.explanation.explain import explain_trace
 
-    trace = recorded(arguments, *(["--measure"] if really else []))
+    trace = load_trace(arguments, *(["--measure"] if really else []))
     trains = any(op.phase == "backward" for op in trace.ops)
     return trace, explain_trace(trace, title=arguments.target, train=trains, settings=arguments.settings)
 

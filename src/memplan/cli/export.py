@@ -8,7 +8,7 @@ from typing import Any, Literal
 import click
 
 from memplan.cli.files import write
-from memplan.cli.options import StepArguments, advised, describe, json_option, step_options, without
+from memplan.cli.options import StepArguments, describe, json_option, remove_parameters, step_options, with_input_advice
 from memplan.cli.progress import progress
 from memplan.errors import BudgetError, InputError, StepError, VerificationError
 from memplan.trace.naming.targets import contained, resolve
@@ -97,7 +97,7 @@ def command(
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
         except BudgetError as error:
             show(shortfall_report(error))
             return 1
@@ -116,4 +116,4 @@ def _batches(target: str) -> Any:
         return resolve(target).what()
 
 
-without(command, "train", "device", "settings", "assume", "cudnn")
+remove_parameters(command, "train", "device", "settings", "assume", "cudnn")

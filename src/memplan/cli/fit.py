@@ -14,12 +14,12 @@ from memplan.cli.options import (
     Described,
     StepArguments,
     Whole,
-    advised,
     describe,
+    remove_parameters,
     result_options,
     step_options,
     top_option,
-    without,
+    with_input_advice,
 )
 from memplan.cli.progress import progress
 from memplan.cli.run import run
@@ -159,7 +159,7 @@ def command(
     options |= {"accumulate": accumulate} if accumulate > 1 else {}
     if request is not None:
         _check_script(use_plan, frontier_file, python_file)
-        return _script(request, budget, options, files, top)
+        return _fit_script(request, budget, options, files, top)
     plan = None if use_plan is None else _read_plan(use_plan, budget)
     options |= {"budget": budget if budget is not None or plan is None else plan.budget}
     options |= {"costs": costs} if costs != "measured" else {}
@@ -171,7 +171,7 @@ def command(
             frontier = None if frontier_file is None else _frontier(model, described, arguments, options, peers)
             outcome = _outcome(model, described, arguments, options | ({} if plan is None else {"plan": plan}))
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
     outcome = replace(outcome, frontier=frontier)
     _write(outcome, files)
     if not files.takes_stdout:
@@ -182,7 +182,7 @@ def command(
     return 0 if outcome.fits else 1
 
 
-without(command, "cudnn")
+remove_parameters(command, "cudnn")
 script_option(command)
 
 
@@ -198,7 +198,7 @@ def _check_script(*files: str | None) -> None:
         )
 
 
-def _script(request: Request, budget: str | None, options: dict[str, Any], files: _Files, top: int) -> int:
+def _fit_script(request: Request, budget: str | None, options: dict[str, Any], files: _Files, top: int) -> int:
     """Plan the model of a script and return the exit code."""
     from memplan.reports.fit import script_report
     from memplan.reports.terminal import show
@@ -237,6 +237,7 @@ def _check_costs(costs: str, predict: bool) -> None:
 
 
 def _check_peers(peers: bool, frontier: str | None, predict: bool) -> None:
+    """Raise InputError for ``--peers`` where no frontier is drawn, or nothing may run."""
     if peers and (frontier is None or predict):
         raise InputError(
             f"--peers {'with --predict' if predict else 'without --frontier'}",
@@ -246,6 +247,7 @@ def _check_peers(peers: bool, frontier: str | None, predict: bool) -> None:
 
 
 def _read_plan(path: str, budget: str | None) -> Plan:
+    """Return the plan of a file. Raises InputError if it cannot be read, or its peak exceeds the budget."""
     from memplan._bytes import format_bytes
     from memplan.planning.plan.plan import Plan
     from memplan.planning.relative_budget import read_any_budget
@@ -385,6 +387,7 @@ def _frontier(
 
 
 def _write(outcome: Outcome, files: _Files) -> None:
+    """Write the outcome to the files that were asked for."""
     files.results.write(outcome.to_json)
     if outcome.plan is not None and files.plan is not None:
         write(files.plan, outcome.plan.to_json())

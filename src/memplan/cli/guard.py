@@ -12,13 +12,13 @@ from memplan.cli.ci_options import CiOutputs, ci_options
 from memplan.cli.files import ResultFiles, is_trace, writable, write
 from memplan.cli.options import (
     StepArguments,
-    advised,
     describe,
-    recorded,
+    load_trace,
+    remove_parameters,
     result_options,
     step_options,
     top_option,
-    without,
+    with_input_advice,
 )
 from memplan.cli.progress import progress
 from memplan.cli.renamed_options import current_spelling
@@ -86,7 +86,7 @@ def command(
     request = target_or_script(values)
     arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
     outputs.check(results)
-    from memplan.reports.ci.annotations import GROWTH, of_outcome
+    from memplan.reports.ci.annotations import GROWTH, annotations_of_outcome
     from memplan.reports.guard import report
     from memplan.reports.terminal import show
     from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
@@ -102,15 +102,16 @@ def command(
     results.write(outcome.to_json)
     if not results.takes_stdout and not outputs.to_stdout:
         show(report(outcome, top))
-    outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], of_outcome(outcome))
+    outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], annotations_of_outcome(outcome))
     return int(outcome.grew)
 
 
-without(command, "cudnn")
+remove_parameters(command, "cudnn")
 script_option(command)
 
 
 def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
+    """Raise InputError for options that do not go with ``--update``."""
     if path == "-":
         raise InputError("--baseline -", expected="a file to update", do="Name one")
     if results != ResultFiles() or outputs != CiOutputs(None, False, None):
@@ -122,6 +123,7 @@ def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
 
 
 def _update(arguments: StepArguments, request: Request | None, path: str) -> int:
+    """Write the step's present figures into the baseline, and print what changed. Return the exit code."""
     from memplan._bytes import format_bytes
     from memplan._text import printable
     from memplan.studies.comparisons.comparison import change_text
@@ -161,13 +163,14 @@ def _snapshot(arguments: StepArguments, request: Request | None) -> RecordedFigu
             options = " ".join(filter(None, (options, "--", *request.command.arguments)))
         trace = run(replace(request, cudnn=_named_cudnn(arguments))).trace
     elif is_trace(arguments.target):
-        trace, trains = recorded(arguments), None
+        trace, trains = load_trace(arguments), None
     else:
-        trace = _recorded(arguments)
+        trace = _record_target(arguments)
     return figures_of_trace(trace, target=target, options=options, train=trains, settings=arguments.settings)
 
 
-def _recorded(arguments: StepArguments) -> Trace:
+def _record_target(arguments: StepArguments) -> Trace:
+    """Return the trace of the target's step."""
     from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
@@ -177,7 +180,7 @@ def _recorded(arguments: StepArguments) -> Trace:
         try:
             return record_for(described.build(on_card=target.card is not None), target)
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
 
 
 def _named_cudnn(arguments: StepArguments) -> str | bool:

@@ -9,11 +9,11 @@ import click
 
 from memplan._text import whole_number
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import StepArguments, Whole, advised, result_options, step_options
+from memplan.cli.options import StepArguments, Whole, result_options, step_options, with_input_advice
 from memplan.cli.progress import line
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
-from memplan.cli.sweep import described_at, subject_of
+from memplan.cli.sweep import describe_first_point, subject_of
 from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:
@@ -113,10 +113,11 @@ def _report(largest: Largest, results: ResultFiles) -> int:
 
 
 def _find(arguments: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any]) -> Largest:
+    """Return the largest value of an axis that fits, found by recordings."""
     from memplan.studies.capacity.largest import find_largest
 
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}
-    subject = subject_of(described_at(arguments, None, vary), arguments)
+    subject = subject_of(describe_first_point(arguments, None, vary), arguments)
     subject = replace(subject, window=window)
     try:
         with line(f"looking for the largest {axis}") as progress:
@@ -124,10 +125,11 @@ def _find(arguments: StepArguments, axis: str, room: Any, window: Window | None,
                 subject, axis, room, settings=arguments.settings, title=arguments.target, progress=progress, **options
             )
     except StepError as error:
-        raise advised(error, arguments) from error.__cause__
+        raise with_input_advice(error, arguments) from error.__cause__
 
 
 def _window(text: str | None, overlap: float, batch: int) -> Window | None:
+    """Return the volume of ``--window`` to infer in patches; None without that option."""
     from memplan.studies.axes.sliding_window import Window
 
     if text is None:
@@ -141,6 +143,7 @@ def _window(text: str | None, overlap: float, batch: int) -> Window | None:
 
 
 def _shares(text: str | None) -> tuple[float, ...] | None:
+    """Return the numbers of ``--aspect``; None without that option."""
     if text is None:
         return None
     try:

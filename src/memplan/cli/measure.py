@@ -12,11 +12,11 @@ from memplan.cli.files import OUTPUT
 from memplan.cli.options import (
     StepArguments,
     Whole,
-    advised,
     describe,
+    remove_parameters,
     step_options,
     top_option,
-    without,
+    with_input_advice,
 )
 from memplan.cli.outputs import Outputs, check_contribute, contribute_option, output_options
 from memplan.cli.progress import progress
@@ -102,18 +102,18 @@ def command(
     measurement = _Measurement(place, dry, environment, steps, snapshot, contribute)
     trace, explanation = _measure(arguments, measurement)
     comparison = None if trace.device == HOST or dry else _compare_with_prediction(arguments, trace, steps)
-    from memplan.reports.compare import beside_report
+    from memplan.reports.compare import measured_report
     from memplan.reports.explain import dumps, report
     from memplan.reports.terminal import show
 
     outputs.write(trace, explanation, partial(dumps, explanation, compare_with_prediction=comparison), _settings(trace))
     if not outputs.takes_stdout:
         step = report(explanation, top)
-        show(step if comparison is None else step + beside_report(comparison, top))
+        show(step if comparison is None else step + measured_report(comparison, top))
     return 0
 
 
-without(command, "device", "assume", "settings", "cudnn", "snapshot_file")
+remove_parameters(command, "device", "assume", "settings", "cudnn", "snapshot_file")
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ class _Measurement:
 
 
 def _measure(arguments: StepArguments, measurement: _Measurement) -> tuple[Trace, Explanation]:
+    """Run the step and explain its trace."""
     from memplan.devices import find
     from memplan.explanation.explain import explain_trace
 
@@ -154,7 +155,7 @@ def _measure(arguments: StepArguments, measurement: _Measurement) -> tuple[Trace
         try:
             trace = measurement.run(arguments)
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
     trains = None if arguments.train else False
     return trace, explain_trace(trace, title=arguments.target, train=trains, card=card, settings=_settings(trace))
 

@@ -79,6 +79,7 @@ def _target_arguments(ctx: click.Context, parameter: click.Parameter, value: tup
 
 
 def _show_output(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """With the option, show until the command ends what the target prints."""
     if value and not ctx.resilient_parsing:
         from memplan.trace.held_output import output_shown
 
@@ -148,7 +149,7 @@ def step_options(function: Decorated) -> Decorated:
     return function
 
 
-def without(command: click.Command, *names: str) -> click.Command:
+def remove_parameters(command: click.Command, *names: str) -> click.Command:
     """Remove parameters from a command, for example because it defines its own."""
     command.params = [parameter for parameter in command.params if parameter.name not in names]
     return command
@@ -244,6 +245,7 @@ class Described:
 
 
 def _parse_assumption(text: str) -> tuple[str, float]:
+    """Parse ``FILE:LINE=SHARE`` into place and share."""
     place, _, share = text.rpartition("=")
     try:
         return place, float(share)
@@ -273,7 +275,7 @@ def describe(step: StepArguments) -> Described:
             expected="one of them",
             do="Leave one out",
         )
-    options = _read(step)
+    options = _read_options(step)
     if step.batch is not None and batch_name is not None:
         arguments[batch_name] = step.batch
     check_arguments(target.what, arguments, title=target.text, option="--arg")
@@ -288,7 +290,8 @@ def describe(step: StepArguments) -> Described:
     return Described(target, arguments, options, batch_name)
 
 
-def _read(arguments: StepArguments) -> StepOptions:
+def _read_options(arguments: StepArguments) -> StepOptions:
+    """Return the options of the step: specs parsed, loss and optimizer imported."""
     from memplan.trace.naming.step_parts import loss_of, optimizer_of
     from memplan.trace.spec import dtype_of
     from memplan.trace.step import StepOptions
@@ -360,7 +363,7 @@ def _call_target(target: Target, arguments: Mapping[str, Any], options: StepOpti
     return make
 
 
-def advised(error: StepError, arguments: StepArguments) -> MemplanError:
+def with_input_advice(error: StepError, arguments: StepArguments) -> MemplanError:
     """Return the error of a step; if a layer raised it, as an InputError that names the inputs, a common cause."""
     from memplan.trace.step import WHOLE
 
@@ -379,7 +382,7 @@ def advised(error: StepError, arguments: StepArguments) -> MemplanError:
     return advice
 
 
-def recorded(arguments: StepArguments, *more: str) -> Trace:
+def load_trace(arguments: StepArguments, *more: str) -> Trace:
     """Load the trace file that a target names. ``more``: other options that do not go with a trace.
 
     Raises:

@@ -48,9 +48,9 @@ def side_arguments(target: str, common: Mapping[str, Any], texts: Sequence[str])
     for name in arguments:
         if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             continue
-        own = context.params[name]
+        value = context.params[name]
         if name in _PAIRS:
-            replaced = {pair.partition("=")[0].strip() for pair in own}
-            own = (*(pair for pair in common[name] if pair.partition("=")[0].strip() not in replaced), *own)
-        arguments[name] = own
+            replaced = {pair.partition("=")[0].strip() for pair in value}
+            value = (*(pair for pair in common[name] if pair.partition("=")[0].strip() not in replaced), *value)
+        arguments[name] = value
     return StepArguments(**(arguments | {"target": target, "argv": ()}))

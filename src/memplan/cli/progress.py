@@ -24,7 +24,7 @@ def progress(text: str) -> Iterator[None]:
     """
     with (
         _task(text, AFTER) as update,
-        _forwarding_log(lambda message: update(description=printable(f"{text}: {message}"))),
+        _forward_log(lambda message: update(description=printable(f"{text}: {message}"))),
     ):
         yield
 
@@ -44,7 +44,7 @@ def bar(text: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def _forwarding_log(show: Callable[[str], None]) -> Iterator[None]:
+def _forward_log(show: Callable[[str], None]) -> Iterator[None]:
     """Pass the INFO messages of memplan's logger to ``show``, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memplan.cli.files import is_trace
-from memplan.cli.options import StepArguments, advised, describe
+from memplan.cli.options import StepArguments, describe, with_input_advice
 from memplan.cli.outputs import Outputs
 from memplan.cli.progress import progress
 from memplan.errors import InputError, StepError
@@ -42,7 +42,7 @@ def quantize(
             quantized = quantize_step(described.what, described.options, weights, activations)
             quantized = replace(quantized, title=arguments.target)
         except StepError as error:
-            raise advised(error, arguments) from error.__cause__
+            raise with_input_advice(error, arguments) from error.__cause__
     results.write(quantized.to_json)
     if not results.takes_stdout:
         show(report(quantized, top))
@@ -50,6 +50,7 @@ def quantize(
 
 
 def _check(arguments: StepArguments, weights: str | None, activations: str | None, outputs: Outputs) -> None:
+    """Raise InputError for options that do not go with quantization."""
     option = f"--weights {weights}" if weights else f"--activations {activations}"
     if weights is None:
         raise InputError(

@@ -35,13 +35,13 @@ def current_spelling(command: str, arguments: Sequence[str]) -> tuple[list[str],
         if word == "--":
             return [*current, *arguments[index:]], notes
         option, equals, value = word.partition("=")
-        following = value if equals else arguments[index + 1] if index + 1 < len(arguments) else ""
-        words, has_value = _present(command, option, following)
+        next_word = value if equals else arguments[index + 1] if index + 1 < len(arguments) else ""
+        words, has_value = _replacement(command, option, next_word)
         index += 1 if equals or not has_value else 2
         if words is None:
             current.append(word)
             continue
-        typed = word if equals or not has_value else f"{word} {following}"
+        typed = word if equals or not has_value else f"{word} {next_word}"
         notes.append(
             f"{typed} is now {' '.join(words)}" if words else f"{typed} is the default, and no longer an option"
         )
@@ -49,7 +49,7 @@ def current_spelling(command: str, arguments: Sequence[str]) -> tuple[list[str],
     return current, notes
 
 
-def _present(command: str, option: str, value: str) -> tuple[list[str] | None, bool]:
+def _replacement(command: str, option: str, value: str) -> tuple[list[str] | None, bool]:
     """Return the words that replace a former option (None: it is none), and whether they replace its value, too."""
     if option in _KEPT.get(command, ()):
         return None, False

@@ -13,11 +13,11 @@ from memplan.cli.options import (
     Described,
     StepArguments,
     Whole,
-    advised,
     describe,
+    remove_parameters,
     result_options,
     step_options,
-    without,
+    with_input_advice,
 )
 from memplan.cli.progress import bar
 from memplan.errors import InputError, StepError
@@ -86,7 +86,7 @@ def command(
     texts = {"batch": batches, "size": sizes, "sequence": lengths, "precision": precisions}
     named_axes = {name: values_of(text, f"--{name}") for name, text in texts.items() if text is not None}
     vary = {name: values_of(text, f"--vary {name}") for name, text in named(varied, "--vary").items()}
-    layers = [_layers(text) for text in changed]
+    layers = [_parse_layers(text) for text in changed]
     sweep = _sweep(StepArguments(**values), named_axes, vary, layers, jobs)
     results.write(sweep.to_json)
     if chart_file is not None:
@@ -101,18 +101,19 @@ def command(
     return 0
 
 
-without(command, "batch", "autocast", "dtype")
+remove_parameters(command, "batch", "autocast", "dtype")
 
 
 def _sweep(
     arguments: StepArguments, named_axes: dict[str, Values], vary: dict[str, Values], layers: list[tuple[str, Values]],
     jobs: int | None,
 ) -> Sweep:  # fmt: skip
+    """Record the points of all axes."""
     from memplan.studies.axes.axes import Argument, axis_of
     from memplan.studies.sweeps.sweep import sweep_subject
     from memplan.trace.recording.session import choose_target
 
-    described = described_at(arguments, named_axes.get("batch"), vary)
+    described = describe_first_point(arguments, named_axes.get("batch"), vary)
     subject = subject_of(described, arguments)
     axes: list[tuple[Axis, Values]] = [(axis_of(name, subject), values) for name, values in named_axes.items()]
     axes += [(Argument(name), values) for name, values in vary.items()]
@@ -124,10 +125,10 @@ def _sweep(
                 subject, axes, target, settings=arguments.settings, jobs=jobs, progress=progress, title=arguments.target
             )
     except StepError as error:
-        raise advised(error, arguments) from error.__cause__
+        raise with_input_advice(error, arguments) from error.__cause__
 
 
-def described_at(arguments: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
+def describe_first_point(arguments: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
     """Return the step at the first values of its axes, so that an axis may set an argument without a default.
 
     Raises:
@@ -157,7 +158,7 @@ def subject_of(described: Described, arguments: StepArguments) -> Subject:
     return Subject(ByName(arguments.target, arguments.argv), described.options, described.arguments)
 
 
-def _layers(text: str) -> tuple[str, Values]:
+def _parse_layers(text: str) -> tuple[str, Values]:
     """Parse ``LAYERS.NAME=VALUES`` into the axis's name and its values."""
     from memplan.studies.axes.ranges import values_of
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from memplan.cudnn.cudnn_library import Cudnn
 from memplan.cudnn.questions import ExecutionPlan, Plans, Question
-from memplan.dry.library import built
+from memplan.dry.library import shared_library_of
 from memplan.dry.progress import Progress
 
 SCRIPT = Path(__file__).with_name("backend_worker.py")
@@ -47,7 +47,7 @@ def ask_worker(
         DeviceError: there is no C compiler to build the stub of the CUDA driver.
         WorkerError: cuDNN cannot be loaded.
     """
-    driver = built(DRIVER, "libcuda.so.1")
+    driver = shared_library_of(DRIVER, "libcuda.so.1")
     setup = {"needed": [str(driver), *map(str, library.needed)], "file": str(library.file), "card": card}
     pending = list(questions)
     for _ in range(_MAX_PROCESSES):

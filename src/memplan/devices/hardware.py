@@ -57,7 +57,7 @@ class Hardware:
     sources: tuple[str, ...]
 
 
-def described() -> tuple[str, ...]:
+def described_cards() -> tuple[str, ...]:
     """Return the names of the cards of which `hardware_of` has all figures."""
     return tuple(sorted(_CLOCKS))
 
@@ -79,19 +79,27 @@ def hardware_of(card: Device, *, estimated: bool = False) -> Hardware:
     """
     clocks, limits = _CLOCKS.get(card.name), _LIMITS.get(card.architecture)
     if clocks is None and estimated:
-        clocks = _estimated(card)
+        clocks = _estimated_clocks(card)
     if clocks is None or limits is None or card.l2 is None:
         raise DeviceError(
             f"the clocks of {card.name}, which a described card has to have, are not in the catalogue",
-            expected=f"one of {', '.join(described())}",
+            expected=f"one of {', '.join(described_cards())}",
             do="Name one of these",
         )
     clock, memory_clock, bus, sources = clocks
     shared, of_block, blocks = limits
     return Hardware(
-        clock * 1000, memory_clock * 1000, bus, card.l2, shared * KIB, of_block * KIB, THREADS[card.architecture],
-        blocks, REGISTERS, (*sources, _LIMITS_SOURCE),
-    )  # fmt: skip
+        clock=clock * 1000,
+        memory_clock=memory_clock * 1000,
+        bus=bus,
+        l2=card.l2,
+        shared_memory=shared * KIB,
+        shared_memory_of_block=of_block * KIB,
+        threads=THREADS[card.architecture],
+        blocks=blocks,
+        registers=REGISTERS,
+        sources=(*sources, _LIMITS_SOURCE),
+    )
 
 
 _LANES: dict[tuple[int, int], int] = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
@@ -100,9 +108,9 @@ _BUS_OF_HBM, _BUS_OF_GDDR = 5120, 256
 _HBM = {(7, 0), (8, 0), (9, 0), (10, 0)}
 
 
-def _estimated(card: Device) -> tuple[int, int, int, tuple[str, ...]] | None:
-    """Clocks that give the data sheet's speeds, two operations a clock and two transfers a clock; the width of the bus
-    is a usual one."""
+def _estimated_clocks(card: Device) -> tuple[int, int, int, tuple[str, ...]] | None:
+    """Return clocks at which the card has the speeds of its data sheet: two operations and two transfers a clock, over
+    a bus of the usual width. None if a speed is unknown."""
     flops, bandwidth = card.flops.get("float32"), card.bandwidth
     if flops is None or bandwidth is None:
         return None

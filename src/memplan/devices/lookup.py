@@ -58,7 +58,7 @@ def find(name: str) -> Device:
     raise DeviceError(
         f"There is no card {shown!r} in the catalogue",
         expected="one of its cards, such as h100 or rtx4090",
-        do=f"{_offer(key)} `memplan devices` lists all",
+        do=f"{_suggestion(key)} `memplan devices` lists all",
     )
 
 
@@ -81,7 +81,7 @@ def read_budget(budget: Any) -> int | Device:
         raise
 
 
-def of_properties(name: str, total_memory: int, major: int, minor: int, multiprocessors: int) -> Device:
+def device_of_properties(name: str, total_memory: int, major: int, minor: int, multiprocessors: int) -> Device:
     """Return the GPU in this machine, from what torch says of it (`torch.cuda.get_device_properties`).
 
     Where the name, the multiprocessors and roughly the memory are those of a card of the catalogue, it is that card
@@ -97,7 +97,7 @@ def of_properties(name: str, total_memory: int, major: int, minor: int, multipro
     """
     measured = "as the driver of this machine reports it"
     card = _by_key().get(_key(name))
-    if card is not None and _is(card, total_memory, (major, minor), multiprocessors):
+    if card is not None and _has_figures_of(card, total_memory, (major, minor), multiprocessors):
         others = tuple(source for source in card.sources if not source.startswith("capacity:"))
         return dataclasses.replace(card, capacity=total_memory, sources=(f"capacity: {measured}", *others))
     return Device(
@@ -114,8 +114,8 @@ def of_properties(name: str, total_memory: int, major: int, minor: int, multipro
     )
 
 
-def _is(card: Device, total_memory: int, architecture: tuple[int, int], multiprocessors: int) -> bool:
-    """Return whether the numbers are those of the card: names repeat (the RTX 3060 has versions of 12 and of 8 GB)."""
+def _has_figures_of(card: Device, total_memory: int, architecture: tuple[int, int], multiprocessors: int) -> bool:
+    """Return whether a GPU of this name is the card: names repeat (the RTX 3060 has versions of 12 and of 8 GB)."""
     same = (card.architecture, card.multiprocessors) == (architecture, multiprocessors)
     return same and abs(total_memory - card.capacity) <= _ALIKE * card.capacity
 
@@ -132,11 +132,12 @@ def _key(name: str) -> str:
     return _SIZE.sub("gb", joined)
 
 
-def _offer(key: str) -> str:
+def _suggestion(key: str) -> str:
     """Return the nearest names, those of the same number first: "rtx4060ti" is nearest to "rtx4060"."""
     numbers = {piece for piece in _PIECES.findall(key) if piece.isdigit()}
     known = _by_key()
-    near = [known[match].name for match in difflib.get_close_matches(key, known, n=6, cutoff=0.6)]
-    alike = [card.name for card in CARDS if numbers & set(_PIECES.findall(_key(card.name)))]
-    found = list(dict.fromkeys([name for name in near if name in alike] + near + alike))[:3]
-    return f"Did you mean {' or '.join(found)}?" if found else "None has a name like it;"
+    similar = [known[match].name for match in difflib.get_close_matches(key, known, n=6, cutoff=0.6)]
+    same_number = [card.name for card in CARDS if numbers & set(_PIECES.findall(_key(card.name)))]
+    both = [name for name in similar if name in same_number]
+    names = list(dict.fromkeys(both + similar + same_number))[:3]
+    return f"Did you mean {' or '.join(names)}?" if names else "None has a name like it;"

@@ -19,19 +19,20 @@ def description(card: Device) -> str:
     Raises:
         DeviceError: a card whose clocks are not in the catalogue.
     """
-    known = hardware_of(card)
+    hardware = hardware_of(card)
     major, minor = card.architecture
     numbers = (
-        major, minor, card.multiprocessors, card.capacity, card.context[1], known.l2, known.shared_memory_of_block,
-        known.shared_memory, known.threads, known.blocks, known.clock, known.memory_clock, known.bus,
-        newest_binary(card.architecture, _BINARIES),
+        major, minor, card.multiprocessors, card.capacity, card.context[1], hardware.l2,
+        hardware.shared_memory_of_block, hardware.shared_memory, hardware.threads, hardware.blocks,
+        hardware.clock, hardware.memory_clock, hardware.bus, newest_binary(card.architecture, _BINARIES),
     )  # fmt: skip
     return " ".join(map(str, numbers)) + f" {card.title}"
 
 
 def newest_binary(architecture: tuple[int, int], built: tuple[tuple[int, int], ...]) -> int:
-    """Return the newest of the architectures that code was built for whose code a card runs: of the same major number,
-    and not above its own; 0 where there is none.
+    """Return the newest architecture, among those that code was built for, whose code a card runs; 0 if there is none.
+
+    It has the card's major number, and is not above the card's own.
 
     Source: CUDA programming guide, binary compatibility.
 
@@ -39,5 +40,5 @@ def newest_binary(architecture: tuple[int, int], built: tuple[tuple[int, int], .
         >>> newest_binary((8, 9), ((8, 0), (8, 6), (9, 0)))
         86
     """
-    runs = [one for one in built if one[0] == architecture[0] and one <= architecture]
-    return max((10 * major + minor for major, minor in runs), default=0)
+    runnable = [one for one in built if one[0] == architecture[0] and one <= architecture]
+    return max((10 * major + minor for major, minor in runnable), default=0)

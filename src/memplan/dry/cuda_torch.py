@@ -35,7 +35,7 @@ class CudaTorch:
         return self.packages / "torch" / "lib" / "libtorch_cuda.so"
 
     @property
-    def seen(self) -> bool:
+    def is_tested(self) -> bool:
         """Return whether dry runs were compared in this release."""
         found = re.match(r"(\d+)\.(\d+)", self.version)
         return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
@@ -62,14 +62,19 @@ def find_torch(environment: str | os.PathLike[str] | None) -> CudaTorch:
     if packages is None:
         raise DeviceError(f"{where} has no torch", expected="a CUDA build of torch 2.11 or later", do=_DO)
     text = (packages / "torch" / "version.py").read_text(encoding="utf-8")
-    said = dict(_ASSIGNED.findall(text))
-    found = CudaTorch(python, packages, said.get("__version__", "unknown"), said.get("cuda", ""),
-                      said.get("git_version", ""))  # fmt: skip
-    if not found.cuda or not found.library.is_file():
+    assigned = dict(_ASSIGNED.findall(text))
+    torch = CudaTorch(
+        python=python,
+        packages=packages,
+        version=assigned.get("__version__", "unknown"),
+        cuda=assigned.get("cuda", ""),
+        commit=assigned.get("git_version", ""),
+    )
+    if not torch.cuda or not torch.library.is_file():
         raise DeviceError(
-            f"torch {found.version} in {where} is built without CUDA", expected="a CUDA build of torch", do=_DO
+            f"torch {torch.version} in {where} is built without CUDA", expected="a CUDA build of torch", do=_DO
         )
-    return found
+    return torch
 
 
 def python_of(environment: str | os.PathLike[str], do: str) -> Path:
@@ -87,9 +92,12 @@ def python_of(environment: str | os.PathLike[str], do: str) -> Path:
 
 
 def packages_of(python: Path, file: Path, *, own: bool) -> Path | None:
-    """Return the folder in which an environment has a file of a package; ``own``: the one that runs this."""
-    places = [Path(entry) for entry in sys.path] if own else []
+    """Return the site-packages folder of an environment that has a file, such as torch/version.py; None if none has.
+
+    ``own``: it is the environment that runs this, whose ``sys.path`` is searched first.
+    """
+    folders = [Path(entry) for entry in sys.path] if own else []
     root = python.parent.parent
-    places += [Path(found) for kind in ("lib", "lib64", "local/lib") for found in
-               sorted(glob.glob(str(root / kind / "python3*" / "*-packages")))]  # fmt: skip
-    return next((place for place in places if (place / file).is_file()), None)
+    for kind in ("lib", "lib64", "local/lib"):
+        folders += map(Path, sorted(glob.glob(str(root / kind / "python3*" / "*-packages"))))
+    return next((folder for folder in folders if (folder / file).is_file()), None)

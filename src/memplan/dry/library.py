@@ -41,12 +41,12 @@ class Library:
         What Inductor and Triton keep of it lies apart: the kernels that win where every time is 0 are not for a real
         card.
         """
-        kept = cache_folder() / "compiled"
+        caches = cache_folder() / "compiled"
         return {
             "LD_PRELOAD": f"{self.driver}:{self.nvml}",
             "TRITON_LIBCUDA_PATH": str(self.triton),
-            "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"),
-            "TRITON_CACHE_DIR": str(kept / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
         }
 
 
@@ -68,44 +68,44 @@ def library_for(torch: CudaTorch) -> Library:
         raise DeviceError("there is no nm here, which lists symbols", expected="binutils", do=_GCC)
     folder = cache_folder() / _key(torch, compiler)
     library = Library(folder / "libdry.so", folder / "libdryml.so", folder / "triton")
-    if _is_whole(folder):
+    if _is_intact(folder):
         return library
-    with _building(folder.parent) as temporary:
+    with _build_folder(folder.parent) as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
-        _Build(torch, compiler, Path(temporary)).into(made)
+        _Build(torch, compiler, Path(temporary)).write(made)
         if folder.exists():  # damaged
             shutil.rmtree(folder, ignore_errors=True)
         try:
             made.rename(folder)
         except OSError:
-            if not _is_whole(folder):  # else another process was first
+            if not _is_intact(folder):  # else another process was first
                 raise
     return library
 
 
-def built(source: Path, soname: str) -> Path:
+def shared_library_of(source: Path, soname: str) -> Path:
     """Return one source that needs no headers as a shared library, built now where the cache has none.
 
     Raises:
         DeviceError: no compiler, or it does not compile.
     """
-    compiler, said = _compiler()
-    digest = hashlib.sha256("\0".join((compiler, said, soname)).encode() + source.read_bytes()).hexdigest()[:20]
+    compiler, version = _compiler()
+    digest = hashlib.sha256("\0".join((compiler, version, soname)).encode() + source.read_bytes()).hexdigest()[:20]
     library = cache_folder() / f"{source.stem}-{digest}.so"
-    whole = library.with_suffix(".sum")
-    if not library.is_file() or not whole.is_file() or whole.read_text(encoding="utf-8") != _sum(library):
-        with _building(library.parent) as folder:
+    checksum = library.with_suffix(".sum")
+    if not library.is_file() or not checksum.is_file() or checksum.read_text(encoding="utf-8") != _sum(library):
+        with _build_folder(library.parent) as folder:
             made = Path(folder) / library.name
             _run(compiler, source.name, "-O1", "-w", "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", made, source)
-            whole.write_text(_sum(made), encoding="utf-8")
+            checksum.write_text(_sum(made), encoding="utf-8")
             made.replace(library)
     return library
 
 
 @contextmanager
-def _building(folder: Path) -> Iterator[str]:
-    """Make a folder of the cache, and one within it for what is being built."""
+def _build_folder(folder: Path) -> Iterator[str]:
+    """Create a folder of the cache, and within it a temporary one for a build, which is removed at the end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         within = tempfile.TemporaryDirectory(dir=folder, prefix=".building-")
@@ -120,7 +120,7 @@ def _building(folder: Path) -> Iterator[str]:
 
 
 def _compiler() -> tuple[str, str]:
-    """Return the path of the machine's C compiler, and what it says that it is."""
+    """Return the path of the machine's C compiler and the first line of its ``--version``."""
     named = os.environ.get("CC", "").split()
     found = next((path for name in (*named[:1], "cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if found is None:
@@ -130,7 +130,7 @@ def _compiler() -> tuple[str, str]:
 
 
 def _key(torch: CudaTorch, compiler: tuple[str, str]) -> str:
-    """Return the hash of all that a library is made from."""
+    """Return a hash of all that the emulated driver is built from: the compiler, torch, and our sources."""
     size = torch.library.stat().st_size
     parts = [*compiler, *_FLAGS, torch.version, torch.cuda, torch.commit, str(torch.packages), str(size)]
     found = hashlib.sha256("\0".join(parts).encode())
@@ -140,8 +140,8 @@ def _key(torch: CudaTorch, compiler: tuple[str, str]) -> str:
     return found.hexdigest()[:20]
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether a library is there as it was built."""
+def _is_intact(folder: Path) -> bool:
+    """Return whether a folder of the cache has both libraries with the checksums that they were built with."""
     try:
         said = (folder / _SUMS).read_text(encoding="utf-8").split()
         return said == [_sum(folder / "libdry.so"), _sum(folder / "libdryml.so")]
@@ -162,8 +162,8 @@ class _Build:
         places = ("cu13", "cuda_runtime", "cudnn")
         self._headers = [nvidia / name / "include" for name in places if (nvidia / name / "include").is_dir()]
 
-    def into(self, folder: Path) -> None:
-        """Build both files."""
+    def write(self, folder: Path) -> None:
+        """Compile the driver and the NVML library into a folder, with Triton's links and the checksums."""
         header = next((place / "cuda.h" for place in self._headers if (place / "cuda.h").is_file()), None)
         if header is None or not any((place / "cudnn.h").is_file() for place in self._headers):
             raise DeviceError(
@@ -172,12 +172,14 @@ class _Build:
                 do="Install torch by pip in that environment",
             )
         if not (header.parent / "crt").is_dir():  # the wheel of CUDA 12 may lack it
-            self._headers.append(self._crt())
-        objects = [self._compiled(source) for source in sorted(SOURCES.glob("*.c")) if source.name != _NVML]
+            self._headers.append(self._crt_headers())
+        objects = [self._compile(source) for source in sorted(SOURCES.glob("*.c")) if source.name != _NVML]
         stubs = self._folder / "stubs.c"
         defined = set(self._symbols("--defined-only", *objects))
-        stubs.write_text(stubs_of(self._undefined(), header.read_text(encoding="utf-8"), defined), encoding="utf-8")
-        objects.append(self._compiled(stubs))
+        stubs.write_text(
+            stubs_of(self._undefined_symbols(), header.read_text(encoding="utf-8"), defined), encoding="utf-8"
+        )
+        objects.append(self._compile(stubs))
         self._run("-shared", "-Wl,-soname,libcuda.so.1", "-o", folder / "libdry.so", *objects, "-ldl", "-lpthread")
         self._run("-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libdryml.so",
                   SOURCES / _NVML)  # fmt: skip
@@ -188,8 +190,8 @@ class _Build:
         sums = f"{_sum(folder / 'libdry.so')} {_sum(folder / 'libdryml.so')}\n"
         (folder / _SUMS).write_text(sums, encoding="utf-8")
 
-    def _crt(self) -> Path:
-        """Return a folder with the compiler's own headers of CUDA."""
+    def _crt_headers(self) -> Path:
+        """Return a folder with CUDA's compiler headers, crt/*.h, which may lie outside of the other headers' folder."""
         places = [self._torch.packages / "nvidia" / "cuda_nvcc" / "include", Path("/usr/local/cuda/include")]
         found = next((place / "crt" for place in places if (place / "crt").is_dir()), None)
         if found is None:
@@ -203,13 +205,13 @@ class _Build:
         (folder / "crt").symlink_to(found)
         return folder
 
-    def _compiled(self, source: Path) -> Path:
+    def _compile(self, source: Path) -> Path:
         made = self._folder / f"{source.stem}.o"
         headers = [f"-I{place}" for place in (SOURCES, *self._headers)]
         self._run(*_FLAGS, *headers, "-c", source, "-o", made)
         return made
 
-    def _undefined(self) -> set[str]:
+    def _undefined_symbols(self) -> set[str]:
         """Return the names of NVIDIA's functions that torch's libraries ask for."""
         folder = self._torch.library.parent
         files = [path for name in _LINKED if (path := folder / f"lib{name}.so").is_file()]
@@ -217,6 +219,7 @@ class _Build:
         return {name for name in found if _OURS.match(name)}
 
     def _symbols(self, *arguments: str | Path) -> list[str]:
+        """Return the functions that nm lists in object files or libraries: defined (T) and undefined (U)."""
         result = subprocess.run(["nm", *arguments], capture_output=True, text=True, check=False)
         lines = [line.split() for line in result.stdout.splitlines()]
         return [words[-1].partition("@")[0] for words in lines if len(words) >= 2 and words[-2] in "TU"]

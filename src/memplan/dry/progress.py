@@ -14,15 +14,15 @@ class Progress:
 
     def __init__(self, process: int) -> None:
         self._folder = Path("/proc", str(process))
-        self._seen, self._at = self._counts(), time.monotonic()
+        self._last_counts, self._changed_at = self._counts(), time.monotonic()
 
     @property
     def hangs(self) -> bool:
         """Return whether nothing was counted for `STALLED` seconds, up to now."""
         counts, now = self._counts(), time.monotonic()
-        if counts != self._seen:
-            self._seen, self._at = counts, now
-        return now - self._at > STALLED
+        if counts != self._last_counts:
+            self._last_counts, self._changed_at = counts, now
+        return now - self._changed_at > STALLED
 
     def _counts(self) -> tuple[str, ...]:
         """Return ticks in user mode and in the kernel, and bytes read; nothing of a process that has ended.

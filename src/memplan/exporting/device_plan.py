@@ -14,8 +14,8 @@ from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, InputError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
-from memplan.exporting.arena.offsets import ROUNDS, placed
-from memplan.exporting.fused_updates import with_fused, worthwhile
+from memplan.exporting.arena.offsets import ROUNDS, choose_offsets
+from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
 from memplan.exporting.kernels.frozen_weights import quantized, readable
 from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.device_graph import DeviceGraph
@@ -97,19 +97,19 @@ def planned_step(
         RecordingError: an op has no kernel.
     """
     graph = _with_user_paths(captured.graph, request)
-    trained = {of: True for of, _ in graph.gradients if graph.values[of].kind == "parameter"}
+    trained = {parameter: True for parameter, _ in graph.gradients if graph.values[parameter].kind == "parameter"}
     device = lowered(graph, captured.constants, trained)
-    paths = {graph.values[of].path for of in trained}
+    paths = {graph.values[parameter].path for parameter in trained}
     infer_graph = _forward_only(infer)
     infer_trained = {value.id: value.path in paths for value in infer_graph.values if value.kind == "parameter"}
     infer_device = lowered(infer_graph, infer.constants, infer_trained)
     memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
     inputs = _argument_names(request)
     surroundings = _surroundings(memory.floats("trained"), rules, stored)
-    outside = _outside_arena(device, surroundings)
+    outside_arena = _outside_arena(device, surroundings)
     step, tiles = _step_within(device, surroundings, request.bytes, inputs)
     infer_pass = _infer_pass(infer_device, step.placement.bytes, inputs)
-    infer_bytes = infer_pass.placement.bytes + outside
+    infer_bytes = infer_pass.placement.bytes + outside_arena
     if infer_bytes > request.bytes:  # `infer` recomputes nothing, so it can take more than the step
         error = budget_error(infer_pass.schedule, surroundings, request.bytes)
         raise _for_device(error.but(smallest_budget=infer_bytes))
@@ -123,12 +123,12 @@ def planned_step(
         ("element by element, where that takes less", fused, Choices(gradients=EARLY)),
     ]
     levers = [
-        (words, levels(schedule(variant.graph, choices), surroundings).peak - outside)
+        (words, levels(schedule(variant.graph, choices), surroundings).peak - outside_arena)
         for words, variant, choices in variants
     ]
-    levers.append(("results made again, signs as bits: at most", tiles[0].live - outside))
+    levers.append(("results made again, signs as bits: at most", tiles[0].live - outside_arena))
     if tiles[1:]:
-        levers.append(("a few channels of large values at a time: at most", tiles[-1].live - outside))
+        levers.append(("a few channels of large values at a time: at most", tiles[-1].live - outside_arena))
     narrow = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
     could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in narrow)
     return DevicePlan(layout, surroundings, tuple(levers), min(tile.bytes for tile in tiles), could_be_int8)
@@ -150,9 +150,11 @@ def ram_of_updates(request: Request, captured: Captured, rules: UpdateRules, sto
 
     def ram(paths: Collection[str], levers: bool) -> int:
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
-        device = lowered(replace(graph, gradients=gradients), captured.constants, {of: True for of, _ in gradients})
-        fused = with_fused(device, worthwhile(device.graph))
-        trained = sum(math.prod(graph.values[of].shape) for of, _ in gradients)
+        device = lowered(
+            replace(graph, gradients=gradients), captured.constants, {parameter: True for parameter, _ in gradients}
+        )
+        fused = with_fused_updates(device, worth_fusing(device.graph))
+        trained = sum(math.prod(graph.values[parameter].shape) for parameter, _ in gradients)
         surroundings = _surroundings(trained, rules, stored)
         if levers:
             return Search(fused.graph, surroundings, gradients=EARLY).floor_peak
@@ -209,12 +211,14 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
 
     The arena can be larger than the live bytes that the search bounds, so the search repeats with a smaller target.
     """
-    outside, target = _outside_arena(device, search.outside_memory), budget
-    least = _pass(device, schedule(device.graph, search.within(0).choices), inputs).placement.bytes + outside
+    outside_arena, target = _outside_arena(device, search.outside_memory), budget
+    least = (
+        _placed_pass(device, schedule(device.graph, search.within(0).choices), inputs).placement.bytes + outside_arena
+    )
     while with_pass and least <= budget:
         result = search.within(target)
-        step = _pass(device, schedule(device.graph, result.choices), inputs)
-        over = step.placement.bytes + outside - budget
+        step = _placed_pass(device, schedule(device.graph, result.choices), inputs)
+        over = step.placement.bytes + outside_arena - budget
         if over <= 0:
             validate(device.graph, step.schedule, outside_memory=search.outside_memory)
             return _TiledStep(device, search.floor_peak, least, step)
@@ -227,7 +231,7 @@ def _infer_pass(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
     """Return the pass of the model without loss in the coarsest tiling that fits the step's arena, or the smallest."""
     best: Pass | None = None
     for tiled in tilings(device):
-        infer = _pass(tiled, schedule(tiled.graph, Choices()), inputs)
+        infer = _placed_pass(tiled, schedule(tiled.graph, Choices()), inputs)
         if best is None or infer.placement.bytes < best.placement.bytes:
             best = infer
         if best.placement.bytes <= arena:
@@ -244,10 +248,10 @@ def _for_device(error: BudgetError) -> BudgetError:
     return error.but(do=do, lower_by=remedies)
 
 
-def _pass(device: DeviceGraph, order: Schedule, inputs: Inputs) -> Pass:
-    """Choose the offsets of the buffers of a schedule."""
+def _placed_pass(device: DeviceGraph, order: Schedule, inputs: Inputs) -> Pass:
+    """Return the pass of a schedule, with the offsets of its buffers chosen and checked."""
     lives = lifetimes(order)
-    placement = placed(lives.buffers, lives.peak, rounds=min(ROUNDS, PLACINGS // (len(lives.buffers) + 1)))
+    placement = choose_offsets(lives.buffers, lives.peak, rounds=min(ROUNDS, PLACINGS // (len(lives.buffers) + 1)))
     check_offsets(lives.buffers, placement.offsets, placement.bytes)
     _check_fused(device, order)
     arguments = {value.id: inputs[int(value.path)] for value in device.graph.values if value.kind == "input"}
@@ -256,11 +260,11 @@ def _pass(device: DeviceGraph, order: Schedule, inputs: Inputs) -> Pass:
 
 def _check_fused(device: DeviceGraph, order: Schedule) -> None:
     """Assert that no weight is read after its fused update."""
-    of = {device.graph.base(gradient): param for param, gradient in device.graph.gradients}
+    parameter_of = {device.graph.base(gradient): param for param, gradient in device.graph.gradients}
     updated = set[int]()
     for action in (*order.forward, *order.backward):
         assert updated.isdisjoint(action.reads), "a weight is read after its update"
-        updated |= {of[value] for value in action.makes if value in device.fused}
+        updated |= {parameter_of[value] for value in action.makes if value in device.fused}
 
 
 def _forward_only(captured: Captured) -> JointGraph:
@@ -319,11 +323,11 @@ def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str],
     narrow = readable(graphs, frozen) if stored.frozen == "int8" else set()
     int8 = {path: quantized(values[path]) for path in frozen if path in narrow}
     return Memory(
-        laid_out((path, shapes[path]) for path in order if path in trained),
-        laid_out((path, shapes[path]) for path in order if path in changed),
-        laid_out((path, shapes[path]) for path in frozen if path not in int8),
-        values,
-        laid_out((path, shapes[path]) for path in int8),
-        laid_out((path, shapes[path][:1]) for path in int8),
-        int8,
+        trained=laid_out((path, shapes[path]) for path in order if path in trained),
+        statistics=laid_out((path, shapes[path]) for path in order if path in changed),
+        frozen=laid_out((path, shapes[path]) for path in frozen if path not in int8),
+        values=values,
+        int8=laid_out((path, shapes[path]) for path in int8),
+        scales=laid_out((path, shapes[path][:1]) for path in int8),
+        quantized=int8,
     )

@@ -30,7 +30,7 @@ from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import weights_bytes, weights_text
 from memplan.exporting.trials.cortex import run_on_core
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
-from memplan.exporting.trials.reference_steps import reference
+from memplan.exporting.trials.reference_steps import run_reference_steps
 from memplan.exporting.update_search import UpdateChoice, chosen_update
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
@@ -123,6 +123,8 @@ def export(
 
 
 def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) -> Exported:
+    """Do the work of `export`: plan the step of a copy of the model, write the files, verify them, write the
+    verdict."""
     if step.optimizer is None:
         raise UsageError(
             "No optimizer",
@@ -142,8 +144,8 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
         plan, choice = _planned(request, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
-        recorded = reference(request, plan.layout, STEPS)
-    result = Exported.made(plan, name, folder, request.bytes, rounding, choice)
+        recorded = run_reference_steps(request, plan.layout, STEPS)
+    result = Exported.of_plan(plan, name, folder, request.bytes, rounding, choice)
     _write(folder, plan.layout, recorded)
     verify, device = options.verify, options.device
     verdict = NOT_VERIFIED if verify is False else prove(folder, plan.layout, recorded, needed=bool(verify))
@@ -151,7 +153,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     _write_readme(folder, plan.layout, verdict)
     if core is not None:
         check_flash(plan, options.flash, core)
-    return result.proven(verdict, core)
+    return result.with_verdict(verdict, core)
 
 
 def _planned(
@@ -236,6 +238,7 @@ def _captured(request: Request) -> tuple[Captured, Captured]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Within this context the model is in evaluation mode; afterwards each module has its own flag back."""
     training_flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -72,7 +72,7 @@ class Exported(Written, Displayed):
         return self.arena + self.state + self.inputs
 
     @classmethod
-    def made(
+    def of_plan(
         cls, plan: DevicePlan, given_name: str, folder: Path, budget: int, rounding: Rounding | None = None,
         choice: UpdateChoice | None = None,
     ) -> Exported:  # fmt: skip
@@ -80,19 +80,33 @@ class Exported(Written, Displayed):
         layout, step = plan.layout, plan.layout.step
         memory, graph = layout.memory, step.device.graph
         return cls(
-            layout.name, given_name, folder, budget, layout.arena, step.lifetimes.peak, layout.state,
-            sum(value.bytes for value in graph.values if value.kind == "input"), memory.flash + layout.constants,
-            memory.floats("trained"), memory.floats("frozen") + memory.floats("int8"),
-            sum(action.recomputed for action in step.schedule.backward), len(step.device.fused),
-            plan.smallest, plan.levers, budget_error(step.schedule, plan.surroundings, budget).held_by,
-            timeline_of(step.schedule, plan.surroundings), rounding, choice,
-        )  # fmt: skip
+            name=layout.name,
+            given_name=given_name,
+            folder=folder,
+            budget=budget,
+            arena=layout.arena,
+            live=step.lifetimes.peak,
+            state=layout.state,
+            inputs=sum(value.bytes for value in graph.values if value.kind == "input"),
+            flash=memory.flash + layout.constants,
+            trained=memory.floats("trained"),
+            frozen=memory.floats("frozen") + memory.floats("int8"),
+            recomputed=sum(action.recomputed for action in step.schedule.backward),
+            fused=len(step.device.fused),
+            smallest_budget=plan.smallest,
+            levers=plan.levers,
+            held_by=budget_error(step.schedule, plan.surroundings, budget).held_by,
+            timeline=timeline_of(step.schedule, plan.surroundings),
+            rounding=rounding,
+            choice=choice,
+        )
 
-    def proven(self, verdict: Verdict, core: CortexRun | None = None) -> Exported:
+    def with_verdict(self, verdict: Verdict, core: CortexRun | None = None) -> Exported:
         """Return a copy with the results of verification."""
         return replace(self, verdict=verdict, core=core)
 
     def _plain(self) -> dict[str, Any]:
+        """Return the result as JSON has it, without the timeline."""
         names = (
             "name", "given_name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget",
             "trained", "frozen", "recomputed", "fused", "folder", "choice", "rounding",

@@ -25,48 +25,49 @@ def fusible(graph: JointGraph) -> dict[int, GraphOp]:
     read = {base for op in graph.ops if not op.is_view for base in op.reads}
     outputs = {graph.base(value) for value in graph.outputs}
     makers = dict[int, GraphOp]()
-    for of, gradient in graph.gradients:
+    for parameter, gradient in graph.gradients:
         base, maker = graph.base(gradient), graph.maker.get(graph.base(gradient))
-        alone = bases.count(base) == 1 and base not in read | outputs
-        whole = graph.values[gradient].stride == graph.values[of].stride
-        if maker is not None and maker.target in ELEMENT_BY_ELEMENT and alone and whole:
-            makers[of] = maker
+        only_updated = bases.count(base) == 1 and base not in read | outputs
+        same_layout = graph.values[gradient].stride == graph.values[parameter].stride
+        if maker is not None and maker.target in ELEMENT_BY_ELEMENT and only_updated and same_layout:
+            makers[parameter] = maker
     return makers
 
 
-def worthwhile(graph: JointGraph) -> frozenset[int]:
+def worth_fusing(graph: JointGraph) -> frozenset[int]:
     """Return the parameters for which a fused update saves more bytes than it costs in longer lifetimes."""
     return frozenset(
-        of for of, op in fusible(graph).items() if graph.values[op.makes[0]].bytes > _overlap(graph, of, op)
+        parameter
+        for parameter, op in fusible(graph).items()
+        if graph.values[op.makes[0]].bytes > _cost_of_later_update(graph, parameter, op)
     )
 
 
-def _overlap(graph: JointGraph, of: int, maker: GraphOp) -> int:
-    """Return the bytes that a fused update costs: the layer's activation and its gradient are live together.
-
-    The smaller of both, since without fusion the second could have the place of the first.
-    """
+def _cost_of_later_update(graph: JointGraph, parameter: int, maker: GraphOp) -> int:
+    """Return the bytes that are live longer if a parameter's update is fused. The update comes after the last read of
+    the weight, so the activation that the gradient needs is live together with the gradient of the input. Without
+    fusion the second could have the place of the first: the smaller of both is the cost."""
     operands = [graph.values[base] for base in maker.reads]
     activations = [v for v in operands if v.op is None or graph.ops[v.op].phase == "forward"]
     saved = [0 if v.kind in RESIDENT else v.bytes for v in activations]
-    results = [graph.values[value].bytes for op in graph.backward_ops if of in op.reads for value in op.makes]
+    results = [graph.values[value].bytes for op in graph.backward_ops if parameter in op.reads for value in op.makes]
     return min(max(saved, default=0), max(results, default=0))
 
 
-def with_fused(device: DeviceGraph, parameters: Collection[int]) -> DeviceGraph:
+def with_fused_updates(device: DeviceGraph, parameters: Collection[int]) -> DeviceGraph:
     """Fuse the updates of these parameters where possible, after the last op that reads the weight."""
     graph = device.graph
-    makers = {of: op for of, op in fusible(graph).items() if of in parameters}
+    makers = {parameter: op for parameter, op in fusible(graph).items() if parameter in parameters}
     if not makers:
         return device
     with_views = {
-        of: [maker, *(op for op in graph.ops if op.is_view and maker.makes[0] in op.reads)]
-        for of, maker in makers.items()
+        parameter: [maker, *(op for op in graph.ops if op.is_view and maker.makes[0] in op.reads)]
+        for parameter, maker in makers.items()
     }
-    later: dict[int, list[GraphOp]] = {}
-    for of, group in with_views.items():
-        last = max((op.index for op in graph.backward_ops if of in op.reads), default=-1)
-        later.setdefault(max(last, group[0].index), []).extend(group)
+    after_op: dict[int, list[GraphOp]] = {}
+    for parameter, group in with_views.items():
+        last = max((op.index for op in graph.backward_ops if parameter in op.reads), default=-1)
+        after_op.setdefault(max(last, group[0].index), []).extend(group)
     moved = {op.index for group in with_views.values() for op in group}
     rebuild = Rebuild(graph)
     bases = frozenset(op.makes[0] for op in makers.values())
@@ -74,7 +75,7 @@ def with_fused(device: DeviceGraph, parameters: Collection[int]) -> DeviceGraph:
     for op in graph.ops:
         if op.index not in moved:
             rebuild.add(op)
-        for moved_op in later.get(op.index, ()):
+        for moved_op in after_op.get(op.index, ()):
             rebuild.add(moved_op)
     return replace(device, graph=_with_encodings(rebuild.finished(), graph), fused=bases)
 

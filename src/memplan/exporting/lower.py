@@ -46,7 +46,7 @@ def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: M
     low = Lowering(
         replace(graph, forms=(), values=tuple(v for v in graph.values if v.kind not in ("encoded", "host"))), constants
     )
-    _resident(low, trained)
+    _set_resident_bytes(low, trained)
     for op in graph.ops:
         _lower(low, op)
     outputs = tuple(_dense_output(low, graph, value) for value in graph.outputs)
@@ -96,7 +96,7 @@ def seconds(work: float) -> float:
 # -- values
 
 
-def _resident(low: Lowering, trained: Mapping[int, bool]) -> None:
+def _set_resident_bytes(low: Lowering, trained: Mapping[int, bool]) -> None:
     """Set the bytes of RAM of parameters, buffers, inputs and results. Weights in flash take none."""
     changed = {target for target, _ in low.graph.mutations}
     for value in low.graph.values:
@@ -108,7 +108,7 @@ def _resident(low: Lowering, trained: Mapping[int, bool]) -> None:
         elif value.kind == "input":
             low.change(value.id, bytes=size, dtype=_NARROW.get(value.dtype, value.dtype))
         elif value.kind == "tangent":
-            low.know(value.id, torch.ones(value.shape))
+            low.make_constant(value.id, torch.ones(value.shape))
             low.change(value.id, kind="tangent")
         elif value.kind == "result" and not value.is_view:
             low.change(value.id, bytes=words(value.own_bytes))
@@ -152,10 +152,12 @@ _ALL_RESULTS = (norm.BATCH_SUMS, norm.BATCH_STATISTICS, norm.ROW_SUMS, norm.ROW_
 
 
 def _lower(low: Lowering, op: GraphOp) -> None:
+    """Add what computes an op on the device: constants, a view, the calls of its rule, or the call of its own
+    kernel."""
     if op.target in ZEROS:
         value = 1.0 if "ones" in op.target else float(op.args[-1]) if "full" in op.target else 0.0
         low.call(op, FILL, (value,), (output_of(op),))
-    elif low.folded(op):
+    elif low.fold(op):
         pass
     elif op.is_view:
         low.view(op)
@@ -166,7 +168,7 @@ def _lower(low: Lowering, op: GraphOp) -> None:
     elif op.target in ELEMENTWISE:
         _elementwise(low, op)
     elif op.target in CALLS:
-        _unchanged(low, op)
+        _same_op(low, op)
     else:
         known = [*map(short, ELEMENTWISE), *map(short, CALLS), *map(short, RULES)]
         near = difflib.get_close_matches(short(op.target), known, 3)
@@ -183,13 +185,13 @@ def _counts_batches(low: Lowering, op: GraphOp) -> bool:
     )
 
 
-def _unchanged(low: Lowering, op: GraphOp) -> None:
+def _same_op(low: Lowering, op: GraphOp) -> None:
     """Add an op that has a kernel, after copies of arguments that the kernel needs contiguous."""
     args = tuple(low.dense(op, arg) if isinstance(arg, Ref) and op.target not in _STRIDED else arg for arg in op.args)
     overwrites: tuple[int, ...] = ()
     if op.outputs and op.outputs[0] is not None:
         output = op.outputs[0]
-        overwrites = low.over(output, *(args[position] for position in _OVERWRITABLE.get(op.target, ())))
+        overwrites = low.overwritable(output, *(args[position] for position in _OVERWRITABLE.get(op.target, ())))
         low.change(output, stride=conv.contiguous(low.values[output].shape))
     low.call(op, op.target, args, op.outputs, kwargs=op.kwargs, overwrites=overwrites, random=op.random)
 
@@ -211,12 +213,13 @@ _OVERWRITABLE = {
 
 
 def _elementwise(low: Lowering, op: GraphOp) -> None:
+    """Add an elementwise op, whose result may overwrite an operand of the same layout."""
     form, output = form_of(op.target, op.args, op.kwargs), output_of(op)
     if form is None:
         raise refusal(op, " with these arguments")
     if op.target == COPY and op.kwargs.get("memory_format") in (None, torch.contiguous_format):
         low.change(output, stride=conv.contiguous(low.values[output].shape))
-    overwrites = low.over(output, *form[1])
+    overwrites = low.overwritable(output, *form[1])
     low.call(op, op.target, op.args, (output,), kwargs=op.kwargs, overwrites=overwrites, once=op.once)
 
 
@@ -230,11 +233,13 @@ def _mul(low: Lowering, op: GraphOp) -> None:
 
 
 def _masked(low: Lowering, op: GraphOp, args: tuple[Ref, Ref, float]) -> None:
+    """Add the kernel that applies the mask of a dropout."""
     output, x = output_of(op), low.dense(op, args[0])
-    low.call(op, DROPOUT, (x, *args[1:]), (output,), overwrites=low.over(output, x))
+    low.call(op, DROPOUT, (x, *args[1:]), (output,), overwrites=low.overwritable(output, x))
 
 
 def _mask(low: Lowering, op: GraphOp) -> None:
+    """Add the kernel that draws the mask of a dropout: a bit for each element."""
     mask = output_of(op)
     low.change(mask, bytes=words(-(-math.prod(low.values[mask].shape) // 8)))
     low.call(op, MASK, op.args, (mask,), random=True)
@@ -253,6 +258,7 @@ def _dropout(low: Lowering, op: GraphOp) -> None:
 
 
 def _max_pool(low: Lowering, op: GraphOp) -> None:
+    """Add a max pool, with indices of one byte."""
     x, kernel = op.args[0], op.args[1]
     if math.prod(kernel if len(kernel) > 1 else kernel * 2) > WINDOW:
         raise refusal(op, f" over a window of {'x'.join(map(str, kernel))}", near=f"windows of at most {WINDOW} places")
@@ -263,6 +269,7 @@ def _max_pool(low: Lowering, op: GraphOp) -> None:
 
 
 def _max_pool_gradient(low: Lowering, op: GraphOp) -> None:
+    """Add the gradient of a max pool without the pool's input: the kernel reads the indices alone."""
     args = (low.dense(op, op.args[0]), None, *op.args[2:])
     low.call(op, op.target, args, op.outputs)
 
@@ -294,7 +301,7 @@ def _cast(low: Lowering, op: GraphOp) -> None:
     dtypes = low.values[x.value].dtype, low.values[output].dtype
     if dtypes[0] != dtypes[1]:
         raise refusal(op, f" from {dtypes[0]} to {dtypes[1]}", near="float32 throughout")
-    low.call(op, COPY, (x,), (output,), overwrites=low.over(output, x))
+    low.call(op, COPY, (x,), (output,), overwrites=low.overwritable(output, x))
 
 
 RULES: Mapping[str, Rule] = {

@@ -84,6 +84,7 @@ def update_rules(optimizer: Callable[[Any], Any], model: nn.Module) -> UpdateRul
 
 
 def _sgd(group: Mapping[str, Any]) -> UpdateRule:
+    """Return the rule of a group of SGD."""
     return UpdateRule(
         "update_sgd",
         {
@@ -97,6 +98,7 @@ def _sgd(group: Mapping[str, Any]) -> UpdateRule:
 
 
 def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:
+    """Return the rule of group `at` of Adam; `decoupled`: weights decay by themselves, as in AdamW."""
     if group["amsgrad"]:
         raise InputError("amsgrad=True", expected="Adam without amsgrad", do="Leave it out")
     betas = [float(beta) for beta in group["betas"]]

@@ -48,6 +48,7 @@ def round_frozen(request: Request, memory: Memory) -> Rounding:
 
 
 def _output(request: Request) -> torch.Tensor:
+    """Return the model's output on the step's inputs, in float64 and evaluation mode."""
     model: nn.Module = copy.deepcopy(request.model).double().eval()
     tensors = [tensor.double() if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
     args, kwargs = request.call.rebuild(tensors)

@@ -130,6 +130,7 @@ def squared_norms(request: Request, paths: Collection[str], batches: Iterable[An
 
 
 def _batches(batches: Any) -> Iterable[Any]:
+    """Return the batches. Raises UsageError for what is no iterable of batches, such as a single tensor."""
     if isinstance(batches, (torch.Tensor, nn.Module, str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise UsageError(
             f"search_update=a {type(batches).__name__}", expected="an iterable of batches, each a tuple of inputs and "
@@ -139,6 +140,7 @@ def _batches(batches: Any) -> Iterable[Any]:
 
 
 def _loss(step: Any, batch: Any, at: int) -> torch.Tensor:
+    """Return the loss of batch `at`. Raises InputError if the step does not take it."""
     arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
     try:
         return default_loss(step(*arguments))
@@ -216,6 +218,8 @@ class _Search:
         return chosen
 
     def _fits(self, paths: Iterable[str]) -> bool:
+        """Return whether a set fits the budget: without memory techniques, which is quick to tell, or in a plan with
+        all of them, of which each order may make a few."""
         chosen = frozenset(paths)
         if chosen not in self.known:
             if self.peak(chosen, False) <= self.budget:

@@ -34,13 +34,13 @@ def report(title: str, findings: Sequence[Finding], top: int = 12) -> Document:
 
 def fixes(trace: Trace, findings: Sequence[Finding]) -> str:
     """Return a patch or a wrapper for each border-erosion warning, or that there is none to fix."""
-    found = [
+    changes = [
         fix_of(finding, trace)
         for finding in findings
         if finding.id == border_erosion.ID and finding.severity == "warning"
     ]
-    lines = [] if found else ["", "--fix: no border is lost that padding could keep."]
-    for fix in found:
+    lines = [] if changes else ["", "--fix: no border is lost that padding could keep."]
+    for fix in changes:
         if fix.kind != "patch":
             lines += ["", f"No patch: {printable(fix.why)}." + (" A wrapper instead:" if fix.text else "")]
         lines += ["", fix.text.rstrip("\n"), "", fix.proof]
@@ -54,6 +54,8 @@ def _count(findings: Sequence[Finding]) -> str:
 
 
 def _finding(finding: Finding, top: int) -> Iterator[Part]:
+    """Yield the lines and tables of a finding: severity and cost, place, message, the layers that it is about,
+    advice."""
     location = ", ".join(part for part in (finding.layer, finding.where) if part)
     cost = f"  {format_bytes(finding.bytes)}" if finding.bytes > 0 else ""
     yield Line(f"{finding.severity} {finding.id}{cost}", _STYLES[finding.severity])

@@ -15,7 +15,7 @@ def _width(column: Column) -> int:
     return max(map(cell_len, (*column.cells, *column.header.split("\n"))))
 
 
-def _least(column: Column) -> int:
+def _smallest_width(column: Column) -> int:
     """Return the smallest width to which the column can be cut."""
     if column.shrinks_to is None:
         return _width(column)
@@ -31,19 +31,19 @@ def fit(columns: Sequence[Column], width: int, ellipsis: str = "…") -> tuple[l
         ('….layer.0',)
     """
     remaining = list(columns)
-    while sum(map(_least, remaining)) + len(remaining) - 1 > width:
+    while sum(map(_smallest_width, remaining)) + len(remaining) - 1 > width:
         droppable = [column for column in remaining if column.drop]
         if not droppable:
             break
         remaining.remove(max(droppable, key=lambda column: column.drop))
     gap = 2 if sum(map(_width, remaining)) + 2 * (len(remaining) - 1) <= width else 1
-    free = width - sum(map(_least, remaining)) - gap * (len(remaining) - 1)
+    free = width - sum(map(_smallest_width, remaining)) - gap * (len(remaining) - 1)
     cut: list[Column] = []
     for column in remaining:
-        least = _least(column)
-        extra = max(0, min(_width(column) - least, free))
+        smallest = _smallest_width(column)
+        extra = max(0, min(_width(column) - smallest, free))
         free -= extra
-        cells = shortened_distinct(column.cells, least + extra, column.from_left, ellipsis)
+        cells = shortened_distinct(column.cells, smallest + extra, column.from_left, ellipsis)
         cut.append(replace(column, cells=cells))
     return cut, gap
 
@@ -70,7 +70,7 @@ def shortened_distinct(texts: Sequence[str], width: int, from_left: bool, ellips
 def _cut_distinct(texts: Sequence[str], width: int, used: Collection[str], ellipsis: str) -> list[str]:
     """Cut the middle of texts so that the results differ from each other and from the ``used`` ones."""
     room = max(1, width - cell_len(ellipsis))
-    for begin in (*range(1, room), room):
+    for begin in (*range(1, room), room):  # as much of the end as possible
         tail = room - begin
         candidates = [
             chop_cells(text, begin)[0] + ellipsis + (chop_cells(text[::-1], tail)[0][::-1] if tail else "")

@@ -43,12 +43,13 @@ def report(comparison: Comparison, top: int = 12) -> Document:
         [by_cause(comparison)],
         _figures(comparison),
         _by_layer(comparison, top) if a.layers or b.layers else [],
-        [_decided(comparison, top)] if a.decided and b.decided and comparison.decided_otherwise else [],
+        [_different_decisions(comparison, top)] if a.decided and b.decided and comparison.decided_otherwise else [],
         notes((*comparison.notes, *a.notes, *b.notes)),
     )
 
 
 def _head(comparison: Comparison) -> Iterator[Part]:
+    """Yield what A and B are, the headline, the times, and what limits the comparison."""
     for name, side in (("A", comparison.a), ("B", comparison.b)):
         kind = "" if side.train is None else ", training step" if side.train else ", inference"
         yield Line(f"{name}: {side.title} ({side.origin}{kind}, {side.device})", "bold")
@@ -95,7 +96,7 @@ def _figures(comparison: Comparison) -> list[Table]:
     return [table_of(known, fields)] if known else []
 
 
-def _decided(comparison: Comparison, top: int) -> Table:
+def _different_decisions(comparison: Comparison, top: int) -> Table:
     """Return the values to which the two plans apply different memory techniques."""
     fields = [
         name_field("Decided otherwise", lambda pair: (pair[0] or pair[1]).value, from_left=False),
@@ -157,7 +158,7 @@ def _layer_fields(name: str, drop: int) -> list[Field]:
 
 
 def _total(layers: Sequence[object], field: str) -> str:
-    """Return the sum of a figure over one side's layers; "none" if that side has none of them."""
+    """Return the sum of a figure over layers of A or of B; "none" if all of the layers are the other side's alone."""
     present = [layer for layer in layers if layer is not None]
     return size_or_dash(sum(getattr(layer, field) for layer in present)) if present else "none"
 
@@ -178,7 +179,7 @@ def _share(a: int, b: int) -> str:
     return f"{100 * (b - a) / a:+.0f} %" if a and b != a else ""
 
 
-def beside_report(beside: Beside, top: int = 12) -> Document:
+def measured_report(beside: Beside, top: int = 12) -> Document:
     """Return measured and predicted peaks, and their comparison if they differ; tables with ``top`` rows, 0 for all."""
     fields = [
         Field("Beside the prediction: peak of", lambda row: row.part),

@@ -199,13 +199,13 @@ def table_of(
             Column(
                 column.header,
                 tuple(cells),
-                column.right,
-                column.shrinks_to,
-                column.from_left,
-                column.drop,
-                tuple(map(column.number, shown)) if column.number else (),
-                tuple(map(column.bar, shown)) if column.bar else (),
-                column.layers,
+                right=column.right,
+                shrinks_to=column.shrinks_to,
+                from_left=column.from_left,
+                drop=column.drop,
+                numbers=tuple(map(column.number, shown)) if column.number else (),
+                bars=tuple(map(column.bar, shown)) if column.bar else (),
+                layers=column.layers,
             )
         )
     return Table(tuple(columns), len(columns[0].cells) - 1 if total is not None else None, indent=indent)

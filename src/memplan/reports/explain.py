@@ -63,12 +63,13 @@ def report(explanation: Explanation, top: int = 12) -> Document:
 
 
 def _head(explanation: Explanation) -> Iterator[Part]:
+    """Yield the summary sentences, then the assumptions on which the figures depend most."""
     yield explanation.sentence
     for line in (workspace_sentence(explanation), peak_sentence(explanation), scaling_sentence(explanation)):
         if line:
             yield line
     for assumption in loud(explanation.assumptions):
-        yield Line(_assumed(assumption), "bad")
+        yield Line(_assumption_line(assumption), "bad")
 
 
 def _by_cause(explanation: Explanation) -> Table:
@@ -123,6 +124,7 @@ def _saves(row: LayerRow) -> str:
 
 
 def _needs(row: LayerRow) -> str:
+    """Return which gradients read what the layer saves: that of its weight, of its input, both, or none."""
     if not row.kept_bytes:
         return "-"
     words = [_NEEDS.get(need, need) for need in row.needed_for]
@@ -160,6 +162,7 @@ _TRAINING = (
 
 
 def _legend(explanation: Explanation) -> Line:
+    """Return what the columns of the table by layer mean."""
     outputs = "outputs: a layer's last result, not all alive at one time."
     if not explanation.train:
         return Line(outputs, "dim")
@@ -189,11 +192,11 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[Part]:
 
 def _remarks(explanation: Explanation) -> Iterator[Part]:
     at_head = loud(explanation.assumptions)
-    yield from (_assumed(assumption) for assumption in explanation.assumptions if assumption not in at_head)
+    yield from (_assumption_line(assumption) for assumption in explanation.assumptions if assumption not in at_head)
     yield from (f"note: {note}" for note in explanation.notes)
 
 
-def _assumed(assumption: Assumption) -> str:
+def _assumption_line(assumption: Assumption) -> str:
     times = f" ({assumption.count} times)" if assumption.count > 1 else ""
     where = f", at {assumption.where}" if assumption.where else ""
     kind = "kernel" if assumption.kind == "kernel" else "assumed"

@@ -51,6 +51,8 @@ def _proof_section(proof: Proof) -> Section:
 
 
 def _verdict(outcome: Outcome) -> Line:
+    """Return the heading: whether the step fits its budget, whether it had to be changed, and how exact its result
+    is."""
     title, plan, proof = outcome.title, outcome.plan, outcome.proof
     if outcome.shortfall is not None:
         least = format_bytes(outcome.shortfall.smallest_budget)
@@ -91,6 +93,7 @@ def _errors(proof: Proof) -> Table:
 
 
 def _shortfall_sentences(error: BudgetError) -> Iterator[str]:
+    """Yield why a step does not fit, what would, and what to do, as sentences."""
     yield f"{error.found.rstrip('.')}."
     if error.expected:
         yield f"Expected {error.expected.rstrip('.')}."
@@ -160,6 +163,7 @@ _BESIDE = (
 
 
 def _script_facts(fitting: Fitting) -> dict[str, str]:
+    """Return the parts of a script's peak: the model's step, what else is live, and the sum with a plan."""
     rows = {"the script as it is": format_bytes(fitting.recorded)}
     if fitting.plan is not None:
         rows["the model's step"] = f"{format_bytes(fitting.plan.eager_peak)} -> {format_bytes(fitting.plan.peak)}"
@@ -173,9 +177,10 @@ def _script_facts(fitting: Fitting) -> dict[str, str]:
 
 
 def _lines_to_add(lines: Lines) -> list[Section]:
+    """Return the lines of code to add to the script, with the place to add them."""
     if lines.where is None:
         place = "before the first step, where the model is at hand"
     else:
         place = f"{'before' if lines.before else 'after'} {lines.where}"
-    explained = "It trains nothing: it plans again on that machine, and proves that the result is the same."
-    return [Section((Line(f"Add {place}:", "bold"),)), Section((Code("\n".join(lines.text)),)), Section((explained,))]
+    explanation = "It trains nothing: it plans again on that machine, and proves that the result is the same."
+    return [Section((Line(f"Add {place}:", "bold"),)), Section((Code("\n".join(lines.text)),)), Section((explanation,))]

@@ -77,6 +77,7 @@ def _peers(peers: Sequence[PeerResult]) -> Table:
 
 
 def _gradients(result: PeerResult) -> str:
+    """Return whether a baseline's gradients are right, or how far they are off."""
     if result.failed is not None:
         return "did not run"
     if result.gradients == "lossy":

@@ -42,6 +42,7 @@ def verdict(outcome: Outcome) -> str:
 
 
 def _changes(changes: tuple[Change, ...], top: int) -> Iterator[Part]:
+    """Yield the largest changes by layer, and the sum of the others."""
     shown = changes[:top] if top else changes
     for change in shown:
         yield Line(f"{change}{f' ({change.where})' if change.where else ''}", indent=2)

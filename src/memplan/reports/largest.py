@@ -30,6 +30,8 @@ def report(result: Largest) -> Document:
 
 
 def _answer(result: Largest) -> str:
+    """Return the answer as a sentence: the largest value that fits, the next one and why it does not, the number of
+    tries."""
     room = f"in {result.room.title}"
     if result.value == 0:
         return f"not even {result.axis} {result.least.value} fits {room}: {result.largest_parts(result.least)}"
@@ -45,6 +47,7 @@ def _answer(result: Largest) -> str:
 
 
 def _remarks(result: Largest) -> Iterator[str]:
+    """Yield what limits the next larger value, and why the answer may not hold for every value."""
     answer, next_trial = result.answer, result.following
     if next_trial is not None and next_trial.bytes is not None:
         yield f"At {result.axis} {next_trial.value}, what holds it up is {result.largest_parts(next_trial)}."
@@ -112,6 +115,7 @@ def _table(result: Largest) -> Table:
 
 
 def _bytes_field(header: str, name: str) -> Field:
+    """Return a column of a recorded figure in bytes, empty for values that could not be recorded."""
     size = lambda trial: 0 if trial.bytes is None else getattr(trial.bytes, name)  # noqa: E731
     return Field(
         header, lambda trial: "" if trial.bytes is None else format_bytes(size(trial)), right=True, number=size
@@ -127,6 +131,7 @@ def _verdict(trial: Tried) -> str:
 
 
 def _added_time(trial: Tried) -> str:
+    """Return the time that the plan for a value adds to a step, with its share; "" without a plan."""
     plan = trial.plan
     if plan is None or plan.seconds is None:
         return ""

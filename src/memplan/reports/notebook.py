@@ -29,6 +29,7 @@ def _section(section: Section) -> str:
 
 
 def _part(part: Part) -> str:
+    """Return a part of a document as HTML."""
     match part:
         case str():
             return _line(part)
@@ -53,6 +54,8 @@ def _line(text: str, *, bold: bool = False) -> str:
 
 
 def _table(table: Table) -> str:
+    """Return a table as HTML, without its bars; if it has too many rows, the first ones and the last, which can be a
+    sum."""
     columns = [column for column in table.columns if not column.bars]
     sides = ["right" if column.right else "left" for column in columns]
     head = "".join(

@@ -46,19 +46,19 @@ def _metadata(explanation: Explanation) -> Iterator[dict[str, Any]]:
 
 def _slices(trace: Trace) -> Iterator[dict[str, Any]]:
     """Yield begin and end events of steps, and nested in them those of phases, layers and ops."""
-    opened: list[str] = []
+    open_slices: list[str] = []
     for op in trace.ops:
         path = _path(op)
-        same = 0
-        while same < min(len(path), len(opened)) and path[same] == opened[same]:
-            same += 1
-        yield from (_event("E", op.start, name) for name in reversed(opened[same:]))
-        yield from (_event("B", op.start, name) for name in path[same:])
-        opened = path
+        shared_depth = 0
+        while shared_depth < min(len(path), len(open_slices)) and path[shared_depth] == open_slices[shared_depth]:
+            shared_depth += 1
+        yield from (_event("E", op.start, name) for name in reversed(open_slices[shared_depth:]))
+        yield from (_event("B", op.start, name) for name in path[shared_depth:])
+        open_slices = path
         args = {"layer": op.layer, "at": op.where or "", "op": op.name}
         yield _event("B", op.start, op.name.removeprefix("aten.")) | {"args": args}
         yield _event("E", op.end, op.name.removeprefix("aten."))
-    yield from (_event("E", trace.end, name) for name in reversed(opened))
+    yield from (_event("E", trace.end, name) for name in reversed(open_slices))
 
 
 _DEEPEST = 32
@@ -74,6 +74,7 @@ def _path(op: Op) -> list[str]:
 
 
 def _counters(trace: Trace, explanation: Explanation, settings: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the bytes by category wherever they change, and the reserved bytes."""
     course = course_of(at_least(trace), explanation.timeline, settings, moments=_EVERY)
     last: dict[str, int] = {}
     for moment, tick in enumerate(course.ticks):

@@ -56,6 +56,7 @@ def report(cases: Cases, top: int = 10) -> Document:
 
 
 def _head(replay: Replay) -> Iterator[Part]:
+    """Yield how exact the replay is, with the first differences; without a history, how to record one."""
     if not replay.has_history:
         yield (
             "It says what was held when it was taken, not how that came about. To record the history, call "
@@ -70,6 +71,7 @@ def _head(replay: Replay) -> Iterator[Part]:
 
 
 def _cases_table(cases: Cases) -> Table:
+    """Return a row for each setting: peaks, fragmentation, and whether memory runs out."""
     recorded = "recorded" if cases.base.compared else "as recorded"
     outcome = "out of memory" if cases.base.capacity is None else f"in {format_bytes_as_torch(cases.base.capacity)}"
 
@@ -89,6 +91,7 @@ def _cases_table(cases: Cases) -> Table:
 
 
 def _outcome(case: Replay, cases: Cases) -> str:
+    """Return whether, and when, memory runs out in a case; "not known" without a capacity to compare with."""
     if case.ooms:
         event = case.ooms[-1].index
         return "out at the start" if event < 0 else f"out at event {event}"
@@ -98,6 +101,7 @@ def _outcome(case: Replay, cases: Cases) -> str:
 
 
 def _remarks(cases: Cases) -> Iterator[Part]:
+    """Yield what the figures of the cases do not include."""
     replay = cases.replay
     if any(case.ended for case in (cases.base, *cases.others)):
         yield "A case that runs out where the recording did not ends there: its peaks are those up to there."
@@ -113,6 +117,7 @@ def _remarks(cases: Cases) -> Iterator[Part]:
 
 
 def _oom_sections(cases: Cases, why: OomExplanation, top: int) -> Iterator[Section]:
+    """Yield why memory ran out: the request, the free blocks that did not serve it, the owners, and what helps."""
     where = "before the history" if why.oom.index < 0 else f"at event {why.oom.index}"
     yield Section(tuple(Line(line, indent=2) for line in _oom_lines(why)), f"Out of memory {where}")
     if why.free:
@@ -122,6 +127,7 @@ def _oom_sections(cases: Cases, why: OomExplanation, top: int) -> Iterator[Secti
 
 
 def _oom_lines(why: OomExplanation) -> Iterator[str]:
+    """Yield what was requested, what the card had left, and what the allocator held."""
     oom = why.oom
     kind = ", ".join(part for part in (_pool_name(oom.pool), f"stream {oom.stream}" if oom.stream else "") if part)
     frame = why.frame
@@ -147,6 +153,7 @@ def _oom_lines(why: OomExplanation) -> Iterator[str]:
 
 
 def _free_blocks_table(rows: Sequence[FreeBlocks], top: int) -> Table:
+    """Return the free blocks by kind and size, with the reason why none served the request."""
     largest = lambda rows: format_bytes_as_torch(max(row.largest for row in rows))  # noqa: E731
     fields = [
         name_field(
@@ -163,6 +170,7 @@ def _free_blocks_table(rows: Sequence[FreeBlocks], top: int) -> Table:
 
 
 def _owners_table(title: str, rows: Sequence[Holder], top: int) -> Table:
+    """Return the lines of code whose blocks hold memory, with count and bytes."""
     total = sum(row.bytes for row in rows)
     fields = [
         name_field(title, lambda row: _frame_line(row.frame)),
@@ -174,6 +182,7 @@ def _owners_table(title: str, rows: Sequence[Holder], top: int) -> Table:
 
 
 def _remedies(cases: Cases, why: OomExplanation) -> Iterator[Part]:
+    """Yield the settings under which the replay does not run out of memory; if there are none, what was tried."""
     if not why.tried or why.capacity is None:
         yield "What the card could give is not recorded, so no setting can be tried: give --capacity."
         return
@@ -197,6 +206,7 @@ def _remedies(cases: Cases, why: OomExplanation) -> Iterator[Part]:
 
 
 def _segments_table(cases: Cases) -> Table:
+    """Return the segments by kind, with what is allocated and free in them."""
     largest = lambda rows: format_bytes_as_torch(max((row.largest_free for row in rows), default=0))  # noqa: E731
     fields = [
         name_field(
@@ -292,6 +302,7 @@ def _case_dict(case: Replay) -> dict[str, Any]:
 
 
 def _oom_dict(why: OomExplanation) -> dict[str, Any]:
+    """Return the explanation of an out-of-memory error for JSON."""
     return {
         **named(why.oom, *_OOM),
         **named(why, *_WHY),

@@ -37,17 +37,18 @@ def report(
     the predicted ones; tables with ``top`` rows, 0 for all."""
     step = explain.report(explanation, top)
     if beside is not None:
-        step += compare.beside_report(beside, top)
+        step += compare.measured_report(beside, top)
     script = document(
         f"The script: {command}",
         _facts(facts, top),
-        [_held_back(facts, top)] if facts.held else [],
+        [_sandboxed_effects(facts, top)] if facts.held else [],
         [f"At least {facts.unlisted:,} more are not listed."] if facts.unlisted else [],
     )
     return step + script
 
 
 def _facts(facts: Facts, top: int) -> Iterator[Part]:
+    """Yield how the script ended, its batches, and what of it is not shown."""
     yield _ending(facts)
     yield from map(_batch_line, facts.batches[: top or None])
     for name in facts.absent:
@@ -59,7 +60,8 @@ def _facts(facts: Facts, top: int) -> Iterator[Part]:
         yield _PROTECTIONS[facts.protection]
 
 
-def _held_back(facts: Facts, top: int) -> Table:
+def _sandboxed_effects(facts: Facts, top: int) -> Table:
+    """Return what the script would have changed outside of its process, which did not happen."""
     fields = [
         name_field("Held back", _short_name, from_left=True),
         Field("would be", lambda row: _KINDS[row.kind] + (f" {row.count} times" if row.count > 1 else "")),
@@ -69,6 +71,7 @@ def _held_back(facts: Facts, top: int) -> Table:
 
 
 def _ending(facts: Facts) -> str:
+    """Return how far the script ran, and why it ended there."""
     how = "ran for real" if facts.really else "ran on tensors without values"
     updates = counted(facts.updates, "update")
     match facts.ending:
@@ -88,6 +91,7 @@ def _ending(facts: Facts) -> str:
 
 
 def _batch_line(batch: Batch) -> str:
+    """Return where a batch came from and what it contained, as a sentence."""
     where = f" ({batch.where})" if batch.where else ""
     source = "The batch described" if batch.given else "A loader's batch"
     cut = (
@@ -97,6 +101,7 @@ def _batch_line(batch: Batch) -> str:
 
 
 def _short_name(row: Held) -> str:
+    """Return the name of what the script would have changed; paths in the working directory are relative."""
     path = row.what
     if row.kind not in ("network", "process") and os.path.isabs(path):
         relative = os.path.relpath(path)

@@ -32,12 +32,12 @@ def report(sweep: Sweep, most: int = _SHOWN) -> Document:
     return document(
         f"{sweep.title} on {sweep.device}: {len(sweep.rows)} points of {', '.join(sweep.axes)}",
         [_table(sweep), *_failures(sweep, most)],
-        *(Section(tuple(_listed(lines, most)), title) for title, lines in sections.items()),
+        *(Section(tuple(_bullets(lines, most)), title) for title, lines in sections.items()),
         notes(sweep.notes, "dim"),
     )
 
 
-def _listed(lines: Sequence[object], most: int) -> Iterator[Part]:
+def _bullets(lines: Sequence[object], most: int) -> Iterator[Part]:
     shown = lines[: most or None]
     yield from (f"- {line}" for line in shown)
     if len(lines) > len(shown):
@@ -45,6 +45,7 @@ def _listed(lines: Sequence[object], most: int) -> Iterator[Part]:
 
 
 def _failures(sweep: Sweep, most: int) -> Iterator[Part]:
+    """Yield how many points are missing, and why points failed, those with the same reason together."""
     if sweep.interrupted:
         left = sweep.points - len(sweep.rows)
         yield Line(f"Interrupted: {left} of {sweep.points} points were not recorded.", "warning")
@@ -160,6 +161,7 @@ def draw(sweep: Sweep) -> Figure:
 
 
 def _bars(subplot: Any, axis: str, fixed: dict[str, Any], rows: list[Row], unit: int, handles: dict[str, Any]) -> None:
+    """Draw a panel of the chart; ``handles`` collects a bar of each category for the figure's legend."""
     bottom = [0.0] * len(rows)
     for number, (part, causes) in enumerate(PARTS.items()):
         heights = [sum(row[cause] for cause in causes) / unit for row in rows]

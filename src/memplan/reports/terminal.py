@@ -64,6 +64,7 @@ class _Drawing:
     ascii_only: bool
 
     def document(self, document: Document) -> Iterator[RenderableType]:
+        """Yield what rich prints of a document: its title, and its sections with an empty line between them."""
         if document.title is not None:
             yield from self.part(document.title)
         for index, section in enumerate(document.sections):
@@ -75,6 +76,7 @@ class _Drawing:
                 yield from self.part(part)
 
     def part(self, part: Part) -> Iterator[RenderableType]:
+        """Yield what rich prints of a part."""
         match part:
             case str():
                 yield Text(printable(part))

@@ -69,7 +69,7 @@ def test_what_meets_sees_what_both_see(one: list[Step], other: list[Step]) -> No
     a, b = spans
     if a.stride != b.stride:
         return
-    both = a.joined(b)
+    both = a.union(b)
     assert both is not None
     for position in range(-5, 20):
         assert both.low(position) == min(a.low(position), b.low(position))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.checks.mended.changed_step import NotRecorded
-from memplan.checks.rerun.aligned import changed
+from memplan.checks.rerun.aligned import replayed_with
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
@@ -38,7 +38,7 @@ def test_unchanged_it_is_what_it_was(name: str, device: str, monkeypatch: pytest
         monkeypatch.syspath_prepend(str(folder))
     importlib.import_module("zoo")  # of benchmarks/: fills the registry
     trace = memplan.record(importlib.import_module("zoo.registry").ZOO[name], device=device)
-    again = changed(trace, {})
+    again = replayed_with(trace, {})
     assert isinstance(again, Trace), again.why
     assert again.storages == trace.storages
 
@@ -110,7 +110,7 @@ def test_with_padding_it_is_as_the_padded_model(dims: int, size: int, examples: 
                 changes[form.op] = {
                     "padding": tuple(d * (k // 2) for k, d in zip(weight.shape[2:], dilation, strict=True))
                 }
-        again = changed(bare, changes)
+        again = replayed_with(bare, changes)
         assert isinstance(again, Trace), (layers, again.why)
         same = memplan.simulate(padded, workspace="low").peak_allocated
         assert memplan.simulate(again, workspace="low").peak_allocated == same, layers
@@ -130,6 +130,6 @@ def test_where_other_ops_would_run_it_says_so() -> None:
 
         return step
 
-    again = changed(memplan.record(build, device="cpu"), {})
+    again = replayed_with(memplan.record(build, device="cpu"), {})
     assert isinstance(again, NotRecorded)
     assert "other ops" in again.why

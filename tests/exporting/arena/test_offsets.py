@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memplan.errors import ScheduleError
 from memplan.exporting.arena.lifetimes import Buffer, Lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
-from memplan.exporting.arena.offsets import placed
+from memplan.exporting.arena.offsets import choose_offsets
 from memplan.exporting.arena.stacking import Stacking
 
 
@@ -46,22 +46,22 @@ def overlap(buffers: list[Buffer], offsets: tuple[int, ...]) -> bool:
 def test_no_two_buffers_share_a_byte(buffers: list[Buffer]) -> None:
     least = Lifetimes(tuple(buffers), ()).peak
     assert least == peak(buffers)
-    found = placed(buffers, least)
+    found = choose_offsets(buffers, least)
     assert not overlap(buffers, found.offsets)
     assert found.bytes == max(at + one.bytes for at, one in zip(found.offsets, buffers, strict=True)) >= least
     check_offsets(buffers, found.offsets, found.bytes)
-    assert placed(buffers, least) == found, "the same every time"
+    assert choose_offsets(buffers, least) == found, "the same every time"
 
 
 @settings(max_examples=40, deadline=None)
 @given(BUFFERS, st.integers(0, 9), st.integers(0, 1 << 16))
 def test_a_stack_ends_within_its_target(buffers: list[Buffer], room: int, seed: int) -> None:
-    stacking, least = Stacking.of(buffers), peak(buffers)
-    found = stacking.within(least + 4 * room, stacking.order(seed, None))
+    stacking, least = Stacking.from_buffers(buffers), peak(buffers)
+    found = stacking.offsets_within(least + 4 * room, stacking.random_rank(seed, None))
     if found is not None:
         assert not overlap(buffers, found)
         assert max(at + one.bytes for at, one in zip(found, buffers, strict=True)) <= least + 4 * room
-    assert stacking.within(least - 1, stacking.order(seed, None)) is None
+    assert stacking.offsets_within(least - 1, stacking.random_rank(seed, None)) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,7 +102,7 @@ def test_few_buffers_take_the_smallest_arena(seed: int) -> None:
     drawn = random.Random(seed)
     buffers = [buffer(drawn.randint(1, 5), drawn.randint(0, 6), drawn.randint(0, 4)) for _ in range(6)]
     smallest = min(lowest(buffers, order) for order in itertools.permutations(range(6)))
-    assert placed(buffers, peak(buffers)).bytes == smallest
+    assert choose_offsets(buffers, peak(buffers)).bytes == smallest
 
 
 def cut(count: int, seed: int) -> list[Buffer]:
@@ -124,4 +124,4 @@ def cut(count: int, seed: int) -> list[Buffer]:
 def test_pieces_of_a_whole_arena_fit_nearly_into_it(seed: int) -> None:
     buffers = cut(40, seed)
     assert Lifetimes(tuple(buffers), ()).peak == 4 * 64
-    assert placed(buffers, 4 * 64).bytes <= 1.1 * 4 * 64
+    assert choose_offsets(buffers, 4 * 64).bytes <= 1.1 * 4 * 64

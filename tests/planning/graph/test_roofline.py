@@ -132,7 +132,7 @@ def test_a_card_has_the_rates_of_the_catalogue() -> None:
 
 
 def test_a_card_of_which_nothing_is_known_still_gives_seconds() -> None:
-    card = devices.of_properties("A laptop's GPU", 1 << 33, 8, 6, 20)
+    card = devices.device_of_properties("A laptop's GPU", 1 << 33, 8, 6, 20)
     assert roofline.rates_of(card).seconds(roofline.Work(10**12, 10**9, "bfloat16")) > 0
 
 

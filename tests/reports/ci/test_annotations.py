@@ -4,7 +4,7 @@ import pytest
 from models.guard_figures import MIB, figures, taken
 
 from memplan.checks.finding import Finding
-from memplan.reports.ci.annotations import Annotation, of_findings, of_outcome
+from memplan.reports.ci.annotations import Annotation, annotations_of_findings, annotations_of_outcome
 from memplan.studies.guarding.outcome import compare_with
 
 
@@ -33,8 +33,8 @@ def test_findings_that_fail_are_errors() -> None:
         ((), ["warning", "note"]),
         (("info", "warning"), ["error"] * 2),
     ):
-        assert [one.level for one in of_findings("net.py:make", findings, failing)] == levels
-    assert [one.text for one in of_findings("net.py:make", findings, ())] == [
+        assert [one.level for one in annotations_of_findings("net.py:make", findings, failing)] == levels
+    assert [one.text for one in annotations_of_findings("net.py:make", findings, ())] == [
         "A graph is held. Let it go.", "cuDNN may take more.",
     ]  # fmt: skip
 
@@ -42,7 +42,7 @@ def test_findings_that_fail_are_errors() -> None:
 def test_a_step_that_grew_is_an_error_and_each_line_that_it_grew_at_a_warning() -> None:
     before = figures({("a", "saved"): MIB, ("b", "saved"): 3 * MIB})
     outcome = compare_with(before, taken({("a", "saved"): 4 * MIB, ("b", "saved"): 2 * MIB}))
-    error, warning = of_outcome(outcome)
+    error, warning = annotations_of_outcome(outcome)
     assert (error.level, error.bytes, error.place) == ("error", 2 * MIB, ("net.py", 1))
     assert (
         error.text == "net.py:build on h100: 4.0 MiB -> 6.0 MiB peak: 2.0 MiB more, +50 % (saved activations +2.0 MiB)."
@@ -53,4 +53,4 @@ def test_a_step_that_grew_is_an_error_and_each_line_that_it_grew_at_a_warning() 
 
 def test_one_that_did_not_grow_is_none() -> None:
     before = figures({("a", "saved"): MIB})
-    assert of_outcome(compare_with(before, taken({("a", "saved"): MIB}))) == []
+    assert annotations_of_outcome(compare_with(before, taken({("a", "saved"): MIB}))) == []

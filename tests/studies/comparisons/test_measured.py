@@ -9,7 +9,7 @@ from models.steps import STEPS
 
 import memplan
 from memplan._bytes import format_bytes
-from memplan.reports.compare import beside_report
+from memplan.reports.compare import measured_report
 from memplan.reports.terminal import text_of
 from memplan.studies.comparisons.measured import Peak, compare_with_prediction
 from memplan.trace.records import Counters
@@ -73,6 +73,6 @@ def test_workspaces_that_are_not_known_make_an_interval() -> None:
     assert last.low == last.measured < last.predicted
     assert last.off == 0
     assert not found.same
-    row = next(line for line in text_of(beside_report(found)).splitlines() if line.startswith("step 2 "))
+    row = next(line for line in text_of(measured_report(found)).splitlines() if line.startswith("step 2 "))
     assert f"{format_bytes(last.low)} to {format_bytes(last.predicted)}" in row
     assert row.split()[-1] == "within"

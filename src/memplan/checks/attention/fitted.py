@@ -29,7 +29,10 @@ def heads_fitted(*, half: bool = False) -> Iterator[set[str]]:
     call: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
     applied: set[str] = set()
 
-    def fitting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def fitted_call(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Call attention with heads padded to a multiple of 8, and key and value heads repeated for grouped queries."""
         if kwargs.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
             applied.add(REPEATING)
             key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
@@ -44,15 +47,18 @@ def heads_fitted(*, half: bool = False) -> Iterator[set[str]]:
         padded = (F.pad(tensor, (0, -tensor.shape[-1] % _MULTIPLE)) for tensor in (query, key, value))
         return call(*padded, *args, **{**kwargs, "scale": scale})[..., :value_size]
 
-    def in_half(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def half_call(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Call attention in float16 instead of bfloat16."""
         if query.dtype is not torch.bfloat16:
-            return fitting(query, key, value, *args, **kwargs)
+            return fitted_call(query, key, value, *args, **kwargs)
         applied.add(HALF)
         args, kwargs = _torch.tree_map(_halved, (args, kwargs))  # a mask of the same type
         with torch.autocast(query.device.type, enabled=False):
-            return fitting(query.half(), key.half(), value.half(), *args, **kwargs).to(torch.bfloat16)
+            return fitted_call(query.half(), key.half(), value.half(), *args, **kwargs).to(torch.bfloat16)
 
-    with _torch.patched(F, scaled_dot_product_attention=in_half if half else fitting):
+    with _torch.patched(F, scaled_dot_product_attention=half_call if half else fitted_call):
         yield applied
 
 

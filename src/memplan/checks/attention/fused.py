@@ -96,6 +96,8 @@ class Fusing:
     # -- the kernels
 
     def _kernels(self) -> dict[str, Kernel]:
+        """Return the Python kernels that override torch's, by op: products begin or end attention, the other ops note
+        what they do to a placeholder."""
         kernels: dict[str, Kernel] = {
             "matmul": lambda a, b: self._product(_ATEN.matmul.default, a, b),
             "bmm": lambda a, b: self._product(_ATEN.bmm.default, a, b),
@@ -140,11 +142,13 @@ class Fusing:
         return None
 
     def _register(self, pending: Pending, placeholder: torch.Tensor) -> torch.Tensor:
+        """Note that a tensor is a placeholder for these scores."""
         self._placeholders[_torch.storage_key(placeholder.untyped_storage())] = (placeholder, pending)
         return placeholder
 
-    def _run(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an op on a placeholder, without a graph: nothing of it may be saved for backward."""
+    def _run_without_graph(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an op on a placeholder under no_grad, so that nothing of it is saved for backward; its result is a
+        placeholder, too."""
         with torch.no_grad():
             return self._register(pending, dispatch.whole(op, *args, **kwargs))
 
@@ -179,12 +183,14 @@ class Fusing:
             self._placeholders = {key: entry for key, entry in self._placeholders.items() if entry[1] is not pending}
             pending.release()
             if not self._on_card:
-                self.reasons += call.against_cpu()
+                self.reasons += call.cpu_refusals()
             return call.run()
         finally:
             self._calling = False
 
     def _product(self, op: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Kernel of matmul and bmm: the fused call for probabilities times values, a placeholder for queries times
+        keys."""
         pending = self._pending(left)
         if pending is not None and pending.normalized and not self._calling:
             return self._fuse(pending, right)
@@ -194,6 +200,7 @@ class Fusing:
         return dispatch.composite(op, left, right) if _torch.is_composite(op) else dispatch.whole(op, left, right)
 
     def _baddbmm(self, summand: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> Any:
+        """Kernel of baddbmm: a placeholder for queries times keys, with the summand as a mask unless ``beta`` is 0."""
         started = self._start(left, right)
         if started is None:
             return dispatch.whole(_ATEN.baddbmm.default, summand, left, right, **kwargs)
@@ -203,6 +210,7 @@ class Fusing:
         return scores
 
     def _einsum(self, equation: str, tensors: list[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+        """Kernel of einsum: as `_product` if the equation is a batched product, in either order of its operands."""
         product = arranged(equation, tensors)
         if product is not None:
             for pair in (product, product.flipped):
@@ -215,28 +223,31 @@ class Fusing:
         return dispatch.composite(_ATEN.einsum.default, equation, tensors, **kwargs)
 
     def _scale(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Kernel of products with the scores: the fused call can scale by a number, not by a tensor."""
         pending.unsupported |= _size(x) > 1 and _size(other) > 1
-        return self._run(pending, op, x, other)
+        return self._run_without_graph(pending, op, x, other)
 
     def _add(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Kernel of additions to the scores: the other operand is a mask (a number changes no softmax)."""
         mask = other if self._pending(x) is pending else x
-        result = self._run(pending, op, x, other, **kwargs)
+        result = self._run_without_graph(pending, op, x, other, **kwargs)
         if _size(mask) > 1:
             pending.add_mask("add", mask, result.shape)
         return result
 
     def _masked_fill(self, pending: Pending, op: Any, x: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
         pending.add_mask("drop", mask, x.shape)
-        return self._run(pending, op, x, mask, value)
+        return self._run_without_graph(pending, op, x, mask, value)
 
     def _where(self, pending: Pending, op: Any, keep: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> Any:
-        result = self._run(pending, op, keep, x, other)
+        result = self._run_without_graph(pending, op, keep, x, other)
         pending.add_mask("keep" if self._pending(x) is pending else "drop", keep, result.shape)
         return result
 
     def _pass_through(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Kernel of softmax, casts and copies of the scores: notes that the softmax has run."""
         pending.normalized |= op is _ATEN._softmax.default
-        return self._run(pending, op, *args, **kwargs)
+        return self._run_without_graph(pending, op, *args, **kwargs)
 
     def _native_dropout(self, pending: Pending, op: Any, x: torch.Tensor, p: float, train: bool | None) -> Any:
         pending.dropout = max(pending.dropout, p)
@@ -245,6 +256,7 @@ class Fusing:
         return self._register(pending, result), mask
 
     def _dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        """Kernel of dropout on the CPU: on probabilities it becomes an argument of the fused call."""
         pending = self._pending(x)
         if pending is None:
             return dispatch.composite(_ATEN.dropout.default, x, p, train)

@@ -54,7 +54,7 @@ class Call:
         heads = self.query, self.key, self.value
         return F.scaled_dot_product_attention(*heads, self.mask, self.dropout).reshape(self.shape)
 
-    def against_cpu(self) -> Iterator[str]:
+    def cpu_refusals(self) -> Iterator[str]:
         """Yield why the CPU's fused kernel refuses it (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp)."""
         if self.dropout > 0:
             yield "dropout, which the CPU's fused kernel does not take (those of CUDA do)"

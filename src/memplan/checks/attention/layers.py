@@ -54,10 +54,10 @@ def _without_weights() -> AbstractContextManager[None]:
     """Return a context in which the layers are called with ``need_weights=False``."""
     forward = nn.MultiheadAttention.forward
 
-    def without(
+    def forward_without_weights(
         self: nn.MultiheadAttention, query: Any, key: Any, value: Any, key_padding_mask: Any = None,
         need_weights: bool = True, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         return forward(self, query, key, value, key_padding_mask, False, *args, **kwargs)
 
-    return _torch.patched(nn.MultiheadAttention, forward=without)
+    return _torch.patched(nn.MultiheadAttention, forward=forward_without_weights)

@@ -49,7 +49,7 @@ class Attention:
     """Op that allocated an uninitialized tensor for baddbmm with ``beta=0``."""
     dropped: bool
     """Whether there is a dropout between softmax and values."""
-    otherwise: Op | None = None
+    other_reader: Op | None = None
     """First op that uses the matrices for something else; a fused call never has them."""
     returned: bool = False
     """Whether the model returns them."""
@@ -66,12 +66,15 @@ def attentions(trace: Trace) -> list[Attention]:
 
 
 class _Search:
+    """Finds attention in the first step's forward ops: from each softmax back to the scores, and on to the values."""
+
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._forward = [op for op in trace.ops if op.phase == "forward" and op.step == 0]
         self._readers = readers_of(self._forward)
 
     def attentions(self) -> Iterator[Attention]:
+        """Yield the attention around each softmax over long rows that is computed by products."""
         for op in self._forward:
             if base_name(op.name) not in SOFTMAX or not op.writes:
                 continue
@@ -86,7 +89,7 @@ class _Search:
     def _scores_of(self, softmax: Op, size: int) -> Op | None:
         """Return the product whose result a softmax reads, directly or after scales and masks."""
         op = softmax
-        for _ in range(12):
+        for _ in range(12):  # more scales, masks and casts than any attention has
             inputs = [self._trace.storages[operand.storage] for operand in op.reads]
             indices = [s.op for s in inputs if s.op is not None and s.op < op.index and elements(s) == size]
             if not indices:
@@ -104,7 +107,7 @@ class _Search:
         """Return the attention from these scores to the product with the values; None if there is no such product."""
         matrices, queue = dict.fromkeys(scores.writes), [*scores.writes]
         seen: set[int] = set()
-        otherwise, has_values, dropped = list[Op](), False, False
+        other_readers, has_values, dropped = list[Op](), False, False
         while queue:
             for op in self._readers.get(queue.pop(0), ()):
                 if op.index in seen or op.index <= scores.index:
@@ -119,24 +122,27 @@ class _Search:
                     matrices |= dict.fromkeys(new)
                     queue += new
                 else:
-                    otherwise.append(op)
+                    other_readers.append(op)
         if not has_values:
             return None
         returned = any(view.storage in matrices for call in self._trace.returned for view in call.tensors)
         sizes = self._trace.storages[softmax.writes[0]].shape[-2:]
-        first = min(otherwise, key=lambda op: op.index, default=None)
+        first = min(other_readers, key=lambda op: op.index, default=None)
         return Attention(
             scores, softmax, (sizes[0], sizes[1]), tuple(matrices), tuple(self._scalings(scores)),
             self._summand(scores), dropped, first, returned,
         )  # fmt: skip
 
     def _summand(self, scores: Op) -> Op | None:
+        """Return the op that made the first operand of baddbmm, if that is uninitialized memory which nothing else
+        reads."""
         summand = self._trace.storages[scores.reads[0].storage]
         maker = self._trace.ops[summand.op] if len(scores.reads) > 2 and summand.op is not None else None
         read_once = len(self._readers.get(summand.id, ())) == 1
         return maker if maker is not None and read_once and maker.name.startswith(EMPTY) else None
 
     def _scalings(self, scores: Op) -> Iterator[Op]:
+        """Yield the ops that multiply queries or keys by a number, if only this product reads their results."""
         for operand in scores.reads[-2:]:
             storage = self._trace.storages[operand.storage]
             while storage.op is not None:

@@ -19,7 +19,7 @@ from memplan.checks.finding import Subject, number
 from memplan.checks.mended.changed_step import ChangeError, NotRecorded, Remaker
 from memplan.checks.mended.savings import peak_of
 from memplan.checks.op_names import base_name
-from memplan.checks.rerun.aligned import changed
+from memplan.checks.rerun.aligned import replayed_with
 from memplan.planning.plan.plan import Plan
 from memplan.trace.trace import Trace
 
@@ -45,10 +45,10 @@ def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence
     """
     remaker = subject.remaker
     if remaker is None:
-        return _replayed(subject.trace, layers, None)
-    cost = _recorded(subject.trace, remaker, layers)
+        return _costs_by_replay(subject.trace, layers, None)
+    cost = _costs_by_recording(subject.trace, remaker, layers)
     if isinstance(cost, NotRecorded):
-        cost = _replayed(subject.trace, layers, cost)
+        cost = _costs_by_replay(subject.trace, layers, cost)
     mirror = mirrored(subject.trace, output, followed)
     return cost if mirror is None else _with_mirror(cost, remaker, mirror)
 
@@ -80,7 +80,7 @@ def _with_mirror(cost: Costs, remaker: Remaker, mirror: Mirror) -> Costs:
     return replace(cost, mirrored=peak, details=details)
 
 
-def _recorded(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | NotRecorded:
+def _costs_by_recording(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | NotRecorded:
     """Return the cost from a recording of the padded model, or why it cannot be recorded."""
     padding = Padding()
     change = padded(layers, padding)
@@ -125,12 +125,12 @@ def _more(before: int, after: int) -> str:
     return f"{format_bytes(after - before)} more at the peak" if after > before else "no byte more at the peak"
 
 
-def _replayed(trace: Trace, layers: Sequence[str], failure: NotRecorded | None) -> Costs:
+def _costs_by_replay(trace: Trace, layers: Sequence[str], failure: NotRecorded | None) -> Costs:
     """Return the cost from a replay of the trace's ops with padding; ``failure`` is why the model was not recorded."""
     try:
-        mended = changed(trace, _paddings(trace, layers))
+        mended = replayed_with(trace, _paddings(trace, layers))
     except ChangeError as error:
-        mended = NotRecorded.by(error)
+        mended = NotRecorded.from_error(error)
     if isinstance(mended, NotRecorded):
         why = mended.why if failure is None else f"padded, {failure.why}"
         return Costs(f"how much it takes is not known: {why}", details={"unknown": why})

@@ -31,22 +31,24 @@ def same_padding(kernel: int, stride: int, dilation: int) -> int:
     return math.ceil(max(0, (kernel - 1) * dilation - (stride - 1)) / 2)
 
 
-def padded(layers: Sequence[str], done: Padding) -> Change:
-    """Return a change that pads the convolutions and pools among these layers, and enters their padding in ``done``."""
+def padded(layers: Sequence[str], applied: Padding) -> Change:
+    """Return a change that pads the convolutions and pools among these layers and enters the padding in ``applied``."""
 
     def change(modules: dict[str, nn.Module]) -> None:
-        done.changes.clear()
+        applied.changes.clear()
         for path in layers:
             module = module_at(modules, path)
             if isinstance(module, (*_CONVOLUTIONS, *_POOLS)):
-                done.changes[path] = _pad(module)
-        if not done.changes:
+                applied.changes[path] = _pad(module)
+        if not applied.changes:
             raise ChangeError("no convolution and no pool among the layers")
 
     return change
 
 
 def _pad(module: nn.Module) -> list[int] | str:
+    """Set the padding that keeps the border on a convolution or pool and return it; "same" for even kernels, which need
+    more on one side."""
     count = int(type(module).__name__[-2])  # ...1d, 2d, 3d
     kernel, stride, dilation = (
         _each(getattr(module, name, 1), count) for name in ("kernel_size", "stride", "dilation")

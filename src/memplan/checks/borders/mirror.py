@@ -44,24 +44,24 @@ def mirrored(trace: Trace, output: Output, followed: Followed) -> Mirror | None:
     stride. None if outputs have no place on the input's pixels: a flip, or a path on which positions are lost.
     """
     spatial = output.spatial
-    if followed.sources[spatial[0][1].source].op is not None or output in followed.ended.values():
+    if followed.sources[spatial[0][1].source].op is not None or output in followed.last_traced.values():
         return None
-    grids = [_largest_stride(followed, field.source) for _, field in spatial]
-    returned = _returned_with(trace, output, followed)
+    largest_strides = [_largest_stride(followed, field.source) for _, field in spatial]
+    returned = _outputs_of_same_call(trace, output, followed)
     of_image = [other for other in returned if other is not None and _sources(other) == _sources(output)]
     if any(field.stride(size) <= 0 for other in of_image for size, field in other.spatial):
         return None
     pads: list[tuple[int, int]] = []
-    for dim, grid in enumerate(grids):
+    for dim, multiple in enumerate(largest_strides):
         lost = [field.lost(size) for size, field in (other.spatial[dim] for other in of_image)]
-        before, after = (max(0, max(math.ceil(sides[end] / grid) for sides in lost)) * grid for end in (0, 1))
+        before, after = (max(0, max(math.ceil(sides[end] / multiple) for sides in lost)) * multiple for end in (0, 1))
         pads.append((before, after))
     crops = tuple(_crop(other, pads) if other in of_image else None for other in returned)
     reflects = all(max(pair) < field.extent for pair, (_, field) in zip(pads, spatial, strict=True))
     return Mirror(tuple(pads), tuple(field.extent for _, field in spatial), crops, reflects)
 
 
-def _returned_with(trace: Trace, output: Output, followed: Followed) -> list[Output | None]:
+def _outputs_of_same_call(trace: Trace, output: Output, followed: Followed) -> list[Output | None]:
     """Return all outputs of the model call that returned this output, in order; None for those without spatial
     dimensions."""
     spatial_outputs: dict[View, Output] = {canonical(other.view): other for other in followed.outputs if other.spatial}
@@ -86,6 +86,8 @@ def _crop(output: Output, pads: list[tuple[int, int]]) -> Crop:
 
 
 def _largest_stride(followed: Followed, source: int) -> int:
+    """Return the largest stride of any tensor of the step over this dimension of the input, rounded up to whole
+    pixels."""
     strides = [
         span.stride
         for results in followed.results.values()
@@ -180,6 +182,7 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _cropped(tensor: torch.Tensor, crop: Crop | None) -> torch.Tensor:
+    """Return a tensor cropped in its last dimensions; unchanged without a crop."""
     if crop is None or tensor.dim() < len(crop):
         return tensor
     for dim, (first, count) in enumerate(crop, start=tensor.dim() - len(crop)):

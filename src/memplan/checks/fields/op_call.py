@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memplan.checks.fields.spans import Span
-from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, charged, mapped, resolved, size_of
+from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, mapped, resolved, size_of, with_border_losses
 from memplan.trace.records import Form
 
 
@@ -42,8 +42,10 @@ Rule = Callable[[Call], Fields | list[Fields]]
 """From a call to the fields of its first result, or of all of its results."""
 
 
-def spatial(call: Call, change: Callable[[int, Span], Span | None], spread: Callable[[int], float]) -> Fields:
-    """Return the fields of an op whose kernel slides along the last dimensions, as a convolution's does.
+def fields_after_kernel(
+    call: Call, change: Callable[[int, Span], Span | None], spread: Callable[[int], float]
+) -> Fields:
+    """Return the receptive fields after an op whose kernel slides along the last dimensions, as a convolution's does.
 
     Args:
         call: the op.
@@ -51,9 +53,11 @@ def spatial(call: Call, change: Callable[[int, Span], Span | None], spread: Call
         spread: from the number of a spatial dimension to the variance of the taps, in positions of the operand.
     """
     shape, dims = call.shape, call.main
-    count = len(call.form.option("kernel_size", ())) or len(call.form.option("output_size", ()))
     weight = call.form.read("weight")
-    count = len(weight.shape) - 2 if weight is not None else count
+    if weight is not None:
+        count = len(weight.shape) - 2
+    else:
+        count = len(call.form.option("kernel_size", ())) or len(call.form.option("output_size", ()))
     first = len(dims) - count
     result: list[Dim] = [(Factor(shape[n]),) if n == first - 1 else dim for n, dim in enumerate(dims[:first])]
     for number in range(count):
@@ -61,12 +65,12 @@ def spatial(call: Call, change: Callable[[int, Span], Span | None], spread: Call
         axis = resolved(dim)
         moved = mapped(axis, lambda span, n=number: change(n, span), windowed=True, spread=spread(number))
         size = shape[first + number]
-        result.append((Factor(size, charged(axis, size_of(dim), moved, size, call.form.op)),))
+        result.append((Factor(size, with_border_losses(axis, size_of(dim), moved, size, call.form.op)),))
     return tuple(result)
 
 
-def at(values: Any, number: int, default: int = 1) -> int:
-    """Return an option's value for dimension ``number``; a single value holds for all dimensions."""
+def option_at(values: Any, number: int, default: int = 1) -> int:
+    """Return an option's value for spatial dimension ``number``; a single value holds for all dimensions."""
     if not isinstance(values, (tuple, list)):
         return default if values is None else int(values)
     numbers: list[int] = [int(value) for value in values]
@@ -80,4 +84,4 @@ def shifted(dim: Dim, size: int, offset: int, step: int, op: int) -> Dim:
     """
     axis = resolved(dim)
     moved = mapped(axis, lambda span: span.moved(offset, step))
-    return (Factor(size, charged(axis, size_of(dim), moved, size, op)),)
+    return (Factor(size, with_border_losses(axis, size_of(dim), moved, size, op)),)

@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
-from memplan.checks.fields.op_call import Call, Rule, at, shifted, spatial
+from memplan.checks.fields.op_call import Call, Rule, fields_after_kernel, option_at, shifted
 from memplan.checks.fields.rearranged import REARRANGING
 from memplan.checks.fields.spans import Span
 from memplan.checks.fields.tensor_fields import (
     Axis,
     Factor,
     Fields,
-    charged,
     mapped,
     resolved,
     size_of,
     union,
     unknown,
     viewed,
+    with_border_losses,
 )
 from memplan.trace.records import Form
 
@@ -32,7 +32,7 @@ def fields_of(call: Call) -> list[Fields]:
         results = rule(call)
     except (ArithmeticError, LookupError, TypeError, ValueError):  # a trace file may have a form that does not fit
         return [unknown(shape) for shape in shapes]
-    if not isinstance(results, list):  # of the other results, indices and masks have the first one's fields
+    if not isinstance(results, list):  # further results of the first one's shape (indices, masks) have its fields
         first = results
         results = [first, *(first if shape == shapes[0] else unknown(shape) for shape in shapes[1:])]
     return [
@@ -42,19 +42,21 @@ def fields_of(call: Call) -> list[Fields]:
 
 
 def _elementwise(call: Call) -> Fields:
+    """Receptive fields after an elementwise op: a position sees what the same position of each operand sees."""
     operands = [fields for _, fields in call.reads if _broadcasts(fields, call.shape)]
     return union(operands, call.shape, call.form.op)
 
 
 def _broadcasts(fields: Fields, shape: Sequence[int]) -> bool:
+    """Return whether a tensor with these fields broadcasts to ``shape``."""
     sizes = [size_of(dim) for dim in fields]
     return len(sizes) <= len(shape) and all(
         size in (1, target) for size, target in zip(reversed(sizes), reversed(shape), strict=False)
     )
 
 
-def _mixes(call: Call) -> Fields:
-    """Positions of the result see all positions, none, or unknown ones."""
+def _untraced(call: Call) -> Fields:
+    """Receptive fields of a result whose positions see all positions, none, or those that values choose: unknown."""
     return unknown(call.shape)
 
 
@@ -65,15 +67,18 @@ def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _windows(form: Form) -> tuple[tuple[int, ...], ...]:
+    """Return kernel, stride, padding and dilation of a convolution or pool, each by spatial dimension."""
     weight = form.read("weight")
     kernel = form.option("kernel_size") if weight is None else weight.shape[2:]
     count = len(kernel) if weight is None else len(form.writes[0].shape) - 2
     options = ((kernel, 1), (form.option("stride") or kernel, 1), (form.option("padding", 0), 0),
                (form.option("dilation", 1), 1))  # fmt: skip
-    return tuple(tuple(at(values, n, default) for n in range(count)) for values, default in options)
+    return tuple(tuple(option_at(values, n, default) for n in range(count)) for values, default in options)
 
 
 def _convolution(call: Call) -> Fields:
+    """Receptive fields after a convolution or a transposed one. The kernel slides along the spatial dimensions; each
+    channel reads all channels of the operand, so that dimension cannot be traced."""
     kernel, stride, padding, dilation = _windows(call.form)
     transposed = call.form.option("transposed", False)
 
@@ -81,15 +86,17 @@ def _convolution(call: Call) -> Fields:
         return (span.transposed if transposed else span.window)(kernel[n], stride[n], padding[n], dilation[n])
 
     def spread(n: int) -> float:
+        # variance of the positions that a kernel of equal weights reads: (taps * taps - 1) / 12
         taps = kernel[n] / stride[n] if transposed else kernel[n]
         return max(0.0, taps * taps - 1) / 12 * dilation[n] ** 2
 
-    return spatial(call, change, spread)
+    return fields_after_kernel(call, change, spread)
 
 
 def _pool(call: Call) -> Fields:
+    """Receptive fields after a pool: those after a convolution, but that channels are not mixed."""
     dims = _convolution(call)
-    channels = len(dims) - len(call.form.option("kernel_size")) - 1  # a pool does not mix them
+    channels = len(dims) - len(call.form.option("kernel_size")) - 1
     return tuple(call.main[n] if n == channels else dim for n, dim in enumerate(dims))
 
 
@@ -98,7 +105,8 @@ _Sampling = Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[
 
 
 def _resized(call: Call, sampling: _Sampling) -> Fields:
-    """Return the fields of an interpolation or an adaptive pool."""
+    """Return the receptive fields after an interpolation or an adaptive pool; ``sampling`` says which old positions a
+    new one reads."""
     shape, dims = call.shape, call.main
     count = len(call.form.option("output_size", ())) or len(shape) - 2
     scales = _scales(call, count)
@@ -110,12 +118,12 @@ def _resized(call: Call, sampling: _Sampling) -> Fields:
         scale = scales[number]
         ratio = 1 / scale if scale else Fraction(old, new)
         axis = resolved(dim)
-        if new == 1 and old > 1:
+        if new == 1 and old > 1:  # a global pool: its single position sees everything
             moved: Axis = ()
         else:
             period, advance, taps = sampling(old, new, ratio)
             moved = mapped(axis, lambda span, p=period, a=advance, t=taps: span.through(p, a, t), windowed=True)
-        result.append((Factor(new, charged(axis, old, moved, new, call.form.op)),))
+        result.append((Factor(new, with_border_losses(axis, old, moved, new, call.form.op)),))
     return tuple(result)
 
 
@@ -130,6 +138,9 @@ def _scales(call: Call, count: int) -> list[Fraction | None]:
 
 
 def _nearest(shift: Fraction) -> Rule:
+    """Return the rule of a nearest-neighbour interpolation, whose output ``o`` reads position ``(o + shift) *
+    ratio``."""
+
     def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         return ratio.denominator, ratio.numerator, lambda o: [math.floor((o + shift) * ratio)]
 
@@ -160,8 +171,8 @@ def _linear(before: int, after: int) -> Rule:
 
 
 def _antialiased(reach: int) -> Rule:
-    """Return the rule of an interpolation whose filter widens with the downsampling ratio; ``reach`` is the half width
-    of the filter at ratio 1 (UpSampleKernel.cpp)."""
+    """Return the rule of an interpolation with a filter that widens with the downsampling ratio. ``reach`` is half the
+    filter's width at ratio 1; an output reads the positions that the filter covers (UpSampleKernel.cpp)."""
 
     def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         support = reach * max(ratio, Fraction(1))
@@ -177,6 +188,9 @@ def _antialiased(reach: int) -> Rule:
 
 
 def _adaptive(call: Call) -> Fields:
+    """Receptive fields after an adaptive pool, whose output ``o`` reads the positions from ``o * ratio`` to ``(o + 1) *
+    ratio``."""
+
     def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         exact = Fraction(old, new)
         return exact.denominator, exact.numerator, lambda o: [math.floor(o * exact), math.ceil((o + 1) * exact) - 1]
@@ -200,6 +214,7 @@ def _pad(name: str) -> Rule:
 
 
 def _slice(call: Call) -> Fields:
+    """Receptive fields after a slice: the sliced dimension begins later, and may have a larger stride."""
     dims = list(call.main)
     axis = int(call.form.option("dim", 0)) % len(dims)
     size, start, step = size_of(dims[axis]), int(call.form.option("start") or 0), int(call.form.option("step", 1))
@@ -210,6 +225,7 @@ def _slice(call: Call) -> Fields:
 
 
 def _split(call: Call) -> list[Fields]:
+    """Receptive fields after a split: each result is a crop of the operand."""
     dims = list(call.main)
     axis = int(call.form.option("dim", 0)) % len(dims)
     results: list[Fields] = []
@@ -223,6 +239,7 @@ def _split(call: Call) -> list[Fields]:
 
 
 def _flip(call: Call) -> Fields:
+    """Receptive fields after a flip: the dimension is read from its end."""
     dims = list(call.main)
     for axis in call.dims("dims", len(dims)):
         dims[axis] = shifted(dims[axis], size_of(dims[axis]), size_of(dims[axis]) - 1, -1, call.form.op)
@@ -230,11 +247,13 @@ def _flip(call: Call) -> Fields:
 
 
 def _select(call: Call) -> Fields:
+    """Receptive fields after an index: its dimension is gone."""
     axis = int(call.form.option("dim", 0)) % len(call.main)
     return tuple(dim for n, dim in enumerate(call.main) if n != axis)
 
 
 def _reduce(call: Call) -> Fields:
+    """Receptive fields after a reduction: reduced dimensions cannot be traced, and are gone without ``keepdim``."""
     rank = len(call.main)
     reduced = call.dims("dim", rank) or list(range(rank))
     if len(call.shape) == rank:
@@ -243,6 +262,8 @@ def _reduce(call: Call) -> Fields:
 
 
 def _cat(call: Call) -> Fields:
+    """Receptive fields after a concatenation: that dimension cannot be traced, the others are as after an elementwise
+    op."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
     operands = [
         (*fields[:axis], (Factor(call.shape[axis]),), *fields[axis + 1 :])
@@ -253,12 +274,14 @@ def _cat(call: Call) -> Fields:
 
 
 def _stack(call: Call) -> Fields:
+    """Receptive fields after a stack: the new dimension cannot be traced, the others are as after an elementwise op."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
     operands = [(*fields[:axis], (Factor(call.shape[axis]),), *fields[axis:]) for _, fields in call.reads]
     return union(operands, call.shape, call.form.op)
 
 
 def _transpose(call: Call) -> Fields:
+    """Receptive fields after a transposition."""
     dims = list(call.main)
     if len(dims) < 2:
         return tuple(dims)
@@ -268,6 +291,7 @@ def _transpose(call: Call) -> Fields:
 
 
 def _expand(call: Call) -> Fields:
+    """Receptive fields after an expansion: dimensions that are broadcast or added cannot be traced."""
     fields, shape = call.main, call.shape
     added = len(shape) - len(fields)
     dims = [dim if size_of(dim) == size else (Factor(size),) for dim, size in zip(fields, shape[added:], strict=True)]
@@ -275,7 +299,8 @@ def _expand(call: Call) -> Fields:
 
 
 def _matrix_product(call: Call) -> Fields:
-    """Rows of the first matrix and columns of the second keep their fields; the inner dimension is summed."""
+    """Receptive fields after a product: rows of the first matrix and columns of the second keep theirs; the inner
+    dimension is summed up."""
     has_summand = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
     matrices = [fields for _, fields in call.reads][1 if has_summand else 0 :]
     columns = matrices[1][-1] if len(matrices) > 1 and call.name != "linear" else (Factor(call.shape[-1]),)
@@ -292,7 +317,7 @@ _FACTORIES = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "em
 """Ops that take shape and dtype from a tensor, and no position."""
 
 
-def ends(call: Call, results: Sequence[Fields]) -> bool:
+def loses_positions(call: Call, results: Sequence[Fields]) -> bool:
     """Return whether the receptive fields known before an op are lost in it: positions depend on values, or the op has
     no rule. Ops in which every position sees all others (an FFT, attention) do not count."""
     if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
@@ -346,13 +371,13 @@ RULES: dict[str, Rule] = {
         lambda call: viewed(call.main, call.shape),
     ),
     **REARRANGING,
-    **dict.fromkeys(_FACTORIES, _mixes),
-    **dict.fromkeys((*_BY_VALUES, "as_strided"), _mixes),
+    **dict.fromkeys(_FACTORIES, _untraced),
+    **dict.fromkeys((*_BY_VALUES, "as_strided"), _untraced),
     **dict.fromkeys(
         ("scatter", "scatter_add", "embedding", "sort", "topk", "cumsum", "_fft_r2c", "_fft_c2c", "_fft_c2r",
          "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
          "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "mkldnn_rnn_layer",
-         "_cudnn_rnn"), _mixes,
+         "_cudnn_rnn"), _untraced,
     ),
 }  # fmt: skip
 """Ops that are not listed count as elementwise, if the shapes allow it."""

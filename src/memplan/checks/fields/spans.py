@@ -97,15 +97,15 @@ class Span:
         )
 
     def window(self, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> Span | None:
-        """Return the fields after a convolution or a pool."""
+        """Return the receptive fields after a convolution or a pool."""
         taps = (  # the inner taps of a long kernel never decide a low or a high
             range(kernel) if kernel <= 2 * self.period else (*range(self.period), *range(kernel - self.period, kernel))
         )
         return self.through(1, stride, lambda _: [tap * dilation - padding for tap in taps])
 
     def transposed(self, kernel: int, stride: int, padding: int, dilation: int = 1) -> Span | None:
-        """Return the fields after a transposed convolution: o sees each i with ``i * stride - padding + k * dilation =
-        o``."""
+        """Return the receptive fields after a transposed convolution, whose output ``o`` sees each ``i`` with ``i *
+        stride - padding + k * dilation = o``."""
 
         def seen(position: int) -> list[int]:
             targets = (position + padding - tap * dilation for tap in range(kernel))
@@ -114,11 +114,13 @@ class Span:
         return self.through(stride, 1, seen)
 
     def moved(self, offset: int, step: int = 1) -> Span | None:
-        """Return the fields after a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
+        """Return the receptive fields after a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip
+        (step -1)."""
         return self.through(1, step, lambda _: [offset])
 
-    def joined(self, other: Span) -> Span | None:
-        """Return the fields of positions that see what both see, as after a sum. Both must have the same stride."""
+    def union(self, other: Span) -> Span | None:
+        """Return the receptive fields of positions that see what both see, as after a sum; None if the period becomes
+        too long. Both must have the same stride."""
         assert self.stride == other.stride, "spans of different strides stand apart"
         period = math.lcm(self.period, other.period)
         if period > _LONGEST:
@@ -132,7 +134,7 @@ class Span:
 
 
 def _simplest(advance: int, lows: tuple[int, ...], highs: tuple[int, ...]) -> Span:
-    """Return the same fields with the shortest period."""
+    """Return a span with the same fields and the shortest period that describes them."""
     length = len(lows)
     for period in range(1, length):
         if length % period or advance * period % length:

@@ -111,7 +111,8 @@ def resolved(dim: Dim) -> Axis:
 
 
 def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0) -> Axis:
-    """Return the fields after an op that applies ``change`` to each span; fields are dropped where it returns None.
+    """Return the receptive fields after an op that applies ``change`` to each span; fields are dropped where it returns
+    None.
 
     ``spread`` is the variance of the op's own taps, in positions of its operand.
     """
@@ -125,8 +126,9 @@ def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool 
     return tuple(fields)
 
 
-def charged(before: Axis, size_before: int, after: Axis, size_after: int, op: int) -> Axis:
-    """Return the fields ``after`` an op with the positions that the op lost at the border added to their losses."""
+def with_border_losses(before: Axis, size_before: int, after: Axis, size_after: int, op: int) -> Axis:
+    """Return the receptive fields ``after`` an op, with the input positions that the op itself lost at the border noted
+    as its `Loss`."""
     by_source = {field.source: field for field in before}
     fields: list[Field] = []
     for field in after:
@@ -141,18 +143,22 @@ def _with_loss(field: Field, op: int, before: Fraction, after: Fraction) -> Fiel
 
 
 def union(operands: Iterable[Fields], shape: Sequence[int], op: int) -> Fields:
-    """Return the fields of an elementwise op's result of this shape: what the operands, broadcast, see together."""
+    """Return the receptive fields of an elementwise op's result of this shape: what the operands, broadcast, see
+    together."""
     fields = list(operands)
-    return tuple(_joined_dim(_aligned(fields, dim, len(shape), size), size, op) for dim, size in enumerate(shape))
+    return tuple(
+        _union_of_dims(_aligned_dims(fields, dim, len(shape), size), size, op) for dim, size in enumerate(shape)
+    )
 
 
-def _aligned(operands: list[Fields], dim: int, rank: int, size: int) -> list[Dim]:
+def _aligned_dims(operands: list[Fields], dim: int, rank: int, size: int) -> list[Dim]:
     """Return the operands' dimensions that are aligned with dimension ``dim`` of the result and not broadcast."""
     dims = [fields[dim - rank + len(fields)] for fields in operands if dim - rank + len(fields) >= 0]
     return [dim for dim in dims if size_of(dim) == size]
 
 
-def _joined_dim(dims: list[Dim], size: int, op: int) -> Dim:
+def _union_of_dims(dims: list[Dim], size: int, op: int) -> Dim:
+    """Return a dimension whose positions see what they see in any of the operands' dimensions."""
     traced = [dim for dim in dims if any(factor.axis for factor in dim)]
     if not traced:
         return dims[0] if dims else (Factor(size),)
@@ -160,24 +166,29 @@ def _joined_dim(dims: list[Dim], size: int, op: int) -> Dim:
         return traced[0]
     sizes = {tuple(factor.size for factor in dim if factor.size > 1) for dim in traced}
     if len(sizes) > 1:  # merged from different factors: join the dimensions as a whole
-        return (Factor(size, _joined_axis([resolved(dim) for dim in traced], size, op)),)
-    columns = zip(*([factor for factor in dim if factor.size > 1] or list(dim[:1]) for dim in traced), strict=True)
-    return tuple(Factor(c[0].size, _joined_axis([factor.axis for factor in c], c[0].size, op)) for c in columns)
+        return (Factor(size, _union_of_axes([resolved(dim) for dim in traced], size, op)),)
+    factors = [[factor for factor in dim if factor.size > 1] or list(dim[:1]) for dim in traced]
+    return tuple(
+        Factor(same[0].size, _union_of_axes([factor.axis for factor in same], same[0].size, op))
+        for same in zip(*factors, strict=True)
+    )
 
 
-def _joined_axis(axes: list[Axis], size: int, op: int) -> Axis:
-    sources = sorted({field.source for axis in axes for field in axis})
-    return tuple(_joined_field([f for axis in axes for f in axis if f.source == s], size, op) for s in sources)
+def _union_of_axes(axes: list[Axis], size: int, op: int) -> Axis:
+    """Return the union of the fields, for each dimension of an input by itself."""
+    fields = [field for axis in axes for field in axis]
+    sources = sorted({field.source for field in fields})
+    return tuple(_union_of_fields([f for f in fields if f.source == source], size, op) for source in sources)
 
 
-def _joined_field(fields: list[Field], size: int, op: int) -> Field:
+def _union_of_fields(fields: list[Field], size: int, op: int) -> Field:
     """Return the field of positions that see what any of the paths sees; losses are those of the widest path."""
     widest = max(fields, key=lambda field: field.width)
     spans: dict[Fraction, Span] = {}
     for span in (span for field in fields for span in field.spans):
         same_stride = spans.get(span.stride)
-        joined = span if same_stride is None else same_stride.joined(span)
-        spans[span.stride] = joined if joined is not None else span
+        both = span if same_stride is None else same_stride.union(span)
+        spans[span.stride] = both if both is not None else span
     centres = [float(field.centre(0)) for field in fields]
     mean = sum(centres) / len(centres)
     variance = sum(f.variance + (c - mean) ** 2 for f, c in zip(fields, centres, strict=True)) / len(fields)
@@ -192,7 +203,8 @@ def _joined_field(fields: list[Field], size: int, op: int) -> Field:
 
 
 def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
-    """Return the fields of the same positions viewed in another shape; unknown if the sizes have no common split."""
+    """Return the receptive fields of the same positions viewed in another shape; unknown if the sizes have no common
+    split."""
     remaining = [factor for dim in fields for factor in dim if factor.size != 1]
     dims: list[Dim] = []
     for size in shape:
@@ -210,19 +222,21 @@ def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
                 missing = 1
             else:
                 return unknown(shape)
-        dims.append(tuple(_merged(factors)) or (Factor(1),))
+        dims.append(tuple(_with_halves_merged(factors)) or (Factor(1),))
     return tuple(dims)
 
 
 def _split(factor: Factor, outer: int) -> tuple[Factor, Factor]:
+    """Return the outer and the inner part of a dimension that a view splits. Positions are traced in the outer part,
+    each of which sees all of its inner ones."""
     inner = factor.size // outer
     axis = mapped(factor.axis, lambda span: span.through(1, inner, lambda _: range(inner)))
     return Factor(outer, axis, (factor, True)), Factor(inner, (), (factor, False))
 
 
-def _merged(factors: list[Factor]) -> Iterator[Factor]:
+def _with_halves_merged(factors: list[Factor]) -> Iterator[Factor]:
     """Yield the factors, with the two halves of a split dimension merged where they are neighbours again."""
-    outer: Factor | None = None
+    outer: Factor | None = None  # an outer half whose inner half may follow
     for factor in factors:
         if outer is not None and outer.half and factor.half and factor.half == (outer.half[0], False):
             yield outer.half[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from memplan.checks.fields.op_call import Call, shifted
-from memplan.checks.fields.rules import ends, fields_of, is_windowed
+from memplan.checks.fields.rules import fields_of, is_windowed, loses_positions
 from memplan.checks.fields.tensor_fields import Factor, Field, Fields, resolved, size_of, union, unknown
 from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, View
@@ -58,8 +58,8 @@ class Followed:
     """Numbered as `Field.source` has them."""
     outputs: tuple[Output, ...]
     results: dict[int, tuple[Fields, ...]]
-    ended: dict[int, Output] = field(default_factory=dict)
-    """Inputs of ops behind which positions are unknown, by the op's index."""
+    last_traced: dict[int, Output] = field(default_factory=dict)
+    """Inputs of ops that lose the positions (`loses_positions`), by the op's index."""
 
 
 def follow(trace: Trace) -> Followed:
@@ -82,6 +82,8 @@ def _are_of_tiles(outputs: tuple[Output, ...]) -> bool:
 
 
 class _FieldPropagation:
+    """Goes through the recorded forward ops in order and computes the fields of each result from its operands'."""
+
     def __init__(self, trace: Trace, tiled: bool = False) -> None:
         self._trace = trace
         self._tiled = tiled
@@ -90,12 +92,17 @@ class _FieldPropagation:
         self._sources: list[Source] = []
         self._fields_by_view: dict[View, Fields] = {}
         self._results: dict[int, tuple[Fields, ...]] = {}
+        """Index of an op -> the fields of its results."""
         self._makers: dict[int, Call] = {}
+        """Storage -> the call that wrote it last."""
         self._first_view: dict[int, View] = {}
         """Storage -> the view of it that was written first: the whole tensor."""
-        self._ended: dict[int, Output] = {}
+        self._last_traced: dict[int, Output] = {}
+        """As `Followed.last_traced`."""
 
     def run(self) -> Followed:
+        """Return the receptive fields of all results. Outputs are the tensors that models return and no layer reads
+        later."""
         calls = list(self._trace.returned)
         outputs: list[tuple[int, Output]] = []
         for form in self._trace.forms:
@@ -110,12 +117,13 @@ class _FieldPropagation:
             for after, output in outputs
             if output.layer in self._models and not self._is_read_by_model(output, after)
         ]
-        return Followed(tuple(self._sources), tuple(final) or self._last_result(), self._results, self._ended)
+        return Followed(tuple(self._sources), tuple(final) or self._last_result(), self._results, self._last_traced)
 
     def _output(self, layer: str, view: View) -> Output:
         return Output(layer, view, self._fields_by_view.get(canonical(view), unknown(view.shape)))
 
     def _add_op(self, form: Form) -> None:
+        """Compute the receptive fields of an op's results and remember them by view, for the ops that read them."""
         op = self._trace.ops[form.op]
         reads = tuple((name, self._fields(view)) for name, view in form.reads)
         if not form.writes:
@@ -128,8 +136,8 @@ class _FieldPropagation:
         results = fields_of(call)
         if self._tiled and not op.layer and call.name in _TILING and not is_windowed(fields for _, fields in reads):
             results = [self._new_source(view) for view in form.writes]
-        if ends(call, results):
-            self._ended[form.op] = Output(op.layer, form.reads[0][1], reads[0][1])
+        if loses_positions(call, results):
+            self._last_traced[form.op] = Output(op.layer, form.reads[0][1], reads[0][1])
             results = [self._new_source(view, form.op) for view in form.writes]
         self._results[form.op] = tuple(results)
         for view, fields in zip(form.writes, results, strict=True):
@@ -155,6 +163,8 @@ class _FieldPropagation:
         self._fields_by_view[canonical(whole)] = tuple(fields)
 
     def _fields(self, view: View) -> Fields:
+        """Return the receptive fields of a view. Where none are known, data from before the step becomes a source of
+        its own."""
         key = canonical(view)
         if key not in self._fields_by_view:
             self._fields_by_view[key] = self._new_source(view) if self._is_input(view) else unknown(view.shape)
@@ -170,6 +180,8 @@ class _FieldPropagation:
         return storage.cause not in ("weight", "buffer") and not computed and storage.dtype.startswith(_REAL)
 
     def _new_source(self, view: View, op: int | None = None) -> Fields:
+        """Return the receptive fields of a tensor each of whose positions sees itself: its dimensions are new
+        sources."""
         fields: list[tuple[Factor, ...]] = []
         for dim, size in enumerate(view.shape):
             fields.append((Factor(size, (Field(len(self._sources), size),)),))

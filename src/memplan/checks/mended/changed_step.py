@@ -36,7 +36,7 @@ class NotRecorded:
     """The reason as part of a sentence, without a full stop."""
 
     @classmethod
-    def by(cls, error: MemplanError | ChangeError) -> NotRecorded:
+    def from_error(cls, error: MemplanError | ChangeError) -> NotRecorded:
         """Return the answer for an error that was raised during the recording."""
         cause = error.__cause__ if isinstance(error.__cause__, ChangeError) else error
         return cls(cause.found.rstrip(".") if isinstance(cause, MemplanError) else str(cause))
@@ -66,12 +66,12 @@ class Remaker:
             around: a context for the recording.
         """
         step_options = self.options if options is None else options
-        build = build_of(self._changed(change, wrap), step_options, on_card=self.target.card is not None)
+        build = build_of(self._changed_build(change, wrap), step_options, on_card=self.target.card is not None)
         try:
             with around or nullcontext():
                 return record_for(build, self.target)
         except (MemplanError, ChangeError) as error:
-            return NotRecorded.by(error)
+            return NotRecorded.from_error(error)
 
     def planned(self, change: Change, budget: int) -> Plan | int | None:
         """Return the cheapest exact plan of the changed step within a budget in bytes.
@@ -84,7 +84,7 @@ class Remaker:
             return None
         try:
             return plan(
-                self._changed(change, None), *options.inputs, kwargs=options.kwargs, targets=options.targets,
+                self._changed_build(change, None), *options.inputs, kwargs=options.kwargs, targets=options.targets,
                 loss=options.loss, budget=budget, optimizer=options.optimizer, autocast=options.autocast,
                 costs="roofline", device=None if self.target.name == HOST else self.target.name,
             )  # fmt: skip
@@ -93,7 +93,10 @@ class Remaker:
         except Exception:  # a build that names CUDA, a model that cannot be captured: then no plan is reported
             return None
 
-    def _changed(self, change: Change | None, wrap: Wrap | None) -> Callable[[], Any]:
+    def _changed_build(self, change: Change | None, wrap: Wrap | None) -> Callable[[], Any]:
+        """Return a build of the target, copied and changed. It looks modules up by path in what the target returns or
+        creates."""
+
         def build() -> Any:
             with _new_modules() as modules:
                 result = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what()

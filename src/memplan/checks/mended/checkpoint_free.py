@@ -17,15 +17,15 @@ class CheckpointFree:
     """Disables checkpoints during a recording, and counts them: all, and those that are reentrant."""
 
     def __init__(self) -> None:
-        self.all = self.reentrant = 0
+        self.total = self.reentrant = 0
 
     def installed(self) -> AbstractContextManager[None]:
         """Return the context for the recording."""
-        return _torch.without_checkpoints(self._around)
+        return _torch.without_checkpoints(self._count)
 
     @contextmanager
-    def _around(self, function: Callable[..., Any], reentrant: bool) -> Iterator[None]:
-        self.all += 1
+    def _count(self, function: Callable[..., Any], reentrant: bool) -> Iterator[None]:
+        self.total += 1
         self.reentrant += reentrant
         yield
 
@@ -40,10 +40,11 @@ class Blockwise:
 
     def installed(self) -> AbstractContextManager[None]:
         """Return the context for the recording."""
-        return _torch.without_checkpoints(self._around, lambda function: function in self._block_forwards)
+        return _torch.without_checkpoints(self._checkpoint_blocks, lambda function: function in self._block_forwards)
 
     @contextmanager
-    def _around(self, function: Callable[..., Any], reentrant: bool) -> Iterator[None]:
+    def _checkpoint_blocks(self, function: Callable[..., Any], reentrant: bool) -> Iterator[None]:
+        """While a function runs that was checkpointed as a whole, checkpoint each block of its model instead."""
         with ExitStack() as stack:
             for path, block in _blocks(function).items():
                 self.blocks.add(path)

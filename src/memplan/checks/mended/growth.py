@@ -27,7 +27,7 @@ class Growth:
         return size if self.bytes_per_step[1:] and 2 * min(self.bytes_per_step[1:]) >= size else 0
 
 
-def part_of(trace: Trace, step: int) -> tuple[int, int]:
+def ticks_of_step(trace: Trace, step: int) -> tuple[int, int]:
     """Return the ticks at which a step begins and ends."""
     return trace.steps[step], trace.steps[step + 1] if step + 1 < len(trace.steps) else trace.end
 
@@ -38,7 +38,7 @@ def growth(trace: Trace, *, graph: bool) -> Growth:
     graphs = _LiveGraphs(trace)
     by_step: list[list[Storage]] = []
     for step in range(len(trace.steps)):
-        begin, end = part_of(trace, step)
+        begin, end = ticks_of_step(trace, step)
         by_step.append([
             s for s in trace.counted
             if begin < s.born <= end and (s.died is None or s.died > end)
@@ -47,7 +47,7 @@ def growth(trace: Trace, *, graph: bool) -> Growth:
         ])  # fmt: skip
     copied = [_copied_into_larger(trace, *pair) for pair in pairwise(by_step)]
     first = [
-        s for s in by_step[0] if s.id in copied[0] or s.died is None or s.died > part_of(trace, 1)[1]
+        s for s in by_step[0] if s.id in copied[0] or s.died is None or s.died > ticks_of_step(trace, 1)[1]
     ] if copied else []  # fmt: skip
     sizes = [
         sum(storage.bytes for storage in storages) - sum(trace.storages[number].bytes for number in earlier)

@@ -16,7 +16,7 @@ from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 
-def changed(trace: Trace, changes: Changes) -> Trace | NotRecorded:
+def replayed_with(trace: Trace, changes: Changes) -> Trace | NotRecorded:
     """Return the trace with the bytes that each storage would have if ops were called with other arguments.
 
     The ops of the first step and their backward pass are replayed on fake tensors. Storages of the trace then get the
@@ -30,7 +30,7 @@ def changed(trace: Trace, changes: Changes) -> Trace | NotRecorded:
             return NotRecorded("run again from its ops alone, the step does not take what it took")
         sizes, workspaces = _replayed_sizes(trace, changes)
     except (MemplanError, ChangeError) as error:
-        return NotRecorded.by(error)
+        return NotRecorded.from_error(error)
     storages = [replace(s, bytes=sizes[s.id][0], low=sizes[s.id][1]) if s.id in sizes else s for s in trace.storages]
     storages += [replace(workspace, id=len(storages) + number) for number, workspace in enumerate(workspaces)]
     return replace(trace, storages=tuple(storages), engines=(), measured=(), expected=())

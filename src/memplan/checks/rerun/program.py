@@ -65,11 +65,14 @@ class Program:
         return self._step
 
     def _needs_gradient(self, form: Form, name: str, view: View) -> bool:
+        """Return whether to create a leaf with ``requires_grad``, as its first reader recorded it."""
         several = sum(argument == name for argument, _ in form.reads) > 1  # of a list some may need none
         needed = name in self._trace.ops[form.op].needs_grad
         return needed and (not several or self._trace.storages[view.storage].cause == "weight")
 
     def _add_leaf(self, view: View, requires_grad: bool) -> None:
+        """Create a tensor that exists before the step: uninitialized, with the recorded strides or, if it has to grow,
+        a new shape."""
         dtype = getattr(torch, self._trace.storages[view.storage].dtype)
         shape = self.grown.get(canonical(view))
         leaf = (
@@ -81,6 +84,8 @@ class Program:
         self._leaves.add(canonical(view))
 
     def _step(self) -> None:
+        """Run the recorded forward ops; where the record has the first op of a backward pass, let autograd run that
+        pass."""
         for op in self._trace.ops:
             if op.step != 0:
                 continue
@@ -91,6 +96,8 @@ class Program:
                 loss.backward(retain_graph=True)  # a second backward pass may follow
 
     def _run(self, op: Op) -> None:
+        """Call a recorded op on the replay's tensors, with its arguments changed as asked for and sizes fitted to its
+        new inputs."""
         form = self._forms.get(op.index)
         if form is None:
             raise ChangeError(f"how {op.name} was called is not known")
@@ -122,6 +129,8 @@ class Program:
         return bool(in_place and form.reads[0][1] == following.reads[0][1] and form.writes[0] not in all_reads)
 
     def _read(self, op: Op, name: str, view: View) -> torch.Tensor:
+        """Return the replay's tensor for an operand, detached if the op needed no gradient for it when it was
+        recorded."""
         tensor = self._tensors.get(canonical(view))
         if tensor is None:
             raise ChangeError(f"what {op.name} reads was made in a way that is not known")

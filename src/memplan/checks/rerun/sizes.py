@@ -50,8 +50,8 @@ def resized(
     if name == "expand":
         shape = form.writes[0].shape
         added = len(shape) - len(old)
-        kept = zip(old, shape[added:], new, strict=True)
-        return {"size": (*shape[:added], *(now if before == after else after for before, after, now in kept))}
+        dims = zip(old, shape[added:], new, strict=True)
+        return {"size": (*shape[:added], *(now if before == after else after for before, after, now in dims))}
     if name.startswith(("upsample", "_upsample")):
         return {"output_size": _upsampled_size(form, new, options, _partner_shape(trace, form, replayed))}
     return {}
@@ -122,6 +122,8 @@ def _crop_arguments(
 def _upsampled_size(
     form: Form, new: Sequence[int], options: Mapping[str, Option], partner: tuple[int, ...] | None
 ) -> tuple[int, ...]:
+    """Return the size to upsample an input of shape ``new`` to: that of the path it is merged with, else the old
+    factor."""
     old, count = form.reads[0][1].shape, len(options["output_size"])  # pyright: ignore[reportArgumentType]  # a list
     if partner is not None and not any(name.startswith("scale") and value for name, value in options.items()):
         return partner[-count:]

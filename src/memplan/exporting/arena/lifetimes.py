@@ -30,7 +30,7 @@ class Lifetimes:
     """Buffers of a schedule, and the values that lie in them."""
 
     buffers: tuple[Buffer, ...]
-    placed: tuple[Mapping[int, int], ...]
+    buffer_of: tuple[Mapping[int, int], ...]
     """For each action: by live value that owns memory, the index of its buffer."""
 
     @property
@@ -40,7 +40,7 @@ class Lifetimes:
         for buffer in self.buffers:
             change[buffer.first] = change.get(buffer.first, 0) + buffer.bytes
             change[buffer.last + 1] = change.get(buffer.last + 1, 0) - buffer.bytes
-        return max(itertools.accumulate(change[at] for at in sorted(change)), default=0)
+        return max(itertools.accumulate(change[time] for time in sorted(change)), default=0)
 
 
 def lifetimes(schedule: Schedule) -> Lifetimes:
@@ -49,51 +49,54 @@ def lifetimes(schedule: Schedule) -> Lifetimes:
 
 
 class _LifetimeTracker:
+    """Opens a buffer for each value that a schedule's actions allocate, and closes it where the value is freed."""
+
     def __init__(self, graph: JointGraph) -> None:
         self.graph = graph
         self.buffers: list[Buffer] = []
-        self.of: dict[int, int] = {v.id: -1 for v in graph.values if v.kind in RESIDENT or v.kind == "tangent"}
+        self.buffer_of: dict[int, int] = {v.id: -1 for v in graph.values if v.kind in RESIDENT or v.kind == "tangent"}
         """Buffer of each live value; -1: memory outside of the arena."""
-        self.opened: dict[int, int] = {}
+        self.first_action: dict[int, int] = {}
         """First action of each live buffer."""
         self.sizes: list[int] = []
 
     def follow(self, actions: Sequence[Action]) -> Lifetimes:
-        placed, closed = list[Mapping[int, int]](), dict[int, tuple[int, int]]()
-        for at, action in enumerate(actions):
-            unread = self._allocate(at, action)
-            placed.append(dict(self.of))
+        """Return the buffers of a schedule; an action's index is the time."""
+        by_action, spans = list[Mapping[int, int]](), dict[int, tuple[int, int]]()
+        for time, action in enumerate(actions):
+            unread = self._allocate(time, action)
+            by_action.append(dict(self.buffer_of))
             for value in (*action.frees, *unread):
-                number = self.of.pop(value, -1)
+                number = self.buffer_of.pop(value, -1)
                 if number >= 0:
-                    closed[number] = (self.opened.pop(number), at)
+                    spans[number] = (self.first_action.pop(number), time)
             if action.into is not None:
-                self.of.pop(action.into, None)
-        closed |= {number: (first, len(actions)) for number, first in self.opened.items()}
-        buffers = tuple(Buffer(size, *closed[number]) for number, size in enumerate(self.sizes))
-        return Lifetimes(buffers, tuple(placed))
+                self.buffer_of.pop(action.into, None)
+        spans |= {number: (first, len(actions)) for number, first in self.first_action.items()}
+        buffers = tuple(Buffer(size, *spans[number]) for number, size in enumerate(self.sizes))
+        return Lifetimes(buffers, tuple(by_action))
 
-    def _allocate(self, at: int, action: Action) -> list[int]:
+    def _allocate(self, time: int, action: Action) -> list[int]:
         """Allocate the results of an action; return those that nothing reads, which are live during it alone."""
         values = self.graph.values
         for position, value in enumerate(action.makes):
-            if value in self.of:
+            if value in self.buffer_of:
                 continue
             if position == 0 and action.into is not None:
-                self.of[value] = self.of[action.into]
+                self.buffer_of[value] = self.buffer_of[action.into]
             else:
-                self.of[value] = self._open(values[value].bytes, at)
+                self.buffer_of[value] = self._open(values[value].bytes, time)
         if action.kind != "run" or action.op is None:
             return []
-        unread = [v for v in action.called(self.graph).makes if v not in action.makes and v not in self.of]
+        unread = [v for v in action.called(self.graph).makes if v not in action.makes and v not in self.buffer_of]
         for value in unread:
-            self.of[value] = self._open(values[value].bytes, at)
+            self.buffer_of[value] = self._open(values[value].bytes, time)
         return unread
 
-    def _open(self, size: int, at: int) -> int:
+    def _open(self, size: int, time: int) -> int:
         """Return the index of a new buffer; -1 for no bytes."""
         if not size:
             return -1
         self.sizes.append(words(size))
-        self.opened[len(self.sizes) - 1] = at
+        self.first_action[len(self.sizes) - 1] = time
         return len(self.sizes) - 1

@@ -14,14 +14,14 @@ def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int], size: int) 
     Raises:
         ScheduleError: they do not.
     """
-    for at in sorted({buffer.first for buffer in buffers}):
-        live = [(offsets[n], offsets[n] + b.bytes, n) for n, b in enumerate(buffers) if b.first <= at <= b.last]
+    for time in sorted({buffer.first for buffer in buffers}):
+        live = [(offsets[n], offsets[n] + b.bytes, n) for n, b in enumerate(buffers) if b.first <= time <= b.last]
         end = 0
         for begin, stop, number in sorted(live):
             if begin < end or stop > size or begin % 4:
                 raise ScheduleError(
                     f"buffer {number} lies from {begin} to {stop} in an arena of {size} bytes, where {end} bytes are "
-                    f"taken at action {at}",
+                    f"taken at action {time}",
                     expected="buffers that share no byte while both are there",
                 )
             end = stop

@@ -29,7 +29,9 @@ class Placement:
     """Size of the arena."""
 
 
-def placed(buffers: Sequence[Buffer], least: int, seconds: float | None = None, rounds: int = ROUNDS) -> Placement:
+def choose_offsets(
+    buffers: Sequence[Buffer], least: int, seconds: float | None = None, rounds: int = ROUNDS
+) -> Placement:
     """Choose offsets at which buffers that are live at once do not overlap.
 
     Buffers are placed greedily in several orders; local search improves the best of them, and then stacking.
@@ -41,19 +43,19 @@ def placed(buffers: Sequence[Buffer], least: int, seconds: float | None = None, 
         rounds: rounds without a smaller arena after which local search ends.
 
     Example:
-        >>> placed([Buffer(8, 0, 1), Buffer(4, 1, 2), Buffer(8, 2, 3)], least=12).bytes
+        >>> choose_offsets([Buffer(8, 0, 1), Buffer(4, 1, 2), Buffer(8, 2, 3)], least=12).bytes
         12
     """
-    meeting = [[k for k, other in enumerate(buffers) if k != n and b.meets(other)] for n, b in enumerate(buffers)]
+    conflicts = [[k for k, other in enumerate(buffers) if k != n and b.meets(other)] for n, b in enumerate(buffers)]
     best: tuple[Placement, list[int]] | None = None
     for key in _ORDERS:
         order = sorted(range(len(buffers)), key=lambda n, key=key: (key(buffers[n]), n))
-        placement = _greedy(buffers, meeting, order)
+        placement = _greedy(buffers, conflicts, order)
         if best is None or placement.bytes < best[0].bytes:
             best = placement, order
     assert best is not None, "there are orders"
-    improved = _improved(buffers, meeting, *best, least, None if seconds is None else seconds / 10, rounds)
-    return _stacked(buffers, improved, least, None if seconds is None else seconds * 0.9)
+    improved = _local_search(buffers, conflicts, *best, least, None if seconds is None else seconds / 10, rounds)
+    return _search_by_stacking(buffers, improved, least, None if seconds is None else seconds * 0.9)
 
 
 _ORDERS: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
@@ -66,65 +68,67 @@ _ORDERS: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
 """Sort keys: size, size times lifetime, lifetime (the largest first), allocation, and free (the last first)."""
 
 
-def _greedy(buffers: Sequence[Buffer], meeting: Sequence[Sequence[int]], order: Sequence[int]) -> Placement:
-    """Place the buffers in an order, each at the lowest free offset; `meeting`: indices of those live with each."""
+def _greedy(buffers: Sequence[Buffer], conflicts: Sequence[Sequence[int]], order: Sequence[int]) -> Placement:
+    """Place the buffers in an order, each at the lowest free offset; `conflicts` are the buffers live with each."""
     offsets = [-1] * len(buffers)
     end = 0
     for number in order:
         size = buffers[number].bytes
         occupied = sorted(
-            (offsets[other], offsets[other] + buffers[other].bytes) for other in meeting[number] if offsets[other] >= 0
+            (offsets[other], offsets[other] + buffers[other].bytes)
+            for other in conflicts[number]
+            if offsets[other] >= 0
         )
-        at = 0
+        offset = 0
         for begin, stop in occupied:
-            if begin - at >= size:
+            if begin - offset >= size:
                 break
-            at = max(at, stop)
-        offsets[number] = at
-        end = max(end, at + size)
+            offset = max(offset, stop)
+        offsets[number] = offset
+        end = max(end, offset + size)
     return Placement(tuple(offsets), end)
 
 
-def _improved(
-    buffers: Sequence[Buffer], meeting: Sequence[Sequence[int]], best: Placement, order: list[int], least: int,
+def _local_search(
+    buffers: Sequence[Buffer], conflicts: Sequence[Sequence[int]], best: Placement, order: list[int], least: int,
     seconds: float | None, rounds: int,
 ) -> Placement:  # fmt: skip
     """Local search: place a buffer earlier, often one at the arena's end, or swap two. Accept equal orders."""
-    rng, idle, until = random.Random(0), 0, None if seconds is None else time.process_time() + seconds
+    rng, idle, deadline = random.Random(0), 0, None if seconds is None else time.process_time() + seconds
     current, best_order = best, order
     while current.bytes > least and len(order) > 1 and idle < rounds:
-        if until is not None and time.process_time() > until:
+        if deadline is not None and time.process_time() > deadline:
             break
-        tried = list(best_order)
-        top = [n for n in tried if current.offsets[n] + buffers[n].bytes == current.bytes]
-        number = rng.choice(top if rng.random() < 0.7 else tried)
-        at = tried.index(number)
+        candidate = list(best_order)
+        at_end = [n for n in candidate if current.offsets[n] + buffers[n].bytes == current.bytes]
+        number = rng.choice(at_end if rng.random() < 0.7 else candidate)
+        position = candidate.index(number)
         if rng.random() < 0.7:
-            tried.insert(rng.randrange(at + 1), tried.pop(at))
+            candidate.insert(rng.randrange(position + 1), candidate.pop(position))
         else:
-            other = rng.randrange(len(tried))
-            tried[at], tried[other] = tried[other], tried[at]
-        placement = _greedy(buffers, meeting, tried)
+            other = rng.randrange(len(candidate))
+            candidate[position], candidate[other] = candidate[other], candidate[position]
+        placement = _greedy(buffers, conflicts, candidate)
         idle = 0 if placement.bytes < current.bytes else idle + 1
         if placement.bytes <= current.bytes:
-            current, best_order = placement, tried
+            current, best_order = placement, candidate
     return current
 
 
-def _stacked(buffers: Sequence[Buffer], best: Placement, least: int, seconds: float | None) -> Placement:
+def _search_by_stacking(buffers: Sequence[Buffer], best: Placement, least: int, seconds: float | None) -> Placement:
     """Search for smaller arenas by stacking, with a target that nears the best arena with every failure."""
-    until, tries, share, near = None if seconds is None else time.process_time() + seconds, 0, 0.5, None
-    stacking = Stacking.of(buffers) if best.bytes > least else None
+    deadline, tries, share, last_rank = None if seconds is None else time.process_time() + seconds, 0, 0.5, None
+    stacking = Stacking.from_buffers(buffers) if best.bytes > least else None
     while stacking is not None and best.bytes > least:
-        if (until is None and tries >= TRIES) or (until is not None and time.process_time() > until):
+        if (deadline is None and tries >= TRIES) or (deadline is not None and time.process_time() > deadline):
             break
         tries += 1
         target = min(least + int((best.bytes - least) * share), best.bytes - 1)
-        rank = stacking.order(tries, near)
-        offsets = stacking.within(target, rank)
+        rank = stacking.random_rank(tries, last_rank)
+        offsets = stacking.offsets_within(target, rank)
         if offsets is None:
             share += (1 - share) * PATIENCE
         else:
-            best = Placement(offsets, max(at + buffer.bytes for at, buffer in zip(offsets, buffers, strict=True)))
-            share, near = max(share - BOLDNESS, 0.0), rank
+            best = Placement(offsets, max(begin + buffer.bytes for begin, buffer in zip(offsets, buffers, strict=True)))
+            share, last_rank = max(share - BOLDNESS, 0.0), rank
     return best

@@ -41,7 +41,7 @@ class Stacking:
     """Lifetime, size times lifetime, and most bytes live with each buffer: orders begin with the largest."""
 
     @classmethod
-    def of(cls, buffers: Sequence[Buffer]) -> Stacking:
+    def from_buffers(cls, buffers: Sequence[Buffer]) -> Stacking:
         """Divide the time into sections. Those whose live buffers are a subset of a neighbour's are left out."""
         first, end = np.array([b.first for b in buffers]), np.array([b.last + 1 for b in buffers])
         cuts = np.unique(np.concatenate([first, end]))[:-1]
@@ -57,15 +57,19 @@ class Stacking:
         meets = live.T.astype(np.int32) @ live.astype(np.int32) > 0
         return cls(sizes, live.T.copy(), meets, members, starts, (lengths, sizes * lengths, level))
 
-    def order(self, seed: int, near: np.ndarray | None) -> np.ndarray:
-        """Return a rank for each buffer: by the keys in random order, or (every other seed) by `near`, plus noise."""
+    def random_rank(self, seed: int, last_rank: np.ndarray | None) -> np.ndarray:
+        """Return a rank for each buffer, by which `offsets_within` breaks ties: those with a low rank are placed first.
+
+        Buffers are ranked by the keys in random order or, every other seed, by the rank that last led to a smaller
+        arena. Random shifts are added, so that every seed is another search.
+        """
         rng, count = np.random.default_rng(seed), len(self.sizes)
         rank = np.empty(count)
-        by = [near] if near is not None and seed % 2 else [-self.keys[k] for k in rng.permutation(3)]
-        rank[np.lexsort(by)] = np.arange(count)
+        sort_keys = [last_rank] if last_rank is not None and seed % 2 else [-self.keys[k] for k in rng.permutation(3)]
+        rank[np.lexsort(sort_keys)] = np.arange(count)
         return rank + rng.random(count) * count * rng.choice(NOISES)
 
-    def within(self, target: int, rank: np.ndarray) -> tuple[int, ...] | None:
+    def offsets_within(self, target: int, rank: np.ndarray) -> tuple[int, ...] | None:
         """Return offsets within an arena of `target` bytes; None if this order does not lead to any."""
         offsets, steps = np.zeros_like(self.sizes), STEPS_PER_BUFFER * len(self.sizes)
         lowest, pending = np.zeros_like(self.sizes), self.sizes @ self.live
@@ -81,10 +85,11 @@ class Stacking:
             top = lowest[number] + self.sizes[number]
             lowest = np.where(self.meets[number], np.maximum(lowest, top), lowest)
             lowest[number] = GONE
-            if len(trail) == len(offsets):
+            if len(trail) == len(offsets):  # each entry has placed one buffer
                 return tuple(map(int, offsets))
             pending = pending - self.live[number] * self.sizes[number]
             floor = np.minimum.reduceat(lowest[self.members], self.starts)
+            # in every section with buffers left, these must fit above the lowest free offset
             if not ((floor < GONE) & (floor + pending > target)).any():
                 trail.append((self._candidates(lowest, rank), lowest, pending))
         return None

@@ -25,7 +25,7 @@ class CallWriter:
     graph: JointGraph
     place: Callable[[int], str]
     """Return C for a pointer to the first element of a value."""
-    emits: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    update_calls: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """By gradient of a fused update: the C function that updates a weight, and its first arguments."""
     kernels: dict[str, str] = field(default_factory=dict)
     """C text by kernel name, each kernel after those that it calls."""
@@ -48,7 +48,7 @@ class CallWriter:
         """Return C for a pointer to the scales of an int8 weight; None for an argument in float32."""
         return self.scales.get(self.graph.base(ref.value))
 
-    def at(self, value: Ref | int | None) -> str:
+    def pointer(self, value: Ref | int | None) -> str:
         """Return C for a pointer to a value; a null pointer for None."""
         if value is None:
             return "0"
@@ -91,7 +91,7 @@ class CallWriter:
             return argument
         if isinstance(argument, float):
             return number(argument)
-        return self.at(argument) if isinstance(argument, Ref) or argument is None else str(int(argument))
+        return self.pointer(argument) if isinstance(argument, Ref) or argument is None else str(int(argument))
 
     # -- elementwise
 
@@ -114,7 +114,7 @@ class CallWriter:
             "PARAMETERS": "".join(f", float {name}" for name in names),
         }
         result, *_ = values = [self.value(ref) for ref in (output, *operands)]
-        pointers = [self.at(ref) for ref in (output, *operands)]
+        pointers = [self.pointer(ref) for ref in (output, *operands)]
         same_layout = all(value.shape == result.shape and value.stride == result.stride for value in values)
         count = len(operands)
         if (same_layout and is_dense(result)) or all(math.prod(value.shape) == 1 for value in values):

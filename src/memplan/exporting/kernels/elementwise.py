@@ -35,6 +35,8 @@ def _gradient(function: str, *numbers: tuple[str, float], of: str = "self") -> t
 
 
 def _binary(function: str, with_number: str, *numbers: tuple[str, float]) -> tuple[Elementwise, ...]:
+    """Return the C functions of an op with two operands: the one for two tensors and, if `with_number` names one, the
+    one for a tensor and a number."""
     plain = Elementwise(function, ("self", "other"), numbers, lambda arguments: isinstance(arguments["other"], Ref))
     if not with_number:
         return (plain,)

@@ -72,17 +72,21 @@ def readable(graphs: Iterable[JointGraph], frozen: Iterable[str]) -> set[str]:
 
 
 def _readable(graph: JointGraph, parameter: Value) -> bool:
+    """Return whether a kernel for int8 weights exists for every op that reads the parameter."""
     if len(parameter.shape) < 2 or not is_contiguous(parameter):
         return False
     outputs = {graph.base(value) for value in graph.outputs}
-    reading = [op for op in graph.ops if not op.is_view and parameter.id in op.reads]
-    return parameter.id not in outputs and all(_reads_as_weight(graph, op, parameter) for op in reading)
+    readers = [op for op in graph.ops if not op.is_view and parameter.id in op.reads]
+    return parameter.id not in outputs and all(_reads_as_weight(graph, op, parameter) for op in readers)
 
 
 def _reads_as_weight(graph: JointGraph, op: GraphOp, parameter: Value) -> bool:
-    at = WEIGHT_AT.get(op.target)
+    """Return whether an op can read the parameter in int8: as its weight and nothing else, in a layout in which its
+    kernel knows the scale of each element."""
+    position = WEIGHT_AT.get(op.target)
     reads = [value for value in refs((op.args, op.kwargs)) if graph.base(value) == parameter.id]
-    if at is None or len(reads) != 1 or not isinstance(op.args[at], Ref) or op.args[at].value != reads[0]:
+    weight = None if position is None else op.args[position]
+    if len(reads) != 1 or not isinstance(weight, Ref) or weight.value != reads[0]:
         return False
     value = graph.values[reads[0]]
     if op.target in _PRODUCTS:

@@ -99,6 +99,7 @@ def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a convolution's weight gradient, in the variant that updates the weight if that is fused."""
     wide, narrow, *geometry = op.args
     table = _convolution_table(w, wide, narrow, w.graph.values[output_of(op)], geometry)
     name, first = gradient_kernel(w, op, "convolution_weight_gradient")
@@ -109,9 +110,10 @@ def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _batch_norm_sums(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of the sums over batch and plane that the gradients of a batch norm need."""
     g, x, mean, deviation, eps = op.args
     sums = [Ref(value) for value in op.outputs if value is not None]
-    eps = -1.0 if eps is None else eps
+    eps = -1.0 if eps is None else eps  # negative: `deviation` is one already, not a variance
     return [w.call(w.kernel("batch_norm_sums"), *sums, g, x, mean, deviation, eps, *_channels(w, x))]
 
 
@@ -138,6 +140,7 @@ def _pool_table(
 
 
 def _max_pool(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a max pool, which also writes indices if the backward pass reads them."""
     x, *window = op.args
     output, indices = Ref(output_of(op)), op.outputs[1]
     table = _pool_table(w, x, output, *window[:4])
@@ -145,6 +148,7 @@ def _max_pool(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _max_pool_gradient(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that adds each gradient at the position of the window's largest element."""
     g, _, kernel, stride, padding, dilation, _, indices = op.args
     output = Ref(output_of(op))
     table = _pool_table(w, output, g, kernel, stride, padding, dilation)
@@ -152,6 +156,7 @@ def _max_pool_gradient(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _average_pool(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of an average pool or of its gradient; both take the same table of sizes."""
     arguments: dict[str, Any] = {"stride": [], "padding": [0], "count_include_pad": True, "divisor_override": None}
     arguments |= arguments_of(op.target, op.args, op.kwargs)
     output, backward = Ref(output_of(op)), "grad_output" in arguments
@@ -164,10 +169,11 @@ def _average_pool(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _adaptive_average_pool(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of an adaptive average pool, forward or backward: only the direction of the copy differs."""
     output, backward = Ref(output_of(op)), "backward" in op.target
     small, large = (op.args[0], output) if backward else (output, op.args[0])
     table = _pool_table(w, large, small)
-    pointers = [f"(float *){w.at(ref)}" for ref in (small, large)]
+    pointers = [f"(float *){w.pointer(ref)}" for ref in (small, large)]
     return [w.call(w.kernel("adaptive_average_pool"), *pointers, table, backward)]
 
 
@@ -180,14 +186,14 @@ def _mirror_pad(w: CallWriter, op: GraphOp) -> list[str]:
     outer = w.shape(large) if len(pads) == 4 else (*w.shape(large)[:-1], 1, w.shape(large)[-1])
     left, top = pads[0], pads[2] if len(pads) == 4 else 0
     table = w.table("pool", math.prod(inner[:-2]), *inner[-2:], *outer[-2:], 1, 1, 1, 1, top, left, 1, 1)
-    pointers = [f"(float *){w.at(ref)}" for ref in (large, small)]
+    pointers = [f"(float *){w.pointer(ref)}" for ref in (large, small)]
     return [w.call(w.kernel("pad_mirror"), *pointers, table, "reflection" in op.target, backward)]
 
 
 # -- softmax and losses
 
 
-def _around_dim(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+def _sizes_around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
     """Return the number of elements before a dimension, its size, and the number of elements behind it."""
     dim %= max(len(shape), 1)
     size = shape[dim] if shape else 1
@@ -195,17 +201,21 @@ def _around_dim(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
 
 
 def _softmax(kernel: str, *flags: int) -> Emit:
+    """Return the function that writes the call of a softmax kernel over one dimension."""
+
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         x, dim = op.args[:2]
-        return [w.call(w.kernel(kernel), Ref(output_of(op)), x, *_around_dim(w.shape(x), dim), *flags)]
+        return [w.call(w.kernel(kernel), Ref(output_of(op)), x, *_sizes_around(w.shape(x), dim), *flags)]
 
     return emit
 
 
 def _softmax_gradient(kernel: str) -> Emit:
+    """Return the function that writes the call of a softmax's gradient, which reads the result of the softmax."""
+
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         g, result, dim = op.args[:3]
-        return [w.call(w.kernel(kernel), Ref(output_of(op)), g, result, *_around_dim(w.shape(result), dim))]
+        return [w.call(w.kernel(kernel), Ref(output_of(op)), g, result, *_sizes_around(w.shape(result), dim))]
 
     return emit
 
@@ -218,15 +228,18 @@ def _is_mean(op: GraphOp, reduction: int) -> bool:
 
 
 def _negative_log_likelihood(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of the loss, which also writes the sum of the weights of its targets."""
     x, target, weight, reduction, ignored = op.args
-    sizes = _around_dim(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
+    sizes = _sizes_around(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
     args = (*_output_refs(op.outputs), x, target, weight, ignored, _is_mean(op, reduction), *sizes)
     return [w.call(w.kernel("negative_log_likelihood"), *args)]
 
 
 def _negative_log_likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of the loss's gradient or, where the log-softmax before it is merged in, of the cross
+    entropy's."""
     g, x, target, weight, reduction, ignored, total = op.args
-    sizes = _around_dim(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
+    sizes = _sizes_around(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
     args = (target, weight, total, ignored, _is_mean(op, reduction), *sizes)
     if op.target == CROSS_ENTROPY:
         return [w.call(w.kernel("cross_entropy_gradient"), Ref(output_of(op)), g, x, *args)]
@@ -234,6 +247,7 @@ def _negative_log_likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _mean_squares(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a mean or sum of squared differences, or of its gradient."""
     arguments: dict[str, Any] = {"reduction": 1} | arguments_of(op.target, op.args, op.kwargs)
     x, y, output = arguments["self"], arguments["target"], Ref(output_of(op))
     count = math.prod(w.shape(x))
@@ -264,6 +278,7 @@ def _sum(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _cat(w: CallWriter, op: GraphOp) -> list[str]:
+    """Copy each tensor into its range of the output."""
     tensors, dim = op.args[0], op.args[1] if len(op.args) > 1 else 0
     output = w.graph.values[output_of(op)]
     dim %= len(output.shape)
@@ -273,7 +288,7 @@ def _cat(w: CallWriter, op: GraphOp) -> list[str]:
         if math.prod(tensor.shape):
             like = replace(output, shape=tensor.shape)
             start = index * output.stride[dim]
-            lines.append(w.strided_copy(op, w.at(output.id), like, start, w.at(ref), tensor.stride))
+            lines.append(w.strided_copy(op, w.pointer(output.id), like, start, w.pointer(ref), tensor.stride))
             index += tensor.shape[dim]
     return lines
 
@@ -285,10 +300,11 @@ def _into_zeros(
     output = w.graph.values[output_of(op)]
     zeros = w.call(w.kernel("fill"), Ref(output.id), 0.0, math.prod(output.shape))
     like = replace(output, shape=shape, stride=stride)
-    return [zeros, w.strided_copy(op, w.at(output.id), like, start, w.at(g), w.value(g).stride)]
+    return [zeros, w.strided_copy(op, w.pointer(output.id), like, start, w.pointer(g), w.value(g).stride)]
 
 
 def _select_backward(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernels of an index's gradient: zeros, and the gradient at the index."""
     g, sizes, dim, index = op.args
     output, dim = w.graph.values[output_of(op)], dim % len(sizes)
     stride = output.stride[:dim] + output.stride[dim + 1 :]
@@ -296,6 +312,7 @@ def _select_backward(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _slice_backward(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernels of a slice's gradient: zeros, and the gradient at the positions of the slice."""
     g, sizes, dim, start, _, step = op.args
     output, dim = w.graph.values[output_of(op)], dim % len(sizes)
     start = min(start + sizes[dim] if start < 0 else start, sizes[dim])
@@ -316,12 +333,13 @@ def _constant_pad(w: CallWriter, op: GraphOp) -> list[str]:
     start = sum(pad * step for pad, step in zip(to, output.stride, strict=True))
     skip = sum(pad * step for pad, step in zip(cut, source.stride, strict=True))
     fill = w.call(w.kernel("fill"), Ref(output.id), float(value), math.prod(output.shape))
-    source_at = f"{w.at(x)} + {skip}" if skip else w.at(x)
+    source_at = f"{w.pointer(x)} + {skip}" if skip else w.pointer(x)
     like = replace(output, shape=shape)
-    return [fill, w.strided_copy(op, w.at(output.id), like, start, source_at, source.stride)]
+    return [fill, w.strided_copy(op, w.pointer(output.id), like, start, source_at, source.stride)]
 
 
 def _insert(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that copies a group of channels into a value, from one channel on."""
     before, part, channel = op.args
     output = w.graph.values[output_of(op)]
     sizes = (math.prod(output.shape), channel * math.prod(output.shape[2:]), math.prod(w.shape(part)))
@@ -329,6 +347,7 @@ def _insert(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that reads rows of a table, in the variant for int8 where the table is quantized."""
     table, rows = op.args[:2]
     (count, size), scales = w.shape(table), w.scales_of(table)
     sizes = (math.prod(w.shape(rows)), size, count)
@@ -338,6 +357,7 @@ def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that adds the gradient of each row that was read."""
     g, rows, count, ignored, by_frequency = op.args
     if by_frequency:
         raise refusal(op, " with scale_grad_by_freq", near="an embedding without")

@@ -21,13 +21,13 @@ def gradient_kernel(w: CallWriter, op: GraphOp, kernel: str) -> tuple[str, str]:
     For a fused update each element goes to the optimizer's update at once; otherwise all are written to memory.
     """
     gradient = output_of(op)
-    if gradient in w.emits:
-        function, first = w.emits[gradient]
+    if gradient in w.update_calls:
+        function, first = w.update_calls[gradient]
         state = first.partition(",")[0].strip()
         defines = {"TARGET": f"STATE *{state}, int at", "EMIT(k, g)": f"{function}({state}, at + (k), g)"}
         return w.instance(kernel, f"{kernel}_{function}", defines), first
     defines = {"TARGET": "float *out", "EMIT(k, g)": "out[k] = (g)"}
-    return w.instance(kernel, kernel, defines), w.at(gradient)
+    return w.instance(kernel, kernel, defines), w.pointer(gradient)
 
 
 def _sizes(w: CallWriter, a: Ref, b: Ref, bias: Any = None) -> tuple[int, ...]:
@@ -43,6 +43,7 @@ def _sizes(w: CallWriter, a: Ref, b: Ref, bias: Any = None) -> tuple[int, ...]:
 
 
 def _addmm(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a product with a bias."""
     arguments = arguments_of(op.target, op.args, op.kwargs)
     if (arguments.get("beta", 1), arguments.get("alpha", 1)) != (1, 1):
         raise refusal(op, " with alpha or beta", near="addmm without")
@@ -51,6 +52,7 @@ def _addmm(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _matmul(w: CallWriter, op: GraphOp, a: Ref, b: Ref, bias: Any, table: str) -> str:
+    """Return the call of the product's kernel, in the variant for int8 where `b` is a quantized weight."""
     output, scales = Ref(output_of(op)), w.scales_of(b)
     if scales is None:
         return w.call(w.kernel("matmul"), output, a, b, bias, table)
@@ -58,21 +60,23 @@ def _matmul(w: CallWriter, op: GraphOp, a: Ref, b: Ref, bias: Any, table: str) -
 
 
 def _mm(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a product; of a weight's gradient, the one that updates the weight if that is fused."""
     a, b = op.args
     table = w.table("product", *_sizes(w, a, b))
-    if op.phase == "backward" and op.outputs[0] in w.emits:
+    if op.phase == "backward" and op.outputs[0] in w.update_calls:
         name, first = gradient_kernel(w, op, "matmul_gradient")
         return [w.call(name, first, a, b, table)]
     return [_matmul(w, op, a, b, None, table)]
 
 
 def _bmm(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a product in a loop over the batch."""
     a, b = op.args[:2]
     rows, columns, *_ = sizes = _sizes(w, a, b)
     table = w.table("product", *sizes)
     batch_strides = (rows * columns, w.value(a).stride[0], w.value(b).stride[0])
     refs = (Ref(output_of(op)), a, b)
-    pointers = [f"{w.at(ref)} + i * {stride}" for ref, stride in zip(refs, batch_strides, strict=True)]
+    pointers = [f"{w.pointer(ref)} + i * {stride}" for ref, stride in zip(refs, batch_strides, strict=True)]
     call = w.call(w.kernel("matmul"), *pointers, None, table)
     return [f"for (int i = 0; i < {w.shape(a)[0]}; i++)", f"    {call}"]
 

@@ -80,7 +80,7 @@ class Lowering(Rebuild):
         self.offsets: dict[int, int] = {}
         self.mutations = dict(graph.mutations)
         for value, tensor in constants.items():
-            self.know(value, tensor)
+            self.make_constant(value, tensor)
 
     # -- values
 
@@ -88,7 +88,7 @@ class Lowering(Rebuild):
         """Replace fields of a value."""
         self.values[number] = replace(self.values[number], **changes)
 
-    def know(self, number: int, tensor: torch.Tensor) -> None:
+    def make_constant(self, number: int, tensor: torch.Tensor) -> None:
         """Make a value a constant."""
         self.known[number] = tensor.contiguous()
         stride = tuple(self.known[number].stride())
@@ -144,7 +144,7 @@ class Lowering(Rebuild):
         self.call(op, COPY, (ref,), (number,), once=False)
         return Ref(number)
 
-    def over(self, number: int, *operands: Any) -> tuple[int, ...]:
+    def overwritable(self, number: int, *operands: Any) -> tuple[int, ...]:
         """Return the storages of operands that an elementwise op can write its result `number` to."""
         result = self.values[number]
         values = [self.values[operand.value] for operand in operands if isinstance(operand, Ref)]
@@ -180,7 +180,7 @@ class Lowering(Rebuild):
                     self.offsets[number] = int(tensor.storage_offset())
         self.call(op, op.target, op.args, op.outputs, kwargs=op.kwargs)
 
-    def folded(self, op: GraphOp) -> bool:
+    def fold(self, op: GraphOp) -> bool:
         """Compute an op whose operands are all constants at export; return whether it was."""
         if (
             op.random
@@ -193,5 +193,5 @@ class Lowering(Rebuild):
         results = overload(op.target)(*args, **kwargs)
         for number, tensor in zip(op.outputs, results if op.multiple else (results,), strict=True):
             if number is not None:
-                self.know(number, tensor)
+                self.make_constant(number, tensor)
         return True

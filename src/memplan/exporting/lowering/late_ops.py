@@ -18,20 +18,22 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
     for op in reversed(graph.backward_ops):
         if op.random or op.once or gradients.intersection(op.makes):
             continue
-        at = next(position for position, other in enumerate(order) if other.index == op.index)
+        position = next(p for p, other in enumerate(order) if other.index == op.index)
         results = set(op.makes)
-        later = range(at + 1, len(order))
-        until = next((p for p in later if not results.isdisjoint((*order[p].reads, *order[p].outputs))), at + 1)
-        if until > at + 1 and _kept_alive(graph, order, at, until) < sum(graph.values[v].bytes for v in op.makes):
-            order.insert(until - 1, order.pop(at))
+        following = range(position + 1, len(order))
+        reader = next((p for p in following if not results.isdisjoint((*order[p].reads, *order[p].outputs))), None)
+        if reader is None or reader == position + 1:
+            continue
+        if _bytes_kept_longer(graph, order, position, reader) < sum(graph.values[v].bytes for v in op.makes):
+            order.insert(reader - 1, order.pop(position))
     rebuild = Rebuild(graph)
     for op in order:
         rebuild.add(op)
     return rebuild.finished()
 
 
-def _kept_alive(graph: JointGraph, order: Sequence[GraphOp], at: int, until: int) -> int:
-    """Return the bytes of operands that would live longer if op `at` moved to just before op `until`."""
-    later = {base for other in order[until:] for base in other.reads}
-    waiting = [graph.values[base] for base in order[at].reads if base not in later]
-    return sum(value.bytes for value in waiting if value.kind not in RESIDENT)
+def _bytes_kept_longer(graph: JointGraph, order: Sequence[GraphOp], position: int, reader: int) -> int:
+    """Return the bytes of operands that would live longer if the op at a position moved to just before its reader."""
+    read_anyway = {base for other in order[reader:] for base in other.reads}
+    operands = [graph.values[base] for base in order[position].reads if base not in read_anyway]
+    return sum(value.bytes for value in operands if value.kind not in RESIDENT)

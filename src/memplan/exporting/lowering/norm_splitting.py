@@ -39,41 +39,42 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
         return
     output = output_of(op)
     like, channels = low.values[output], low.values[x.value].shape[1]
-    mean, deviation = _or_buffers(low, op.outputs[1:3], ("mean", "deviation"), like, (channels,))
+    mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), like, (channels,))
     for target, source in list(low.mutations.items()):
         if source in op.outputs[3:]:
             del low.mutations[target]
     low.call(op, BATCH_STATISTICS, (x, *running, momentum, eps), (mean, deviation), once=True)
     args = (x, weight, bias, Ref(mean), Ref(deviation))
-    low.call(op, BATCH_APPLY, args, (output,), overwrites=low.over(output, x), once=False)
+    low.call(op, BATCH_APPLY, args, (output,), overwrites=low.overwritable(output, x), once=False)
 
 
 def fixed_batch_norm(low: Lowering, op: GraphOp, eps: float | None = None) -> None:
     """Lower a batch norm in evaluation mode, which normalizes by its running statistics."""
     output, x = output_of(op), low.dense(op, op.args[0])
     args = (x, *op.args[1:5], op.args[-1] if eps is None else eps)
-    low.call(op, BATCH_FIXED, args, (output,), overwrites=low.over(output, x), once=False)
+    low.call(op, BATCH_FIXED, args, (output,), overwrites=low.overwritable(output, x), once=False)
 
 
 def batch_norm_backward(low: Lowering, op: GraphOp) -> None:
-    """Split the gradients of a batch norm: the sums, which are those of weight and bias, then that of the input."""
+    """Lower the gradients of a batch norm to two kernels: sums over each channel, which are the gradients of weight and
+    bias, then the gradient of the input, which reads these sums in training."""
     g, x, weight, mean, variance, saved_mean, saved_deviation, training, eps, _ = op.args
     g, x = low.dense(op, g), low.dense(op, x)
     like, channels = low.values[x.value], (low.values[x.value].shape[1],)
     input_gradient, weight_sum, bias_sum = op.outputs
     if not training:
         if weight_sum is not None or bias_sum is not None:
-            sums = _or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
+            sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
             low.call(op, BATCH_SUMS, (g, x, mean, variance, eps), sums)
         if input_gradient is not None:
             args = (g, weight, variance, eps)
-            low.call(op, BATCH_FIXED_INPUT, args, (input_gradient,), overwrites=low.over(input_gradient, g))
+            low.call(op, BATCH_FIXED_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g))
         return
-    sums = _or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
+    sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
     low.call(op, BATCH_SUMS, (g, x, saved_mean, saved_deviation, None), sums)
     if input_gradient is not None:
         args = (g, x, weight, saved_mean, saved_deviation, Ref(sums[0]), Ref(sums[1]))
-        low.call(op, BATCH_INPUT, args, (input_gradient,), overwrites=low.over(input_gradient, g, x))
+        low.call(op, BATCH_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g, x))
 
 
 def layer_norm(low: Lowering, op: GraphOp) -> None:
@@ -112,26 +113,29 @@ def _layer_rows(low: Lowering, x: Ref, shape: Any) -> _Rows:
 
 
 def _row_norm(low: Lowering, op: GraphOp, x: Ref, weight: Any, bias: Any, eps: float, rows: _Rows) -> None:
+    """Add the kernels of a layer or group norm: one for mean and deviation of each row, one that normalizes."""
     output, x = output_of(op), low.dense(op, x)
-    mean, deviation = _or_buffers(low, op.outputs[1:3], ("mean", "deviation"), low.values[output], (rows[0],))
+    mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), low.values[output], (rows[0],))
     low.call(op, ROW_STATISTICS, (x, eps, *rows[:2]), (mean, deviation))
     args = (x, weight, bias, Ref(mean), Ref(deviation), *rows)
-    low.call(op, ROW_APPLY, args, (output,), overwrites=low.over(output, x))
+    low.call(op, ROW_APPLY, args, (output,), overwrites=low.overwritable(output, x))
 
 
 def _row_norm_backward(low: Lowering, op: GraphOp, operands: tuple[Ref, Ref, Ref, Ref, Any], rows: _Rows) -> None:
+    """Add the kernels of the gradients of a layer or group norm that are read: sums for weight and bias, and the
+    input's."""
     g, x, mean, deviation, weight = operands
     g, x = low.dense(op, g), low.dense(op, x)
     input_gradient, weight_sum, bias_sum = op.outputs
     if weight_sum is not None or bias_sum is not None:
-        sums = _or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), low.values[x.value], (rows[3],))
+        sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), low.values[x.value], (rows[3],))
         low.call(op, ROW_SUMS, (g, x, mean, deviation, *rows), sums)
     if input_gradient is not None:
         args = (g, x, weight, mean, deviation, *rows)
-        low.call(op, ROW_INPUT, args, (input_gradient,), overwrites=low.over(input_gradient, g, x))
+        low.call(op, ROW_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g, x))
 
 
-def _or_buffers(
+def _outputs_or_buffers(
     low: Lowering, outputs: Sequence[int | None], names: tuple[str, str], like: Value, shape: tuple[int, ...]
 ) -> tuple[int, int]:
     """Return two outputs of an op, with a new buffer in place of each that nothing reads: kernels write both."""

@@ -56,7 +56,7 @@ def header_text(layout: StepLayout) -> str:
         f"#define {upper}_OUTPUTS {math.prod(layout.output)}    /* floats that infer writes */", "",
         "/* All that changes. The caller gives it memory; a program may have several. */",
         "typedef struct {", *members, f"}} {name}_state;", "",
-        *_init_declared(layout),
+        *_init_declaration(layout),
         f"void {name}_seed({name}_state *s, uint32_t seed);",
         f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
         f"void {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
@@ -66,7 +66,7 @@ def header_text(layout: StepLayout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _init_declared(layout: StepLayout) -> list[str]:
+def _init_declaration(layout: StepLayout) -> list[str]:
     """Return the declaration of `init`, with the size of the weights file that it takes."""
     name = layout.name
     if not layout.weights_file:

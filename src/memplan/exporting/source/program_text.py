@@ -55,7 +55,7 @@ class _ProgramWriter:
         """Return the C function of a training step, which returns the loss."""
         run = self.layout.step
         lines = ["s->step++;", *self._corrections(), *self._body(run)]
-        loss = self._pointer(run, len(run.lifetimes.placed) - 1, run.schedule.graph.outputs[0])
+        loss = self._pointer(run, len(run.lifetimes.buffer_of) - 1, run.schedule.graph.outputs[0])
         lines.append(f"return ({loss})[0];")
         return f"float {self.name}_step({self.name}_state *s, {run.parameters})\n{{\n" + _indented(lines) + "}"
 
@@ -65,7 +65,7 @@ class _ProgramWriter:
         lines = self._body(run)
         result = run.schedule.graph.values[run.schedule.graph.outputs[0]]
         assert is_contiguous(result), "the lowering made it so"
-        source = self._pointer(run, len(run.lifetimes.placed) - 1, result.id)
+        source = self._pointer(run, len(run.lifetimes.buffer_of) - 1, result.id)
         lines += [f"for (int k = 0; k < {math.prod(result.shape)}; k++)", f"{INDENT}output[k] = ({source})[k];"]
         head = f"void {self.name}_infer({self.name}_state *s, {run.parameters}, float *output)"
         return f"{head}\n{{\n" + _indented(lines) + "}"
@@ -98,6 +98,7 @@ class _ProgramWriter:
     # -- actions
 
     def _calls(self, run: Pass, writer: CallWriter, action: Action) -> list[str]:
+        """Return the C statements of an action of the schedule; none for a value that is merely received."""
         graph = run.schedule.graph
         if action.kind == "run":
             op = action.called(graph)
@@ -181,7 +182,7 @@ class _ProgramWriter:
             return _plus(run.inputs[base.id], offset)
         if base.id in device.constants:
             return _plus(self._constant(run, base.id), offset)
-        start = run.placement.offsets[run.lifetimes.placed[at][base.id]]
+        start = run.placement.offsets[run.lifetimes.buffer_of[at][base.id]]
         assert not start % 4, "buffers are whole words"
         pointer = f"s->arena + {start // 4}" if start else "s->arena"
         in_bytes = graph.values[value].dtype in ("bool", "uint8")

@@ -89,8 +89,8 @@ def weight_of(op: GraphOp) -> int | None:
     return op.outputs[0] if op.target == conv.WEIGHT_GRADIENT else op.args[1].value
 
 
-def joined_by(graph: JointGraph, op: GraphOp) -> tuple[int, ...] | None:
-    """Return the values that an op joins into one component; None if it mixes channels or samples."""
+def connected_values(graph: JointGraph, op: GraphOp) -> tuple[int, ...] | None:
+    """Return all values of an op that works channel by channel, which puts them into one component; else None."""
     numbers = tuple(dict.fromkeys((*refs((op.args, op.kwargs)), *(v for v in op.outputs if v is not None))))
     values = [graph.values[number] for number in numbers]
     if op.target in ELEMENTWISE:
@@ -105,20 +105,21 @@ def joined_by(graph: JointGraph, op: GraphOp) -> tuple[int, ...] | None:
 
 
 def components(graph: JointGraph) -> list[Component]:
-    """Return the components that can be split, that with the largest activation first."""
-    joined, whole, ends = _DisjointSets(), set(graph.outputs), set[int]()
+    """Return the components that can be split, that with the largest activation first. A component is bounded by
+    convolutions over all channels; what other ops read or compute stays whole."""
+    connections, whole, ends = _DisjointSets(), set(graph.outputs), set[int]()
     for op in graph.ops:
-        connected, sides = joined_by(graph, op), sides_of(op)
+        connected, sides = connected_values(graph, op), sides_of(op)
         if connected is not None:
-            joined.add(connected)
+            connections.add(connected)
         elif sides is not None and graph.values[sides.wide].shape[0] == graph.values[sides.narrow].shape[0] == 1:
             for side in (sides.wide, sides.narrow):
-                joined.add((side,) if sides.bias is None or side not in op.outputs else (side, sides.bias))
+                connections.add((side,) if sides.bias is None or side not in op.outputs else (side, sides.bias))
             ends |= {sides.wide, sides.narrow}
         else:
             whole |= {value for value in (*refs((op.args, op.kwargs)), *op.outputs) if value is not None}
     whole |= {value for pair in graph.mutations for value in pair}
-    possible = (_component(graph, values, whole) for values in joined.sets() if values & ends)
+    possible = (_component(graph, values, whole) for values in connections.sets() if values & ends)
     return sorted((c for c in possible if c is not None), key=lambda c: (-c.largest, min(c.values)))
 
 
@@ -131,10 +132,10 @@ class _DisjointSets:
     def add(self, values: Sequence[int]) -> None:
         """Merge the sets of these values into one."""
         for value in values:
-            mine, other = self.of.setdefault(values[0], {values[0]}), self.of.setdefault(value, {value})
-            if mine is not other:
-                mine |= other
-                self.of |= dict.fromkeys(other, mine)
+            first, other = self.of.setdefault(values[0], {values[0]}), self.of.setdefault(value, {value})
+            if first is not other:
+                first |= other
+                self.of |= dict.fromkeys(other, first)
 
     def sets(self) -> list[frozenset[int]]:
         return list(dict.fromkeys(map(frozenset, self.of.values())))

@@ -19,12 +19,12 @@ from memplan.exporting.tiling.channel_components import (
     Component,
     Sides,
     components,
+    connected_values,
     groups_at,
     is_depthwise,
-    joined_by,
     sides_of,
 )
-from memplan.exporting.tiling.channel_order import Run, ordered
+from memplan.exporting.tiling.channel_order import Run, runs_by_component
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs, refs
 from memplan.planning.graph.op_schema import is_contiguous
@@ -108,7 +108,7 @@ class Groups(Rebuild):
         """Set the component of an op, and the dimension along which a convolution's weight is split."""
         sides = sides_of(op)
         if sides is None:
-            connected = joined_by(self.graph, op) or ()
+            connected = connected_values(self.graph, op) or ()
             if connected and connected[0] in self.component:
                 self.component_of_op[op.index] = self.component[connected[0]]
             return
@@ -118,9 +118,9 @@ class Groups(Rebuild):
                 self.axis[sides.weight] = axis
                 self.component[sides.weight] = self.component[side]
 
-    def order(self) -> tuple[Run, ...] | None:
+    def runs(self) -> tuple[Run, ...] | None:
         """Return the order of the ops; None if components would have to wait for each other."""
-        return ordered(self.graph, self.component_of_op, self.component)
+        return runs_by_component(self.graph, self.component_of_op, self.component)
 
     # -- parts
 
@@ -172,11 +172,14 @@ class Groups(Rebuild):
                 del self.parts[value, group]
 
     def _add_for_group(self, op: GraphOp, group: int, last: bool) -> None:
+        """Add an op for one group of channels, on the group's parts of split values. If a convolution's result stays
+        whole, add the group's contribution to it; if other ops read a split result as a whole, copy the part into
+        it."""
 
-        def mapped(value: int) -> Ref:
+        def part_of(value: int) -> Ref:
             return Ref(self.part(value, group, op)) if value in self.component else Ref(value)
 
-        args, kwargs = map_refs(op.args, mapped), map_refs(op.kwargs, mapped)
+        args, kwargs = map_refs(op.args, part_of), map_refs(op.kwargs, part_of)
         whole = op.outputs[0]
         if sides_of(op) is not None and whole is not None and whole not in self.component:
             self._accumulate(op, args, whole, last)
@@ -238,6 +241,7 @@ class Groups(Rebuild):
         return replace(device, graph=graph, offsets=self.offsets, strided=strided)
 
     def _gradients(self, of: int, gradient: int) -> list[tuple[int, int]]:
+        """Return parameter and gradient, or those of each group where the parameter is split."""
         if (of, 0) not in self.parts:
             return [(of, gradient)]
         count = len(self.bounds[self.component[of]])
@@ -261,7 +265,7 @@ def in_groups(device: DeviceGraph, limit: int) -> DeviceGraph | None:
     plan = tiling(device.graph, limit)
     while plan.components:
         groups = Groups(device, plan)
-        runs = groups.order()
+        runs = groups.runs()
         if runs is not None:
             for run in runs:
                 groups.run(run)

@@ -20,32 +20,42 @@ class Run:
     ops: tuple[GraphOp, ...]
 
 
-def ordered(graph: JointGraph, of: Mapping[int, int], split: Mapping[int, int]) -> tuple[Run, ...] | None:
-    """Return the ops as runs; None where two components would have to wait for each other.
+def runs_by_component(
+    graph: JointGraph, op_components: Mapping[int, int], value_components: Mapping[int, int]
+) -> tuple[Run, ...] | None:
+    """Return the ops in an order in which each component runs as a whole, so that it can run group by group.
+
+    None if that is impossible: two components would have to wait for each other.
 
     Args:
         graph: before values are split.
         of: component of each op that writes or reads groups of channels, by the op's index.
         split: component of each value that is split.
     """
-    stages = _stages(graph, of, split)
-    key = {op.index: (op.phase, of[op.index], stages[op.index]) if op.index in of else op.index for op in graph.ops}
+    stages = _stages(graph, op_components, value_components)
+    key = {
+        op.index: (op.phase, op_components[op.index], stages[op.index]) if op.index in op_components else op.index
+        for op in graph.ops
+    }
     members = defaultdict[object, list[GraphOp]](list)
     for op in graph.ops:
         members[key[op.index]].append(op)
     first = {name: ops[0].index for name, ops in members.items()}
-    waits: dict[object, set[object]] = {name: set() for name in members}
+    dependencies: dict[object, set[object]] = {name: set() for name in members}
     for before, after in _edges(graph):
         if key[before] != key[after]:
-            waits[key[after]].add(key[before])
-    runs = [Run(of.get(members[name][0].index), tuple(members[name])) for name in _topological(waits, first)]
+            dependencies[key[after]].add(key[before])
+    runs = [
+        Run(op_components.get(members[name][0].index), tuple(members[name]))
+        for name in _topological(dependencies, first)
+    ]
     return tuple(runs) if len(runs) == len(members) else None
 
 
-def _topological(waits: Mapping[object, set[object]], first: Mapping[object, int]) -> list[object]:
+def _topological(dependencies: Mapping[object, set[object]], first: Mapping[object, int]) -> list[object]:
     """Return names in topological order, ties by the index of their first op. Names on a cycle are missing."""
-    after, left = defaultdict[object, list[object]](list), {name: len(others) for name, others in waits.items()}
-    for name, others in waits.items():
+    after, left = defaultdict[object, list[object]](list), {name: len(others) for name, others in dependencies.items()}
+    for name, others in dependencies.items():
         for other in others:
             after[other].append(name)
     names = {at: name for name, at in first.items()}
@@ -70,7 +80,7 @@ def _edges(graph: JointGraph) -> list[tuple[int, int]]:
     return [*reads, *itertools.pairwise(random)]
 
 
-def _stages(graph: JointGraph, of: Mapping[int, int], split: Mapping[int, int]) -> dict[int, int]:
+def _stages(graph: JointGraph, op_components: Mapping[int, int], value_components: Mapping[int, int]) -> dict[int, int]:
     """Return the stage of each op of a component.
 
     Along any path to the op, the stage counts how often values left the component and came back: each time, all groups
@@ -81,16 +91,20 @@ def _stages(graph: JointGraph, of: Mapping[int, int], split: Mapping[int, int]) 
     """By op and component: the first stage that can read the op's whole results."""
     stages: dict[int, int] = {}
     for op in graph.ops:
-        own, reached = of.get(op.index), defaultdict[int, int](int)
+        component_of_op, reached = op_components.get(op.index), defaultdict[int, int](int)
         for value in refs((op.args, op.kwargs)):
             if value not in writer:
                 continue
             source = writer[value].index
             for component, stage in next_stage[source].items():
-                inside = component == own == of.get(source) and split.get(value) == own
-                reached[component] = max(reached[component], stage - inside)
-        if own is not None:
-            stages[op.index] = reached[own]
-            reached[own] += 1
+                # a split value is read group by group, in the stage of its writer
+                by_group = (
+                    component == component_of_op == op_components.get(source)
+                    and value_components.get(value) == component
+                )
+                reached[component] = max(reached[component], stage - by_group)
+        if component_of_op is not None:
+            stages[op.index] = reached[component_of_op]
+            reached[component_of_op] += 1
         next_stage[op.index] = dict(reached)
     return stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan.exporting.fused_updates import with_fused, worthwhile
+from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
 from memplan.exporting.lower import seconds, with_bits, work
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.tiling.channel_components import components
@@ -66,4 +66,4 @@ _ALIASES = ("aten.alias.default", "aten.detach.default")
 
 
 def _fused(device: DeviceGraph) -> DeviceGraph:
-    return with_fused(device, worthwhile(device.graph) | device.strided)
+    return with_fused_updates(device, worth_fusing(device.graph) | device.strided)

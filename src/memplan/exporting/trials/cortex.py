@@ -18,7 +18,7 @@ from memplan.errors import UsageError, VerificationError
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout
-from memplan.exporting.trials.proving import STRICT, Verdict, compared
+from memplan.exporting.trials.proving import STRICT, Verdict, compare_results
 
 COMPILER, EMULATOR = "arm-none-eabi-gcc", "qemu-system-arm"
 CORES: Mapping[str, tuple[str, str, str]] = {
@@ -105,7 +105,7 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
         written = np.fromfile(build / "weights", dtype=np.float32).astype(np.float64)
         sizes, stack = _section_sizes(build / "export.o"), _stack_bytes(build.glob("*.su"))
     ticks = [int(count) for count in re.findall(r"ticks (\d+)", output)]
-    verdict = compared(output, written, recorded, "on the emulated core")
+    verdict = compare_results(output, written, recorded, "on the emulated core")
     data = sizes.get(".data", 0) + sizes.get(".bss", 0)
     return CortexRun(core, sizes[".text"], sizes.get(".rodata", 0), data, stack, max(ticks) * PER_TICK, verdict)
 

@@ -79,10 +79,12 @@ def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool)
         _run([cc, *STRICT, *SANITIZED, *defines, *sources, "-lm", "-o", str(program)], "does not compile")
         output = _run([str(program)], "differs from PyTorch, or a sanitizer stopped it")
         written = np.fromfile(results, dtype=np.float32).astype(np.float64)
-    return compared(output, written, recorded)
+    return compare_results(output, written, recorded)
 
 
-def compared(output: str, written: np.ndarray, recorded: Recorded, where: str = "no sanitizer report") -> Verdict:
+def compare_results(
+    output: str, written: np.ndarray, recorded: Recorded, where: str = "no sanitizer report"
+) -> Verdict:
     """Compare a test's printed losses and written weights and output with PyTorch's.
 
     Raises:

@@ -38,8 +38,10 @@ class _Run:
     output: np.ndarray
 
 
-def reference(request: Request, layout: StepLayout, steps: int) -> Recorded:
-    """Run training steps of copies of the model; return inputs, float64 results and their error bounds."""
+def run_reference_steps(request: Request, layout: StepLayout, steps: int) -> Recorded:
+    """Run training steps of copies of the model in PyTorch, as the C test repeats them. Returns inputs, float64
+    results, and bounds of the error that float32 may have: they come from runs in float32 and with slightly changed
+    weights."""
     double = _run(request, layout, steps, torch.float64)
     others = [
         _run(request, layout, steps, torch.float32),
@@ -57,9 +59,15 @@ def reference(request: Request, layout: StepLayout, steps: int) -> Recorded:
     positions = {name: int(graph.values[value].path) for value, name in layout.step.inputs.items()}
     inputs = {name: _array(request.call.tensors[position]) for name, position in positions.items()}
     return Recorded(
-        inputs, ROLL, double.losses.tolist(), np.maximum.accumulate(loss_bounds).tolist(), double.output,
-        _bound(double.output, [other.output for other in others]), weights, np.concatenate(bounds),
-    )  # fmt: skip
+        inputs=inputs,
+        roll=ROLL,
+        losses=double.losses.tolist(),
+        loss_bounds=np.maximum.accumulate(loss_bounds).tolist(),
+        output=double.output,
+        output_bound=_bound(double.output, [other.output for other in others]),
+        weights=weights,
+        weight_bounds=np.concatenate(bounds),
+    )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -123,6 +131,7 @@ class _DeviceRandom:
         return torch.tensor([number >= limit for number in self._numbers(count)], dtype=torch.bool)
 
     def _numbers(self, count: int) -> Iterator[int]:
+        """Yield the generator's next numbers, and keep its state for the next call."""
         x = self.state
         for _ in range(count):
             x ^= x << 13 & 0xFFFFFFFF

@@ -62,7 +62,7 @@ def is_absolute(path: str) -> bool:
     return path.startswith("/") or _DRIVE.match(path) is not None
 
 
-def of_findings(target: str, findings: Sequence[Finding], failing: Sequence[str]) -> list[Annotation]:
+def annotations_of_findings(target: str, findings: Sequence[Finding], failing: Sequence[str]) -> list[Annotation]:
     """Return an annotation for each finding; those whose severity is in ``failing`` are errors."""
     annotations = []
     for finding in findings:
@@ -74,7 +74,7 @@ def of_findings(target: str, findings: Sequence[Finding], failing: Sequence[str]
     return annotations
 
 
-def of_outcome(outcome: Outcome) -> list[Annotation]:
+def annotations_of_outcome(outcome: Outcome) -> list[Annotation]:
     """Return an error for a step that grew and a warning for each located change that adds bytes; [] if none grew."""
     if not outcome.grew:
         return []

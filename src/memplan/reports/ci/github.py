@@ -20,6 +20,7 @@ def dumps(annotations: Sequence[Annotation]) -> str:
 
 
 def _line(annotation: Annotation) -> str:
+    """Return the workflow command for an annotation."""
     properties = {"title": f"memplan {annotation.rule}"}
     if annotation.place is not None:
         properties = {"file": annotation.place[0], "line": str(annotation.place[1])} | properties

@@ -28,6 +28,7 @@ def dumps(annotations: Sequence[Annotation]) -> str:
 
 
 def _result(annotation: Annotation, index: int) -> dict[str, Any]:
+    """Return an annotation as a SARIF result, with its source line and its layer where they are known."""
     result = {
         "ruleId": annotation.rule,
         "ruleIndex": index,

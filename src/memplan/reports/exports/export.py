@@ -33,6 +33,7 @@ def report(exported: Exported) -> Document:
 
 
 def _facts(exported: Exported) -> dict[str, str]:
+    """Return the figures of an export by label."""
     renamed = exported.name != exported.given_name.lower()
     return {
         **({"name": f"{exported.name}, for {exported.given_name}"} if renamed else {}),

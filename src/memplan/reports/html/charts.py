@@ -83,6 +83,7 @@ def over_time(courses: list[tuple[str, Course]], capacity: int | None = None, bu
 
 
 def _layers(explanation: Explanation) -> Chart:
+    """Chart the layers as a tree, by the bytes that they save and by those that they hold at the peak."""
     at_peak: dict[str, int] = {}
     for owner in explanation.holders:
         at_peak[owner.layer] = at_peak.get(owner.layer, 0) + owner.bytes
@@ -134,7 +135,7 @@ def _segment_data(segment: PeakSegment, alive: tuple[Alive, ...], merge_below: i
 
     Adjacent blocks of a category of at most ``merge_below`` bytes are merged.
     """
-    blocks: list[list[Any]] = []
+    blocks: list[list[Any]] = []  # with a fifth entry: the number of small blocks merged into it
     for block in segment.blocks:
         cause = "" if block.state == "inactive" else block.cause
         small = block.size <= merge_below
@@ -150,6 +151,7 @@ def _segment_data(segment: PeakSegment, alive: tuple[Alive, ...], merge_below: i
 
 
 def _block_text(block: PeakBlock, alive: tuple[Alive, ...]) -> str:
+    """Return what a block contains: "free", or the storage that is in it, with its layer."""
     if block.state == "inactive":
         return "free"
     if block.alive < 0:
@@ -238,10 +240,10 @@ def of_comparison(comparison: Comparison) -> Chart:
     """Chart the peaks of two steps side by side."""
     rows = [row for row in comparison.by_cause if row.cause in LOOKS and row.a >= 0 <= row.b]
     names = [comparison.a.title, comparison.b.title]
-    return beside("Peaks side by side, by cause", names, {row.cause: [row.a, row.b] for row in rows})
+    return bars_side_by_side("Peaks side by side, by cause", names, {row.cause: [row.a, row.b] for row in rows})
 
 
-def beside(
+def bars_side_by_side(
     label: str, names: Sequence[str], causes: Mapping[str, Sequence[int]], capacities: Sequence[int | None] = ()
 ) -> Chart:
     """Chart bars of bytes by category, one for each name, with its capacity if there is one."""

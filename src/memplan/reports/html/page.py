@@ -17,7 +17,7 @@ from memplan._version import __version__
 from memplan.errors import UsageError
 from memplan.explanation.model import LABELS
 from memplan.reports.document import Part, Table, name_field, number_field, table_of
-from memplan.reports.html.charts import Chart, beside
+from memplan.reports.html.charts import Chart, bars_side_by_side
 from memplan.reports.html.page_parts import Result
 from memplan.reports.html.palette import LOOKS, THEMES, looks
 
@@ -72,7 +72,7 @@ def page_of(results: Sequence[Result]) -> str:
         data=_json_in_script({"charts": charts, "looks": looks()}) if charts else "",
         kind_of=_kind,
         rows_of=_rows,
-        listed=_listed,
+        listed=_sortable_rows,
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def _comparison(results: Sequence[Result], names: Sequence[str]) -> tuple[str, C
     sizes = {name: result.causes or {} for name, result in compared}
     peaks = {name: result.peak or sum(sizes[name].values()) for name, result in compared}
     causes = [cause for cause in LOOKS if any(column.get(cause) for column in sizes.values())]
-    chart = beside(
+    chart = bars_side_by_side(
         "Peaks side by side, by cause",
         list(sizes),
         {cause: [column.get(cause, 0) for column in sizes.values()] for cause in causes},
@@ -125,29 +125,25 @@ class _Cell:
 
 
 def _rows(table: Table) -> list[list[_Cell]]:
-    """Return the rows of a table, totals included."""
-    columns = [
-        zip(
-            column.cells,
-            [*column.numbers, *[None] * (len(column.cells) - len(column.numbers))],
-            [*column.bars, *[None] * (len(column.cells) - len(column.bars))],
-            strict=True,
-        )
-        for column in table.columns
-    ]
-    rows = [
-        [
-            _Cell(text, number, bar, column.layers)
-            for column, (text, number, bar) in zip(table.columns, row, strict=True)
+    """Return a table's cells row by row, as the template draws them; totals have no number to sort by and no bar."""
+    rows: list[list[_Cell]] = []
+    for index in range(len(table.columns[0].cells)):
+        cells = [
+            _Cell(
+                text=column.cells[index],
+                number=column.numbers[index] if index < len(column.numbers) else None,
+                bar=column.bars[index] if index < len(column.bars) else None,
+                layer=column.layers,
+            )
+            for column in table.columns
         ]
-        for row in zip(*columns, strict=True)
-    ]
-    for row, text in zip(rows, table.below, strict=False):
-        row[0] = replace(row[0], below=text)
+        if index < len(table.below):
+            cells[0] = replace(cells[0], below=table.below[index])
+        rows.append(cells)
     return rows
 
 
-def _listed(table: Table) -> int:
+def _sortable_rows(table: Table) -> int:
     """Return the number of rows that can be sorted, which is without totals and the row for those not listed."""
     lengths = [len(column.numbers or column.bars) for column in table.columns if column.numbers or column.bars]
     end = len(table.columns[0].cells) if table.sums_from is None else table.sums_from
@@ -177,6 +173,7 @@ def _printable(value: Any) -> Any:
 
 @cache
 def _environment() -> Environment:
+    """Return the jinja2 environment of the templates, which escapes HTML and unprintable characters."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

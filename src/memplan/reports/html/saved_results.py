@@ -107,7 +107,7 @@ def _explanation(plain: Any, source: str) -> Result:
     if measured is not None:
         peaks = _json.from_plain(tuple[Peak, ...], measured.plain["peaks"], "it.beside.peaks")
         beside = Beside(peaks, Comparison.from_dict(measured.part("comparison").plain, source))
-        result = replace(result, document=result.document + compare.beside_report(beside, _LAYERS))
+        result = replace(result, document=result.document + compare.measured_report(beside, _LAYERS))
     if script is not None:
         result = replace(result, title=f"{script.get('command', str)}: {result.title.partition(': ')[2]}")
     return result
@@ -119,6 +119,7 @@ def _trace(plain: Any, source: str) -> Result:
 
 
 def _plan(plain: Any, source: str) -> Result:
+    """Return the page content of a plan, with the program of the planned step."""
     plan = Plan.from_dict(plain, source)
     text = plans.report(plan, 0) + _program(plan)
     mood: Mood = "good" if plan.peak <= plan.budget else "bad"
@@ -138,6 +139,7 @@ def _peaks(plan: Plan | None) -> dict[str, Any]:
 
 
 def _proof(plain: Any, source: str) -> Result:
+    """Return the page content of a proof, with the errors by layer."""
     proof = Proof.from_dict(plain, source)
     text = document("Proof", str(proof).splitlines())
     if proof.layers:
@@ -152,6 +154,7 @@ def _proof(plain: Any, source: str) -> Result:
 
 
 def _fit(data: Fields) -> Result:
+    """Return the page content of `memplan fit`, whose file has no class of its own: its parts are read one by one."""
     plan, proof = _saved_plan(data), _saved_proof(data)
     drawn, frontier, saved = [], None, data.inner("frontier")
     if saved is not None:
@@ -177,6 +180,8 @@ def _fit(data: Fields) -> Result:
 
 
 def _script_fit(data: Fields) -> Result:
+    """Return the page content of `memplan fit` for a script; the file has the sum of all that the smallest budget
+    covers."""
     plan, least, lines = _saved_plan(data), data.maybe("smallest_budget", int), data.inner("lines")
     beside, surplus = data.get("beside", int), data.get("surplus", int)
     shortfall = None if least is None else BudgetError("", smallest_budget=max(0, least - surplus - beside))
@@ -189,6 +194,7 @@ def _script_fit(data: Fields) -> Result:
 
 
 def _of_fit(kind: str, title: str, text: Document, plan: Plan | None, drawn: tuple[charts.Chart, ...]) -> Result:
+    """Return the page content of a report about a fit, whose heading is the verdict."""
     mood: Mood = "good" if text.title is not None and text.title.style == "good" else "bad"
     verdict = text.heading
     text = text if plan is None else text + _program(plan)
@@ -210,6 +216,7 @@ def _saved_proof(data: Fields) -> Proof | None:
 
 
 def _sweep(plain: Any, source: str) -> Result:
+    """Return the page content of a sweep, with the span of its peaks as the verdict."""
     result = Sweep.from_dict(plain, source)
     text = sweep.report(result, 0)
     peaks = [row["peak"] for row in result.rows if row["status"] == "ok"]
@@ -218,6 +225,7 @@ def _sweep(plain: Any, source: str) -> Result:
 
 
 def _compare(plain: Any, source: str) -> Result:
+    """Return the page content of a comparison of two steps."""
     comparison = Comparison.from_dict(plain, source)
     a, b = comparison.a, comparison.b
     verdict = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {change_text(a.peak, b.peak)}."
@@ -232,6 +240,7 @@ def _read(kind: Any, plain: Mapping[str, Any], place: str) -> Any:
 
 
 def _guard(plain: Any, source: str) -> Result:
+    """Return the page content of a step compared with its baseline."""
     outcome = Outcome.from_dict(plain, source)
     text = guard.report(outcome, 0)
     before, now = outcome.before.peak, outcome.now.peak
@@ -247,6 +256,7 @@ def _quantized(plain: Any, source: str) -> Result:
 
 
 def _findings(plain: Any, source: str) -> Result:
+    """Return the page content of findings, those that cost most first."""
     saved = Findings.from_dict(plain, source)
     target, findings = saved.target, saved.findings
     text = check.report(target, sorted(findings, key=lambda finding: -finding.bytes), 0)
@@ -256,6 +266,7 @@ def _findings(plain: Any, source: str) -> Result:
 
 
 def _devices(data: Fields) -> Result:
+    """Return the page content of a list of GPUs, with the sources of each figure."""
     cards = [_device(row) for row in data.rows("devices")]
     sources = Section(
         tuple(f"{card.name}: {source}" for card in cards for source in card.sources), "Where each figure is from"
@@ -265,6 +276,7 @@ def _devices(data: Fields) -> Result:
 
 
 def _device(row: Fields) -> Device:
+    """Return a GPU from its saved figures, without those that the class computes itself."""
     context, flops = row.part("context").sizes_of(("low", "high")), row.sizes("flops")
     computed = ("usable", "context", "flops")
     kept = {key: value for key, value in row.plain.items() if key not in computed}
@@ -272,6 +284,7 @@ def _device(row: Fields) -> Device:
 
 
 def _cache(data: Fields) -> Result:
+    """Return the page content of the list of cached files."""
     entries = [
         Kept(Path(row.get("path", str)), row.get("what", str), row.get("number", int), row.get("bytes", int))
         for row in data.rows("kept")
@@ -281,6 +294,7 @@ def _cache(data: Fields) -> Result:
 
 
 def _largest(data: Fields) -> Result:
+    """Return the page content of `memplan largest`: all values tried, without and with a plan."""
     axis, value, limit = data.get("axis", str), data.get("value", int), data.get("limit", int)
     room = f"{format_bytes(limit)} ({data.get('device', str)})"
     verdict = f"The largest {axis} in {room} is {value}." if value else f"No {axis} fits {room}."
@@ -295,12 +309,13 @@ def _largest(data: Fields) -> Result:
 
 
 def _trial_charts(data: Fields, axis: str) -> list[charts.Chart]:
+    """Return the chart of the recorded values: their peaks by category, beside the limit."""
     rows = [row for row in _tried(data) if row.maybe("peak", int) is not None]
     parts = [row.sizes_of((*KNOWN, "rounding")) | {"workspace": row.get("workspace_low", int)} for row in rows]
     causes = {cause: [sizes[cause] for sizes in parts] for cause in LOOKS if any(sizes.get(cause) for sizes in parts)}
     names = [f"{axis} {row.get('value', int)}" for row in rows]
     limits = [data.maybe("limit", int)] * len(rows)
-    return [charts.beside(f"Peak by cause at each {axis}", names, causes, limits)] if rows else []
+    return [charts.bars_side_by_side(f"Peak by cause at each {axis}", names, causes, limits)] if rows else []
 
 
 def _tried(data: Fields) -> list[Fields]:
@@ -348,6 +363,7 @@ def _text_field(header: str, key: str) -> Field:
 
 
 def _replay(data: Fields) -> Result:
+    """Return the page content of a replayed snapshot: peaks under each setting, segments, why memory ran out."""
     recorded = data.inner("recorded")
     cases = [row for row in (recorded, *data.rows("cases")) if row is not None]
     mismatches, fits = len(data.rows("mismatches")), data.get("fits", bool)
@@ -380,6 +396,7 @@ def _replay(data: Fields) -> Result:
 
 
 def _out_of_memory(data: Fields) -> Section:
+    """Return why a replay ran out of memory, and what held it then; an empty section if it did not."""
     why = data.inner("out_of_memory")
     if why is None:
         return Section(())
@@ -407,6 +424,7 @@ def _out_of_memory(data: Fields) -> Section:
 
 
 def _post_mortem(data: Fields) -> Result:
+    """Return the page content of a training run that ended out of memory."""
     by_cause = {} if data.inner("by_cause") is None else data.sizes("by_cause")
     peak = data.maybe("peak", int)
     facts = [f"Step {data.get('step', int)} on {data.get('device', str)}."]
@@ -426,6 +444,7 @@ def _sizes_table(title: str, sizes: Mapping[str, int]) -> Table:
 
 
 def _watch(data: Fields) -> Result:
+    """Return the page content of a watched run: its leaks and its steps."""
     rows, leaks = data.rows("rows"), data.rows("leaks")
     measured = [peak for row in rows if (peak := row.maybe("peak", int)) is not None]
     predicted = data.maybe("predicted", int)
@@ -452,6 +471,8 @@ def _watch(data: Fields) -> Result:
 
 
 def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
+    """Return a reader that checks format and schema version, and leaves the reading of the fields to ``show``."""
+
     def read(plain: Any, source: str) -> Result:
         try:
             _json.check_format({"schema": schema, **plain}, plain["format"], schema)

@@ -185,7 +185,7 @@ def _with_environment_notes(trace: Trace, torch: CudaTorch) -> Trace:
     notes, settings = trace.notes, allocator_settings()
     if settings is not None:
         notes += (f"the allocator ran with {settings}: simulate takes it as settings",)
-    if not torch.seen:
+    if not torch.is_tested:
         seen = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
         notes += (f"torch {torch.version} is none of the releases that dry runs were compared in ({seen})",)
     return dataclasses.replace(trace, notes=notes)

@@ -25,7 +25,7 @@ from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan._interrupts import deferred, outside_of
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
-from memplan.devices import Device, find, of_properties
+from memplan.devices import Device, device_of_properties, find
 from memplan.errors import DataDependentError, MemplanError, StepError, UsageError
 from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
@@ -113,7 +113,7 @@ def own_card(place: torch.device | None = None) -> Device | None:
         return None
     number = torch.cuda.current_device() if place is None or place.index is None else place.index
     gpu = torch.cuda.get_device_properties(number)
-    return of_properties(gpu.name, gpu.total_memory, gpu.major, gpu.minor, gpu.multi_processor_count)
+    return device_of_properties(gpu.name, gpu.total_memory, gpu.major, gpu.minor, gpu.multi_processor_count)
 
 
 def check_steps(steps: int) -> None:
