@@ -324,7 +324,7 @@ def test_a_large_step_is_scaled_from_one_run_at_twice_the_batch(monkeypatch: pyt
 def test_the_headline_of_a_converted_model_is_its_step_and_building_beside_it() -> None:
     def build() -> Any:
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).to(torch.bfloat16)
-        for layer in model[:-1]:
+        for layer in list(model)[:-1]:
             layer.requires_grad_(False)
         x = torch.randn(4, 256, dtype=torch.bfloat16)
         return lambda: model(x).sum().backward()

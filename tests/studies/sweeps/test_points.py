@@ -12,7 +12,7 @@ from memplan.errors import InputError, StepError
 from memplan.simulation.simulate import simulate
 from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
-from memplan.studies.sweeps.points import PARTS, of_steps, record_point
+from memplan.studies.sweeps.points import PARTS, without_build_temporaries, record_point
 from memplan.trace.recording.session import choose_target
 from memplan.trace.records import ExpectedSize, Storage
 from memplan.trace.step import StepOptions
@@ -81,6 +81,6 @@ def test_expected_workspaces_of_what_is_emptied_have_no_band() -> None:
         origin="recorded", device="a100-80gb", torch="2.13", ops=(), storages=storages, layers=(), steps=(3,), end=6,
         expected=(ExpectedSize(0, 512, 1 << 20), ExpectedSize(1, 1024, 4096)),
     )  # fmt: skip
-    steps = of_steps(trace)
+    steps = without_build_temporaries(trace)
     assert steps.expected == (ExpectedSize(1, 1024, 4096),)
     assert simulate(steps, workspace="high").peak_allocated == 4096
