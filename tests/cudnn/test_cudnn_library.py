@@ -60,7 +60,8 @@ def test_what_is_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def default() -> Cudnn:
     """What stands for the cuDNN of the CUDA build of this torch: a version that is not installed."""
-    return Cudnn(None, VERSION_OF_TORCH[tuple(int(part) for part in torch.__version__.split(".")[:2])], is_default=True)
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return Cudnn(None, VERSION_OF_TORCH[major, minor], is_default=True)
 
 
 @pytest.mark.parametrize(("version", "title"), [("2.13.0+cpu", "9.20.0"), ("2.15.1", "9.26.0"), ("2.99.0", "9.26.0")])
