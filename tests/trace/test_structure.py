@@ -6,12 +6,13 @@ import collections
 import dataclasses
 import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import BatchEncoding, DynamicCache
 
 from memplan.trace.structure import take_apart
@@ -108,3 +109,9 @@ def test_what_libraries_put_tensors_in() -> None:
     assert made.layers[0].keys.mean() == 2
     assert cache.layers[0].keys.mean() == 1
     assert encoding["ids"].tolist() == [2, 2, 2]
+
+
+def test_symbolic_sizes_are_not_searched() -> None:
+    size = cast(Any, ShapeEnv()).create_unbacked_symint()
+    size.node.seen = torch.ones(2)
+    assert take_apart([size])[0] == ()

@@ -13,8 +13,9 @@ from torch import nn
 
 from memplan import _torch
 
-_LEAVES = (str, bytes, int, float, complex, type, torch.Tensor, nn.Module, torch.Generator)
-"""Types that are not searched for tensors."""
+_LEAVES = (str, bytes, int, float, complex, type, torch.Tensor, nn.Module, torch.Generator,
+           torch.SymInt, torch.SymFloat, torch.SymBool)  # fmt: skip
+"""Types that are not searched for tensors. Symbolic sizes hold all of their shape environment."""
 
 
 class _Slot:
