@@ -23,7 +23,7 @@ def test_sizes_are_as_requested_and_calls_are_the_profilers() -> None:
     found = events_of([event("segment_alloc", 512, 2048), event("alloc", 512, 700), *freed(512, 700)],
                       _torch.Profile(seen, [], {}))  # fmt: skip
     assert [(one.bytes, one.call, one.time) for one in found.profile.events] == [(700, 3, 10), (-700, 4, 20)]
-    assert (found.pools, found.waited, found.calls) == ((0,), frozenset(), ())
+    assert (found.pools, found.awaited_frees, found.calls) == ((0,), frozenset(), ())
 
 
 def test_what_another_thread_allocates_is_outside_of_all_calls() -> None:
@@ -50,7 +50,7 @@ def test_a_release_that_waits_for_a_stream_ends_when_it_is_completed() -> None:
     first = [event("alloc", 512, 8), event("free_requested", 512, 8)]
     rows = [*first, event("alloc", 4096, 16), event("free_completed", 512, 8)]
     found = events_of(rows, _torch.Profile([], [], {}))
-    assert (found.calls, found.waited) == (((3, "synchronize"),), frozenset({0}))
+    assert (found.calls, found.awaited_frees) == (((3, "synchronize"),), frozenset({0}))
     moved = on_card(parts((1, 2), (3, None)), found)
     assert [bool(one.used_on) for one in moved.parts.storages] == [True, False]
     assert moved.calls == (Call(4, "synchronize"),)

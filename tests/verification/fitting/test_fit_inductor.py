@@ -85,7 +85,7 @@ def test_compiled_as_eager_is_torch_compile_in_its_own_layouts() -> None:
     theirs = ran(torch.compile(lambda x: model(x)), model, x)
     ours = ran(_torch.compiled_as_eager(lambda x: model(x)), model, x)
     assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True))
-    with inductor._settings():
+    with inductor._inductor_settings():
         plain = ran(torch.compile(lambda x: 1 * model(x)), model, x)
     assert not all(torch.equal(one, other) for one, other in zip(theirs, plain, strict=True))
 
