@@ -143,7 +143,10 @@ def rows_of(name: str, build: Callable[[], Any], card: str, libraries: list[Cudn
     rows = list[Row]()
     for library in libraries:
         answered = simulate(with_workspaces(trace, queries, library, find(card)))
-        with patch.object(asking, "shipped", lambda *_, **__: {}), patch.object(asking, "measured", lambda *_, **__: {}):
+        with (
+            patch.object(asking, "shipped", lambda *_, **__: {}),
+            patch.object(asking, "measured", lambda *_, **__: {}),
+        ):
             expected = with_workspaces(trace, queries, Cudnn(None, library.version), find(card))
         cases: Mapping[str, int] = {
             case: simulate(expected, workspace=case).peak_allocated for case in ("expected", "low", "high")

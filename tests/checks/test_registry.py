@@ -53,12 +53,12 @@ ON_A_CARD: dict[str, set[str]] = {
     "groupnorm_net": {"kept-for-nothing"},
     "instancenorm_net": ON_THE_CPU["instancenorm_net"],
     "zero_grad_after_step": {"idle-state"},
-    # 3D convolutions whose workspace may be larger than all that the step holds: a note, with the interval
-    "unet3d": {"workspace-surprise"},
-    "basic_unet3d": {"kept-for-nothing", "workspace-surprise"},
-    "unetr": {"workspace-surprise"},
-    "segresnet": {"border-erosion", "workspace-surprise"},
-    "dynunet": {"border-erosion", "workspace-surprise"},
+    # a real card took workspaces for these 3D convolutions, none of which is a surprise
+    "unet3d": set(),
+    "basic_unet3d": {"kept-for-nothing"},
+    "unetr": set(),
+    "segresnet": {"border-erosion"},
+    "dynunet": {"border-erosion"},
 }
 QUIET = [
     "conv_vae", "gpt2_inference", "optimizer_sgd", "optimizer_sgd_foreach", "optimizer_adam",

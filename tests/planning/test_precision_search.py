@@ -309,7 +309,7 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
     monkeypatch.setattr(precision_search, "step_seconds", lambda _: 1.0)
     monkeypatch.setattr(precision_search._PrecisionSearch, "without_slower_blocks", lambda _: None)
     monkeypatch.setattr(precision_search, "base_level", lambda *_: 20)  # bytes that are there all the time
-    monkeypatch.setattr(precision_search, "_saves", lambda *_: saves)
+    monkeypatch.setattr(precision_search, "_saves_in_fewer_bits", lambda *_: saves)
 
     def asked(budget: int, engine: Engine) -> set[str]:
         looked.clear()

@@ -79,7 +79,7 @@ def values(questions: Iterable[Question], formulas: list[str]) -> Any:
     table = []
     for question in questions:
         operands = model._Operands(question)  # noqa: SLF001: the tool and the model are one
-        table.append([operands._term(term) for term in terms])  # noqa: SLF001
+        table.append([operands._term(term) for term in terms])
     by_term = dict(zip(terms, np.array(table, dtype=np.float64).T, strict=True))
     nothing = np.zeros(len(table))
     return np.stack([sum((by_term[t] for t in f.split("+") if t != "0"), nothing) for f in formulas], axis=1)
@@ -113,7 +113,7 @@ def fit(answered: Answered, seed: int = 0) -> tuple[dict[str, Any], dict[str, An
     sizes = values(answered.questions, formulas)
     near = explains(sizes, answered.workspaces)
     chosen = covering(near[~answered.held_out], FORMULAS)
-    operands = np.array([model._Operands(question).bytes for question in answered.questions])  # noqa: SLF001
+    operands = np.array([model._Operands(question).bytes for question in answered.questions])
     share = np.maximum(answered.workspaces, NOTHING) / operands
     rest = ~near[:, chosen].any(1)
     edges = np.quantile(share[rest & ~answered.held_out], np.linspace(0, 1, SHARES + 1))
@@ -180,7 +180,7 @@ def accuracy(arrays: dict[str, Any], answered: Answered) -> dict[str, Any]:
     rows = network.probabilities(np.array([model.features(question) for question in questions]))
     right, with_tensors, inside, widths = list[bool](), list[float](), list[bool](), list[float]()
     for question, row, took in zip(questions, rows, answered.workspaces[numbers], strict=True):
-        expected = model._expected(question, network.formulas, row)  # noqa: SLF001
+        expected = model._expected(question, network.formulas, row)
         tensors = sum(prod(sizes) for sizes in (question.x, question.w, question.y)) * (
             {"float32": 4, "float64": 8}.get(question.dtype, 2)
         )

@@ -44,7 +44,7 @@ def main() -> None:
     print(f"{options.card}: {answered} of {len(questions)} answered in {time.time() - start:.0f} s", flush=True)
 
 
-def _batches(questions: list, size: int):  # noqa: ANN202
+def _batches(questions: list, size: int):
     return (questions[start : start + size] for start in range(0, len(questions), size))
 
 

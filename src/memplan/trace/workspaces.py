@@ -22,6 +22,8 @@ _DESCRIBED = "for a described card; a real one can choose others, mostly for wei
 """Source: benchmarks/results/cudnn.md."""
 BAND = 0.95
 """Probability with which the peak lies in the band of `ExpectedSize`."""
+_FORMULA, _NOTHING = 0.01, 64 << 10
+"""What the formulas leave out: this share of a workspace, and workspaces up to these bytes, which count as none."""
 
 
 def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
@@ -118,8 +120,8 @@ def _band(
     return tuple(
         ExpectedSize(
             storage,
-            min(distinct[question].at(lowest), trace.storages[storage].bytes),
-            max(distinct[question].at(highest), trace.storages[storage].bytes),
+            int(min(distinct[question].at(lowest), trace.storages[storage].bytes) * (1 - _FORMULA)),
+            int(max(distinct[question].at(highest), trace.storages[storage].bytes) * (1 + _FORMULA)) + _NOTHING,
         )
         for storage, question in sorted(predicted.items())
     )

@@ -133,14 +133,14 @@ def test_no_budget_is_said_to_be_smaller_than_what_the_script_takes_anyway(tmp_p
 def test_on_a_card_context_and_reserved_blocks_are_kept_free(tmp_path: Path) -> None:
     """What the card has beyond tensors is in the script's sum; `memplan.fit` there counts it by itself."""
     text = TRAIN.replace("net()\nopt", "net().cuda()\nopt").replace("2048, 128)", '65536, 128, device="cuda")')
-    found = fitting(tmp_path, text, "1300MiB", "rtx4090")
+    found = fitting(tmp_path, text, "1100MiB", "rtx4090")
     card = find("rtx4090")
     assert found.plan is not None
     assert found.lines is not None
-    assert found.surplus >= card.capacity - card.usable("high")
+    assert found.surplus >= card.context[0]
     assert found.planned is not None
-    assert found.planned <= 1300 * MIB < found.recorded
-    assert f"    budget={1300 * MIB - found.beside:_}," in found.lines.text
+    assert found.planned <= 1100 * MIB < found.recorded
+    assert f"    budget={1100 * MIB - found.beside:_}," in found.lines.text
 
 
 MASKED = """

@@ -12,7 +12,7 @@ from memplan.errors import InputError, StepError
 from memplan.simulation.simulate import simulate
 from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
-from memplan.studies.sweeps.points import PARTS, without_build_temporaries, record_point
+from memplan.studies.sweeps.points import PARTS, record_point, without_build_temporaries
 from memplan.trace.recording.session import choose_target
 from memplan.trace.records import ExpectedSize, Storage
 from memplan.trace.step import StepOptions

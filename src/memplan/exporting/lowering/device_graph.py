@@ -123,7 +123,7 @@ class Lowering(Rebuild):
         fields: dict[str, Any] = {
             "target": target, "args": tuple(args), "kwargs": {}, "outputs": tuple(makes), "makes": owned,
             "multiple": len(makes) > 1, "discarded": 0, "scratch": 0, "scratch_into": None, "overwrites": (),
-            "gradient_of": None, "again": None, "random": False, "holds": (),
+            "gradient_of": None, "cheaper_recompute": None, "random": False, "holds": (),
         }  # fmt: skip
         self.add(op, **{**fields, **changes})
 

@@ -55,9 +55,8 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
     room = request.room
     assert room is not None, "a budget was given"
     title = request.command.name
-    context = 0 if room.target.card is None else room.target.card.capacity - room.target.card.usable("high")
     timeline = simulate(trace)
-    recorded = timeline.peak_reserved + context
+    recorded = timeline.peak_reserved + room.context_of(trace)
     if room.holds(trace, AllocatorSettings()):
         return Fitting(title, room.limit, recorded)
     call = _plannable(script.call(trace), title)

@@ -384,7 +384,7 @@ def _variable_names(graph: JointGraph) -> list[str]:
 
 def _copy_handle(host: str) -> str:
     """Return the variable of the handle of an asynchronous copy."""
-    return f"{host}_copy_handle"
+    return f"{host}_copy"
 
 
 def _op_expression(target: str, op: GraphOp | None) -> str:

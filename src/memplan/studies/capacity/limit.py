@@ -44,9 +44,16 @@ class Room:
         """Return the same as `fits` for a trace, about 100 times as fast: it is simulated, but not explained."""
         if self.target.card is None:
             return simulate(trace).peak_allocated <= self.limit
-        card = self.target.card
-        room = card.usable(self.case) if is_interval(trace) else card.capacity - context_of(trace, card)
+        room = self.target.card.capacity - self.context_of(trace)
         return on_card.fits(trace, room, settings, low=self.case == "low")
+
+    def context_of(self, trace: Trace) -> int:
+        """Return the bytes of the CUDA context that count for a step: the expected ones, or an end of the catalogue's
+        interval if the step's bytes are an interval, too; 0 on the CPU."""
+        card = self.target.card
+        if card is None:
+            return 0
+        return card.capacity - card.usable(self.case) if is_interval(trace) else context_of(trace, card)
 
     @property
     def for_plans(self) -> int:
