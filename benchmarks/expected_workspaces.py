@@ -11,6 +11,7 @@ stored answer. The accuracy on single convolutions is that of `fit.py`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -74,7 +75,7 @@ class Network(nn.Module):
 
     def __init__(self, ranks: int, widths: list[int], kernel: int, shaped_u: bool) -> None:
         super().__init__()
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(itertools.pairwise(widths))
         self.down = nn.ModuleList(Block(ranks, a, b, kernel, 1 if i == 0 else 2) for i, (a, b) in enumerate(pairs))
         up = list(reversed(pairs[1:])) if shaped_u else []
         self.up = nn.ModuleList(TRANSPOSED[ranks](b, a, 2, stride=2) for a, b in up)

@@ -25,7 +25,7 @@ from memplan.cudnn import expected_workspace as model
 from memplan.cudnn.questions import Question
 
 WIDTH = 160
-EPOCHS = 50
+EPOCHS = 40
 PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 """Numbers of partial sums of a split product among the formulas."""
 FORMULAS, SHARES = 96, 24
@@ -78,7 +78,7 @@ def values(questions: Iterable[Question], formulas: list[str]) -> Any:
     terms = sorted({term for formula in formulas for term in formula.split("+") if term != "0"})
     table = []
     for question in questions:
-        operands = model._Operands(question)  # noqa: SLF001: the tool and the model are one
+        operands = model._Operands(question)
         table.append([operands._term(term) for term in terms])
     by_term = dict(zip(terms, np.array(table, dtype=np.float64).T, strict=True))
     nothing = np.zeros(len(table))
@@ -118,8 +118,10 @@ def fit(answered: Answered, seed: int = 0) -> tuple[dict[str, Any], dict[str, An
     rest = ~near[:, chosen].any(1)
     edges = np.quantile(share[rest & ~answered.held_out], np.linspace(0, 1, SHARES + 1))
     which = np.clip(np.searchsorted(edges, share, side="right") - 1, 0, SHARES - 1)
-    medians = [float(np.median(share[rest & (which == number)])) for number in range(SHARES) if (rest & (which == number)).any()]  # fmt: skip
-    targets = np.concatenate([near[:, chosen], (rest[:, None]) & (which[:, None] == np.arange(len(medians)))], axis=1)
+    groups = (share[rest & (which == number)] for number in range(SHARES))
+    medians = [float(np.median(group)) for group in groups if len(group)]
+    by_share = rest[:, None] & (which[:, None] == np.arange(len(medians)))
+    targets = np.concatenate([near[:, chosen], by_share], axis=1)
     names = [*(formulas[number] for number in chosen), *(f"r{median:.5g}" for median in medians)]
 
     rows = np.array([model.features(question) for question in answered.questions])
@@ -197,7 +199,10 @@ def accuracy(arrays: dict[str, Any], answered: Answered) -> dict[str, Any]:
         "with tensors, 1 %": float((off <= 0.01).mean()), "with tensors, 5 %": float((off <= 0.05).mean()),
         "inside the band": float(np.mean(inside)), "median width": float(np.median(widths)),
         "by kind": {
-            str(kind): [int((kinds == kind).sum()), float(np.array(right)[kinds == kind].mean()), float((off[kinds == kind] <= 0.05).mean())]
+            str(kind): [
+                int((kinds == kind).sum()), float(np.array(right)[kinds == kind].mean()),
+                float((off[kinds == kind] <= 0.05).mean()),
+            ]
             for kind in np.unique(kinds)
         },
     }  # fmt: skip
@@ -212,6 +217,7 @@ def quantiles(expected: model.ExpectedWorkspace, share: float = 0.95) -> tuple[i
 
 
 def main() -> None:
+    """Read the command line, and fit a network for each file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("answers", nargs="+", help="such as 9.0/9.24=h100.jsonl")
     parser.add_argument("--out", type=Path, required=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 import time
 from dataclasses import astuple
 from pathlib import Path
@@ -23,6 +22,7 @@ from memplan.devices import find
 
 
 def main() -> None:
+    """Read the command line, and write the answers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("card")
     parser.add_argument("count", type=int)
@@ -35,17 +35,14 @@ def main() -> None:
     questions = list(itertools.islice(sample(options.seed), options.count))
     start, answered = time.time(), 0
     with options.out.open("w") as out:
-        for batch in itertools.batched(questions, 2000) if sys.version_info >= (3, 12) else _batches(questions, 2000):
+        for start_at in range(0, len(questions), 2000):
+            batch = questions[start_at : start_at + 2000]
             for question, plans in ask_worker(library, properties(find(options.card)), batch):
                 if isinstance(plans, str):
                     continue
                 answered += 1
                 out.write(json.dumps([astuple(question), [[p.engine, p.workspace] for p in stairs(plans)]]) + "\n")
     print(f"{options.card}: {answered} of {len(questions)} answered in {time.time() - start:.0f} s", flush=True)
-
-
-def _batches(questions: list, size: int):
-    return (questions[start : start + size] for start in range(0, len(questions), size))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Random convolutions as real networks ask for them, in one, two and three dimensions.
 
-Three in four are layers of common kinds of networks (residual, U-Net, patches, depthwise, transposed, causal 1D ...) at
-random widths, resolutions and batch sizes; one in four is a free combination of sizes, as a stranger's network may have them.
+Three in four are layers of common kinds of networks (residual, U-Net, patches, depthwise, transposed, causal 1D) at
+random widths, resolutions and batch sizes; one in four combines sizes freely, as a stranger's network may.
 """
 
 from __future__ import annotations
