@@ -40,7 +40,7 @@ from memplan.errors import BudgetError, MemplanError  # noqa: E402
 from memplan.planning.planner import Planner  # noqa: E402
 from memplan.planning.request import Request, request  # noqa: E402
 from memplan.planning.settings import Engine, PlanOptions  # noqa: E402
-from memplan.rewriting.compiled import compiled  # noqa: E402
+from memplan.rewriting.compiled import compile_parts  # noqa: E402
 from memplan.rewriting.install import install  # noqa: E402
 from memplan.trace.step import StepOptions  # noqa: E402
 from memplan.verification.fitting.plan_cache import Plans  # noqa: E402
@@ -121,7 +121,7 @@ def build(step: str, engine: Engine, share: float, out: str) -> Callable[[], Non
     request_ = asked(budget)
     planned = planner.planned(request_.call, request_.settings, budget, key=0)
     if planned.fused is not None:
-        compiled(planned.fused)
+        compile_parts(planned.fused)
     plans = Plans(request_.step, request_.settings, budget, lambda _: None)
     plans.expect(planned)
     install(request_.step, plans)

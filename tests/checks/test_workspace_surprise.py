@@ -96,7 +96,8 @@ def test_an_expected_workspace_is_not_called_planned(monkeypatch: pytest.MonkeyP
     assert peak == finding.details["low"] + (100 << 20), "the peak is beside one workspace"
     low, high = ends.allocated_band
     assert low <= peak < high
-    assert high == peak + (100 << 20), "several convolutions: at least one of them has 200 MiB in more than 2.5 %"
+    more = high - peak - (100 << 20)  # a formula may be off by 1 % and 64 KiB
+    assert 0 <= more <= (200 << 20) // 100 + (1 << 20), "at least one convolution has 200 MiB in more than 2.5 %"
     assert finding.message.startswith("cuDNN is expected to take 100.0 MiB of workspace for ")
     assert (
         f"the step's peak is about {format_bytes(peak)} (95 %: {format_bytes(low)} to {format_bytes(high)}), and"

@@ -58,7 +58,7 @@ def _remarks(result: Largest) -> Iterator[str]:
             f"{format_bytes(answer.bytes.aggregation)}, the volume {format_bytes(answer.bytes.causes['input'])}, the "
             f"model and its patches {format_bytes(model_bytes)}."
         )
-    if answer is not None and answer.bytes is not None and answer.bytes.needs_band is not None:
+    if result.likely is not None and answer is not None and answer.bytes is not None and answer.bytes.needs_band:
         yield _at_the_bands_end(result, answer.bytes.needs_band[1])
     if answer is not None and answer.need > result.room.limit:
         yield "Where that is more than the limit, the allocator gives cached segments back: it was recorded to fit."

@@ -133,10 +133,13 @@ class Largest(Written, Displayed):
 
     @property
     def likely(self) -> int | None:
-        """Return the largest value that fits in the upper end of its 95 % band, too; None where bytes have no band.
+        """Return the largest value that fits in the upper end of its 95 % band, too; None where bytes have no band, or
+        where the answer fits only as the allocator gives cached segments back.
 
         Between two recorded values the bytes of the band's upper end are interpolated by a line.
         """
+        if self.answer is None or self.answer.need > self.room.limit:
+            return None
         bands = {trial.value: trial.bytes.needs_band for trial in self.recorded if trial.bytes is not None}
         ends = sorted((value, band[1]) for value, band in bands.items() if band is not None and value <= self.value)
         if not ends or ends[-1][0] != self.value:

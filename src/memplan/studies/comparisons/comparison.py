@@ -169,7 +169,7 @@ class Comparison(Saved, Displayed):
     Example:
         >>> comparison = memplan.compare(model, model, images, device="h100", b_options={"autocast": "bf16"})
         >>> comparison.difference, [row.difference for row in comparison.by_cause if row.cause == "saved"]
-        (-723968, [-368640])
+        (-843776, [155776])
     """
 
     FORMAT: ClassVar[str] = "memplan.compare"

@@ -63,7 +63,7 @@ class Sweep(Saved, Displayed):
     Example:
         >>> sweep = memplan.sweep(model, {"batch": [8, 16]}, images, device="h100")
         >>> [row["peak"] for row in sweep.rows if row["status"] == "ok"]
-        [68023808, 68835328]
+        [68023808, 68955136]
     """
 
     FORMAT: ClassVar[str] = "memplan.sweep"
@@ -95,7 +95,7 @@ class Sweep(Saved, Displayed):
         Example:
             >>> sweep = memplan.sweep(model, {"batch": [8, 16]}, images, device="h100")
             >>> memplan.compare(sweep.point(batch=8), sweep.point(batch=16)).difference
-            811520
+            931328
         """
         points = [Point(self.title, self.device, {name: row[name] for name in self.axes}, row) for row in self.rows]
         unknown = sorted(set(values) - set(self.axes))
