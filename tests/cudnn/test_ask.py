@@ -122,11 +122,19 @@ def test_the_version_alone_gives_what_is_stored_of_it(monkeypatch: pytest.Monkey
 
 def test_a_version_that_nothing_is_stored_of_has_expected_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "ask_worker", None)
+    library = find_cudnn("9.25.1")
+    assert library is not None
+    found = ask(library, replace(CARD, name="another"), [FORWARD])
+    assert found.plans == found.measured == {}
+    assert list(found.expected) == [FORWARD]
+
+
+def test_versions_before_those_that_were_learned_from_keep_the_interval() -> None:
     library = find_cudnn("9.10.2")
     assert library is not None
     found = ask(library, CARD, [FORWARD])
-    assert found.plans == found.measured == {}
-    assert list(found.expected) == [FORWARD]
+    assert found.plans == found.expected == {}
+    assert found.notes[0].endswith("whose workspaces stay intervals: there is no model of its choice before 9.19")
 
 
 def test_a_compute_capability_without_a_model_is_said() -> None:

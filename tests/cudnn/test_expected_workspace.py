@@ -108,4 +108,6 @@ def test_a_capability_without_a_network_has_none() -> None:
 
 
 def test_versions_that_choose_alike_have_one_family() -> None:
-    assert [family_of(version) for version in (90800, 91900, 92000, 92400, 92600, 93000)] == ["9.19"] * 3 + ["9.24"] * 3
+    versions = (90800, 91900, 92000, 92400, 92600, 93000)
+    assert [family_of(version) for version in versions] == ["", "9.19", "9.19", "9.24", "9.24", "9.24"]
+    assert network_for((9, 0), 90800) is None

@@ -87,7 +87,9 @@ class Case:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_peak_leaves_the_band_in_no_more_than_five_per_cent(seed: int) -> None:
+def test_the_peak_leaves_the_band_in_no_more_than_five_per_cent(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspaces, "_FORMULA", 0.0)  # here each size is exactly one of the distribution
+    monkeypatch.setattr(workspaces, "_NOTHING", 0)
     case = Case(seed)
     band = workspaces._band(case.trace, case.predicted, case.expected)
     assert [size.storage for size in band] == list(case.predicted)

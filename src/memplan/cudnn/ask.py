@@ -10,7 +10,7 @@ from typing import Any
 from memplan.cudnn.answer_cache import AnswerCache
 from memplan.cudnn.cudnn_library import Cudnn
 from memplan.cudnn.described_card import properties
-from memplan.cudnn.expected_workspace import ExpectedWorkspace, expected_workspaces
+from memplan.cudnn.expected_workspace import ExpectedWorkspace, expected_workspaces, family_of
 from memplan.cudnn.questions import Plans, Question
 from memplan.cudnn.stored_answers import measured, shipped
 from memplan.cudnn.worker_process import WorkerError, ask_worker
@@ -72,7 +72,8 @@ def _with_expected(
     expected = expected_workspaces(card, library.version, missing)
     capability = ".".join(map(str, card.architecture))
     if missing and not expected and not reasons:
-        reasons[f"there is no model of its choice for compute capability {capability}"] = len(missing)
+        lacking = f"for compute capability {capability}" if family_of(library.version) else "before 9.19"
+        reasons[f"there is no model of its choice {lacking}"] = len(missing)
     consequence = "are expected by a model of its choice" if expected else "stay intervals"
     texts = (
         f"{library.title} did not answer for {count} of {len(questions)} convolutions, whose workspaces {consequence}: "
