@@ -67,7 +67,7 @@ def measured(name: str, engine: Any, budget: int) -> dict[str, Any]:
 
         return run
 
-    inductor.traced, inductor._written = timed(inductor.traced), timed(inductor._written)
+    inductor.traced, inductor._generate_code = timed(inductor.traced), timed(inductor._generate_code)
     begin, imported, needed = time.perf_counter(), needed, 0.0
     memplan.plan(step.model, *step.inputs, targets=step.targets, loss=step.loss, budget=budget, engine=engine)
     own = time.perf_counter() - begin - needed
