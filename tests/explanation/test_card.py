@@ -289,3 +289,12 @@ def test_nothing_is_named_where_all_fits_or_nothing_helps() -> None:
     none = card_of(memplan.explain(three_convolutions((LARGE,))))
     assert (none.smaller, none.verdict.answer) == ((), "does not fit")
     assert smaller_plans_sentence(none) == ""
+
+
+def test_a_saved_band_that_does_not_hold_the_expected_bytes_is_refused() -> None:
+    saved = explained().to_dict()
+    low, high = saved["card"]["verdict"]["band"]
+    assert low < saved["card"]["verdict"]["low"] < high
+    saved["card"]["verdict"]["band"] = [high, high]
+    with pytest.raises(memplan.MemplanError, match="outside of their band"):
+        memplan.Explanation.from_dict(saved)

@@ -182,7 +182,7 @@ def test_what_a_real_card_took_comes_before_cudnns_answer(recorded: Recorded, mo
     assert trace.measured == (forward.storage, weight.storage)
     assert trace.notes[-2:] == (
         f"cuDNN 9.19.0 chose the workspaces of 1 convolutions {DESCRIBED}",
-        "a real a100-80gb took the workspaces of 2 convolutions with cuDNN 9.19.0 and these count",
+        "a real a100-80gb took the workspaces of 2 convolutions with cuDNN 9.19.0, and these count",
     )
     assert Trace.from_json(trace.to_json()) == trace
     (note,) = [note for note in memplan.explain(trace).notes if "largest workspace" in note]

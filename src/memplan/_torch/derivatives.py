@@ -22,7 +22,7 @@ _MASK = 10
 
 
 def join(of: Traced, pairs: Mapping[int, int]) -> None:
-    """Join pairs of calls of convolution_backward, one for the weight's gradient and one for the input's, into one call
+    """Join pairs of calls of convolution_backward, for the weight's and for the input's gradient, into a single call
     at the place of the first. Pairs that were decomposed into other ops stay.
 
     Args:

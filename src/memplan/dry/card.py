@@ -40,5 +40,5 @@ def newest_binary(architecture: tuple[int, int], built: tuple[tuple[int, int], .
         >>> newest_binary((8, 9), ((8, 0), (8, 6), (9, 0)))
         86
     """
-    runnable = [one for one in built if one[0] == architecture[0] and one <= architecture]
+    runnable = [version for version in built if version[0] == architecture[0] and version <= architecture]
     return max((10 * major + minor for major, minor in runnable), default=0)

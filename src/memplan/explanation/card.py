@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from collections.abc import Callable
 from typing import Literal
 
 from memplan.cudnn.questions import Plans
@@ -41,14 +41,15 @@ def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | Non
         reserved = reserved_bounds(trace, parsed)
         least = max(reserved[0], timeline.peak_allocated)
         cases = (
-            Case(at_least(trace), timeline, least, parsed, _Context.LOW),
-            Case(trace, high, max(reserved[1], least), parsed, _Context.HIGH),
+            Case(at_least(trace), timeline, least, parsed, lambda other: other.context[0], low=True),
+            Case(trace, high, max(reserved[1], least), parsed, lambda other: other.context[1]),
         )
         band = None
     else:
-        expected = Case(trace, timeline, timeline.peak_reserved, parsed, _Context.EXPECTED)
+        context = lambda other: context_of(trace, other)  # noqa: E731
+        expected = Case(trace, timeline, timeline.peak_reserved, parsed, context)
         cases = (expected, expected)
-        band = _Band(expected, *(_band_case(trace, end, settings) for end in ("low", "high")))
+        band = _Band(expected, _band_case(trace, "low", settings), _band_case(trace, "high", settings))
     charges = _charges(cases[0].terms_on(card), cases[1].terms_on(card))
     others = [_verdict(cases, band, other) for other in catalogue() if other.name not in trace.other_kernels]
     smallest = next((verdict.device for verdict in others if verdict.answer == "fits"), None)
@@ -75,9 +76,12 @@ def is_interval(trace: Trace) -> bool:
 
 
 def _band_case(trace: Trace, end: Literal["low", "high"], settings: str | None) -> Case:
-    context = _Context.BAND_LOW if end == "low" else _Context.BAND_HIGH
     timeline = simulate(trace, settings=settings, workspace=end)
-    return Case(band_end(trace, end), timeline, timeline.peak_reserved, parse_settings(settings or ""), context)
+    factor = READINGS[end == "high"]
+    return Case(
+        band_end(trace, end), timeline, timeline.peak_reserved, parse_settings(settings or ""),
+        lambda card: round(context_of(trace, card) * factor),
+    )  # fmt: skip
 
 
 def _charges(low: dict[ChargeName, int], high: dict[ChargeName, int]) -> tuple[Charge, ...]:
@@ -95,42 +99,32 @@ def _charges(low: dict[ChargeName, int], high: dict[ChargeName, int]) -> tuple[C
     return tuple(Charge(name, low[name], raised[name]) for name in high)
 
 
-class _Context(Enum):
-    """Which bytes of the CUDA context a case assumes: an end of the catalogue's interval, or the expected ones."""
-
-    LOW = auto()
-    HIGH = auto()
-    EXPECTED = auto()
-    BAND_LOW = auto()
-    BAND_HIGH = auto()
-
-
 class Case:
     """A step with one assumption about its workspaces and the CUDA context."""
 
     def __init__(
-        self, trace: Trace, timeline: Timeline, reserved: int, settings: AllocatorSettings, context: _Context
+        self,
+        trace: Trace,
+        timeline: Timeline,
+        reserved: int,
+        settings: AllocatorSettings,
+        context_on: Callable[[Device], int],
+        *,
+        low: bool = False,
     ) -> None:
         self.timeline = timeline
         self.reserved = reserved
+        self.context_on = context_on
+        """Returns the bytes of the CUDA context on a card."""
         self._trace = trace
         self._settings = settings
-        self._context = context
+        self._low = low
 
     def terms_on(self, card: Device) -> dict[ChargeName, int]:
         """Return the terms of what the step takes from a card."""
         terms = _terms(self._trace, self.timeline, self.reserved)
         terms["context"] = self.context_on(card)
         return terms
-
-    def context_on(self, card: Device) -> int:
-        """Return the bytes of the CUDA context on a card."""
-        if self._context in (_Context.LOW, _Context.HIGH):
-            return card.context[self._context is _Context.HIGH]
-        expected = context_of(self._trace, card)
-        if self._context is _Context.EXPECTED:
-            return expected
-        return round(expected * READINGS[self._context is _Context.BAND_HIGH])
 
     def needs(self, card: Device) -> int:
         """Return the bytes that the step takes from a card, including the CUDA context."""
@@ -144,14 +138,14 @@ class Case:
         if self.timeline.peak_allocated > room and not self._trace.engines:
             return False
         # The allocator can release cached segments, and cuDNN can use smaller plans: that needs a simulation.
-        return fits(self._trace, room, self._settings, low=self._context is _Context.LOW)
+        return fits(self._trace, room, self._settings, low=self._low)
 
     def smaller_plans(self, card: Device) -> tuple[SmallerPlan, ...]:
         """Return the convolutions that run with a smaller plan than their first, so that the step fits on a card."""
         room = card.capacity - self.context_on(card)
         if self.reserved <= room or not self._trace.engines:
             return ()
-        sizes = room_for(self._trace, room, self._settings, low=self._context is _Context.LOW) or {}
+        sizes = room_for(self._trace, room, self._settings, low=self._low) or {}
         plans = {engine.storage: engine.plans for engine in self._trace.engines}
         return tuple(_smaller(self._trace, storage, plans[storage], size) for storage, size in sizes.items())
 

@@ -14,7 +14,7 @@ from memplan.cudnn.expected_workspace import ExpectedWorkspace
 from memplan.cudnn.questions import ExecutionPlan, Plans, Question, stairs
 from memplan.devices import Device
 from memplan.trace.live_bytes import live_bytes
-from memplan.trace.records import Engines, ExpectedSize
+from memplan.trace.records import Engines, ExpectedSize, Storage
 from memplan.trace.semantics.kinds import Asked
 from memplan.trace.trace import Trace
 
@@ -61,8 +61,8 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
         storages[storage] = dataclasses.replace(storages[storage], **change)
     name = library.title + (", which the CUDA build of this torch comes with," if library.is_default else "")
     notes = [f"{name} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
-    notes += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with {name} and these "
-             "count"] * (len(measured) > 0)  # fmt: skip
+    notes += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with "
+              f"{name.rstrip(',')}, and these count"] * (len(measured) > 0)  # fmt: skip
     if predicted:
         notes.append(
             f"the workspaces of {len(predicted)} convolutions are those that {name} is expected to choose; for its own "
@@ -93,12 +93,13 @@ def _band(
     the product of the convolutions' own probabilities. An end of the band takes the quantile of every workspace at
     which the peak is that of the end.
     """
-    others = _live_beside(trace, predicted)
-    peak_of_others = max((level for _, level in _levels(trace, predicted)), default=0)
+    counted = (storage for storage in trace.counted if storage.id not in predicted)
+    levels = list(live_bytes(counted, size=lambda storage: round_to_blocks(storage.bytes)))
+    peak_of_others = max((level for _, level in levels), default=0)
     distinct = {question: _Sizes(expected[question]) for question in predicted.values()}
     most_beside = dict[Question, int]()
     for storage, question in predicted.items():
-        most_beside[question] = max(most_beside.get(question, 0), others[storage])
+        most_beside[question] = max(most_beside.get(question, 0), _most_live(levels, trace.storages[storage]))
 
     def peak_at(quantile: float) -> int:
         moments = (most_beside[question] + sizes.blocks_at(quantile) for question, sizes in distinct.items())
@@ -147,20 +148,12 @@ class _Sizes:
         return self.sums[number - 1] if number else 0.0
 
 
-def _levels(trace: Trace, predicted: Mapping[int, Question]) -> list[tuple[int, int]]:
-    """Return (tick, live bytes in blocks after it) of the storages that count without the expected workspaces."""
-    counted = (storage for storage in trace.counted if storage.id not in predicted)
-    return list(live_bytes(counted, size=lambda storage: round_to_blocks(storage.bytes)))
+def _most_live(levels: list[tuple[int, int]], storage: Storage) -> int:
+    """Return the most bytes of ``levels``, (tick, bytes after it), at any tick of a storage's life."""
+    first = max(0, bisect_left(levels, storage.born, key=_tick_of) - 1)
+    last = len(levels) if storage.died is None else bisect_left(levels, storage.died, key=_tick_of)
+    return max((level for _, level in levels[first:last]), default=0)
 
 
-def _live_beside(trace: Trace, predicted: Mapping[int, Question]) -> dict[int, int]:
-    """Return the bytes that are live beside each expected workspace, most at any tick of its life."""
-    levels = _levels(trace, predicted)
-    ticks = [tick for tick, _ in levels]
-    beside = dict[int, int]()
-    for storage in predicted:
-        span = trace.storages[storage]
-        first = max(0, bisect_left(ticks, span.born) - 1)
-        last = len(ticks) if span.died is None else bisect_left(ticks, span.died)
-        beside[storage] = max((level for _, level in levels[first:last]), default=0)
-    return beside
+def _tick_of(level: tuple[int, int]) -> int:
+    return level[0]
