@@ -298,6 +298,19 @@ def without_checkpoints(
         yield
 
 
+def _generator(state_of: torch.Generator, method: Callable[[str], Any]) -> torch.Generator:
+    """Return a generator with a copy of a state, whose methods are ``method(name)``. An op that is given it, as MONAI's
+    `DataLoader` does, draws from the copy."""
+
+    class Replaced(torch.Generator):
+        def __getattribute__(self, name: str) -> Any:
+            return object.__getattribute__(self, name) if name.startswith("__") else method(name)
+
+    replaced = Replaced()
+    torch.Generator.set_state(replaced, state_of.get_state())
+    return replaced
+
+
 @contextlib.contextmanager
 def seeding_seen(seen: Callable[[], None]) -> Iterator[None]:
     """Call ``seen`` before this thread changes torch's default random state, by `torch.manual_seed`,
@@ -305,13 +318,12 @@ def seeding_seen(seen: Callable[[], None]) -> Iterator[None]:
     generator: Any = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
     here = threading.get_ident()
 
-    class ReportingGenerator:
-        def __getattr__(self, name: str) -> Any:
-            if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == here:
-                seen()
-            return getattr(generator, name)
+    def method(name: str) -> Any:
+        if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == here:
+            seen()
+        return getattr(generator, name)
 
-    with patched(torch.random, default_generator=ReportingGenerator()):
+    with patched(torch.random, default_generator=_generator(generator, method)):
         yield
 
 
@@ -322,12 +334,8 @@ def generator_replaced(ours: Callable[[], bool]) -> Iterator[None]:
     generator: Any = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
     own = torch.Generator()
     own.set_state(generator.get_state())
-
-    class GeneratorOfThread:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(own if ours() else generator, name)
-
-    with patched(torch.random, default_generator=GeneratorOfThread()):
+    method = lambda name: getattr(own if ours() else generator, name)  # noqa: E731
+    with patched(torch.random, default_generator=_generator(generator, method)):
         yield
 
 

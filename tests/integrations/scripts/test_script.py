@@ -339,3 +339,12 @@ def test_what_was_saved_takes_no_memory_and_takes_it_when_it_is_loaded(tmp_path:
     measured, _ = run(tmp_path, text, really=True)
     peaks = [memplan.simulate(trace).peak_allocated for trace in (recorded, measured)]
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
+
+
+def test_ops_may_be_given_the_default_generator(tmp_path: Path) -> None:
+    """MONAI's loader draws its seed so."""
+    text = """
+    drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.random.default_generator).item()
+    """
+    trace, facts = run(tmp_path, text + textwrap.dedent(LOOP).replace("\n", "\n    "))
+    assert facts.updates == 2 and len(trace.steps) == 2
