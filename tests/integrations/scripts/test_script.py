@@ -347,4 +347,4 @@ def test_ops_may_be_given_the_default_generator(tmp_path: Path) -> None:
     drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.random.default_generator).item()
     """
     trace, facts = run(tmp_path, text + textwrap.dedent(LOOP).replace("\n", "\n    "))
-    assert facts.updates == 2 and len(trace.steps) == 2
+    assert (facts.updates, len(trace.steps)) == (2, 2)
