@@ -60,6 +60,10 @@ def unprotected_option(command: Any) -> Any:
     "--device", metavar="NAME",
     help="cpu, or a card such as h100 (memplan devices lists them); with --measure, cuda for this machine's GPU.",
 )  # fmt: skip
+@click.option(
+    "--phases", is_flag=True,
+    help="Follow it through evaluation, checkpoints and further epochs, with short loaders; say the peak of each.",
+)  # fmt: skip
 @click.option("--steps", type=Whole(min=1), default=2, show_default=True, metavar="N", help="Updates to see.")
 @click.option(
     "--input", "inputs", multiple=True, metavar="SPEC", help="A tensor of the batch, instead of the loader's."
@@ -105,16 +109,20 @@ def command(
     from memplan.integrations.line_profiles.places import unused_options
     from memplan.reports.run import dumps, report
     from memplan.reports.terminal import show
+    from memplan.studies.runs.whole_run import whole_run
 
     check_contribute(values["contribute"], values["device"] if values["really"] else None)
     request = request_of(values)
     ran = run(request)
-    explanation = explain_trace(ran.trace, title=ran.command.name, settings=settings)
+    whole, trace = None, ran.trace
+    if request.phases:
+        whole, trace = whole_run(ran.trace, ran.facts, title=ran.command.name, settings=settings)
+    explanation = explain_trace(trace, title=ran.command.name, settings=settings)
     comparison = _compare_with_prediction(request, ran, settings) if ran.trace.counters else None
-    as_json = partial(dumps, str(ran.command), ran.facts, explanation, comparison)
+    as_json = partial(dumps, str(ran.command), ran.facts, explanation, comparison, whole)
     outputs.write(ran.trace, explanation, as_json, settings)
     if not outputs.takes_stdout:
-        show(report(str(ran.command), ran.facts, explanation, top, comparison))
+        show(report(str(ran.command), ran.facts, explanation, top, comparison, whole))
     for message in unused_options(values["places"], explanation.lines):
         click.echo(f"memplan: {message}", err=True)
     return warn_of_branches(explanation) or int(does_not_fit(explanation) or bool(ran.facts.unwritten))
@@ -151,8 +159,8 @@ def request_of(values: dict[str, Any]) -> Request:
     return Request(
         command, values["device"], values["steps"], values["really"], rules, writes=values["writes"],
         unprotected=values["unprotected"], shows=values["shows"], limit=values["limit"],
-        contribute=contribute, assume=tuple(arguments.assumed.items()), cudnn=arguments.environment,
-        lines=tuple(map(parse_lines_option, values.get("places", ()))),
+        contribute=contribute, phases=values.get("phases", False), assume=tuple(arguments.assumed.items()),
+        cudnn=arguments.environment, lines=tuple(map(parse_lines_option, values.get("places", ()))),
     )  # fmt: skip
 
 

@@ -62,6 +62,17 @@ def report(explanation: Explanation, top: int = 12) -> Document:
     )
 
 
+def at_peak(explanation: Explanation, top: int = 12) -> Document:
+    """Return what is allocated at the peak, and whether it fits on cards: of a run of many steps."""
+    return document(
+        None,
+        [_by_cause(explanation)],
+        [] if explanation.card is None else card.parts(explanation.card),
+        [_holders_table(explanation, top)] if explanation.holders else [],
+        _remarks(explanation),
+    )
+
+
 def _head(explanation: Explanation) -> Iterator[Part]:
     """Yield the summary sentences, then the assumptions on which the figures depend most."""
     yield explanation.sentence

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from memplan._json import to_plain
 from memplan._text import counted
 from memplan.explanation.model import Explanation
-from memplan.reports import compare, explain
+from memplan.reports import compare, explain, whole_run
 from memplan.reports.document import Document, Field, Part, Table, document, name_field, table_of
 from memplan.studies.comparisons.measured import Beside
+from memplan.studies.runs.whole_run import WholeRun
 from memplan.trace.program_facts import Batch, Facts, Held
 
 _KINDS = {
@@ -24,18 +25,28 @@ _PROTECTIONS = {
 _ROWS = 8
 
 
-def dumps(command: str, facts: Facts, explanation: Explanation, beside: Beside | None = None) -> str:
-    """Return the explanation and the facts about the script as JSON. ``beside`` adds the figures measured on a card.
-    All sizes are bytes."""
-    return explain.dumps(explanation, script={"command": command, **to_plain(facts)}, beside=beside)
+def dumps(
+    command: str, facts: Facts, explanation: Explanation, beside: Beside | None = None, whole: WholeRun | None = None
+) -> str:
+    """Return the explanation and the facts about the script as JSON. ``beside`` adds the figures measured on a card,
+    ``whole`` those of a run's phases. All sizes are bytes."""
+    return explain.dumps(explanation, script={"command": command, **to_plain(facts)}, beside=beside, run=whole)
 
 
 def report(
-    command: str, facts: Facts, explanation: Explanation, top: int = 12, beside: Beside | None = None
+    command: str,
+    facts: Facts,
+    explanation: Explanation,
+    top: int = 12,
+    beside: Beside | None = None,
+    whole: WholeRun | None = None,
 ) -> Document:
     """Return the explanation, the facts about the script, and ``beside``, the figures measured on a card compared with
-    the predicted ones; tables with ``top`` rows, 0 for all."""
-    step = explain.report(explanation, top)
+    the predicted ones; first those of a whole run's phases; tables with ``top`` rows, 0 for all."""
+    if whole is None:
+        step = explain.report(explanation, top)
+    else:
+        step = whole_run.report(whole, top) + explain.at_peak(explanation, top)
     if beside is not None:
         step += compare.measured_report(beside, top)
     script = document(
@@ -50,7 +61,7 @@ def report(
 def _facts(facts: Facts, top: int) -> Iterator[Part]:
     """Yield how the script ended, its batches, and what of it is not shown."""
     yield _ending(facts)
-    yield from map(_batch_line, facts.batches[: top or None])
+    yield from (_batch_line(batch, follows_phases=bool(facts.parts)) for batch in facts.batches[: top or None])
     for name in facts.absent:
         yield f"The data of {name} are not here: its batches are those described."
     if facts.lines:
@@ -82,6 +93,8 @@ def _ending(facts: Facts) -> str:
                 f"It {how} over 256 batches, or 4,096 without gradients, in which no optimizer of torch.optim made "
                 "another update, and was ended."
             )
+        case "passes":
+            return f"It {how} until a third pass over its training data began, with {updates}."
         case "time":
             return f"It {how} until its time was over (--limit), with {updates}."
         case _:
@@ -90,13 +103,12 @@ def _ending(facts: Facts) -> str:
             return f"It {how} to its end{code}, {updated}."
 
 
-def _batch_line(batch: Batch) -> str:
+def _batch_line(batch: Batch, *, follows_phases: bool) -> str:
     """Return where a batch came from and what it contained, as a sentence."""
     where = f" ({batch.where})" if batch.where else ""
     source = "The batch described" if batch.given else "A loader's batch"
-    cut = (
-        f"; {batch.taken} of {batch.length or 'its'} batches were taken, as nothing trains on them" if batch.cut else ""
-    )
+    why = "so that the run reaches what comes after" if follows_phases else "as nothing trains on them"
+    cut = f"; {batch.taken} of {batch.length or 'its'} batches were taken, {why}" if batch.cut else ""
     return f"{source}{where}: {batch.text}{cut}."
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Ending = Literal["steps", "script", "exit", "no update", "time"]
-"""The requested steps were run; the script ended; it called sys.exit; no optimizer updated; it took too long."""
+Ending = Literal["steps", "script", "exit", "no update", "time", "passes"]
+"""The requested steps were run; the script ended; it called sys.exit; no optimizer updated; it took too long; it had
+trained on two passes over its data."""
 HeldKind = Literal["file", "removed", "changed", "checkpoint", "network", "process"]
 """A file or folder written; removed; with changed mode, owner or times; a checkpoint; a connection; a program."""
 
@@ -44,6 +45,44 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class RunPart:
+    """A part of a run that is followed through its phases: one step of its trace.
+
+    A part begins where a batch is loaded, a checkpoint is saved or loaded, or `generate` is called; without a loader,
+    where a model is called after an update.
+    """
+
+    kind: Literal["work", "generate", "save", "load"] = "work"
+    where: str | None = None
+    """``file:line`` that iterates over the loader, saves, loads or generates."""
+    calls: int = 0
+    """Number of outermost calls of a model."""
+    training_calls: int = 0
+    """Those of them in training mode with gradients enabled."""
+    graph_calls: int = 0
+    """Those of them in evaluation mode with gradients enabled."""
+    updates: int = 0
+    """Number of optimizer updates."""
+    loader: int | None = None
+    """Number of the data set, in the order in which the script iterates over them; None without a loader."""
+    begins_pass: bool = False
+    """Whether the first batch of a pass over the loader was requested."""
+    exhausted: bool = False
+    """Whether the loader had no further batch, or was cut."""
+    length: int | None = None
+    """Number of batches of the whole loader; None if unknown."""
+    batch_size: int | None = None
+    """Number of samples in the loader's batches but the last; None if unknown."""
+    last_batch: int | None = None
+    """Number of samples in the last one."""
+
+    @property
+    def trains(self) -> bool:
+        """Return whether a model was trained in it."""
+        return self.updates > 0 or self.training_calls > 0
+
+
+@dataclass(frozen=True)
 class Facts:
     """Facts about a run of a script."""
 
@@ -66,6 +105,8 @@ class Facts:
     """Number of prevented effects that ``held`` does not list."""
     unwritten: tuple[tuple[str, str], ...] = ()
     """(path, reason) of permitted files that could not be written."""
+    parts: tuple[RunPart, ...] = ()
+    """Of a run that is followed through its phases: what each step of its trace is."""
 
     @property
     def batch_size(self) -> int | None:

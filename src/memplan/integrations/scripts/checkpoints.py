@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,10 +32,14 @@ class Checkpoints:
         effects: gets a note of each save to a path.
         values: whether tensors have values, which are saved and loaded as they are.
         writes: whether a path that is saved to is written; if not, it is known by its path alone.
+        before: called before each save and each load.
     """
 
-    def __init__(self, effects: Effects, *, values: bool, writes: bool) -> None:
+    def __init__(
+        self, effects: Effects, *, values: bool, writes: bool, before: Callable[[Literal["save", "load"]], None]
+    ) -> None:
         self._effects = effects
+        self._before = before
         self._values = values
         self._writes = writes
         self._saved: list[Any] = []
@@ -90,6 +94,7 @@ class Checkpoints:
         """Return a replacement for ``plain`` that notes the effect, and without values writes a text of `_store`."""
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            self._before("save")
             is_path = isinstance(f, (str, os.PathLike))
             path = os.path.abspath(os.fsdecode(f)) if is_path else str(getattr(f, "name", type(f).__name__))
             if is_path or hasattr(f, "name"):
@@ -109,10 +114,11 @@ class Checkpoints:
 
     def _loader(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for ``plain`` that loads tensors of the recording, also from a real file."""
-        if self._values:
-            return plain
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._before("load")
+            if self._values:
+                return plain(f, map_location, *args, **kwargs)
             stored = self._load_stored(self._read_mark(f), map_location)
             if stored is not None:
                 return stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -35,19 +35,43 @@ class Rules:
         return bool(self.inputs or self.kwargs)
 
 
+class LoaderWatcher(Protocol):
+    """What is told of the batches that a script requests."""
+
+    def before_batch(self, batches: Batches) -> None:
+        """Called before each batch, and before the request that finds none."""
+        ...
+
+    def after_last_batch(self, batches: Batches) -> None:
+        """Called where a loader has no further batch."""
+        ...
+
+
 class Loaders:
-    """Follows the loaders of one run."""
+    """Follows the loaders of one run.
+
+    Args:
+        rules: of its batches.
+        idle_limit: limit of batches from a loader that trains nothing; None: no limit.
+        watcher: told of each request of a batch.
+        folder: of the script's own code.
+        really: whether tensors have values.
+        most: length that no loader exceeds; None: its own. A shorter loader is a sound loader: schedules, progress
+            bars and trainers that ask for its length find the number of batches that it yields.
+    """
 
     def __init__(
-        self, rules: Rules, idle_limit: int, before_batch: Callable[[], None], folder: str, *, really: bool
-    ) -> None:
+        self, rules: Rules, idle_limit: int | None, watcher: LoaderWatcher, folder: str, *, really: bool,
+        most: int | None = None,
+    ) -> None:  # fmt: skip
         self._rules = rules
         self._has_values = really
         self._folder = folder
         self._idle_limit = idle_limit
-        """Limit of batches from a loader that trains nothing."""
-        self._before_batch = before_batch
-        self._seen: list[_Batches] = []
+        self._watcher = watcher
+        self._most = most
+        self._plain_length = DataLoader.__len__
+        self._seen: list[Batches] = []
         self.absent = dict[str, None]()
         """Classes of missing data sets."""
         self._first: int | None = None
@@ -75,23 +99,39 @@ class Loaders:
             iterator = None if self._rules.replaces_data else iterate(loader)
             if not self._has_values:
                 _torch.fetching(iterator, fetch_for_recording)
-            batches = _Batches(self, loader, iterator, script_line(self._folder))
+            batches = Batches(self, loader, iterator, script_line(self._folder))
             self._seen.append(batches)
             return batches
 
+        def shortened_length(loader: Any) -> int:
+            length = self._plain_length(loader)
+            return length if self._most is None else min(length, self._most)
+
         replaced = self._rules.replaces_data
         tolerance = absent_data(lambda name: self.absent.setdefault(name)) if replaced else nullcontext()
-        with tolerance, _torch.patched(DataLoader, __iter__=iterate_hooked):
+        with tolerance, _torch.patched(DataLoader, __iter__=iterate_hooked, __len__=shortened_length):
             yield
 
-    def next_batch(self, loader: _Batches) -> Any:
+    def length(self, loader: Any) -> int | None:
+        """Return the number of batches of a whole loader, or None: a data set can refuse its length in any way."""
+        try:
+            return self._plain_length(loader) if isinstance(loader, DataLoader) else len(loader)
+        except Exception:
+            return None
+
+    def exhausted(self, loader: Batches) -> None:
+        """Tell the watcher that a loader has no further batch."""
+        self._watcher.after_last_batch(loader)
+
+    def next_batch(self, loader: Batches) -> Any:
         """Return a loader's next batch: its own or one of the described shapes, and of the requested size.
 
         Raises:
-            StopIteration: the loader is exhausted, or trains nothing and has reached its limit.
+            StopIteration: the loader is exhausted, or has reached its limit.
         """
-        self._before_batch()
-        if loader.idle >= self._idle_limit:
+        self._watcher.before_batch(loader)
+        idle = self._idle_limit is not None and loader.idle >= self._idle_limit
+        if idle or (self._most is not None and loader.loaded >= self._most):
             loader.ended_early = True
             raise StopIteration
         if loader.iterator is not None:
@@ -124,12 +164,12 @@ def fetch_for_recording(fetch: Callable[[Any], Any], indices: Any) -> Any:
     return as_recorded(_plain(batch))
 
 
-class _Batches:
+class Batches:
     """Iterator over a loader's batches; other attributes come from the loader's own iterator."""
 
     def __init__(self, loaders: Loaders, loader: Any, iterator: Any, where: str | None) -> None:
         self._loaders = loaders
-        self._loader = loader
+        self.loader = loader
         self.iterator = iterator
         self.where = where
         self.loaded = 0
@@ -141,17 +181,21 @@ class _Batches:
         self.size: int | None = None
         self.ended_early = False
 
-    def __iter__(self) -> _Batches:
+    def __iter__(self) -> Batches:
         return self
 
     def __len__(self) -> int:
-        return len(self.iterator if self.iterator is not None else self._loader)
+        return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["iterator"], name)
 
     def __next__(self) -> Any:
-        batch = self._loaders.next_batch(self)
+        try:
+            batch = self._loaders.next_batch(self)
+        except StopIteration:
+            self._loaders.exhausted(self)
+            raise
         self.loaded += 1
         if self.loaded == 1:
             self.text, self.size = text_of_shapes(batch), batch_size(batch)
@@ -159,14 +203,27 @@ class _Batches:
 
     def summary(self) -> Batch:
         """Return the record of the loader's first batch."""
-        try:
-            length = len(self._loader)
-        except Exception:  # a data set can refuse its length in any way
-            length = None
         return Batch(
-            self.size, self.text, self.where, taken=self.loaded, length=length, cut=self.ended_early,
+            self.size, self.text, self.where, taken=self.loaded, length=self.length, cut=self.ended_early,
             given=self.iterator is None,
         )  # fmt: skip
+
+    @property
+    def length(self) -> int | None:
+        """Return the number of batches of the whole loader; None if unknown."""
+        return self._loaders.length(self.loader)
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """Return the number of samples in the loader's batches, and in the last of them; None if unknown."""
+        try:
+            size, samples = self.loader.batch_size, len(self.loader.sampler)
+        except Exception:  # a stream of samples has no length; a batch sampler of the user's has no size
+            return self.size, None
+        if size is None:
+            return self.size, None
+        rest = 0 if self.loader.drop_last else samples % size
+        return size, rest or size
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

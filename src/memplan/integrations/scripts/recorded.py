@@ -6,8 +6,9 @@ import errno
 import inspect
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from memplan.errors import InputError, MemplanError, StepError
@@ -18,11 +19,13 @@ from memplan.integrations.scripts.views import View
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import find_largest
 from memplan.trace.measure import measure
+from memplan.trace.program_facts import RunPart
 from memplan.trace.record import record
 from memplan.trace.recording.boundaries import Programs
 from memplan.trace.recording.followed.line_watch import following
 from memplan.trace.recording.session import RUNS
 from memplan.trace.step import StepOptions
+from memplan.trace.trace import Trace
 
 GiveUp = Callable[[MemplanError], NoReturn]
 _OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -42,16 +45,15 @@ def run_request(request: Request, view: View, give_up: GiveUp) -> Ran:
     Raises:
         InputError: for the largest batch, the script uses no loader of torch; for a plan, it trains no model.
     """
-    script = Script(request, view, give_up)
     if not request.writes:
         os.environ.update({name: value for name, value in _OFFLINE.items() if name not in os.environ})
+    script = Script(request, view, give_up)
     try:
         with following(request.lines):
-            if request.really:
-                trace = measure(script, device=request.device, steps=request.steps, contribute=request.contribute)
+            if request.phases and not request.really:
+                script, trace = _record_phases(request, view, give_up)
             else:
-                assume = dict(request.assume)
-                trace = record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
+                trace = _trace_of(script, request)
     except StepError as error:
         raise error if error.__cause__ is None else _script_error(error) from error.__cause__
     ran = Ran(request.command, trace, script.facts(trace))
@@ -71,6 +73,37 @@ def run_request(request: Request, view: View, give_up: GiveUp) -> Ran:
         subject, "batch", request.room, most=request.most, settings=request.settings, title=script.title
     )
     return replace(ran, largest=largest)
+
+
+def _trace_of(script: Script, request: Request) -> Trace:
+    """Measure or record a script."""
+    if request.really:
+        return measure(script, device=request.device, steps=request.steps, contribute=request.contribute)
+    assume = dict(request.assume)
+    return record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
+
+
+_BATCHES = 4, 64
+"""Lengths of shortened loaders: the first, and the last that is tried where a pass makes fewer than two updates."""
+
+
+def _record_phases(request: Request, view: View, give_up: GiveUp) -> tuple[Script, Trace]:
+    """Record a script through its phases, with loaders so long that gradients accumulate for two updates in each."""
+    batches = _BATCHES[0]
+    while True:
+        script = Script(replace(request, batches=batches), view, give_up)
+        trace = _trace_of(script, request)
+        if batches >= _BATCHES[1] or _has_two_updates(script.facts(trace).parts, batches):
+            return script, trace
+        batches *= 4
+
+
+def _has_two_updates(parts: Sequence[RunPart], batches: int) -> bool:
+    """Return whether the first pass over training data made two updates, or cannot be made longer."""
+    data = next((part.loader for part in parts if part.trains and part.loader is not None), None)
+    own = [part for part in parts if part.loader == data]
+    first = list(takewhile(lambda part: not part.exhausted, own))
+    return data is None or sum(part.updates for part in first) >= 2 or (own[0].length or batches) <= batches
 
 
 def _script_error(error: StepError) -> StepError:

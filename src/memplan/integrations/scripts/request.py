@@ -49,6 +49,10 @@ class Request:
     cudnn: str | bool | None = None
     contribute: str | None = None
     """File for a contribution of this machine's GPU measurements."""
+    phases: bool = False
+    """Whether to follow the script through its phases, instead of ``steps`` updates."""
+    batches: int | None = None
+    """Of a script followed through its phases: length that no loader exceeds; None: its own."""
     lines: tuple[Followed, ...] = ()
     """Functions to follow line by line, in addition to decorated functions."""
 

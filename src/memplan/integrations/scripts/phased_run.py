@@ -1,0 +1,153 @@
+"""A run of a script that goes on through evaluation, checkpoints and further epochs, with shortened loaders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import nn
+
+from memplan._frames import callers
+from memplan.errors import MemplanError
+from memplan.integrations.scripts.lines import script_line
+from memplan.integrations.scripts.loaders import Batches, Loaders
+from memplan.integrations.scripts.request import Request
+from memplan.integrations.scripts.script_run import ScriptRun
+from memplan.trace.program_facts import Ending, Facts, RunPart
+from memplan.trace.recording.boundaries import Boundaries
+
+_PASSES = 2
+"""Passes over the data that a model is trained on: the second shows what the first one left."""
+_UPDATES = 8
+"""Updates in a row after which a training loop without a loader ends the run: it cannot be shortened."""
+
+
+class PhasedRun(ScriptRun):
+    """A run of a script through its phases. Each part of it is a step of the recording.
+
+    It ends with the script, or where a third pass over the training data begins, or after some updates in a row without
+    a loader. With real tensors it runs to the script's end.
+    """
+
+    def __init__(
+        self, request: Request, steps: int, boundaries: Boundaries, give_up: Callable[[MemplanError], NoReturn]
+    ) -> None:
+        super().__init__(request, steps, boundaries, give_up)
+        self._folder = request.command.folder
+        self._to_the_end = request.batches is None
+        self._parts: list[RunPart] = []
+        self._part = RunPart()
+        """The part that runs."""
+        self._data_sets: dict[int, int] = {}
+        """id() of a data set -> its number."""
+        self._kept: list[Any] = []
+        """These data sets, so that no other gets the id of one."""
+        self._passes: dict[int, int] = {}
+        """Number of a data set -> passes over it in which a model was trained."""
+        self._pass_trains = False
+        """Whether a model was trained since the last pass over a loader began."""
+
+    def _make_loaders(self, request: Request, steps: int) -> Loaders:
+        return Loaders(
+            request.rules, None, self, request.command.folder, really=request.really, most=request.batches
+        )  # fmt: skip
+
+    def facts(self) -> Facts:
+        """Return the facts of this run, with its parts."""
+        return replace(super().facts(), parts=tuple(self._parts))
+
+    def before_batch(self, batches: Batches) -> None:
+        """Begin a part; end the run where a further pass over training data would repeat what was seen."""
+        data_set = getattr(batches.loader, "dataset", batches.loader)
+        if id(data_set) not in self._data_sets:
+            self._data_sets[id(data_set)] = len(self._kept)
+            self._kept.append(data_set)
+        number, begins = self._data_sets[id(data_set)], batches.loaded == 0
+        if begins and not self._to_the_end and self._passes.get(number, 0) >= _PASSES:
+            self._end_here("passes")
+        size, last = batches.sizes
+        self._begin(
+            RunPart(
+                where=batches.where, loader=number, begins_pass=begins, length=batches.length, batch_size=size,
+                last_batch=last,
+            )
+        )  # fmt: skip
+        self._pass_trains = self._pass_trains and not begins
+
+    def after_last_batch(self, batches: Batches) -> None:
+        """Note that the part which the request began has no batch."""
+        self._part = replace(self._part, exhausted=True)
+        if self._pass_trains and self._part.loader is not None:
+            self._passes[self._part.loader] = self._passes.get(self._part.loader, 0) + 1
+            self._pass_trains = False
+
+    def before_checkpoint(self, kind: Literal["save", "load"]) -> None:
+        """Begin a part, once the script has called a model."""
+        if self._built and not self._over and self._part.kind != kind:
+            self._begin(RunPart(kind, script_line(self._folder)))
+
+    def _before_call(self, module: nn.Module) -> None:
+        """Note the call in the part that runs; begin one for `generate`, after it, and without a loader after an
+        update."""
+        with_gradients = torch.is_grad_enabled()
+        generates = not with_gradients and any(frame.f_code.co_name == "generate" for frame in callers())
+        part = self._part
+        if not self._built or part.kind in ("save", "load") or generates != (part.kind == "generate"):
+            kind = "generate" if generates else "work"
+            is_first = self._built and not part.calls and kind == part.kind == "work"
+            if not is_first:
+                self._begin(
+                    replace(
+                        RunPart(kind, script_line(self._folder)), loader=part.loader, length=part.length,
+                        batch_size=part.batch_size, last_batch=part.last_batch,
+                    )
+                )  # fmt: skip
+        elif (part.updates and self._step_is_complete) or (
+            part.loader is None and part.calls and with_gradients and not part.training_calls
+        ):
+            self._begin(RunPart(where=script_line(self._folder)))
+        part, trains = self._part, module.training and any(True for _ in module.parameters())  # no loss
+        self._part = replace(
+            part, calls=part.calls + 1, training_calls=part.training_calls + (with_gradients and trains),
+            graph_calls=part.graph_calls + (with_gradients and not trains),
+        )  # fmt: skip
+        self._pass_trains = self._pass_trains or self._part.trains
+
+    def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        super()._on_update(optimizer, args, kwargs)
+        self._part = replace(self._part, updates=self._part.updates + 1)
+
+    def _begin(self, part: RunPart) -> None:
+        """End the part that runs and begin another."""
+        if self._over:
+            self._stop()
+        if not self._built:
+            self._built = True
+            self._boundaries.built()
+        else:
+            self._end_step()
+        self._step_is_complete = False
+        self._part = part
+        if not self._to_the_end and self._repeats_without_loader():
+            self._end("steps")
+        if time.monotonic() > self._deadline:
+            self._end("time")
+
+    def _repeats_without_loader(self) -> bool:
+        """Return whether the last parts were all updates, of a loop without a loader."""
+        last = self._parts[-_UPDATES:]
+        return len(last) == _UPDATES and all(part.updates and part.loader is None for part in last)
+
+    def _end_here(self, ending: Ending) -> None:
+        """End the part that runs, and the run."""
+        if self._over:
+            self._stop()
+        self._end_step()
+        self._end(ending)
+
+    def _end_step(self) -> None:
+        self._parts.append(self._part)
+        super()._end_step()

@@ -1,0 +1,238 @@
+"""A recorded run with its shortened loaders at their full length: what grows with each batch, grows to the end."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from memplan.studies.runs.phases import PhaseSpan
+from memplan.trace.program_facts import RunPart
+from memplan.trace.records import Storage
+from memplan.trace.trace import Trace
+
+_MOST = 1_000_000
+"""Storages at most that are added for a phase; what more batches keep is added as one."""
+
+
+_SCRATCH = ("temporary", "workspace")
+_OF_WEIGHTS = ("weight", "buffer", "parameter_gradient", "optimizer_state")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a batch of a phase keeps, in bytes, and for how many batches that was extrapolated."""
+
+    bytes: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class _Period:
+    """The last batches of a phase that make an update, or the last batch: what each further batch repeats."""
+
+    start: int
+    end: int
+    """Ticks: it is ``start < tick <= end``."""
+    storages: tuple[Storage, ...]
+    """Allocated in it, in order."""
+    before: tuple[Storage, ...]
+    """Allocated in the period before, each at the same place."""
+    earlier: tuple[Storage, ...]
+    """The same of the period before that; () if there is none that is alike."""
+    batches: int
+
+    def size(self, place: int, repeat: int) -> int:
+        """Return the bytes of a storage in a later period: constant, but where it grew by the same bytes twice."""
+        last, before = self.storages[place].bytes, self.before[place].bytes
+        grows = last > before and self.earlier and before - self.earlier[place].bytes == last - before
+        return last + repeat * (last - before) if grows else last
+
+    def is_kept(self, place: int) -> bool:
+        """Return whether a storage of each period is kept beyond the next."""
+        return _lives_after(self.storages[place], self.end) and _lives_after(self.before[place], self.end)
+
+    @property
+    def growth(self) -> int:
+        """Return the bytes that the period before left and that are still kept."""
+        return sum(storage.bytes for place, storage in enumerate(self.before) if self.is_kept(place))
+
+    @property
+    def grows(self) -> bool:
+        """Return whether later periods keep more, or take more."""
+        places = range(len(self.storages))
+        return self.growth > 0 or any(self.size(place, 1) > self.storages[place].bytes for place in places)
+
+
+def extended(
+    trace: Trace, parts: Sequence[RunPart], spans: Sequence[PhaseSpan]
+) -> tuple[Trace, dict[int, Growth]]:  # fmt: skip
+    """Return the trace of a run with the batches that its shortened loaders left out.
+
+    A further batch does what the last recorded one did: what that keeps, each keeps; a tensor that grew with every
+    batch (predictions, concatenated) goes on growing. What is made of all batches after the last, by ops that keep
+    their leading dimension, grows with their number.
+
+    Args:
+        trace: of the run, with a step a part.
+        parts: of the run.
+        spans: its phases.
+
+    Returns:
+        The trace, whose batches are inserted at the end of the last recorded batch of each phase; and of each phase
+        that grows, by its number, by how much.
+    """
+    grown = dict[int, Growth]()
+    for number, span in reversed(list(enumerate(spans))):  # the ticks of what comes before stay as they are
+        period = _last_period(trace, parts, span) if span.is_cut else None
+        if period is None or span.length is None:
+            continue
+        repeats = (span.length - len(span.batches)) // period.batches
+        if not period.grows:
+            repeats = min(repeats, int(span.last_share < 1))  # the last batch leaves less
+        trace = _inserted(trace, span, period, repeats)
+        if period.grows:
+            grown[number] = Growth(period.growth // period.batches, span.length)
+    return trace, grown
+
+
+def _last_period(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan) -> _Period | None:
+    """Return the last period of a phase, or None if its batches differ, or fewer than two periods were recorded."""
+    updating = [place for place, number in enumerate(span.batches) if parts[number].updates]
+    size = updating[-1] - updating[-2] if len(updating) > 1 else 1
+    last = updating[-1] if updating else len(span.batches) - 1
+    if last + 1 < 2 * size:
+        return None
+    ends = [_end(trace, number) for number in span.batches]
+    between = set(range(span.batches[max(last + 1 - 2 * size, 0)], span.batches[last] + 1)) - set(span.parts)
+    if any(parts[number].kind != "generate" for number in between):
+        return None
+    starts = [*(ends[last - count * size] if last >= count * size else None for count in (0, 1, 2)), None]
+    if starts[1] is None:
+        return None
+    first_start = trace.steps[span.parts[0]]
+    bounds = [starts[0], starts[1], starts[2] if starts[2] is not None else first_start]
+    bounds.append(ends[last - 3 * size] if last >= 3 * size else first_start)
+    now, before, earlier = (_born(trace, bounds[count + 1], bounds[count]) for count in range(3))
+    if not _alike(trace, now, before):
+        return None
+    return _Period(bounds[1], bounds[0], now, before, earlier if _alike(trace, now, earlier) else (), size)
+
+
+def _end(trace: Trace, part: int) -> int:
+    """Return the tick at which a part ends."""
+    return trace.steps[part + 1] if part + 1 < len(trace.steps) else trace.end
+
+
+def _born(trace: Trace, start: int | None, end: int | None) -> tuple[Storage, ...]:
+    """Return the storages allocated at ticks ``start < tick <= end``, in order."""
+    low, high = start or 0, end or 0
+    return tuple(sorted((s for s in trace.storages if low < s.born <= high), key=lambda storage: storage.born))
+
+
+def _alike(trace: Trace, one: Sequence[Storage], other: Sequence[Storage]) -> bool:
+    """Return whether the same ops allocated them, in the same order."""
+    name = lambda storage: None if storage.op is None else trace.ops[storage.op].name  # noqa: E731
+    return len(one) == len(other) and all(name(a) == name(b) for a, b in zip(one, other, strict=True))
+
+
+def _lives_after(storage: Storage, tick: int) -> bool:
+    return storage.died is None or storage.died > tick
+
+
+def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> Trace:
+    """Return the trace with further periods after the last: storages and calls of the allocator, no ops."""
+    length = period.end - period.start
+    shown = min(repeats, _MOST // max(len(period.storages), 1))
+    shift = shown * length
+    later = lambda tick: tick + shift if tick > period.end else tick  # noqa: E731
+    storages = [
+        replace(s, born=later(s.born), died=None if s.died is None else later(s.died)) for s in trace.storages
+    ]  # fmt: skip
+    added: list[Storage] = []
+    expected = {size.storage: size for size in trace.expected}
+    more_expected = []
+    for place, storage in enumerate(period.storages):
+        freed_in_next = _lives_after(storage, period.end) and not _lives_after(period.before[place], period.end)
+        died = storage.died
+        if freed_in_next:
+            died = period.before[place].died
+            assert died is not None, "it was freed in the last period"
+            storages[storage.id] = replace(storages[storage.id], died=died + length)
+        for repeat in range(1, shown + 1):
+            if freed_in_next and repeat < shown:
+                end: int | None = (died or 0) + (repeat + 1) * length
+            elif _lives_after(storage, period.end):
+                end = None if storage.died is None else later(storage.died)
+            else:
+                end = (died or 0) + repeat * length
+            size = period.size(place, repeat)
+            if repeat == shown == repeats and _of_batch(storage, span.batch_size):
+                size = round(size * span.last_share)
+            new = len(trace.storages) + len(added)
+            added.append(replace(storage, id=new, bytes=size, born=storage.born + repeat * length, died=end))
+            if storage.id in expected:
+                more_expected.append(replace(expected[storage.id], storage=new))
+    if shown < repeats:
+        rest = (repeats - shown) * period.growth
+        kept = next(storage for place, storage in enumerate(period.storages) if period.is_kept(place))
+        end = None if kept.died is None else later(kept.died)
+        added.append(replace(kept, id=len(trace.storages) + len(added), bytes=rest, born=period.end + shift, died=end))
+    gathered = _gathered(trace, span, period, repeats)
+    for number, size in gathered.items():
+        storages[number] = replace(storages[number], bytes=size)
+    last = span.batches[-1]
+    calls = [replace(call, tick=later(call.tick)) for call in trace.calls]
+    calls += [
+        replace(call, tick=call.tick + repeat * length)
+        for call in trace.calls if period.start < call.tick <= period.end
+        for repeat in range(1, shown + 1)
+    ]  # fmt: skip
+    return replace(
+        trace,
+        storages=(*storages, *added),
+        ops=tuple(
+            replace(op, start=later(op.start + 1) - 1, end=later(op.end)) if op.end > period.end else op
+            for op in trace.ops
+        ),
+        steps=tuple(tick + shift if number > last else tick for number, tick in enumerate(trace.steps)),
+        end=trace.end + shift,
+        calls=tuple(sorted(calls, key=lambda call: call.tick)),
+        passes=tuple(
+            replace(entry, start=later(entry.start), end=later(entry.end)) for entry in trace.passes
+        ),
+        collected=tuple(map(later, trace.collected)),
+        expected=(*trace.expected, *more_expected),
+        lines=(),
+    )  # fmt: skip
+
+
+def _of_batch(storage: Storage, samples: int | None) -> bool:
+    """Return whether a storage's size is proportional to the number of samples in a batch."""
+    if not storage.shape:
+        return storage.cause in _SCRATCH
+    return storage.cause not in _OF_WEIGHTS and storage.shape[0] == samples
+
+
+def _gathered(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> dict[int, int]:
+    """Return storages -> bytes of what ops after the last batch make of the tensors that each batch kept: with all
+    batches, their leading dimension is that much longer."""
+    first, last = trace.steps[span.parts[0]], period.end
+    kept = {s.id: s for s in trace.storages if first < s.born <= last and _lives_after(s, last)}
+    ops = trace.ops[bisect_right(trace.ops, last, key=lambda op: op.end) :]
+    made = {storage.op: storage for storage in trace.storages if storage.born > last and storage.op is not None}
+    count = len(span.batches)
+    share = (count + repeats * period.batches - 1 + span.last_share) / count
+    sizes = dict[int, int]()
+    for op in ops:
+        result = made.get(op.index)
+        if result is None or not result.shape:
+            continue
+        pieces = {operand.storage for operand in op.reads}
+        whole = [trace.storages[number] for number in pieces & sizes.keys()]
+        parts = [kept[number] for number in pieces & kept.keys()]
+        rows = sum(part.shape[0] for part in parts if part.shape)
+        joins = len(parts) >= min(count, 2) and result.shape[0] in (rows, len(parts))
+        if joins or any(storage.shape and storage.shape[0] == result.shape[0] for storage in whole):
+            sizes[result.id] = round(result.bytes * share)
+    return sizes
