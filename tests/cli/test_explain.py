@@ -233,6 +233,16 @@ def test_what_the_target_prints_does_not_get_into_the_json_where_it_is_shown() -
     assert "made" in result.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--json", "-")])
+def test_what_imports_print_is_one_line_on_stderr(options: tuple[str, ...], tmp_path: Path) -> None:
+    """As with libraries that complain of what they do not find."""
+    loud = "import sys\nprint('no extension')\nprint('deprecated', file=sys.stderr)\n"
+    (tmp_path / "loud_imports.py").write_text(loud + "from nets import make\n", encoding="utf-8")
+    result = explain("loud_imports.py:make", "--input", "2x4", *options)
+    assert result.stdout.startswith("{" if options else "loud_imports.py:make: training step on cpu")
+    assert result.stderr == "memplan: 2 lines that importing loud_imports.py printed are not shown (--show-output)\n"
+
+
 def test_a_target_has_arguments_of_its_own_behind_dashes() -> None:
     Path("parses.py").write_text(PARSES)
     alone = explained("parses.py:build", "--top", "1")

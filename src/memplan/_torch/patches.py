@@ -22,23 +22,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils import checkpoint as torch_checkpoint
 
 from memplan._frames import callers
-
-
-@contextlib.contextmanager
-def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replace attributes of a class or module for a while."""
-    absent = object()
-    before = {name: owner.__dict__.get(name, absent) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            if value is absent:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+from memplan._patched import patched
 
 
 def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

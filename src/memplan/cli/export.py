@@ -8,10 +8,18 @@ from typing import Any, Literal
 import click
 
 from memplan.cli.files import write
-from memplan.cli.options import StepArguments, describe, json_option, remove_parameters, step_options, with_input_advice
+from memplan.cli.options import (
+    StepArguments,
+    describe,
+    json_option,
+    remove_parameters,
+    resolve_quietly,
+    step_options,
+    with_input_advice,
+)
 from memplan.cli.progress import progress
 from memplan.errors import BudgetError, InputError, StepError, VerificationError
-from memplan.trace.naming.targets import contained, resolve
+from memplan.trace.naming.targets import contained
 
 HELP = """Write a training step as C99 for a small device, under a budget of bytes.
 
@@ -113,7 +121,7 @@ def command(
 
 def _batches(target: str) -> Any:
     with contained(target):
-        return resolve(target).what()
+        return resolve_quietly(target).what()
 
 
 remove_parameters(command, "train", "device", "settings", "assume", "cudnn")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memplan._text import printable
 from memplan.cli.files import OUTPUT, ResultFiles
 from memplan.errors import InputError, MemplanError, StepError, TargetError, UsageError
 from memplan.trace.naming.parsing import check_arguments, literal, named, parameters
@@ -266,7 +267,7 @@ def describe(step: StepArguments) -> Described:
     """
     arguments = {name: literal(text) for name, text in named(step.args, "--arg").items()}
     sys.argv = [step.target.rpartition(":")[0], *step.argv]
-    target = resolve(step.target)
+    target = resolve_quietly(step.target)
     known = parameters(target.what) or {}
     batch_name = next((name for name in _BATCH_NAMES if name in known), None)
     if step.batch is not None and batch_name is not None and batch_name in arguments:
@@ -288,6 +289,21 @@ def describe(step: StepArguments) -> Described:
             )
         options = options.with_batch(step.batch)
     return Described(target, arguments, options, batch_name)
+
+
+def resolve_quietly(text: str) -> Target:
+    """Resolve a target. As the command ends, say on stderr how many lines the import printed that were not shown.
+
+    Raises:
+        TargetError: as `resolve`.
+    """
+    target, context = resolve(text), click.get_current_context(silent=True)
+    if target.printed_lines and context is not None:
+        by = f"that importing {text.rpartition(':')[0]} printed"
+        lines = f"1 line {by} is" if target.printed_lines == 1 else f"{target.printed_lines} lines {by} are"
+        message = f"memplan: {lines} not shown (--show-output)"
+        context.find_root().call_on_close(lambda: click.echo(printable(message), err=True))
+    return target
 
 
 def _read_options(arguments: StepArguments) -> StepOptions:

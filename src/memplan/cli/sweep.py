@@ -15,6 +15,7 @@ from memplan.cli.options import (
     Whole,
     describe,
     remove_parameters,
+    resolve_quietly,
     result_options,
     step_options,
     with_input_advice,
@@ -22,7 +23,7 @@ from memplan.cli.options import (
 from memplan.cli.progress import bar
 from memplan.errors import InputError, StepError
 from memplan.trace.naming.parsing import named, parameters
-from memplan.trace.naming.targets import ByName, resolve
+from memplan.trace.naming.targets import ByName
 
 if TYPE_CHECKING:
     from memplan.studies.axes.axes import Axis
@@ -144,7 +145,7 @@ def describe_first_point(arguments: StepArguments, batches: Values | None, vary:
     twice = next((name for name in vary if name in fixed), None)
     if twice is not None:
         raise InputError(f"--vary {twice} and --arg {twice}", expected="one of them", do="Leave one out")
-    known = parameters(resolve(arguments.target).what) or {}
+    known = parameters(resolve_quietly(arguments.target).what) or {}
     needed = [name for name in vary if name in known and known[name].default is known[name].empty]
     args = (*arguments.args, *(f"{name}={vary[name][0]!r}" for name in needed))
     first = batches[0] if batches and isinstance(batches[0], int) and batches[0] > 0 else None

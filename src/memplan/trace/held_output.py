@@ -1,4 +1,5 @@
-"""Captures and counts what the user's code prints during a recording, since its values are placeholders."""
+"""Captures and counts what the user's code prints as it is imported, and during a recording, where its values are
+placeholders."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from memplan import _torch
+from memplan._patched import patched
 
 _NOTED_LINES = 5
 """Last lines that are added to an error."""
@@ -51,7 +52,7 @@ class CapturedOutput:
             return
         with ExitStack() as stack:
             for stream in {id(out): out for out in (sys.stdout, sys.stderr) if hasattr(out, "__dict__")}.values():
-                stack.enter_context(_torch.patched(stream, write=self._capturing(stream.write, id(stream))))
+                stack.enter_context(patched(stream, write=self._capturing(stream.write, id(stream))))
             stack.enter_context(self.in_thread())
             try:
                 yield

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from memplan.errors import StepError, TargetError
+from memplan.trace.held_output import output_shown
 from memplan.trace.naming.targets import Target, contained, location, resolve
 
 
@@ -122,3 +123,38 @@ def test_an_error_is_located_in_the_users_code() -> None:
         _ = 1 / 0
     assert (location(caught.value) or "").rpartition("/")[2].startswith("test_targets.py:")
     assert location(ValueError("never raised")) is None
+
+
+NOISY = """import logging
+import sys
+
+print("loading")
+print("Failed to load _C.so", file=sys.stderr)
+logging.getLogger(__name__).addHandler(logging.StreamHandler())
+logging.getLogger(__name__).warning("deprecated")
+
+
+def make():
+    return 1
+"""
+
+
+def test_what_an_import_prints_is_counted_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    write("noisy.py", NOISY)
+    assert resolve("noisy.py:make").printed_lines == 3
+    assert resolve("noisy.py:make").printed_lines == 0, "it is imported once"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_an_import_prints_is_shown_where_output_is(capsys: pytest.CaptureFixture[str]) -> None:
+    write("shown_noisy.py", NOISY)
+    with output_shown():
+        assert resolve("shown_noisy.py:make").printed_lines == 0
+    assert capsys.readouterr() == ("loading\n", "Failed to load _C.so\ndeprecated\n")
+
+
+def test_an_import_that_fails_says_what_it_printed_last() -> None:
+    write("failing_noisy.py", NOISY + "\nraise ValueError('no card')\n")
+    with pytest.raises(TargetError, match="no card") as caught:
+        resolve("failing_noisy.py:make")
+    assert caught.value.__notes__ == ["it printed last:\nloading\nFailed to load _C.so\ndeprecated"]

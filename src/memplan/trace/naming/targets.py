@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from memplan.errors import MemplanError, StepError, TargetError
+from memplan.trace.held_output import CapturedOutput
 from memplan.trace.naming.parsing import offer
 
 FORM = "package.module:callable or path/to/file.py:callable"
@@ -34,6 +35,8 @@ class Target:
 
     text: str
     what: Callable[..., Any]
+    printed_lines: int = 0
+    """Lines that its import printed, which were not shown."""
 
     @property
     def name(self) -> str:
@@ -75,7 +78,8 @@ class ByName:
 def resolve(text: str) -> Target:
     """Return what a target names, importing its module or file.
 
-    A file's folder goes on ``sys.path``, as when Python runs the file; for a module, the working directory.
+    A file's folder goes on ``sys.path``, as when Python runs the file; for a module, the working directory. What the
+    import prints, such as warnings of libraries, is counted and not shown, except within `output_shown`.
 
     Args:
         text: ``package.module:callable`` or ``path/to/file.py:callable``; the callable may be dotted.
@@ -90,24 +94,26 @@ def resolve(text: str) -> Target:
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise _without_callable(text.rstrip(":"))
-    module = import_place(place)
-    try:
-        value: Any = operator.attrgetter(name)(module)
-    except AttributeError:
-        raise TargetError(
-            f"{place} has no {name!r}",
-            expected="the name of a callable in it",
-            do=offer(name, callables(module)) or "Check the name",
-        ) from None
-    except Exception as error:  # a module that imports its parts lazily
-        raise _import_failed(place, error) from error
+    output = CapturedOutput()
+    with output.capturing():
+        module = import_place(place)
+        try:
+            value: Any = operator.attrgetter(name)(module)
+        except AttributeError:
+            raise TargetError(
+                f"{place} has no {name!r}",
+                expected="the name of a callable in it",
+                do=offer(name, callables(module)) or "Check the name",
+            ) from None
+        except Exception as error:  # a module that imports its parts lazily
+            raise _import_failed(place, error) from error
     if not callable(value):
         raise TargetError(
             f"{text} is of type {type(value).__name__}",
             expected="a callable: one that makes a module, or a build that returns a step",
             do=offer(name, callables(module)) or "Name a callable",
         )
-    return Target(text, value)
+    return Target(text, value, output.lines)
 
 
 def import_place(place: str) -> ModuleType:
