@@ -14,8 +14,10 @@ INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAG
 
 .PHONY: demo test test-all coverage check docs browser changelog goldens clean
 
-demo: $(VENV)/.examples
+# The first model needs no library but torch, and is explained before MONAI is installed for the second.
+demo: $(VENV)/.cli
 	$(BIN)/memplan explain examples/resnet18.py:build $(DEMO_FLAGS)
+	@$(MAKE) --no-print-directory $(VENV)/.demo
 	$(BIN)/memplan explain examples/unet3d.py:build $(DEMO_FLAGS)
 
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=25
@@ -77,6 +79,11 @@ clean:
 # One stamp for each extra: installed once, and again when the versions change.
 $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
 	$(INSTALL) '.[$*]'
+	touch $@
+
+# The package without extras.
+$(VENV)/.cli: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
+	$(INSTALL) .
 	touch $@
 
 # The CPU build of torch: from where pip looks anyway, else from PyTorch's own index; where neither has one for this

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -80,6 +81,22 @@ def test_whatever_is_raised_ends_as_one_line(
     assert result.exit_code == code
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_python_searches_for_cycles_less_often_while_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def command() -> None:
+        before = gc.get_stats()[0]["collections"]
+        kept = [[number] for number in range(50_000)]
+        assert len(kept) == 50_000
+        assert gc.get_stats()[0]["collections"] == before
+        assert gc.isenabled()
+
+    monkeypatch.setattr(main, "get_command", lambda ctx, name: command)
+    thresholds = gc.get_threshold()
+    gc.collect()
+    assert CliRunner().invoke(main, ["explain"]).exit_code == 0
+    assert gc.get_threshold() == thresholds
 
 
 def test_an_import_that_an_interrupt_broke_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
