@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from memplan.cli import main
 from memplan.cli.guard import _portable, options_text
 from memplan.cli.options import StepArguments
+from memplan.cudnn.cudnn_library import of_this_torch, title_of
 from memplan.errors import DeviceError
 
 pytestmark = pytest.mark.usefixtures("models")
@@ -21,6 +22,10 @@ from torch import nn
 
 def net(width=64, depth=4):
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64)) for _ in range(depth)])
+
+
+def volume():
+    return nn.Conv3d(3, 5, 3)
 
 
 def build(batch=32):
@@ -201,7 +206,8 @@ def test_a_baseline_of_another_torch_is_not_compared(models: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed_as", "asked"), [((), False), (("--cudnn", "off"), False), (("--cudnn", "/env"), "/env")]
+    ("typed_as", "asked"),
+    [((), title_of(of_this_torch().version)), (("--cudnn", "off"), False), (("--cudnn", "/env"), "/env")],
 )
 def test_only_a_cudnn_that_is_named_is_asked(
     typed_as: tuple[str, ...], asked: object, monkeypatch: pytest.MonkeyPatch
@@ -237,3 +243,32 @@ def test_a_baseline_with_former_spellings_of_options_is_found(tmp_path: Path) ->
     assert run(*typed).exit_code == 0
     assert run("--update", *typed).exit_code == 0
     assert file.read_text() == now  # one row, in the present spelling
+
+
+def test_a_card_s_workspaces_are_expected_whatever_is_installed(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak is that of `memplan explain` for the version by name; baselines with intervals are refused."""
+    typed = ("--input", "2x3x21x22x23", "--device", "a100-80gb")
+    monkeypatch.setattr(
+        "memplan.cudnn.cudnn_library._installed", lambda: pytest.fail("an installed cuDNN was looked for")
+    )
+    assert run("--update", *typed, target="models.py:volume").exit_code == 0
+    written = json.loads((models / "memory.json").read_text())["steps"][0]
+    version = title_of(of_this_torch().version)
+    explained = CliRunner().invoke(main, ["explain", "models.py:volume", *typed, "--cudnn", version, "--json", "-"])
+    assert written["peak"] == json.loads(explained.stdout)["timeline"]["peak_allocated"]
+    assert (written["cudnn"], written["expected"]) == (False, True)
+    assert run(*typed, target="models.py:volume").exit_code == 0
+    assert run("--update", "--cudnn", "off", *typed, target="models.py:volume").exit_code == 0
+    refused = run(*typed, target="models.py:volume")
+    assert refused.exit_code == 2
+    assert "the default of former versions" in refused.output
+
+
+def test_a_baseline_of_a_former_version_is_read_where_no_workspace_is_cudnns(models: Path) -> None:
+    assert run("--update").exit_code == 0
+    file = models / "memory.json"
+    now = file.read_text()
+    former = now.replace(',"expected":false', "").replace(',\n"expected":false', "")
+    assert former != now
+    file.write_text(former)
+    assert run().exit_code == 0

@@ -63,7 +63,7 @@ step that cannot be recorded, no baseline of it, or one of another torch.
 @click.option(
     "--cudnn", "named_cudnn", metavar="PATH",
     help="Environment whose cuDNN is asked for workspaces on a card, or a version such as 9.19.0: stored answers, else "
-    "expected workspaces. Default: none, they take their least.",
+    "expected workspaces. off: their least. Default: the version of torch's CUDA build, installed or not.",
 )  # fmt: skip
 @click.option("--update", is_flag=True, help="Write what the step takes now into the baseline.")
 @top_option(12, "Changes")
@@ -166,7 +166,10 @@ def _snapshot(arguments: StepArguments, request: Request | None) -> RecordedFigu
         trace, trains = load_trace(arguments), None
     else:
         trace = _record_target(arguments)
-    return figures_of_trace(trace, target=target, options=options, train=trains, settings=arguments.settings)
+    names_cudnn = arguments.environment is not None or is_trace(arguments.target)
+    return figures_of_trace(
+        trace, target=target, options=options, train=trains, settings=arguments.settings, names_cudnn=names_cudnn
+    )
 
 
 def _record_target(arguments: StepArguments) -> Trace:
@@ -184,8 +187,10 @@ def _record_target(arguments: StepArguments) -> Trace:
 
 
 def _named_cudnn(arguments: StepArguments) -> str | bool:
-    """Return the cuDNN to ask: none by default, as the installed version differs between machines."""
-    return arguments.environment or False
+    """Return the cuDNN to ask: by default a version and not what is installed, as that differs between machines."""
+    from memplan.cudnn.cudnn_library import of_this_torch, title_of
+
+    return title_of(of_this_torch().version) if arguments.environment is None else arguments.environment
 
 
 def _portable(target: str) -> str:

@@ -24,7 +24,7 @@ _DEFINED = re.compile(r"#define CUDNN_(?:MAJOR|MINOR|PATCHLEVEL) (\d+)")
 _VERSION = re.compile(r"(9)\.(\d+)(?:\.(\d+))?(?:\.\d+)?")
 _DO = (
     "Name an environment with a CUDA build of torch, or with memplan[cudnn] (1.7 GB; pip takes another version there: "
-    "nvidia-cudnn-cu13==9.10.2.21); or leave it out for an interval"
+    "nvidia-cudnn-cu13==9.10.2.21); or leave it out for expected workspaces"
 )
 
 
@@ -83,7 +83,7 @@ def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | Non
         return None
     if environment is None or environment is True:
         installed = _installed() if _is_supported() else None
-        return installed if installed is not None or environment is True else _of_this_torch()
+        return installed if installed is not None or environment is True else of_this_torch()
     if (named := _VERSION.fullmatch(str(environment))) is not None:
         major, minor, patch = (int(number or 0) for number in named.groups())
         return Cudnn(None, major * 10000 + minor * 100 + patch)
@@ -103,7 +103,7 @@ def _installed() -> Cudnn | None:
     return next((library for library in libraries if library and library.version >= OLDEST), None)
 
 
-def _of_this_torch() -> Cudnn:
+def of_this_torch() -> Cudnn:
     """Return the version that the CUDA build of this torch depends on; of a newer torch the newest that is known."""
     release = tuple(int(number) for number in torch.__version__.split(".")[:2])
     known = VERSION_OF_TORCH.get(release, VERSION_OF_TORCH[max(VERSION_OF_TORCH)])  # type: ignore[arg-type]

@@ -61,7 +61,10 @@ def _remarks(result: Largest) -> Iterator[str]:
     if result.likely is not None and answer is not None and answer.bytes is not None and answer.bytes.needs_band:
         yield _at_the_bands_end(result, answer.bytes.needs_band[1])
     if answer is not None and answer.need > result.room.limit:
-        yield "Where that is more than the limit, the allocator gives cached segments back: it was recorded to fit."
+        yield (
+            "Where that is more than the limit, the allocator gives cached segments back: it was recorded to fit"
+            + (" with the expected bytes; no band says what fits in 95 %." if _has_band(answer) else ".")
+        )
     if result.unsteady is not None:
         smaller, larger = result.unsteady
         yield (
@@ -71,6 +74,10 @@ def _remarks(result: Largest) -> Iterator[str]:
     yield from _failures(result)
     if result.value == 0 and result.least.bytes is not None and result.least.bytes.aggregation:
         yield "The aggregation can lie on the host: sliding_window_inference(..., device='cpu', sw_device='cuda')."
+
+
+def _has_band(trial: Tried) -> bool:
+    return trial.bytes is not None and trial.bytes.needs_band is not None
 
 
 def _at_the_bands_end(result: Largest, most: int) -> str:

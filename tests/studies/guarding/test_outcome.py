@@ -132,7 +132,12 @@ def test_larger_inputs_and_another_peak_are_noted() -> None:
         ({"options": "--batch 8"}, "has no figures of it; it has net.py:build."),
         ({"target": "other.py:build"}, "has no figures of it; it has net.py:build."),
         ({"torch": "2.14.0"}, "was written by torch 2.13.0, and this is torch 2.14.0"),
-        ({"cudnn": True}, "was written without --cudnn, and this is with it"),
+        (
+            {"cudnn": True},
+            "has the least workspaces of cuDNN (--cudnn off, and the default of former versions), and this "
+            "has cuDNN's workspaces of the --cudnn that was named",
+        ),
+        ({"expected": True}, "this has cuDNN's workspaces as they are expected, the default"),
     ],
 )
 def test_what_cannot_be_compared_is_said_with_the_way_out(more: dict[str, Any], why: str) -> None:

@@ -54,6 +54,9 @@ class Figures:
     held: tuple[LayerBytes, ...]
     """They add up to ``peak``."""
     ran: tuple[LayerOps, ...]
+    expected: bool = False
+    """Whether cuDNN's workspaces are those of the version that belongs to this torch, stored or expected. Baselines of
+    former versions, and those with ``--cudnn off``, have the least that they may be."""
 
     def _check(self) -> None:
         total = sum(part.bytes for part in self.held)

@@ -97,8 +97,8 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
     differing = []
     if before.torch != now.torch:
         differing.append(f"was written by torch {before.torch}, and this is torch {now.torch}")
-    if before.cudnn != now.cudnn:
-        differing.append(f"was written {_CUDNN[before.cudnn]} --cudnn, and this is {_CUDNN[now.cudnn]} it")
+    if (before.cudnn, before.expected) != (now.cudnn, now.expected):
+        differing.append(f"has {_workspaces(before)}, and this has {_workspaces(now)}")
     if differing:
         raise BaselineError(
             f"{now.title}: the baseline {source} {'; it '.join(differing)}",
@@ -108,7 +108,12 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
     return before
 
 
-_CUDNN = {True: "with", False: "without"}
+def _workspaces(figures: Figures) -> str:
+    if figures.cudnn:
+        return "cuDNN's workspaces of the --cudnn that was named"
+    if figures.expected:
+        return "cuDNN's workspaces as they are expected, the default"
+    return "the least workspaces of cuDNN (--cudnn off, and the default of former versions)"
 
 
 def _other_steps(baseline: Baseline) -> str:

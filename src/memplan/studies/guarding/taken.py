@@ -38,7 +38,13 @@ class RecordedFigures:
 
 
 def figures_of_trace(
-    trace: Trace, *, target: str, options: str = "", train: bool | None = None, settings: str | None = None
+    trace: Trace,
+    *,
+    target: str,
+    options: str = "",
+    train: bool | None = None,
+    settings: str | None = None,
+    names_cudnn: bool = True,
 ) -> RecordedFigures:
     """Return the figures of a recorded step: bytes at the peak by layer and cause, and the ops of each layer.
 
@@ -47,14 +53,17 @@ def figures_of_trace(
         target, options: the names under which baselines have it.
         train: whether it trains; None to infer it from the ops.
         settings: of the caching allocator, as in ``PYTORCH_ALLOC_CONF``.
+        names_cudnn: whether the cuDNN of the recording was named, instead of the version that belongs to this torch.
     """
     explanation = explain_trace(trace, title=target, train=train, settings=settings)
     timeline = explanation.timeline
+    knows = bool(trace.engines or trace.expected or trace.measured)  # one workspace, no interval
     figures = Figures(
-        target, options, trace.device, torch=trace.torch.partition("+")[0], cudnn=bool(trace.engines or trace.expected),
+        target, options, trace.device, torch=trace.torch.partition("+")[0], cudnn=names_cudnn and knows,
         train=explanation.train, peak=timeline.peak_allocated, reserved=timeline.peak_reserved,
         at=_op_at_peak(explanation), ran=_forward_ops(trace),
         held=bytes_by_layer(explanation.holders, explanation.by_cause.get("rounding", 0)),
+        expected=knows and not names_cudnn,
     )  # fmt: skip
     where = {row.name: row.where for row in explanation.layers if row.where}
     where |= {row.layer: row.where for row in explanation.holders if row.where and row.layer not in where}

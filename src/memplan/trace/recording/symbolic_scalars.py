@@ -241,7 +241,8 @@ class ScalarPolicy:
 
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:
-        """Within this context, a check whether values have to be drawn again is true ``times`` times."""
+        """Within this context, the reads that decide whether `trunc_normal_` draws again are true ``times`` times, then
+        false."""
         self._redraws = times
         try:
             yield

@@ -217,7 +217,7 @@ def code_of(function: Any, what: str) -> CodeType:
 
 @contextmanager
 def following(functions: Sequence[Followed], codes: Sequence[CodeType] = ()) -> Iterator[None]:
-    """Within this context, also follow these functions."""
+    """Within this context, line watches also record the lines of these functions and code objects."""
     _requested.extend(functions)
     _requested_codes.extend(codes)
     try:

@@ -40,8 +40,8 @@ def _resized_from_operand(args: tuple[Any, ...], kwargs: dict[str, Any], result:
 
 
 def _embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return an embedding bag's results with a size for each bag, and ``offset2bag`` as a view that lacks its last
-    element.
+    """Results of ``_embedding_bag`` as the CPU allocates them: ``bag_size`` has an element for each bag, and
+    ``offset2bag`` is a view of a buffer that has one element more.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp, `make_bag_size_out` and `make_offset2bag_out`.
     """
