@@ -415,6 +415,14 @@ def test_what_fits_at_the_bands_upper_end(
     assert in_band(*ends, value=value, step=step).likely == likely
 
 
+def test_an_answer_that_fits_as_cached_segments_are_given_back_says_that_no_band_backs_it() -> None:
+    search = in_band((4, 2400), value=4)  # it needs 1200 of 1000 bytes
+    assert search.likely is None
+    assert "it was recorded to fit with the expected bytes; no band says what fits in 95 %." in " ".join(
+        str(search).split()
+    )
+
+
 def test_without_a_band_nothing_is_said_of_it() -> None:
     of = find_largest(subject(convolutions, "4x3x16x16"), "batch", room_of("cpu", 3 << 20))
     assert of.likely is None
