@@ -285,8 +285,10 @@ model.share_memory(); batch = torch.randn(8, 64).share_memory_()
 """
 
 
-@pytest.mark.parametrize("options", [[], ["--measure"]])
-@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [(None, []), (None, ["--measure"]), (NO_NAMESPACES, []), *slow((NO_NAMESPACES, ["--measure"]))],
+)
 def test_what_processes_would_share_is_there(
     tmp_path: Path, kernel: Callable[[], None] | None, options: list[str]
 ) -> None:
