@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
+
+from memplan.cli import main
 
 SCRIPT = """\
 import torch
@@ -57,17 +58,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, "-m", "memplan.cli", "run", *arguments], cwd=folder, env=environment, capture_output=True,
-        text=True, encoding="utf-8", check=False,
-    )  # fmt: skip
+def run(folder: Path, *arguments: str) -> Result:
+    with contextlib.chdir(folder):
+        return CliRunner().invoke(main, ["run", *arguments])
 
 
 def lines(folder: Path, *arguments: str) -> dict[str, list[tuple[int, ...]]]:
     done = run(folder, *arguments, "--json", "out.json", "train.py")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     found = json.loads((folder / "out.json").read_text(encoding="utf-8"))["lines"]
     names = ("line", "hits", "held", "added", "freed", "peak")
     return {one["function"]: [tuple(row[name] for name in names) for row in one["rows"]] for one in found}
@@ -92,7 +90,7 @@ of that. peak: the most while it ran. Of several hits, the most of any.
 
 def test_decorated_functions_are_shown_without_being_asked_for(folder: Path) -> None:
     done = run(folder, "--device", "cpu", "train.py")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert TABLE in done.stdout
 
 
@@ -124,7 +122,7 @@ def test_one_function_of_a_file_on_a_card(folder: Path) -> None:
 )
 def test_a_place_that_is_not_there_is_told_before_anything_runs(folder: Path, place: str, said: str) -> None:
     done = run(folder, "--lines", place, "train.py")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(said)
     assert len(done.stderr.splitlines()) == 1
 
@@ -132,5 +130,5 @@ def test_a_place_that_is_not_there_is_told_before_anything_runs(folder: Path, pl
 def test_a_place_of_which_nothing_ran_is_told(folder: Path) -> None:
     (folder / "other.py").write_text("def never(): ...\n", encoding="utf-8")
     done = run(folder, "--device", "cpu", "--lines", "other.py", "train.py")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert done.stderr.startswith("memplan: --lines other.py: no line of it ran. Expected what the script calls")

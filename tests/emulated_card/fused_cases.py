@@ -53,10 +53,9 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def case() -> Case:
-    model, (x, y) = language_model(), words()
+    budget, model, (x, y) = between(0.3), language_model(), words()
     expected = gradients(model, lambda: tokens_loss(model(x), y))
     model.zero_grad(set_to_none=True)
-    budget = between(model, x, y, 0.3)
     fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, engine="inductor", pairs=1)
     return Case(model, (x, y), expected, budget, fitted)
 
@@ -135,7 +134,7 @@ def test_statistics_of_norms_are_updated_once() -> None:
 @pytest.mark.slow
 def test_in_fewer_bits() -> None:
     model, (x, y) = language_model(), words()
-    budget = between(model, x, y, 0.3)
+    budget = between(0.3)
     fitted = memplan.fit(
         model, x, targets=y, loss=tokens_loss, budget=budget, engine="inductor", allow="lossy", pairs=0
     )  # fmt: skip

@@ -17,10 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from environment import slow
 from integrations.scripts.sandbox.supervised import NEITHER, NO_NAMESPACES
 
 import memplan
+from memplan.cli import main
 from memplan.errors import InputError, StepError, UsageError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.process import run_script
@@ -113,11 +115,16 @@ def _command(
     kernel: Callable[[], None] | None = None,
     arguments: tuple[str, ...] = (),
 ) -> Done:
-    """Run the command on a script."""
+    """Run the command on a script: in a process of its own where ``kernel`` has to restrict that, else in this one."""
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
+    command = ["run", "--device", "cpu", *options, "script.py", *arguments]
+    if kernel is None:
+        with contextlib.chdir(tmp_path):
+            done = CliRunner().invoke(main, command)
+        return Done(command, done.exit_code, done.stdout, done.stderr)
     return subprocess.run(
-        [sys.executable, "-m", "memplan", "run", "--device", "cpu", *options, "script.py", *arguments], cwd=tmp_path,
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=kernel, check=False,
+        [sys.executable, "-m", "memplan", *command], cwd=tmp_path, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL, preexec_fn=kernel, check=False,
     )  # fmt: skip
 
 
@@ -278,8 +285,10 @@ model.share_memory(); batch = torch.randn(8, 64).share_memory_()
 """
 
 
-@pytest.mark.parametrize("options", [[], ["--measure"]])
-@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [(None, []), (None, ["--measure"]), (NO_NAMESPACES, []), *slow((NO_NAMESPACES, ["--measure"]))],
+)
 def test_what_processes_would_share_is_there(
     tmp_path: Path, kernel: Callable[[], None] | None, options: list[str]
 ) -> None:

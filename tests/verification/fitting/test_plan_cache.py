@@ -10,6 +10,7 @@ import torch
 from environment import needs_sizes_as_symbols
 from models.networks import SmallGPT, token_loss
 from torch import Tensor, nn
+from verification.fitting.quick import QUICK
 
 from memplan import _torch
 from memplan.errors import BudgetError
@@ -40,7 +41,7 @@ def call(batch: int, length: int) -> Call:
 def plans() -> Plans:
     torch.manual_seed(0)
     step = with_loss(SmallGPT(layers=2), token_loss)
-    return Plans(step, Settings(), 600_000, notify=[].append)
+    return Plans(step, Settings(heuristics=QUICK), 600_000, notify=[].append)
 
 
 @pytest.mark.slow
@@ -78,7 +79,7 @@ def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytes
         return found
 
     step = with_loss(SmallGPT(layers=2), token_loss)
-    plans = Plans(step, Settings(engine="inductor"), budget, notify=[].append)
+    plans = Plans(step, Settings(engine="inductor", heuristics=QUICK), budget, notify=[].append)
     first = plans(call(4, 24), False)
     monkeypatch.setattr(plan_cache, "lower_and_predict", judged)
     found, small = plans(call(4, 20), False), call(4, 20)
@@ -101,7 +102,7 @@ def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytes
 def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told() -> None:
     torch.manual_seed(0)
     told: list[str] = []
-    plans = Plans(with_loss(SmallGPT(layers=2), token_loss), Settings(), 700_000, told.append)
+    plans = Plans(with_loss(SmallGPT(layers=2), token_loss), Settings(heuristics=QUICK), 700_000, told.append)
     plans(call(2, 10), False)
     assert told == []
     assert isinstance(plans(call(2, 11), False), Planned)
@@ -130,7 +131,7 @@ def test_a_budget_that_held_gradients_exceed_says_so(plans: Plans) -> None:
 
 def floor(plans: Plans, held: bool) -> int:
     with pytest.raises(BudgetError) as caught:
-        Planner(plans._module).planned(call(4, 24), Settings(gradients=GradientUse(adds=held)), 1)
+        Planner(plans._module).planned(call(4, 24), Settings(gradients=GradientUse(adds=held), heuristics=QUICK), 1)
     return caught.value.smallest_budget
 
 
@@ -148,7 +149,7 @@ class Modes(nn.Module):
 
 def test_later_calls_that_cannot_be_captured_are_left_to_the_model() -> None:
     x = torch.ones(2, 4)
-    plans = Plans(Modes(), Settings(), 10_000, [].append)
+    plans = Plans(Modes(), Settings(heuristics=QUICK), 10_000, [].append)
     assert plans(call_of((x,), {}), False)
     with pytest.raises(UnkeyedError, match="needs the values of a tensor"):
         plans(call_of((x, "branch"), {}), False)
@@ -161,7 +162,7 @@ def test_later_calls_that_cannot_be_captured_are_left_to_the_model() -> None:
 def test_what_is_kept_of_plans_and_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan.verification.fitting.plan_cache._MAX_PLANS", 4)
     monkeypatch.setattr("memplan.verification.fitting.plan_cache._MAX_CAPTURES", 5)
-    plans = Plans(Modes(), Settings(), 10_000, [].append)
+    plans = Plans(Modes(), Settings(heuristics=QUICK), 10_000, [].append)
     first = plans(call_of((torch.ones(2, 4),), {}), False)
     for batch in range(3, 15):
         plans(call_of((torch.ones(batch, 4),), {}), False)

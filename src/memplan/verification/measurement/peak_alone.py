@@ -28,10 +28,11 @@ def measure_trial(trial: Trial, home: Home) -> tuple[int, int]:
             resident = _run(trial, meter)
         return resident, resident + meter.measured(trial.name).growth_peak
     outside, resident, reserved = cuda_peak.allocated(home.name) - trial.resident, 0, 0
-    for _ in range(2):
-        with cuda_peak.measuring_peak(home.name) as peak:
-            resident = _run(trial)
-        reserved = max(reserved, peak.reserved)
+    with cuda_peak.older_objects_frozen():
+        for _ in range(2):
+            with cuda_peak.measuring_peak(home.name) as peak:
+                resident = _run(trial)
+            reserved = max(reserved, peak.reserved)
     return resident, reserved - outside
 
 
