@@ -17,9 +17,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from memplan._torch import FakeTensor, dispatch, no_modes
+from memplan.cudnn.recurrent import rnn_weight_bytes
 from memplan.errors import DataDependentError
 from memplan.trace.semantics.cuda import sdpa_choice
-from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes, uses_batch_norm
+from memplan.trace.semantics.cuda.cudnn import MODES, uses_batch_norm
 from memplan.trace.semantics.cuda.sdpa_choice import Arch, Enabled
 from memplan.trace.semantics.layout import in_own_format
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from memplan._torch import torch_version
+from memplan.cudnn.recurrent import rnn_weight_bytes
 from memplan.trace.semantics.cpu import results
-from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
+from memplan.trace.semantics.cuda.cudnn import MODES
 from memplan.trace.semantics.result_strides import STRIDES, in_sequence
 
 Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memplan.cudnn.questions import Question
+from memplan.cudnn.recurrent import RecurrentQuestion
 from memplan.devices import Device
 from memplan.trace.semantics.cpu import sparse, sparse_results
 from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kernels, results
@@ -84,7 +85,7 @@ class _Kernels:
             "aten.native_batch_norm.default": self._batch_norm,
             "aten.native_batch_norm_backward.default": self._batch_norm_backward,
             "aten._cudnn_rnn.default": self._recurrent,
-            "aten._cudnn_rnn_backward.default": _recurrent_backward,
+            "aten._cudnn_rnn_backward.default": self._recurrent_backward,
         }
 
     def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
@@ -107,7 +108,8 @@ class _Kernels:
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
             extras += [Extra(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
-        if formula is not None and not any(extra.asked for extra in extras):  # `operand_copies` counted its copies
+        copies_counted = any(extra.after is not None for extra in extras)  # by `operand_copies`
+        if formula is not None and not copies_counted:
             sizes = formula(args, kwargs, result, self._arch)
             extras += [size if isinstance(size, Extra) else Extra(size) for size in sizes if size]
         return extras
@@ -191,15 +193,18 @@ class _Kernels:
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
         """The allocations of cuDNN's recurrent op: a reserve, freed with the (empty) fake one; a workspace; and at the
         first use the dropout states."""
-        call = cudnn.RecurrentCall.of(args)
-        (low, high), (workspace_low, workspace_high) = call.reserve(self._arch), call.workspace()
-        extras = [Extra(high, low=low, owner=result[3]), Extra(workspace_high, low=workspace_low, workspace=True)]
-        if call.training and call.dropout and not self._has_dropout_states:
+        question = cudnn.recurrent_question(args, self._arch)
+        low, high = cudnn.reserve_of(question, self._arch)
+        extras = [Extra(high, low=low, owner=result[3]), self._recurrent_workspace(question)]
+        if question.training and question.dropout and not self._has_dropout_states:
             self._has_dropout_states = True
             extras.append(Extra(cudnn.dropout_state_bytes(self._arch), held=True, workspace=True))
         return extras
 
+    def _recurrent_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+        question = cudnn.recurrent_question((*args[:6], *args[10:19]), self._arch, backward=True)
+        return [self._recurrent_workspace(question)]
 
-def _recurrent_backward(args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-    low, high = cudnn.RecurrentCall.of((*args[:6], *args[10:19])).workspace()
-    return [Extra(high, low=low, workspace=True)]
+    def _recurrent_workspace(self, question: RecurrentQuestion) -> Extra:
+        low, high = cudnn.workspace_of(question)
+        return Extra(high, low=low, workspace=True, asked=Asked(question, "first") if self._asks else None)
