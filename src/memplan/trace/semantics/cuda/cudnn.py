@@ -238,28 +238,23 @@ def dropout_state_bytes(arch: Arch) -> int:
     return 24 * arch.threads * arch.multiprocessors
 
 
-def rnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (cudnn/RNN.cpp, _cudnn_rnn): a contiguous, time-first copy of the input. `table` counts reserve and
-    workspace."""
-    x = args[0].transpose(0, 1) if args[10] and not args[14] else args[0]
-    return (bytes_of(x),) if copied(x) else ()
+def input_copy(args: tuple[Any, ...], *, batch_first: bool) -> int:
+    """Bytes of the contiguous, time-first copy of a recurrent network's input. 0: it is used as it is."""
+    x = args[0].transpose(0, 1) if batch_first else args[0]
+    return copied(x)
 
 
-def rnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (cudnn/RNN.cpp, _cudnn_rnn_backward): contiguous, time-first copies of input and gradients; zeros for
-    missing ones.
+def gradient_copies(args: tuple[Any, ...], *, batch_first: bool) -> tuple[list[int], int]:
+    """Bytes of zeros for missing gradients of ``_cudnn_rnn_backward``, and of the contiguous, time-first copy of the
+    output's gradient.
 
-    The weight gradients are views of one buffer, which counts as a result (`results.recurrent_backward`).
+    Source: cudnn/RNN.cpp, _cudnn_rnn_backward and _cudnn_rnn_backward_input.
     """
-    x, hx, cx, output, gradient, batch_first = args[0], args[4], args[5], args[6], args[7], args[14]
-    transposed = batch_first and not args[18]
-    by_time = [t.transpose(0, 1) if transposed else t for t in (x, output if gradient is None else gradient)]
-    sizes = [copied(by_time[0]), bytes_of(output) if gradient is None else copied(by_time[1])]
-    sizes += [
+    hx, cx, output, gradient = args[4:8]
+    zeros = [] if gradient is not None else [bytes_of(output)]
+    zeros += [
         bytes_of(like) for state, like in zip(args[8:10], (hx, cx), strict=True) if state is None and like is not None
     ]
-    return tuple(size for size in sizes if size)
-
-
-FORMULAS = {"aten._cudnn_rnn.default": rnn_forward, "aten._cudnn_rnn_backward.default": rnn_backward}
-"""Overload name -> bytes of copies."""
+    if gradient is None:  # the zeros are contiguous, batch first
+        return zeros, bytes_of(output) if batch_first else 0
+    return zeros, copied(gradient.transpose(0, 1) if batch_first else gradient)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from memplan.trace.semantics.layout import bytes_of, is_dense
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
 _GROUPED = "aten._grouped_mm.default"
+_OF_WEIGHTS = 3
+"""Position of the weight gradients among the results of ``_cudnn_rnn_backward``."""
 _INDEXED = frozenset(
     {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
 )
@@ -108,8 +111,7 @@ class _Kernels:
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
             extras += [Extra(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
-        copies_counted = any(extra.after is not None for extra in extras)  # by `operand_copies`
-        if formula is not None and not copies_counted:
+        if formula is not None and not any(extra.asked for extra in extras):  # `operand_copies` counted its copies
             sizes = formula(args, kwargs, result, self._arch)
             extras += [size if isinstance(size, Extra) else Extra(size) for size in sizes if size]
         return extras
@@ -191,19 +193,35 @@ class _Kernels:
         return [Extra(workspace_high, low=workspace_low, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        """The allocations of cuDNN's recurrent op: a reserve, freed with the (empty) fake one; a workspace; and at the
-        first use the dropout states."""
+        """The allocations of cuDNN's recurrent op: at first use the dropout states; a copy of the input; a workspace; and
+        a reserve, freed with the (empty) fake one. Source: cudnn/RNN.cpp, _cudnn_impl and _cudnn_rnn."""
         question = cudnn.recurrent_question(args, self._arch)
+        copy = cudnn.input_copy(args, batch_first=args[10] and not args[14])
         low, high = cudnn.reserve_of(question, self._arch)
-        extras = [Extra(high, low=low, owner=result[3]), self._recurrent_workspace(question)]
+        states = 0
         if question.training and question.dropout and not self._has_dropout_states:
             self._has_dropout_states = True
-            extras.append(Extra(cudnn.dropout_state_bytes(self._arch), held=True, workspace=True))
-        return extras
+            states = cudnn.dropout_state_bytes(self._arch)
+        return [
+            Extra(states, held=True, first=True, workspace=True),
+            Extra(copy, first=True),
+            self._recurrent_workspace(question),
+            Extra(high, low=low, owner=result[3]),
+        ]
 
     def _recurrent_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+        """The allocations of the derivative: first the gradients of input and states, then that of the weights, each
+        with a workspace and copies of its own. Source: cudnn/RNN.cpp, _cudnn_rnn_backward."""
         question = cudnn.recurrent_question((*args[:6], *args[10:19]), self._arch, backward=True)
-        return [self._recurrent_workspace(question)]
+        batch_first = args[14] and not args[18]
+        copy = cudnn.input_copy(args, batch_first=batch_first)
+        zeros, gradient = cudnn.gradient_copies(args, batch_first=batch_first)
+        extras = [Extra(size, first=True) for size in zeros]
+        extras += [Extra(size, first=True, until=_OF_WEIGHTS) for size in (copy, gradient)]
+        extras.append(replace(self._recurrent_workspace(question), after=_OF_WEIGHTS - 1))
+        if args[21][_OF_WEIGHTS]:
+            extras += [Extra(copy, after=_OF_WEIGHTS - 1, until=_OF_WEIGHTS + 1), self._recurrent_workspace(question)]
+        return extras
 
     def _recurrent_workspace(self, question: RecurrentQuestion) -> Extra:
         low, high = cudnn.workspace_of(question)
