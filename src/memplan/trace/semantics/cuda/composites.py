@@ -444,10 +444,13 @@ def _flattened(weights: list[torch.Tensor]) -> bool:
     """cudnn/RNN.cpp, try_get_weight_buf: whether the weights of a recurrent network lie in one buffer.
 
     A computed weight (weight drop, weight norm) never does, nor does a parameter that is used twice. Autocast makes the
-    buffer itself, when it casts.
+    buffer itself, when it casts. `flatten_parameters` leaves bfloat16 alone, which is none of
+    torch.backends.cudnn.CUDNN_TENSOR_DTYPES.
     """
     if torch.is_autocast_enabled("cuda") and weights[0].dtype is not torch.float16:
         return True
+    if weights[0].dtype is torch.bfloat16:
+        return False
     return all(weight.is_leaf for weight in weights) and len(set(map(id, weights))) == len(weights)
 
 

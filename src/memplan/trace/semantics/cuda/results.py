@@ -61,6 +61,14 @@ def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> A
     return result[0], result[1].new_empty(0)
 
 
+def recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Results of ``_cudnn_rnn``: with the batch first, the output is a view of a time-first tensor (cudnn/RNN.cpp)."""
+    output, batch_first, batch_sizes = result[0], args[10], args[14]
+    if not batch_first or batch_sizes:
+        return result
+    return (output.new_empty(output.transpose(0, 1).shape).transpose(0, 1), *result[1:])
+
+
 def embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Result (EmbeddingBag.cu, _embedding_bag_cuda): the second result is the bag of every index, in each mode (on the
     CPU in some only); the last, the positions of maxima, is empty unless the mode is max."""
@@ -90,6 +98,7 @@ RESULTS: dict[str, Result] = {
     "aten.native_group_norm.default": group_norm,
     "aten.cudnn_batch_norm.default": batch_norm_of_cudnn,
     "aten.log_sigmoid_forward.default": log_sigmoid,
+    "aten._cudnn_rnn.default": recurrent,
     "aten._embedding_bag.default": embedding_bag,
     "aten._embedding_bag_forward_only.default": embedding_bag,
 }
