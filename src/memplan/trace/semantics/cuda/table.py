@@ -211,17 +211,18 @@ class _Kernels:
 
     def _recurrent_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
         """The allocations of the derivative: first the gradients of input and states, then that of the weights, each
-        with a workspace and copies of its own. Source: cudnn/RNN.cpp, _cudnn_rnn_backward."""
+        with its workspace. Both read a copy of the input. Source: cudnn/RNN.cpp, _cudnn_rnn_backward."""
         question = cudnn.recurrent_question((*args[:6], *args[10:19]), self._arch, backward=True)
         batch_first = args[14] and not args[18]
         copy = cudnn.input_copy(args, batch_first=batch_first)
         zeros, gradient = cudnn.gradient_copies(args, batch_first=batch_first)
-        extras = [Extra(size, first=True) for size in zeros]
-        extras += [Extra(size, first=True, until=_OF_WEIGHTS) for size in (copy, gradient)]
-        extras.append(replace(self._recurrent_workspace(question), after=_OF_WEIGHTS - 1))
-        if args[21][_OF_WEIGHTS]:
-            extras += [Extra(copy, after=_OF_WEIGHTS - 1, until=_OF_WEIGHTS + 1), self._recurrent_workspace(question)]
-        return extras
+        workspace = self._recurrent_workspace(question)
+        return [
+            *(Extra(size, first=True) for size in (*zeros, copy)),
+            Extra(gradient, first=True, until=_OF_WEIGHTS),
+            replace(workspace, after=_OF_WEIGHTS - 1),
+            *([workspace] if args[21][_OF_WEIGHTS] else []),
+        ]
 
     def _recurrent_workspace(self, question: RecurrentQuestion) -> Extra:
         low, high = cudnn.workspace_of(question)
