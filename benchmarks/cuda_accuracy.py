@@ -166,7 +166,7 @@ def predict(golden: Golden, cudnn: str | Literal[False] = False) -> Prediction:
     return Prediction(low, high, best, str(torch.__version__))
 
 
-def spans(trace: Any, golden: Golden, workspace: Literal["low", "high"]) -> Span:
+def spans(trace: Any, golden: Golden, workspace: Literal["low", "high", "expected"]) -> Span:
     """The predicted peaks of the whole run and of each step."""
     import memplan
 

@@ -193,8 +193,8 @@ class _Kernels:
         return [Extra(workspace_high, low=workspace_low, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        """The allocations of cuDNN's recurrent op: at first use the dropout states; a copy of the input; a workspace; and
-        a reserve, freed with the (empty) fake one. Source: cudnn/RNN.cpp, _cudnn_impl and _cudnn_rnn."""
+        """The allocations of cuDNN's recurrent op: at first use the dropout states; a copy of the input; a workspace;
+        and a reserve, freed with the (empty) fake one. Source: cudnn/RNN.cpp, _cudnn_impl and _cudnn_rnn."""
         question = cudnn.recurrent_question(args, self._arch)
         copy = cudnn.input_copy(args, batch_first=args[10] and not args[14])
         low, high = cudnn.reserve_of(question, self._arch)
