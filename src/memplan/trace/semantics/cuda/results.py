@@ -15,7 +15,7 @@ from memplan._torch import torch_version
 from memplan.cudnn.recurrent import rnn_weight_bytes
 from memplan.trace.semantics.cpu import results
 from memplan.trace.semantics.cuda.cudnn import MODES
-from memplan.trace.semantics.result_strides import STRIDES, in_sequence
+from memplan.trace.semantics.result_strides import STRIDES, in_sequence, suggested_format
 
 Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -93,6 +93,8 @@ RESULTS: dict[str, Result] = {
     },
     "aten.native_layer_norm.default": in_sequence(STRIDES["aten.native_layer_norm.default"], wide_statistics),
     "aten.native_batch_norm.default": wide_statistics,
+    # the input's gradient is in the input's format: cuda/Normalization.cu, cudnn/BatchNorm.cpp
+    "aten.native_batch_norm_backward.default": suggested_format(1),
     "aten._native_batch_norm_legit.default": wide_statistics,
     "aten._native_batch_norm_legit.no_stats": wide_statistics,
     "aten.native_group_norm.default": group_norm,
