@@ -113,23 +113,20 @@ def rnn_reserve_bytes(
     dropout: float,
     itemsize: int,
     projection: int = 0,
-    *,
-    seen: bool = False,
 ) -> Interval:
     """Bytes that cuDNN's recurrent network saves for its backward pass, as an interval.
 
-    The lower end is, for every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and
-    the cell), 6 for a GRU, 1 for a plain network, and the output of every layer but the last. That is exactly
-    what cuDNN asked for in pytorch#2895, 736,000,000 bytes for an LSTM and 864,000,000 for a GRU of 4 layers.
-    An H100 and an H200 (cuDNN 9.19, seven networks) need 256 bytes more, and with dropout a bit for each output of
-    every layer but the last. The upper end adds, for other releases, one value a layer, and with dropout the dropped
-    outputs.
+    For every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and the cell), 6 for a
+    GRU, 1 for a plain network, and the output of every layer but the last. That is exactly what cuDNN 7 asked for
+    in pytorch#2895, 736,000,000 bytes for an LSTM and 864,000,000 for a GRU of 4 layers. An H100 and an H200 (cuDNN
+    9.19, seven networks) need 256 bytes more, and with dropout a bit for each output of every layer but the last. For
+    plain networks and projections, which neither ran, the upper end adds one value a layer, with dropout the dropped
+    outputs, and the projected outputs.
 
     Args:
         steps: time steps; ``steps * batch`` is the number of rows of a packed sequence.
         itemsize: bytes of an element.
         projection: size of an LSTM's projected output, 0 without.
-        seen: whether the card was measured, so that the size of an LSTM or a GRU without projection is known.
     """
     directions = 2 if bidirectional else 1
     row = steps * batch * directions * itemsize
@@ -137,7 +134,7 @@ def rnn_reserve_bytes(
     low = row * (layers * _SAVED_VALUES[kind] * hidden + between)
     projected = row * layers * projection
     mask = -(-(layers - 1) * steps * batch * directions * hidden // 8) if dropout else 0
-    if seen and kind != "rnn" and not projection:
+    if kind != "rnn" and not projection:
         return low + _HEADER + mask, low + _HEADER + mask
     extra = row * (layers * hidden + (between if dropout else 0))
     return low, low + extra + projected + _HEADER
@@ -211,15 +208,13 @@ def _is_persistent_rnn(kind: Kind, args: tuple[Any, ...], steps: int, batch: int
     return batch % 8 == 0 and batch <= 128 and (kind == "lstm" or batch < 96 or hidden < 896)
 
 
-def reserve_of(question: RecurrentQuestion, arch: Arch) -> Interval:
+def reserve_of(question: RecurrentQuestion) -> Interval:
     """Bytes of the reserve of a recurrent network; 0 without training."""
     q = question
     if not q.training:
         return 0, 0
     sizes = (q.rows, 1, q.hidden, q.layers, q.bidirectional)
-    return rnn_reserve_bytes(
-        q.kind, *sizes, q.dropout, q.itemsize, q.projection, seen=arch.capability == _MEASURED
-    )  # fmt: skip
+    return rnn_reserve_bytes(q.kind, *sizes, q.dropout, q.itemsize, q.projection)
 
 
 def workspace_of(question: RecurrentQuestion) -> Interval:

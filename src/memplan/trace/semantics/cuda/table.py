@@ -197,7 +197,7 @@ class _Kernels:
         and a reserve, freed with the (empty) fake one. Source: cudnn/RNN.cpp, _cudnn_impl and _cudnn_rnn."""
         question = cudnn.recurrent_question(args, self._arch)
         copy = cudnn.input_copy(args, batch_first=args[10] and not args[14])
-        low, high = cudnn.reserve_of(question, self._arch)
+        low, high = cudnn.reserve_of(question)
         states = 0
         if question.training and question.dropout and not self._has_dropout_states:
             self._has_dropout_states = True
@@ -206,7 +206,7 @@ class _Kernels:
             Extra(states, held=True, first=True, workspace=True),
             Extra(copy, first=True),
             self._recurrent_workspace(question),
-            Extra(high, low=low, owner=result[3]),
+            Extra(high, low=low if low != high else None, owner=result[3]),
         ]
 
     def _recurrent_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
