@@ -166,7 +166,7 @@ def predict(golden: Golden, cudnn: str | Literal[False] = False) -> Prediction:
     return Prediction(low, high, best, str(torch.__version__))
 
 
-def spans(trace: Any, golden: Golden, workspace: Literal["low", "high"]) -> Span:
+def spans(trace: Any, golden: Golden, workspace: Literal["low", "high", "expected"]) -> Span:
     """The predicted peaks of the whole run and of each step."""
     import memplan
 
@@ -231,21 +231,27 @@ def calls_of(trace: Any, golden: Golden) -> dict[int | None, Workspace]:
 def _size(trace: Any, storage: Any, workspace: Workspace) -> int | None:
     """Bytes of a storage: the op's workspace, where it is one; else the only result that it can be."""
     if storage.cause == "workspace":
-        return max(0, workspace.most - _beside(trace, storage))
+        return workspace_of_call(trace, storage, workspace)
     fitting = [size for size in workspace.results if storage.low <= size <= storage.bytes]
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _beside(trace: Any, storage: Any) -> int:
-    """Bytes that a recurrent network's op holds beside its workspace: copies of its operands, less the gradient of the
-    weights, which counts as a result and is made when the workspace is gone."""
+def workspace_of_call(trace: Any, storage: Any, workspace: Workspace) -> int:
+    """Bytes of the workspace of an op.
+
+    The peak of a recurrent network's op also has copies of its operands. Its gradients are computed one after the
+    other, with a workspace of the same size each, and not all of them exist at the peak, while ``most`` is beyond all.
+    """
     if "_cudnn_rnn" not in trace.ops[storage.op].name:
-        return 0
+        return workspace.most
     born = [one for one in trace.counted if one.op == storage.op]
-    copies, later = (
-        sum(one.bytes for one in born if one.cause == cause) for cause in ("temporary", "parameter_gradient")
-    )
-    return copies - later
+    others = [one for one in born if one.cause != "workspace"]
+    results = sum(one.bytes for one in others if one.cause != "temporary")
+    beside = (
+        sum(one.bytes for one in others if one.born < each.died and (one.died is None or one.died > each.born))
+        for each in born if each.cause == "workspace" and each.died is not None
+    )  # fmt: skip
+    return max(0, workspace.most + results - max(beside))
 
 
 def compare(golden: Golden, predicted: Callable[[Golden], Prediction] = predict) -> Comparison:

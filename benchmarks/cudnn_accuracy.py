@@ -22,14 +22,24 @@ from typing import Any
 from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
-from cuda_accuracy import PAGE, RESULTS, ROOT, calls_of, environment, filled, subjects  # noqa: E402  # by the line above
+from cuda_accuracy import (  # noqa: E402  # by the line above
+    PAGE,
+    RESULTS,
+    ROOT,
+    calls_of,
+    environment,
+    filled,
+    subjects,
+    workspace_of_call,
+)  # fmt: skip
 from dry_accuracy import packed  # noqa: E402
 from golden_file import Golden, Workspace, find, read  # noqa: E402
 
 from memplan._bytes import format_bytes  # noqa: E402
 from memplan.cudnn.ask import ask  # noqa: E402
-from memplan.cudnn.cudnn_library import find_cudnn  # noqa: E402
+from memplan.cudnn.cudnn_library import find_cudnn, title_of  # noqa: E402
 from memplan.cudnn.questions import Question  # noqa: E402
+from memplan.cudnn.recurrent import RecurrentQuestion  # noqa: E402
 from memplan.trace.semantics.kinds import Asked  # noqa: E402
 
 BLOCK = 512
@@ -87,8 +97,9 @@ def rows_of(golden: Golden, environment_of_cudnn: str) -> Iterator[Row | str]:
     with environment(golden.environment), questions_noted() as noted:
         trace = memplan.record(build, device=card.name, steps=len(golden.steps), cudnn=environment_of_cudnn)
     questions = {
-        number: asked.question for number, asked in noted.get(trace.storages, {}).items() if asked.plan == "first"
-    }
+        number: asked.question for number, asked in noted.get(trace.storages, {}).items()
+        if asked.plan == "first" and isinstance(asked.question, Question)
+    }  # fmt: skip
     library = find_cudnn(environment_of_cudnn)
     assert library is not None, "named"
     said = ask(library, card, questions.values()).plans  # without what a real card took
@@ -110,6 +121,24 @@ def rows_of(golden: Golden, environment_of_cudnn: str) -> Iterator[Row | str]:
         for storage, size in zip(asked, sizes, strict=True):
             first, kind = plans[storage.id][0], kind_of(op.name, row.key, born.index(storage))
             yield Row(kind, row.key, golden.name, first.engine, first.workspace, size, questions[storage.id])
+
+
+def recurrent_of(golden: Golden) -> Iterator[tuple[RecurrentQuestion, int]]:
+    """Each call of a recurrent network, with the bytes that its workspace took."""
+    import memplan
+    from memplan.devices import find as find_card
+
+    build = importlib.import_module("golden_steps").on_card(subjects()[golden.name].build)
+    with environment(golden.environment), questions_noted() as noted:
+        trace = memplan.record(
+            build, device=find_card(golden.gpu).name, steps=len(golden.steps),
+            cudnn=title_of(int(golden.versions["cudnn"] or 0)),
+        )  # fmt: skip
+    calls = calls_of(trace, golden)
+    for number, asked in noted.get(trace.storages, {}).items():
+        storage = trace.storages[number]
+        if isinstance(asked.question, RecurrentQuestion) and storage.op in calls:
+            yield asked.question, workspace_of_call(trace, storage, calls[storage.op])
 
 
 @contextmanager

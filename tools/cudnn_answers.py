@@ -53,13 +53,16 @@ def measured(environment: str) -> AllMeasured:
     assert library is not None, "it was found when it was asked for"
     found: dict[tuple[str, str], dict[str, set[int]]] = {}
     for golden in map(golden_file.read, golden_file.find(ROOT / "goldens")):
-        asks = any("convolution" in name for name in golden.calls or {})
-        if not asks or golden.name in accuracy.BENCHMARK or golden.versions["cudnn"] != library.version:
+        if golden.name in accuracy.BENCHMARK or golden.versions["cudnn"] != library.version:
             continue
         of = found.setdefault((find(golden.gpu).name, golden.torch), {})
-        for row in accuracy.rows_of(golden, environment):
-            if not isinstance(row, str):
-                of.setdefault(row.question.key, set()).add(row.took)
+        if any("convolution" in name for name in golden.calls or {}):
+            for row in accuracy.rows_of(golden, environment):
+                if not isinstance(row, str):
+                    of.setdefault(row.question.key, set()).add(row.took)
+        if any("_cudnn_rnn" in name for name in golden.calls or {}):
+            for question, took in accuracy.recurrent_of(golden):
+                of.setdefault(question.key, set()).add(took)
     return AllMeasured(tuple(agreeing(*key, library.version, of) for key, of in sorted(found.items())))
 
 

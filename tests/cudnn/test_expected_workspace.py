@@ -14,10 +14,11 @@ from memplan.cudnn.expected_workspace import (
     family_of,
     features,
     network_for,
+    with_cublas,
     workspace_of,
 )
 from memplan.cudnn.questions import Question
-from memplan.cudnn.stored_answers import shipped
+from memplan.cudnn.stored_answers import measured, shipped
 from memplan.devices import find
 
 CARD = find("a100-80gb")
@@ -53,14 +54,39 @@ def test_a_formula_by_hand(formula: str, size: int) -> None:
 def questions(card: str, version: int) -> dict[Question, int]:
     """Return the convolutions of the examples and the zoo, with the bytes that cuDNN answered for a card."""
     answers = shipped(card, version, properties(find(card)))
-    read = {}
-    for key, plans in answers.items():
-        kind, x, w, y, last, dtype, padding, stride, dilation, alignments, *flags = json.loads(key)
-        sizes = (tuple(part) for part in (padding, stride, dilation, alignments))
-        question = Question(kind, tuple(x), tuple(w), tuple(y), last, dtype, *sizes, *flags)  # pyright: ignore[reportArgumentType]
-        assert question.key == key
-        read[question] = plans[0].workspace
-    return read
+    return {read(key): plans[0].workspace for key, plans in answers.items()}
+
+
+def read(key: str) -> Question:
+    """Return the convolution with this key."""
+    kind, x, w, y, last, dtype, padding, stride, dilation, alignments, *flags = json.loads(key)
+    sizes = (tuple(part) for part in (padding, stride, dilation, alignments))
+    question = Question(kind, tuple(x), tuple(w), tuple(y), last, dtype, *sizes, *flags)  # pyright: ignore[reportArgumentType]
+    assert question.key == key
+    return question
+
+
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_engines_with_cublas_take_what_real_cards_took(card: str) -> None:
+    """By formula for a kernel of 1 and Winograd's weight gradients; the expected workspaces follow it."""
+    took = {read(key): size for key, size in measured(card, 91900).items() if not key.startswith(('["lstm', '["gru'))}
+    applies = {question: size for question in took if (size := with_cublas(question)) is not None}
+    assert len(applies) == 248
+    assert sum(_near(question, size, took[question]) for question, size in applies.items()) == 226
+    input_gradients = {q: size for q, size in applies.items() if q.kind == "input gradient"}
+    winograd = {q: size for q, size in applies.items() if q.w[2:] == (3, 3)}
+    assert (len(input_gradients), len(winograd)) == (83, 9)
+    assert all(_near(question, size, took[question]) for question, size in input_gradients.items())
+    assert all(-(-size // 512) == -(-took[question] // 512) for question, size in winograd.items())
+    expected = expected_workspaces(find(card), 91900, list(took))
+    assert all(expected[question].bytes == size for question, size in applies.items())
+    others = expected_workspaces(find("a100-80gb"), 91900, list(applies))
+    right = sum(_near(question, others[question].bytes, took[question]) for question in applies)
+    assert right < 80  # what cuDNN names for described cards
+
+
+def _near(question: Question, size: int, took: int) -> bool:
+    return abs(size - took) <= 0.01 * tensor_bytes(question)
 
 
 def tensor_bytes(question: Question) -> int:

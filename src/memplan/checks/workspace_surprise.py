@@ -34,7 +34,10 @@ def _large_workspaces(subject: Subject) -> list[Finding]:
     them."""
     trace = subject.trace
     plans_of = {answer.storage: answer.plans for answer in trace.engines}
-    expected = {size.storage for size in trace.expected}
+    expected = {
+        size.storage for size in trace.expected
+        if (op := trace.storages[size.storage].op) is not None and "convolution" in trace.ops[op].name
+    }  # fmt: skip
     by_layer = _larger_than_tensors(trace, {*plans_of, *expected})
     if not by_layer:
         return []

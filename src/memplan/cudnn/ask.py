@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memplan.cudnn.answer_cache import AnswerCache
@@ -12,27 +12,32 @@ from memplan.cudnn.cudnn_library import Cudnn
 from memplan.cudnn.described_card import properties
 from memplan.cudnn.expected_workspace import ExpectedWorkspace, expected_workspaces, family_of
 from memplan.cudnn.questions import Plans, Question
+from memplan.cudnn.recurrent import RecurrentQuestion, expected_recurrent
 from memplan.cudnn.stored_answers import measured, shipped
 from memplan.cudnn.worker_process import WorkerError, ask_worker
 from memplan.devices import Device
 from memplan.errors import DeviceError
+
+AnyQuestion = Question | RecurrentQuestion
 
 
 @dataclass(frozen=True)
 class Answers:
     """cuDNN's execution plans by question."""
 
-    plans: dict[Question, Plans]
+    plans: dict[AnyQuestion, Plans]
     notes: tuple[str, ...] = ()
     """Messages for the user: why questions have no answer."""
-    measured: dict[Question, int] = field(default_factory=dict[Question, int])
+    measured: dict[AnyQuestion, int] = field(default_factory=dict[AnyQuestion, int])
     """Bytes of workspace that a real card took with this version of cuDNN, or one that chooses alike."""
-    expected: dict[Question, ExpectedWorkspace] = field(default_factory=dict[Question, ExpectedWorkspace])
-    """The workspaces of questions without plans, by the model of cuDNN's choice; {}: none for this card."""
+    expected: dict[AnyQuestion, ExpectedWorkspace] = field(default_factory=dict[AnyQuestion, ExpectedWorkspace])
+    """The workspaces of questions without plans: of convolutions by the model of cuDNN's choice, if there is one for
+    this card; of recurrent networks by formula."""
 
 
-def ask(library: Cudnn, card: Device, questions: Iterable[Question]) -> Answers:
-    """Return cuDNN's plans for convolutions on a card, which this machine need not have.
+def ask(library: Cudnn, card: Device, questions: Iterable[AnyQuestion]) -> Answers:
+    """Return cuDNN's plans for convolutions on a card, which this machine need not have, and the workspaces of
+    recurrent networks.
 
     Never raises: questions without an answer are left out of ``plans``. A library that is not installed has only the
     stored answers, of its version or one that chooses alike.
@@ -41,10 +46,25 @@ def ask(library: Cudnn, card: Device, questions: Iterable[Question]) -> Answers:
         >>> ask(find_cudnn("~/cuda-torch"), find("h100"), [question]).plans[question][0]
         ExecutionPlan(engine='eng38', workspace=13139984)
     """
-    distinct = tuple(dict.fromkeys(questions))
+    every = tuple(dict.fromkeys(questions))
+    distinct = tuple(question for question in every if isinstance(question, Question))
     installed = library.packages is not None
     workspaces = measured(card.name, library.version, exactly=installed)
-    by_measurement = {question: workspaces[question.key] for question in distinct if question.key in workspaces}
+    by_measurement = {question: workspaces[question.key] for question in every if question.key in workspaces}
+    recurrent: dict[AnyQuestion, ExpectedWorkspace] = {
+        question: expected_recurrent(question, card.architecture)
+        for question in every if isinstance(question, RecurrentQuestion) and question not in by_measurement
+    }  # fmt: skip
+    if not distinct:
+        return Answers({}, (), by_measurement, recurrent)
+    answers = _of_convolutions(library, card, distinct, by_measurement)
+    return replace(answers, expected=answers.expected | recurrent)
+
+
+def _of_convolutions(
+    library: Cudnn, card: Device, distinct: Sequence[Question], by_measurement: dict[AnyQuestion, int]
+) -> Answers:
+    installed = library.packages is not None
     try:
         description = properties(card)
     except DeviceError as error:
@@ -52,24 +72,24 @@ def ask(library: Cudnn, card: Device, questions: Iterable[Question]) -> Answers:
         return _with_expected(library, card, distinct, {}, (), by_measurement, reasons)
     stored = dict(shipped(card.name, library.version, description, exactly=installed))
     if not installed:
-        plans = {question: stored[question.key] for question in distinct if question.key in stored}
+        plans: dict[AnyQuestion, Plans] = {q: stored[q.key] for q in distinct if q.key in stored}
         return _with_expected(library, card, distinct, plans, (), by_measurement, Counter())
     cache = AnswerCache(card.name, library.version, description)
     stored |= cache.read()
-    plans = {question: stored[question.key] for question in distinct if question.key in stored}
+    plans = {q: stored[q.key] for q in distinct if q.key in stored}
     new, reasons = _ask_library(library, description, [question for question in distinct if question not in plans])
     if new:
         cache.add(new)
-    return _with_expected(library, card, distinct, plans | new, cache.notes, by_measurement, reasons)
+    return _with_expected(library, card, distinct, {**plans, **new}, cache.notes, by_measurement, reasons)
 
 
 def _with_expected(
-    library: Cudnn, card: Device, questions: Sequence[Question], plans: dict[Question, Plans], notes: tuple[str, ...],
-    by_measurement: dict[Question, int], reasons: Counter[str],
+    library: Cudnn, card: Device, questions: Sequence[Question], plans: dict[AnyQuestion, Plans],
+    notes: tuple[str, ...], by_measurement: dict[AnyQuestion, int], reasons: Counter[str],
 ) -> Answers:  # fmt: skip
     """Return the answers, with the expected workspaces of the other questions, and a note for each reason."""
     missing = [question for question in questions if question not in plans and question not in by_measurement]
-    expected = expected_workspaces(card, library.version, missing)
+    expected: dict[AnyQuestion, ExpectedWorkspace] = {**expected_workspaces(card, library.version, missing)}
     capability = ".".join(map(str, card.architecture))
     if missing and not expected and not reasons:
         lacking = f"for compute capability {capability}" if family_of(library.version) else "before 9.19"

@@ -29,6 +29,10 @@ FAMILIES = ((92400, "9.24"), (91900, "9.19"))
 workspace for each of 1,500 sampled convolutions, 9.24 and 9.26 for 98.6 to 100 % of them, by card. 9.21 to 9.23, which
 no torch comes with, count as the former."""
 
+_MEASURED = (9, 0)
+"""Compute capability of the real cards whose workspaces were compared with cuDNN's answers, an H100 and an H200."""
+_MEASURED_SHARE = 0.85
+"""Probability of `with_cublas`: 226 of 248 measured convolutions to which it applies took its workspace."""
 _ITEMSIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 _NEAR = 0.02
 """Sizes that differ by less than this share of the tensors' bytes count as one. The most probable is expected."""
@@ -83,15 +87,45 @@ def expected_workspaces(card: Device, version: int, questions: Sequence[Question
     if network is None or not questions:
         return {}
     rows = network.probabilities(np.array([features(question) for question in questions]))
-    return {question: _expected(question, network.formulas, row) for question, row in zip(questions, rows, strict=True)}
+    expected = dict[Question, ExpectedWorkspace]()
+    for question, probabilities in zip(questions, rows, strict=True):
+        measured = with_cublas(question) if card.architecture == _MEASURED else None
+        expected[question] = _expected(question, network.formulas, probabilities, measured)
+    return expected
 
 
-def _expected(question: Question, formulas: Sequence[str], probabilities: Any) -> ExpectedWorkspace:
-    by_size: dict[int, float] = {}
+def with_cublas(question: Question) -> int | None:
+    """Return the workspace of the engines that multiply matrices by cuBLAS, where they are what a real card takes.
+
+    cuDNN does not name them for a described card, where cuBLAS has no handle. A kernel of 1 is a matrix product without
+    a workspace, its weight gradient one product a sample, which are then summed. The weight gradient of a kernel of 3
+    by 3 is Winograd's for tiles of 4 by 4, transformed to 6 by 6. Read off what an H100 and an H200 took with cuDNN
+    9.19 (``measured.json.gz``), in float32 and contiguous; None for all other convolutions.
+    """
+    q = question
+    plain = (q.dtype, q.channels_last) == ("float32", False) and q.x[1] == q.w[1] and {*q.stride, *q.dilation} == {1}
+    taps, batch = q.w[2:], q.x[0]
+    if not plain:
+        return None
+    if prod(taps) == 1 and not any(q.padding):
+        if q.kind != "weight gradient" or prod(q.x[2:]) == 1:
+            return 0
+        return batch * prod(q.w) * 4 if batch > 1 else None
+    if q.kind == "weight gradient" and taps == (3, 3) and 128 <= q.x[1] <= 256:
+        tiles = batch * prod(-(-size // 4) for size in q.y[2:])
+        return 6 * 6 * 4 * (tiles * (q.x[1] + q.w[0]) + q.x[1] * q.w[0])
+    return None
+
+
+def _expected(
+    question: Question, formulas: Sequence[str], probabilities: Any, measured: int | None
+) -> ExpectedWorkspace:  # fmt: skip
+    by_size: dict[int, float] = {} if measured is None else {measured: _MEASURED_SHARE}
+    left = 1.0 if measured is None else 1 - _MEASURED_SHARE
     operands = _Operands(question)
     for formula, probability in zip(formulas, probabilities, strict=True):
         size = operands.workspace_of(formula)
-        by_size[size] = by_size.get(size, 0.0) + float(probability)
+        by_size[size] = by_size.get(size, 0.0) + left * float(probability)
     near = _NEAR * operands.bytes
     mass = {size: sum(p for other, p in by_size.items() if abs(other - size) <= near) for size in by_size}
     center = max(by_size, key=lambda size: (mass[size], by_size[size], -size))

@@ -163,7 +163,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSize:
-    """A storage whose bytes are the expected workspace of a convolution.
+    """A storage whose bytes are the expected workspace of a convolution or of a recurrent network.
 
     With all of them at ``low``, or all at ``high``, the allocated peak is at the lower or the upper end of the band
     that holds it in 95 % of steps.

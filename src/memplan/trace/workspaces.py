@@ -1,17 +1,19 @@
-"""Replaces the workspace intervals of convolutions in a trace by cuDNN's answers, or by expected workspaces."""
+"""Replaces the workspace intervals in a trace by cuDNN's answers, or by expected workspaces."""
 
 from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from memplan._bytes import round_to_blocks
-from memplan.cudnn.ask import ask
+from memplan.cudnn.ask import AnyQuestion, ask
 from memplan.cudnn.cudnn_library import Cudnn
 from memplan.cudnn.expected_workspace import ExpectedWorkspace
-from memplan.cudnn.questions import ExecutionPlan, Plans, Question, stairs
+from memplan.cudnn.questions import ExecutionPlan, Plans, stairs
+from memplan.cudnn.recurrent import RecurrentQuestion
 from memplan.devices import Device
 from memplan.trace.live_bytes import live_bytes
 from memplan.trace.records import Engines, ExpectedSize, Storage
@@ -34,7 +36,7 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
     """
     answers = ask(library, card, (query.question for query in queries.values()))
     storages, engines, measured, answered = list(trace.storages), list[Engines](), list[int](), 0
-    predicted = dict[int, Question]()
+    predicted = dict[int, AnyQuestion]()
     for storage, query in queries.items():
         plans = answers.plans.get(query.question, ())
         if query.plan == "first" and query.question in answers.measured:
@@ -61,18 +63,34 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
         storages[storage] = dataclasses.replace(storages[storage], **change)
     name = library.title + (", which the CUDA build of this torch comes with," if library.is_default else "")
     notes = [f"{name} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
-    notes += [f"a real {card.name} took the workspaces of {len(measured)} convolutions with "
-              f"{name.rstrip(',')}, and these count"] * (len(measured) > 0)  # fmt: skip
-    if predicted:
+    if measured:
+        taken = _counted(queries[storage].question for storage in measured)
+        notes.append(f"a real {card.name} took the workspaces of {taken} with {name.rstrip(',')}, and these count")
+    recurrent = sum(isinstance(question, RecurrentQuestion) for question in predicted.values())
+    if len(predicted) > recurrent:
         notes.append(
-            f"the workspaces of {len(predicted)} convolutions are those that {name} is expected to choose; for its own "
-            "answer: pip install memplan[cudnn], or --cudnn ENVIRONMENT (cudnn= in Python)"
+            f"the workspaces of {len(predicted) - recurrent} convolutions are those that {name} is expected to choose; "
+            "for its own answer: pip install memplan[cudnn], or --cudnn ENVIRONMENT (cudnn= in Python)"
+        )
+    if recurrent:
+        notes.append(
+            f"the workspaces of {recurrent} calls of recurrent networks are expected by a formula from seven that an "
+            "H100 and an H200 ran; cuDNN names them on a card only"
         )
     trace = dataclasses.replace(
         trace, storages=tuple(storages), notes=(*trace.notes, *notes, *answers.notes), engines=tuple(engines),
         measured=tuple(measured),
     )  # fmt: skip
     return dataclasses.replace(trace, expected=_band(trace, predicted, answers.expected)) if predicted else trace
+
+
+def _counted(questions: Iterable[AnyQuestion]) -> str:
+    """Return such as "3 convolutions and 2 calls of recurrent networks"."""
+    kinds = Counter(
+        "calls of recurrent networks" if isinstance(question, RecurrentQuestion) else "convolutions"
+        for question in questions
+    )
+    return " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), reverse=True))
 
 
 def _as_measured(size: int, plans: Plans) -> Plans:
@@ -84,7 +102,7 @@ def _as_measured(size: int, plans: Plans) -> Plans:
 
 
 def _band(
-    trace: Trace, predicted: Mapping[int, Question], expected: Mapping[Question, ExpectedWorkspace]
+    trace: Trace, predicted: Mapping[int, AnyQuestion], expected: Mapping[AnyQuestion, ExpectedWorkspace]
 ) -> tuple[ExpectedSize, ...]:
     """Return the workspaces at both ends of the band that holds the allocated peak with the probability `BAND`.
 
@@ -97,7 +115,7 @@ def _band(
     levels = list(live_bytes(counted, size=lambda storage: round_to_blocks(storage.bytes)))
     peak_of_others = max((level for _, level in levels), default=0)
     distinct = {question: _Sizes(expected[question]) for question in predicted.values()}
-    most_beside = dict[Question, int]()
+    most_beside = dict[AnyQuestion, int]()
     for storage, question in predicted.items():
         most_beside[question] = max(most_beside.get(question, 0), _most_live(levels, trace.storages[storage]))
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from memplan.cudnn.questions import Question
+from memplan.cudnn.recurrent import RecurrentQuestion
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -21,10 +22,11 @@ class Asked:
     """A workspace size to query from cuDNN after the recording, and which of its plans runs.
 
     ``first``: the first plan whose workspace can be allocated. ``largest``: all are tried, in one workspace. ``any``:
-    the fastest of those benchmarked earlier, which is unknown without the GPU.
+    the fastest of those benchmarked earlier, which is unknown without the GPU. cuDNN names the workspace of a recurrent
+    network on a card only: it is a measured or an expected one.
     """
 
-    question: Question
+    question: Question | RecurrentQuestion
     plan: Literal["first", "largest", "any"]
 
 

@@ -17,9 +17,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from memplan._torch import FakeTensor, dispatch, no_modes
+from memplan.cudnn.recurrent import rnn_weight_bytes
 from memplan.errors import DataDependentError
 from memplan.trace.semantics.cuda import sdpa_choice
-from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes, uses_batch_norm
+from memplan.trace.semantics.cuda.cudnn import MODES, uses_batch_norm
 from memplan.trace.semantics.cuda.sdpa_choice import Arch, Enabled
 from memplan.trace.semantics.layout import in_own_format
 
@@ -443,10 +444,13 @@ def _flattened(weights: list[torch.Tensor]) -> bool:
     """cudnn/RNN.cpp, try_get_weight_buf: whether the weights of a recurrent network lie in one buffer.
 
     A computed weight (weight drop, weight norm) never does, nor does a parameter that is used twice. Autocast makes the
-    buffer itself, when it casts.
+    buffer itself, when it casts. `flatten_parameters` leaves bfloat16 alone, which is none of
+    torch.backends.cudnn.CUDNN_TENSOR_DTYPES.
     """
     if torch.is_autocast_enabled("cuda") and weights[0].dtype is not torch.float16:
         return True
+    if weights[0].dtype is torch.bfloat16:
+        return False
     return all(weight.is_leaf for weight in weights) and len(set(map(id, weights))) == len(weights)
 
 

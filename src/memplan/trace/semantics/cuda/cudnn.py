@@ -5,19 +5,18 @@ cuDNN reports sizes only on a card, so undocumented ones are intervals of bytes,
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from memplan.cudnn.recurrent import GATES, Algorithm, Kind, RecurrentQuestion, rnn_matrix_bytes
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.layout import bytes_of, copied, like_channels_last
 
-Kind = Literal["lstm", "gru", "rnn"]
 Interval = tuple[int, int]
 
 _MAX_BATCH = {True: 880_801, False: 65_535}
 _INT_MAX = (1 << 31) - 1
-_GATES: dict[Kind, int] = {"lstm": 4, "gru": 3, "rnn": 1}
 _SAVED_VALUES: dict[Kind, int] = {"lstm": 5, "gru": 6, "rnn": 1}
 _HEADER, _MAX_VALUES_PER_ROW = 256, 12
 MODES: dict[int, Kind] = {0: "rnn", 1: "rnn", 2: "lstm", 3: "gru"}
@@ -104,23 +103,6 @@ def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, b
     return (size if arch.capability == _MEASURED else 0), size
 
 
-def rnn_weight_bytes(
-    kind: Kind, inputs: int, hidden: int, layers: int, bidirectional: bool, itemsize: int, projection: int = 0
-) -> int:
-    """Bytes of all weights and biases in one buffer. cuDNN has two biases per gate, whether or not torch has any.
-
-    If the weights of a module are not views of one buffer (never flattened, or moved since), ``_cudnn_rnn`` allocates
-    such a buffer at every call and the graph keeps it alive. Source: cudnn/RNN.cpp.
-    """
-    gates, directions = _GATES[kind], 2 if bidirectional else 1
-    output = projection or hidden
-    elements = 0
-    for layer in range(layers):
-        width = inputs if layer == 0 else output * directions
-        elements += directions * (gates * hidden * (width + output + 2) + projection * hidden)
-    return elements * itemsize
-
-
 def rnn_reserve_bytes(
     kind: Kind,
     steps: int,
@@ -131,23 +113,20 @@ def rnn_reserve_bytes(
     dropout: float,
     itemsize: int,
     projection: int = 0,
-    *,
-    seen: bool = False,
 ) -> Interval:
     """Bytes that cuDNN's recurrent network saves for its backward pass, as an interval.
 
-    The lower end is, for every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and
-    the cell), 6 for a GRU, 1 for a plain network, and the output of every layer but the last. That is exactly
-    what cuDNN asked for in pytorch#2895, 736,000,000 bytes for an LSTM and 864,000,000 for a GRU of 4 layers.
-    An H100 and an H200 (cuDNN 9.19, seven networks) need 256 bytes more, and with dropout a bit for each output of
-    every layer but the last. The upper end adds, for other releases, one value a layer, and with dropout the dropped
-    outputs.
+    For every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and the cell), 6 for a
+    GRU, 1 for a plain network, and the output of every layer but the last. That is exactly what cuDNN 7 asked for
+    in pytorch#2895, 736,000,000 bytes for an LSTM and 864,000,000 for a GRU of 4 layers. An H100 and an H200 (cuDNN
+    9.19, seven networks) need 256 bytes more, and with dropout a bit for each output of every layer but the last. For
+    plain networks and projections, which neither ran, the upper end adds one value a layer, with dropout the dropped
+    outputs, and the projected outputs.
 
     Args:
         steps: time steps; ``steps * batch`` is the number of rows of a packed sequence.
         itemsize: bytes of an element.
         projection: size of an LSTM's projected output, 0 without.
-        seen: whether the card was measured, so that the size of an LSTM or a GRU without projection is known.
     """
     directions = 2 if bidirectional else 1
     row = steps * batch * directions * itemsize
@@ -155,7 +134,7 @@ def rnn_reserve_bytes(
     low = row * (layers * _SAVED_VALUES[kind] * hidden + between)
     projected = row * layers * projection
     mask = -(-(layers - 1) * steps * batch * directions * hidden // 8) if dropout else 0
-    if seen and kind != "rnn" and not projection:
+    if kind != "rnn" and not projection:
         return low + _HEADER + mask, low + _HEADER + mask
     extra = row * (layers * hidden + (between if dropout else 0))
     return low, low + extra + projected + _HEADER
@@ -183,54 +162,66 @@ def rnn_workspace_bytes(
     Args:
         rows: total steps of all samples; 0 omits the part that grows with them.
     """
-    directions, gates = 2 if bidirectional else 1, _GATES[kind]
-    weights = rnn_weight_bytes(kind, inputs, hidden, layers, bidirectional, itemsize, projection)
-    biases = layers * directions * gates * 2 * hidden * itemsize
-    states = (3 * gates - 1) * batch + _MAX_VALUES_PER_ROW * rows
-    return 0, weights - biases + layers * directions * states * hidden * itemsize
+    matrices = rnn_matrix_bytes(kind, inputs, hidden, layers, bidirectional, itemsize, projection)
+    states = (3 * GATES[kind] - 1) * batch + _MAX_VALUES_PER_ROW * rows
+    return 0, matrices + layers * (2 if bidirectional else 1) * states * hidden * itemsize
 
 
-class RecurrentCall(NamedTuple):
-    """The parameters that determine the sizes of a ``_cudnn_rnn`` call."""
+def recurrent_question(args: tuple[Any, ...], arch: Arch, *, backward: bool = False) -> RecurrentQuestion:
+    """The parameters that determine the sizes of a ``_cudnn_rnn`` call, from the arguments of its overload."""
+    x, batch_sizes = args[0], args[14]
+    if batch_sizes:
+        rows, batch = x.shape[0], batch_sizes[0]
+    else:
+        rows, batch = x.shape[0] * x.shape[1], x.shape[0 if args[10] else 1]
+    kind, steps = MODES[args[6]], rows // max(1, batch)
+    half = x.dtype is torch.float16
+    standard = bool(batch_sizes) or bool(args[8]) or x.dtype is torch.float64
+    algorithm: Algorithm = "standard"
+    if not standard and arch.capability >= (6, 0) and args[7] <= _SMALL_HIDDEN[backward, kind == "rnn"]:
+        algorithm = "small hidden"
+    elif not standard and half and _is_persistent_rnn(kind, args, steps, batch, arch):
+        algorithm = "persistent"
+    return RecurrentQuestion(
+        kind=kind, algorithm=algorithm, rows=rows, batch=batch, inputs=x.shape[-1], hidden=args[7], layers=args[9],
+        bidirectional=args[13], dropout=args[11], itemsize=x.element_size(), projection=args[8], training=args[12],
+    )  # fmt: skip
 
-    kind: Kind
-    rows: int
-    """Steps of all sequences of the batch."""
-    batch: int
-    inputs: int
-    hidden: int
-    layers: int
-    bidirectional: bool
-    dropout: float
-    itemsize: int
-    projection: int
-    training: bool
 
-    @classmethod
-    def of(cls, args: tuple[Any, ...]) -> RecurrentCall:
-        """From the arguments of ``aten._cudnn_rnn.default``."""
-        x, batch_sizes = args[0], args[14]
-        if batch_sizes:
-            rows, batch = x.shape[0], batch_sizes[0]
-        else:
-            rows, batch = x.shape[0] * x.shape[1], x.shape[0 if args[10] else 1]
-        return cls(
-            kind=MODES[args[6]], rows=rows, batch=batch, inputs=x.shape[-1], hidden=args[7], layers=args[9],
-            bidirectional=args[13], dropout=args[11], itemsize=x.element_size(), projection=args[8], training=args[12],
-        )  # fmt: skip
+_SMALL_HIDDEN = {(False, False): 192, (False, True): 384, (True, False): 128, (True, True): 256}
+"""(backward, plain network) -> hidden size up to which torch takes the kernel for small ones. Source:
+cudnn/RNN.cpp, use_rnn_persist_small_h."""
 
-    def reserve(self, arch: Arch) -> Interval:
-        """Bytes of the reserve; 0 without training."""
-        if not self.training:
-            return 0, 0
-        sizes = (self.rows, 1, self.hidden, self.layers, self.bidirectional)
-        seen = arch.capability == _MEASURED
-        return rnn_reserve_bytes(self.kind, *sizes, self.dropout, self.itemsize, self.projection, seen=seen)
 
-    def workspace(self) -> Interval:
-        """Bytes of the workspace."""
-        sizes = (self.inputs, self.batch, self.hidden, self.layers, self.bidirectional, self.itemsize)
-        return rnn_workspace_bytes(self.kind, *sizes, self.projection, rows=self.rows)
+def _is_persistent_rnn(kind: Kind, args: tuple[Any, ...], steps: int, batch: int, arch: Arch) -> bool:
+    """Whether torch takes cuDNN's persistent kernel for float16. Source: cudnn/RNN.cpp, use_persist_common_heuristics
+    and use_persist_device_heuristics."""
+    hidden, inputs = args[7], args[0].shape[-1]
+    if args[9] != 1 or args[13] or hidden > 1024 or hidden % 128 or inputs % 128:
+        return False
+    if arch.capability == (7, 0):
+        return ((batch % 16 == 0 and batch not in (80, 112)) or batch == 8) and (
+            (steps >= 40 and batch <= 128) or (steps >= 20 and batch <= 96) or (steps >= 10 and batch <= 32)
+        )
+    if arch.capability < (8, 0) or arch.multiprocessors < 98 or arch.capability[1] == 6 or kind == "gru":
+        return False
+    return batch % 8 == 0 and batch <= 128 and (kind == "lstm" or batch < 96 or hidden < 896)
+
+
+def reserve_of(question: RecurrentQuestion) -> Interval:
+    """Bytes of the reserve of a recurrent network; 0 without training."""
+    q = question
+    if not q.training:
+        return 0, 0
+    sizes = (q.rows, 1, q.hidden, q.layers, q.bidirectional)
+    return rnn_reserve_bytes(q.kind, *sizes, q.dropout, q.itemsize, q.projection)
+
+
+def workspace_of(question: RecurrentQuestion) -> Interval:
+    """Bytes of the workspace of a recurrent network."""
+    q = question
+    sizes = (q.inputs, q.batch, q.hidden, q.layers, q.bidirectional, q.itemsize)
+    return rnn_workspace_bytes(q.kind, *sizes, q.projection, rows=q.rows)
 
 
 def dropout_state_bytes(arch: Arch) -> int:
@@ -242,28 +233,23 @@ def dropout_state_bytes(arch: Arch) -> int:
     return 24 * arch.threads * arch.multiprocessors
 
 
-def rnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (cudnn/RNN.cpp, _cudnn_rnn): a contiguous, time-first copy of the input. `table` counts reserve and
-    workspace."""
-    x = args[0].transpose(0, 1) if args[10] and not args[14] else args[0]
-    return (bytes_of(x),) if copied(x) else ()
+def input_copy(args: tuple[Any, ...], *, batch_first: bool) -> int:
+    """Bytes of the contiguous, time-first copy of a recurrent network's input. 0: it is used as it is."""
+    x = args[0].transpose(0, 1) if batch_first else args[0]
+    return copied(x)
 
 
-def rnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (cudnn/RNN.cpp, _cudnn_rnn_backward): contiguous, time-first copies of input and gradients; zeros for
-    missing ones.
+def gradient_copies(args: tuple[Any, ...], *, batch_first: bool) -> tuple[list[int], int]:
+    """Bytes of zeros for missing gradients of ``_cudnn_rnn_backward``, and of the contiguous, time-first copy of the
+    output's gradient.
 
-    The weight gradients are views of one buffer, which counts as a result (`results.recurrent_backward`).
+    Source: cudnn/RNN.cpp, _cudnn_rnn_backward and _cudnn_rnn_backward_input.
     """
-    x, hx, cx, output, gradient, batch_first = args[0], args[4], args[5], args[6], args[7], args[14]
-    transposed = batch_first and not args[18]
-    by_time = [t.transpose(0, 1) if transposed else t for t in (x, output if gradient is None else gradient)]
-    sizes = [copied(by_time[0]), bytes_of(output) if gradient is None else copied(by_time[1])]
-    sizes += [
+    hx, cx, output, gradient = args[4:8]
+    zeros = [] if gradient is not None else [bytes_of(output)]
+    zeros += [
         bytes_of(like) for state, like in zip(args[8:10], (hx, cx), strict=True) if state is None and like is not None
     ]
-    return tuple(size for size in sizes if size)
-
-
-FORMULAS = {"aten._cudnn_rnn.default": rnn_forward, "aten._cudnn_rnn_backward.default": rnn_backward}
-"""Overload name -> bytes of copies."""
+    if gradient is None:  # the zeros are contiguous, batch first
+        return zeros, bytes_of(output) if batch_first else 0
+    return zeros, copied(gradient.transpose(0, 1) if batch_first else gradient)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.cuda import attention_kernels, cublas, cudnn, cudnn_convolution, distances, indexing, norms
+from memplan.trace.semantics.cuda import attention_kernels, cublas, cudnn_convolution, distances, indexing, norms
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import Formula, nonzero
 from memplan.trace.semantics.cuda.norms import copies_of
@@ -198,7 +198,6 @@ FORMULAS: dict[str, Formula] = {
     **indexing.FORMULAS,
     **distances.FORMULAS,
     **attention_kernels.FORMULAS,
-    **cudnn.FORMULAS,
     **cudnn_convolution.FORMULAS,
 }
 FORMULAS.update(

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from memplan._torch import torch_version
+from memplan.cudnn.recurrent import rnn_weight_bytes
 from memplan.trace.semantics.cpu import results
-from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
-from memplan.trace.semantics.result_strides import STRIDES, in_sequence
+from memplan.trace.semantics.cuda.cudnn import MODES
+from memplan.trace.semantics.result_strides import STRIDES, in_sequence, suggested_format
 
 Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -60,6 +61,14 @@ def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> A
     return result[0], result[1].new_empty(0)
 
 
+def recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Results of ``_cudnn_rnn``: with the batch first, the output is a view of a time-first tensor (cudnn/RNN.cpp)."""
+    output, batch_first, batch_sizes = result[0], args[10], args[14]
+    if not batch_first or batch_sizes:
+        return result
+    return (output.new_empty(output.transpose(0, 1).shape).transpose(0, 1), *result[1:])
+
+
 def embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Result (EmbeddingBag.cu, _embedding_bag_cuda): the second result is the bag of every index, in each mode (on the
     CPU in some only); the last, the positions of maxima, is empty unless the mode is max."""
@@ -84,11 +93,14 @@ RESULTS: dict[str, Result] = {
     },
     "aten.native_layer_norm.default": in_sequence(STRIDES["aten.native_layer_norm.default"], wide_statistics),
     "aten.native_batch_norm.default": wide_statistics,
+    # the input's gradient is in the input's format: cuda/Normalization.cu, cudnn/BatchNorm.cpp
+    "aten.native_batch_norm_backward.default": suggested_format(1),
     "aten._native_batch_norm_legit.default": wide_statistics,
     "aten._native_batch_norm_legit.no_stats": wide_statistics,
     "aten.native_group_norm.default": group_norm,
     "aten.cudnn_batch_norm.default": batch_norm_of_cudnn,
     "aten.log_sigmoid_forward.default": log_sigmoid,
+    "aten._cudnn_rnn.default": recurrent,
     "aten._embedding_bag.default": embedding_bag,
     "aten._embedding_bag_forward_only.default": embedding_bag,
 }

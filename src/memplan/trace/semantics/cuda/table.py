@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from memplan.cudnn.questions import Question
+from memplan.cudnn.recurrent import RecurrentQuestion
 from memplan.devices import Device
 from memplan.trace.semantics.cpu import sparse, sparse_results
 from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kernels, results
@@ -21,6 +23,8 @@ from memplan.trace.semantics.layout import bytes_of, is_dense
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
 _GROUPED = "aten._grouped_mm.default"
+_OF_WEIGHTS = 3
+"""Position of the weight gradients among the results of ``_cudnn_rnn_backward``."""
 _INDEXED = frozenset(
     {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
 )
@@ -84,7 +88,7 @@ class _Kernels:
             "aten.native_batch_norm.default": self._batch_norm,
             "aten.native_batch_norm_backward.default": self._batch_norm_backward,
             "aten._cudnn_rnn.default": self._recurrent,
-            "aten._cudnn_rnn_backward.default": _recurrent_backward,
+            "aten._cudnn_rnn_backward.default": self._recurrent_backward,
         }
 
     def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
@@ -189,17 +193,37 @@ class _Kernels:
         return [Extra(workspace_high, low=workspace_low, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        """The allocations of cuDNN's recurrent op: a reserve, freed with the (empty) fake one; a workspace; and at the
-        first use the dropout states."""
-        call = cudnn.RecurrentCall.of(args)
-        (low, high), (workspace_low, workspace_high) = call.reserve(self._arch), call.workspace()
-        extras = [Extra(high, low=low, owner=result[3]), Extra(workspace_high, low=workspace_low, workspace=True)]
-        if call.training and call.dropout and not self._has_dropout_states:
+        """The allocations of cuDNN's recurrent op: at first use the dropout states; a copy of the input; a workspace;
+        and a reserve, freed with the (empty) fake one. Source: cudnn/RNN.cpp, _cudnn_impl and _cudnn_rnn."""
+        question = cudnn.recurrent_question(args, self._arch)
+        copy = cudnn.input_copy(args, batch_first=args[10] and not args[14])
+        low, high = cudnn.reserve_of(question)
+        states = 0
+        if question.training and question.dropout and not self._has_dropout_states:
             self._has_dropout_states = True
-            extras.append(Extra(cudnn.dropout_state_bytes(self._arch), held=True, workspace=True))
-        return extras
+            states = cudnn.dropout_state_bytes(self._arch)
+        return [
+            Extra(states, held=True, first=True, workspace=True),
+            Extra(copy, first=True),
+            self._recurrent_workspace(question),
+            Extra(high, low=low if low != high else None, owner=result[3]),
+        ]
 
+    def _recurrent_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+        """The allocations of the derivative: first the gradients of input and states, then that of the weights, each
+        with its workspace. Both read a copy of the input. Source: cudnn/RNN.cpp, _cudnn_rnn_backward."""
+        question = cudnn.recurrent_question((*args[:6], *args[10:19]), self._arch, backward=True)
+        batch_first = args[14] and not args[18]
+        copy = cudnn.input_copy(args, batch_first=batch_first)
+        zeros, gradient = cudnn.gradient_copies(args, batch_first=batch_first)
+        workspace = self._recurrent_workspace(question)
+        return [
+            *(Extra(size, first=True) for size in (*zeros, copy)),
+            Extra(gradient, first=True, until=_OF_WEIGHTS),
+            replace(workspace, after=_OF_WEIGHTS - 1),
+            *([workspace] if args[21][_OF_WEIGHTS] else []),
+        ]
 
-def _recurrent_backward(args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-    low, high = cudnn.RecurrentCall.of((*args[:6], *args[10:19])).workspace()
-    return [Extra(high, low=low, workspace=True)]
+    def _recurrent_workspace(self, question: RecurrentQuestion) -> Extra:
+        low, high = cudnn.workspace_of(question)
+        return Extra(high, low=low, workspace=True, asked=Asked(question, "first") if self._asks else None)
