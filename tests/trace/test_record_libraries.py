@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from truth.cpu_allocator import measured_peak
 
 import memplan
@@ -97,3 +101,75 @@ def test_sums_hold(build: Callable[[], Step]) -> None:
     explanation = memplan.explain(build)
     assert sum(explanation.by_cause.values()) == explanation.timeline.peak_allocated
     assert sum(row.saved_bytes for row in explanation.layers) == explanation.saved_bytes > 0
+
+
+class Quantized(nn.Parameter):
+    """Made as bitsandbytes makes its parameters."""
+
+    def __new__(cls, data: torch.Tensor, bits: int) -> Any:
+        made: Any = torch.Tensor._make_subclass(cls, data)
+        made.bits = bits
+        return made
+
+
+class Tagged(nn.Parameter):
+    """Made by the constructor of its base."""
+
+    def __new__(cls, data: torch.Tensor, bits: int) -> Any:
+        made: Any = super().__new__(cls, data)
+        made.bits = bits
+        return made
+
+
+@pytest.mark.parametrize("kind", [Quantized, Tagged])
+def test_parameters_of_subclasses_are_made_and_converted(kind: Any) -> None:
+    def build() -> Step:
+        model, x = nn.Linear(64, 64), torch.randn(8, 64, dtype=torch.float64)
+        model.weight = kind(model.weight.data, 4)
+        model = model.double()
+        assert isinstance(model.weight, kind)
+        assert vars(model.weight)["bits"] == 4
+        return _train(model.requires_grad_(), torch.optim.AdamW, lambda: model(x).sum())
+
+    assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_file_of_safetensors_is_mapped(tmp_path: Path, copied: bool) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "model.safetensors"
+    safetensors.save_file(nn.Linear(256, 256).state_dict(), path)
+
+    def build() -> Step:
+        model, x = nn.Linear(256, 256), torch.randn(8, 256)
+        model.load_state_dict(safetensors.load_file(path), assign=not copied)
+        return lambda: model(x).sum().backward()
+
+    assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build)
+
+
+SCRIPTED = """
+import torch
+def helper(x: int) -> int:
+    return x + 1
+@torch.jit.script
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.count = helper(start)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_module_of_torch_is_imported_that_scripts_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.distributed.optim` does, which ignite imports: the class's globals are looked up in its caller's frame."""
+    path = tmp_path / "scripts_a_class.py"
+    path.write_text(SCRIPTED, encoding="utf-8")
+    spec: Any = importlib.util.spec_from_file_location("torch._scripts_a_class", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+
+    def build() -> Step:
+        spec.loader.exec_module(module)
+        return lambda: torch.ones(module.Counter(3).count)
+
+    assert memplan.simulate(memplan.record(build, device="cpu", steps=1)).peak_allocated == 16

@@ -18,6 +18,7 @@ from memplan._torch.cuda import (
     default_device_replaced,
     factories_replaced,
     histories_replaced,
+    raw_streams_of_cuda,
     tensor_devices_reported,
 )
 from memplan._torch.distributed import own_process_groups
@@ -118,6 +119,7 @@ from memplan._torch.joint import (
     tensors_replaced,
     view_strides,
 )
+from memplan._torch.mapped_files import files_mapped_without_data
 from memplan._torch.modules import (
     OwnState,
     copy_hooks,

@@ -111,6 +111,12 @@ def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextl
     )
 
 
+def raw_streams_of_cuda() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the address of the current stream, which libraries read from ``torch._C`` when they
+    are imported, is there in builds without CUDA, too."""
+    return patched(torch._C, _cuda_getCurrentRawStream=lambda device: 0)
+
+
 def clear_cublas_workspaces() -> None:
     """Give cuBLAS's workspaces back to the allocator; the next product allocates new ones."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -114,12 +114,15 @@ def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
             # torch._dynamo, once imported, calls torch.jit.trace from a wrapper
             callers_of_compiler = dropwhile(lambda frame: _module_of(frame) == "torch._dynamo.eval_frame", callers())
             if _module_of(next(callers_of_compiler)).partition(".")[0] == "torch":
+                if compiles is script:  # which looks up a class's globals in its caller's frame, here one further up
+                    kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
                 return compiles(function, *args, **kwargs)  # torch's own code needs its scripted functions
             notify()
             return function
 
         return return_function
 
+    script: Callable[..., Any] = torch.jit.script
     jit = ("script", "trace", "freeze", "optimize_for_inference")
     with (
         torch.compiler.set_stance("force_eager"),

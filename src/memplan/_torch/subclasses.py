@@ -50,10 +50,14 @@ def dressed(tensor: torch.Tensor, kind: type) -> torch.Tensor:
     if not isinstance(tensor, FakeTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.as_subclass(kind)
-    alias = plain(tensor)
+    return _of_kind(plain(tensor), kind)
+
+
+def _of_kind(tensor: torch.Tensor, kind: type) -> torch.Tensor:
+    """Set the class of a fake tensor, and return it."""
     if kind is not torch.Tensor and kind is not FakeTensor:
-        alias.__class__ = kind if issubclass(kind, FakeTensor) else _fake(kind)
-    return alias
+        tensor.__class__ = kind if issubclass(kind, FakeTensor) else _fake(kind)
+    return tensor
 
 
 def with_attributes(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -109,15 +113,28 @@ def _fake(kind: type) -> type:
 
 @contextlib.contextmanager
 def fakes_dressed() -> Iterator[None]:
-    """Make `Tensor.as_subclass` and `Tensor._make_subclass`, the constructor of subclasses, accept fake tensors."""
+    """Make `Tensor.as_subclass` and the constructors of subclasses, those of parameters too, accept fake tensors."""
     make: Callable[..., Any] = torch.Tensor._make_subclass
+    make_parameter: Callable[..., Any] = nn.Parameter.__new__
 
     def make_subclass(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
-        if isinstance(data, FakeTensor) and not issubclass(cls, nn.Parameter):
-            return dressed(data.detach(), cls).requires_grad_(require_grad)
-        return make(cls, data, require_grad, **kwargs)
+        if not isinstance(data, FakeTensor):
+            return make(cls, data, require_grad, **kwargs)
+        made = _of_kind(data.detach(), cls).requires_grad_(require_grad)  # no view, which would keep its base's memory
+        if issubclass(cls, nn.Parameter):
+            made._is_param = True  # pyright: ignore[reportAttributeAccessIssue]  # as torch marks other classes
+        return made
 
-    with patched(FakeTensor, as_subclass=dressed), patched(torch.Tensor, _make_subclass=staticmethod(make_subclass)):
+    def make_subclass_of_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        made = make_parameter(cls, data, requires_grad)
+        is_plain = cls is nn.Parameter or not isinstance(made, FakeTensor)
+        return made if is_plain else make_subclass(cls, made, requires_grad)
+
+    with (
+        patched(FakeTensor, as_subclass=dressed),
+        patched(torch.Tensor, _make_subclass=staticmethod(make_subclass)),
+        patched(nn.Parameter, __new__=staticmethod(make_subclass_of_parameter)),
+    ):
         yield
 
 

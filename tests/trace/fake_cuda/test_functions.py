@@ -89,6 +89,14 @@ def test_what_does_nothing_without_a_gpu() -> None:
     assert [call.kind for call in trace.calls] == ["synchronize", "empty_cache", "synchronize"]
 
 
+def test_libraries_read_the_address_of_the_current_stream() -> None:
+    """As Triton's users and bitsandbytes do when they are imported; a build without CUDA lacks the name."""
+    read = list[int]()
+    run(lambda: read.append(torch._C._cuda_getCurrentRawStream(0)))
+    assert read == [0] * len(read)
+    assert read
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [

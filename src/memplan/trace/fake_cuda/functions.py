@@ -153,6 +153,7 @@ def installed(card: Card, device: Device) -> Iterator[None]:
         stack.enter_context(_torch.checkpoints_for_cuda())
         stack.enter_context(_torch.histories_replaced(lambda name: _refusal(torch.cuda.memory, name)))
         stack.enter_context(_torch.patched(torch, Generator=_Generator))
+        stack.enter_context(_torch.raw_streams_of_cuda())
         stack.enter_context(_torch.patched(torch.nn.DataParallel, scatter=_scatter))
         if torch.version.cuda is None:
             stack.enter_context(_torch.patched(torch.version, cuda="12.8"))
