@@ -23,6 +23,7 @@ from memplan.studies.runs.whole_run import RunPhase, WholeRun
 
 _SHARE = 0.05
 """Share of a peak from which what could be freed is worth a sentence."""
+_EPOCH_SHARE = 0.001
 _VERBS = {
     "build": "building", "train": "training", "evaluate": "evaluation", "generate": "generation", "save": "saving",
     "load": "loading", "data": "loading data",
@@ -96,6 +97,11 @@ def _advice(run: WholeRun) -> Iterator[Part]:
         yield (
             f"Each batch of {_name(run, kept)} keeps {format_bytes(kept.per_batch)}: {format_bytes(bytes_kept)} after "
             f"all {kept.length:,}{host}."
+        )
+    if run.per_epoch > _EPOCH_SHARE * run.allocated:
+        yield (
+            f"Each epoch keeps {format_bytes(run.per_epoch)} more than the one before: the peak of a run of a hundred "
+            f"is {format_bytes(run.allocated + 98 * run.per_epoch)}."
         )
     graphs = [phase for phase in run.phases if phase.builds_graph]
     if graphs:

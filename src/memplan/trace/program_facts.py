@@ -65,6 +65,8 @@ class RunPart:
     """Number of optimizer updates."""
     loader: int | None = None
     """Number of the data set, in the order in which the script iterates over them; None without a loader."""
+    loads: bool = False
+    """Whether it began with the request of a batch."""
     begins_pass: bool = False
     """Whether the first batch of a pass over the loader was requested."""
     exhausted: bool = False

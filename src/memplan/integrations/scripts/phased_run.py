@@ -71,8 +71,8 @@ class PhasedRun(ScriptRun):
         size, last = batches.sizes
         self._begin(
             RunPart(
-                where=batches.where, loader=number, begins_pass=begins, length=batches.length, batch_size=size,
-                last_batch=last,
+                where=batches.where, loader=number, loads=True, begins_pass=begins,
+                length=batches.length, batch_size=size, last_batch=last,
             )
         )  # fmt: skip
         self._pass_trains = self._pass_trains and not begins

@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any, NoReturn
 
 from memplan.errors import InputError, MemplanError, StepError
@@ -102,8 +101,9 @@ def _has_two_updates(parts: Sequence[RunPart], batches: int) -> bool:
     """Return whether the first pass over training data made two updates, or cannot be made longer."""
     data = next((part.loader for part in parts if part.trains and part.loader is not None), None)
     own = [part for part in parts if part.loader == data]
-    first = list(takewhile(lambda part: not part.exhausted, own))
-    return data is None or sum(part.updates for part in first) >= 2 or (own[0].length or batches) <= batches
+    end = next((number for number, part in enumerate(own) if part.exhausted), len(own))
+    updates = sum(part.updates for part in own[: end + 1])
+    return data is None or updates >= 2 or (own[0].length or batches) <= batches
 
 
 def _script_error(error: StepError) -> StepError:

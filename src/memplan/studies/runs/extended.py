@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from memplan.studies.runs.phases import PhaseSpan
 from memplan.trace.program_facts import RunPart
@@ -87,36 +88,41 @@ def extended(
         period = _last_period(trace, parts, span) if span.is_cut else None
         if period is None or span.length is None:
             continue
-        repeats = (span.length - len(span.batches)) // period.batches
+        repeats = -((len(span.batches) - span.length) // period.batches)  # rounded up
         if not period.grows:
             repeats = min(repeats, int(span.last_share < 1))  # the last batch leaves less
-        trace = _inserted(trace, span, period, repeats)
-        if period.grows:
+        if repeats:
+            trace = _inserted(trace, span, period, repeats)
+        if period.grows and repeats:
             grown[number] = Growth(period.growth // period.batches, span.length)
     return trace, grown
 
 
 def _last_period(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan) -> _Period | None:
-    """Return the last period of a phase, or None if its batches differ, or fewer than two periods were recorded."""
-    updating = [place for place, number in enumerate(span.batches) if parts[number].updates]
-    size = updating[-1] - updating[-2] if len(updating) > 1 else 1
-    last = updating[-1] if updating else len(span.batches) - 1
+    """Return the last period of a phase, or None if its batches differ, or fewer than two periods were recorded.
+
+    A loader that fetches one batch ahead has none left when the last is trained on: that part goes on with whatever
+    the script does next, and repeats nothing.
+    """
+    active = [number for number in span.active if not parts[number].exhausted]
+    updating = [place for place, number in enumerate(active) if parts[number].updates]
+    size = updating[-1] - ([-1, *updating][-2]) if updating else 1
+    last = updating[-1] if updating else len(active) - 1
     if last + 1 < 2 * size:
         return None
-    ends = [_end(trace, number) for number in span.batches]
-    between = set(range(span.batches[max(last + 1 - 2 * size, 0)], span.batches[last] + 1)) - set(span.parts)
-    if any(parts[number].kind != "generate" for number in between):
+    first = active[last + 1 - 2 * size]
+    interrupting = set(range(first, active[last] + 1)) - set(span.parts)
+    if any(parts[number].kind != "generate" for number in interrupting):
         return None
-    starts = [*(ends[last - count * size] if last >= count * size else None for count in (0, 1, 2)), None]
-    if starts[1] is None:
-        return None
-    first_start = trace.steps[span.parts[0]]
-    bounds = [starts[0], starts[1], starts[2] if starts[2] is not None else first_start]
-    bounds.append(ends[last - 3 * size] if last >= 3 * size else first_start)
-    now, before, earlier = (_born(trace, bounds[count + 1], bounds[count]) for count in range(3))
+    places = [place for place in range(last, -2, -size) if last - place <= 3 * size]
+    ticks = [_end(trace, active[place]) if place >= 0 else trace.steps[span.parts[0]] for place in places]
+    periods = [_born(trace, start, end) for end, start in pairwise(ticks)]
+    now, before, earlier = (*periods, ())[:3]
     if not _alike(trace, now, before):
         return None
-    return _Period(bounds[1], bounds[0], now, before, earlier if _alike(trace, now, earlier) else (), size)
+    after = active[last - size] if last >= size else -1
+    batches = sum(after < number <= active[last] for number in span.batches)
+    return _Period(ticks[1], ticks[0], now, before, earlier if _alike(trace, now, earlier) else (), max(batches, 1))
 
 
 def _end(trace: Trace, part: int) -> int:
@@ -124,10 +130,9 @@ def _end(trace: Trace, part: int) -> int:
     return trace.steps[part + 1] if part + 1 < len(trace.steps) else trace.end
 
 
-def _born(trace: Trace, start: int | None, end: int | None) -> tuple[Storage, ...]:
+def _born(trace: Trace, start: int, end: int) -> tuple[Storage, ...]:
     """Return the storages allocated at ticks ``start < tick <= end``, in order."""
-    low, high = start or 0, end or 0
-    return tuple(sorted((s for s in trace.storages if low < s.born <= high), key=lambda storage: storage.born))
+    return tuple(sorted((s for s in trace.storages if start < s.born <= end), key=lambda storage: storage.born))
 
 
 def _alike(trace: Trace, one: Sequence[Storage], other: Sequence[Storage]) -> bool:
@@ -153,24 +158,16 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
     expected = {size.storage: size for size in trace.expected}
     more_expected = []
     for place, storage in enumerate(period.storages):
-        freed_in_next = _lives_after(storage, period.end) and not _lives_after(period.before[place], period.end)
-        died = storage.died
-        if freed_in_next:
-            died = period.before[place].died
-            assert died is not None, "it was freed in the last period"
-            storages[storage.id] = replace(storages[storage.id], died=died + length)
-        for repeat in range(1, shown + 1):
-            if freed_in_next and repeat < shown:
-                end: int | None = (died or 0) + (repeat + 1) * length
-            elif _lives_after(storage, period.end):
-                end = None if storage.died is None else later(storage.died)
-            else:
-                end = (died or 0) + repeat * length
+        for repeat in range(shown + 1):
+            died = _death(storage, period.before[place], period, repeat, shown)
+            if repeat == 0:
+                storages[storage.id] = replace(storages[storage.id], died=died)
+                continue
             size = period.size(place, repeat)
             if repeat == shown == repeats and _of_batch(storage, span.batch_size):
                 size = round(size * span.last_share)
             new = len(trace.storages) + len(added)
-            added.append(replace(storage, id=new, bytes=size, born=storage.born + repeat * length, died=end))
+            added.append(replace(storage, id=new, bytes=size, born=storage.born + repeat * length, died=died))
             if storage.id in expected:
                 more_expected.append(replace(expected[storage.id], storage=new))
     if shown < repeats:
@@ -181,7 +178,6 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
     gathered = _gathered(trace, span, period, repeats)
     for number, size in gathered.items():
         storages[number] = replace(storages[number], bytes=size)
-    last = span.batches[-1]
     calls = [replace(call, tick=later(call.tick)) for call in trace.calls]
     calls += [
         replace(call, tick=call.tick + repeat * length)
@@ -195,7 +191,7 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
             replace(op, start=later(op.start + 1) - 1, end=later(op.end)) if op.end > period.end else op
             for op in trace.ops
         ),
-        steps=tuple(tick + shift if number > last else tick for number, tick in enumerate(trace.steps)),
+        steps=tuple(tick + shift if tick >= period.end else tick for tick in trace.steps),
         end=trace.end + shift,
         calls=tuple(sorted(calls, key=lambda call: call.tick)),
         passes=tuple(
@@ -205,6 +201,28 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
         expected=(*trace.expected, *more_expected),
         lines=(),
     )  # fmt: skip
+
+
+def _death(storage: Storage, before: Storage, period: _Period, repeat: int, last: int) -> int | None:
+    """Return when a storage of the last period is freed in a later one, in the trace with all of them.
+
+    In the last one, as in the recording; in those before, as that of the period before was: in the next period, or with
+    all others.
+
+    Args:
+        storage: allocated in the last recorded period.
+        before: allocated at the same place of the period before.
+        period: the last recorded period.
+        repeat: 0 for the recorded period itself.
+        last: number of the last period.
+    """
+    length = period.end - period.start
+    if not _lives_after(storage, period.end):
+        return (storage.died or 0) + repeat * length
+    if repeat < last and not _lives_after(before, period.end):
+        return (before.died or 0) + (repeat + 1) * length
+    died = storage.died if repeat == last else before.died
+    return None if died is None else died + last * length
 
 
 def _of_batch(storage: Storage, samples: int | None) -> bool:
@@ -230,9 +248,9 @@ def _gathered(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> d
             continue
         pieces = {operand.storage for operand in op.reads}
         whole = [trace.storages[number] for number in pieces & sizes.keys()]
-        parts = [kept[number] for number in pieces & kept.keys()]
-        rows = sum(part.shape[0] for part in parts if part.shape)
-        joins = len(parts) >= min(count, 2) and result.shape[0] in (rows, len(parts))
+        joined = [trace.storages[operand.storage] for operand in op.reads]
+        rows = sum(storage.shape[0] for storage in joined if storage.shape)
+        joins = len(pieces & kept.keys()) >= min(count, 2) and result.shape[0] in (rows, len(joined))
         if joins or any(storage.shape and storage.shape[0] == result.shape[0] for storage in whole):
             sizes[result.id] = round(result.bytes * share)
     return sizes

@@ -24,8 +24,10 @@ class PhaseSpan:
     """``file:line`` that iterates over the loader, saves, loads or generates."""
     parts: tuple[int, ...]
     """Numbers of its parts, which are steps of the trace, in order."""
-    batches: tuple[int, ...]
+    active: tuple[int, ...]
     """Those of them in which a model was trained or evaluated."""
+    batches: tuple[int, ...]
+    """Those of them that began with a batch of the loader; without a loader, those of ``active``."""
     length: int | None
     """Number of batches of the whole loader; None without one, or if unknown."""
     batch_size: int | None = None
@@ -41,7 +43,7 @@ class PhaseSpan:
     @property
     def is_cut(self) -> bool:
         """Return whether the loader has more batches than ran."""
-        return self.length is not None and self.length > len(self.batches) > 0
+        return self.length is not None and self.length > len(self.batches) and len(self.active) > 0
 
 
 @dataclass
@@ -50,9 +52,10 @@ class _Open:
 
     kind: PhaseKind
     where: str | None
-    loader: int | None
+    source: tuple[int, int] | None
+    """Numbers of the data set and of the pass over it; None without a loader."""
     parts: list[int]
-    batches: list[int]
+    active: list[int]
     first: RunPart
 
 
@@ -63,15 +66,21 @@ def phases_of(parts: Sequence[RunPart]) -> tuple[PhaseSpan, ...]:
     that follows.
     """
     spans: list[_Open] = []
+    passes: dict[int, int] = {}
     closed = 0  # phases before this one have ended, but for passes over other loaders
     waiting: list[int] = []
     begins = False
     for number, part in enumerate(parts):
         kind = _kind(part)
-        begins = begins or part.begins_pass
+        if part.begins_pass and part.loader is not None:
+            passes[part.loader] = passes.get(part.loader, 0) + 1
+            begins = True
+        source = None if part.loader is None else (part.loader, passes.get(part.loader, 0))
+        own = next((span for span in reversed(spans) if source is not None and span.source == source), None)
+        if part.exhausted and (kind == "data" or (own is not None and kind != own.kind)):
+            source = None  # what follows the last batch
         if kind == "data":
-            own = next((span for span in reversed(spans) if part.exhausted and span.loader == part.loader), None)
-            if own is not None:
+            if part.exhausted and own is not None:
                 own.parts += [*waiting, number]
                 waiting = []
             else:
@@ -79,23 +88,28 @@ def phases_of(parts: Sequence[RunPart]) -> tuple[PhaseSpan, ...]:
             continue
         if begins:
             closed = len(spans)
-        span = _continued(spans, closed, kind, part, begins=begins)
+        span = None if begins and source is not None else _continued(spans[closed:], spans, kind, part, source)
         if span is None:
-            span = _Open(kind, part.where, part.loader, [], [], part)
+            span = _Open(kind, part.where, source, [], [], part)
             spans.append(span)
         span.parts += [*waiting, number]
         if kind in ("train", "evaluate"):
-            span.batches.append(number)
+            span.active.append(number)
         waiting, begins = [], False
     if waiting:
         first = parts[waiting[0]]
         spans.append(_Open("data", first.where, None, waiting, [], first))
-    return tuple(
-        PhaseSpan(
-            span.kind, span.where, tuple(span.parts), tuple(span.batches), span.first.length if span.batches else None,
-            span.first.batch_size, span.first.last_batch,
-        )
-        for span in spans
+    return tuple(_closed(span, parts, spans) for span in spans)
+
+
+def _closed(span: _Open, parts: Sequence[RunPart], spans: Sequence[_Open]) -> PhaseSpan:
+    """Return the finished phase. Batches that were loaded for a rollout belong to the training on it."""
+    same_pass = [span, *(other for other in spans if other.kind == "generate" and other.source == span.source)]
+    loaded = sorted(n for one in same_pass for n in one.parts if parts[n].loads and not parts[n].exhausted)
+    has_loader = span.source is not None and span.kind in ("train", "evaluate")
+    return PhaseSpan(
+        span.kind, span.where, tuple(span.parts), tuple(span.active), tuple(loaded if has_loader else span.active),
+        span.first.length if has_loader else None, span.first.batch_size, span.first.last_batch,
     )  # fmt: skip
 
 
@@ -105,18 +119,16 @@ def _kind(part: RunPart) -> PhaseKind:
     return "data" if not part.calls and not part.updates else "train" if part.trains else "evaluate"
 
 
-def _continued(spans: list[_Open], closed: int, kind: PhaseKind, part: RunPart, *, begins: bool) -> _Open | None:
+def _continued(
+    recent: Sequence[_Open], spans: Sequence[_Open], kind: PhaseKind, part: RunPart, source: tuple[int, int] | None
+) -> _Open | None:
     """Return the phase that a part goes on with, or None if it begins one.
 
-    ``closed``: number of phases that began before the last pass over a loader did.
+    ``recent``: those of ``spans`` that began with the last pass over a loader, or after it.
     """
-    if begins:
-        return None
-    for number, span in reversed(list(enumerate(spans))):
-        if span.kind != kind:
-            continue
-        if kind in ("train", "evaluate") and part.loader is not None:
-            return span if span.loader == part.loader else None
-        is_last = number == len(spans) - 1
-        return span if is_last or (number >= closed and span.where == part.where and kind == "generate") else None
-    return None
+    if kind in ("train", "evaluate") and source is not None:
+        return next((span for span in reversed(spans) if (span.kind, span.source) == (kind, source)), None)
+    if kind == "generate":
+        return next((span for span in recent if (span.kind, span.where) == (kind, part.where)), None)
+    last = spans[-1] if spans else None
+    return last if last is not None and (last.kind, last.source) == (kind, None) else None

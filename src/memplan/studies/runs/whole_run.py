@@ -12,7 +12,7 @@ from memplan._json import Saved
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import StepPeak, Timeline
 from memplan.studies.runs.extended import extended
-from memplan.studies.runs.phases import PhaseKind, phases_of
+from memplan.studies.runs.phases import PhaseKind, PhaseSpan, phases_of
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.records import HOST, Call, Storage
 from memplan.trace.trace import Trace
@@ -67,6 +67,8 @@ class WholeRun(Saved, Displayed):
     reserved: int
     reserved_if_emptied: int
     """The reserved peak, if `torch.cuda.empty_cache` were called where each phase begins."""
+    per_epoch: int
+    """What the second pass over the training data, with all that comes before the third, kept more than the first."""
     ending: Ending
     """How the recording ended."""
 
@@ -101,9 +103,18 @@ def whole_run(trace: Trace, facts: Facts, *, title: str, settings: str | None = 
         calls = tuple(sorted((*longer.calls, *calls), key=lambda call: call.tick))
         emptied = simulate(replace(longer, calls=calls), settings=settings).peak_reserved
     run = WholeRun(
-        title, trace.device, tuple(phases), timeline.peak_allocated, timeline.peak_reserved, emptied, facts.ending
+        title, trace.device, tuple(phases), timeline.peak_allocated, timeline.peak_reserved, emptied,
+        _per_epoch(longer, timeline, spans, facts), facts.ending,
     )  # fmt: skip
     return run, longer
+
+
+def _per_epoch(trace: Trace, timeline: Timeline, spans: Sequence[PhaseSpan], facts: Facts) -> int:
+    """Return what a further epoch keeps, of a run that ended where the third would begin; else 0."""
+    trained = [span for span in spans if span.kind == "train"]
+    if facts.ending != "passes" or len(trained) < 2 or trained[-2].where != trained[-1].where:
+        return 0
+    return max(_level(timeline, trace.end) - _level(timeline, trace.steps[trained[-1].parts[0]]), 0)
 
 
 def _phase(

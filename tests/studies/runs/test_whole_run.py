@@ -1,0 +1,176 @@
+"""What is said of a run to its end, from loaders of four batches, is what the run takes that really goes there."""
+
+from __future__ import annotations
+
+import runpy
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from integrations.scripts.script_runs import HEAD, run
+from truth.cpu_allocator import allocations, peak_of
+
+from memplan.studies.runs.whole_run import WholeRun, whole_run
+
+_LAST = 64
+"""Bytes by which phases may differ: losses of four bytes, dropped one batch earlier or later."""
+BEGIN = """
+dev = "cuda" if torch.cuda.is_available() else "cpu"
+net = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 20)).to(dev)
+opt = torch.optim.Adam(net.parameters())
+def loader(samples, batch):
+    return DataLoader(TensorDataset(torch.randn(samples, 48), torch.randint(0, 20, (samples,))), batch)
+def train(data):
+    net.train()
+    for x, y in data:
+        opt.zero_grad()
+        nn.functional.cross_entropy(net(x.to(dev)), y.to(dev)).backward()
+        opt.step()
+"""
+PREDICTIONS_KEPT = """
+data, val = loader({train}, {batch}), loader({val}, {val_batch})
+for epoch in range(2):
+    train(data)
+    net.eval()
+    predictions, targets = [], []
+    with torch.no_grad():
+        for x, y in val:
+            predictions.append(net(x.to(dev)))
+            targets.append(y)
+    accuracy = (torch.cat(predictions).argmax(1) == torch.cat(targets).to(dev)).float().mean()
+    torch.save(net.state_dict(), "net.pt")
+"""
+GRAPHS_KEPT = """
+data, val = loader(48, 8), loader(100, 8)
+for epoch in range(2):
+    train(data)
+    net.eval()
+    total = 0
+    for x, y in val:
+        total += nn.functional.cross_entropy(net(x.to(dev)), y.to(dev))
+"""
+CONCATENATED = """
+val = loader(90, 8)
+net.eval()
+outputs = None
+with torch.no_grad():
+    for x, y in val:
+        out = net(x.to(dev))
+        outputs = out if outputs is None else torch.cat((outputs, out))
+"""
+ACCUMULATED_AND_RESUMED = """
+data = loader(96, 4)
+for epoch in range(2):
+    kept = []
+    for number, (x, y) in enumerate(data):
+        loss = nn.functional.cross_entropy(net(x.to(dev)), y.to(dev))
+        loss.backward()
+        kept.append(x.to(dev).flip(0))
+        if number % 4 == 3:
+            opt.step()
+            opt.zero_grad()
+torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, "all.pt")
+loaded = torch.load("all.pt", map_location=dev)
+net.load_state_dict(loaded["net"])
+opt.load_state_dict(loaded["opt"])
+train(loader(20, 4))
+"""
+GENERATED = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 100))
+    def forward(self, x):
+        return self.net(x)
+    @torch.no_grad()
+    def generate(self, x, n):
+        for _ in range(n):
+            x = torch.cat([x, self(x)[:, -1:].argmax(-1)], 1)
+        return x
+model = Model()
+opt = torch.optim.SGD(model.parameters(), 0.1)
+data = DataLoader(TensorDataset(torch.randint(0, 100, (60, 8))), 6)
+for epoch in range(2):
+    for (prompt,) in data:
+        tokens = model.generate(prompt, 12)
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        opt.step()
+        opt.zero_grad()
+"""
+
+
+def followed(tmp_path: Path, text: str, *, really: bool, batches: int = 4) -> WholeRun:
+    """Follow a script's phases: recorded with loaders of ``batches``, or for real to its end."""
+    trace, facts = run(tmp_path, text, really=really, phases=True, batches=None if really else batches)
+    return whole_run(trace, facts, title="script.py")[0]
+
+
+def real_peak(tmp_path: Path, text: str) -> int:
+    """Return the peak of a script that nothing of memplan watches."""
+    path = tmp_path / "alone.py"
+    path.write_text(HEAD + textwrap.dedent(text), encoding="utf-8")
+    return peak_of(allocations(lambda: runpy.run_path(str(path), run_name="__main__")))
+
+
+def assert_as_it_really_goes(tmp_path: Path, text: str, batches: int = 4) -> WholeRun:
+    recorded, real = followed(tmp_path, text, really=False, batches=batches), followed(tmp_path, text, really=True)
+    assert [(p.kind, p.where) for p in recorded.phases] == [(p.kind, p.where) for p in real.phases]
+    for phase, actual in zip(recorded.phases, real.phases, strict=True):
+        assert phase.allocated == pytest.approx(actual.allocated, abs=_LAST), phase.kind
+        assert phase.stays == pytest.approx(actual.stays, abs=_LAST), phase.kind
+    assert recorded.allocated == pytest.approx(real_peak(tmp_path, text), abs=_LAST)
+    return recorded
+
+
+def test_predictions_that_an_evaluation_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = BEGIN + PREDICTIONS_KEPT.format(train=42, batch=8, val=100, val_batch=8)
+    run = assert_as_it_really_goes(tmp_path, text)
+    assert [phase.kind for phase in run.phases] == ["build", "train", "evaluate", "save", "train", "evaluate", "save"]
+    evaluation = run.phases[2]
+    assert (evaluation.batches, evaluation.length) == (4, 13)
+    assert evaluation.per_batch == 8 * (20 * 4 + 8)  # a prediction in float32 and a target in int64
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    train=st.integers(33, 90), batch=st.integers(3, 8), val=st.integers(1, 120), val_batch=st.integers(2, 9)
+)  # fmt: skip
+def test_of_any_length(tmp_path: Path, train: int, batch: int, val: int, val_batch: int) -> None:
+    import contextlib
+
+    with contextlib.chdir(tmp_path):
+        text = BEGIN + PREDICTIONS_KEPT.format(train=train, batch=batch, val=val, val_batch=val_batch)
+        recorded, peak = followed(tmp_path, text, really=False), real_peak(tmp_path, text)
+    assert recorded.allocated == pytest.approx(peak, rel=0.001)
+
+
+def test_predictions_that_each_batch_concatenates(tmp_path: Path) -> None:
+    assert_as_it_really_goes(tmp_path, BEGIN + CONCATENATED)
+
+
+def test_accumulated_gradients_and_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_as_it_really_goes(tmp_path, BEGIN + ACCUMULATED_AND_RESUMED, batches=16)
+
+
+def test_an_evaluation_that_keeps_its_graphs(tmp_path: Path) -> None:
+    run = assert_as_it_really_goes(tmp_path, BEGIN + GRAPHS_KEPT)
+    assert [phase.builds_graph for phase in run.phases if phase.kind == "evaluate"] == [True, True]
+
+
+def test_rollouts(tmp_path: Path) -> None:
+    run = assert_as_it_really_goes(tmp_path, GENERATED)
+    assert [phase.kind for phase in run.phases] == ["build", "generate", "train", "generate", "train"]
+
+
+def test_what_each_epoch_keeps(tmp_path: Path) -> None:
+    text = BEGIN + "data, kept = loader(48, 8), []\nfor epoch in range({}):\n    train(data)\n    kept.append({})\n"
+    sample = "net(torch.zeros(400, 48, device=dev)).detach()"
+    recorded = followed(tmp_path, text.format(9, sample), really=False)
+    assert recorded.ending == "passes"
+    two, nine = (followed(tmp_path, text.format(epochs, sample), really=True).allocated for epochs in (2, 9))
+    assert recorded.allocated + 7 * recorded.per_epoch == pytest.approx(nine, abs=_LAST)
+    assert nine - two == 7 * recorded.per_epoch
