@@ -133,8 +133,9 @@ def _advice(run: WholeRun) -> Iterator[Part]:
 
 
 def _left(phase: RunPhase) -> int:
-    """Return the bytes that earlier phases left at a phase's peak, but gradients and inputs."""
-    return sum(size for cause, size in phase.left.items() if cause not in ("parameter_gradient", "input"))
+    """Return the bytes that earlier phases left at a phase's peak, but gradients, inputs and libraries' workspaces."""
+    meant = ("parameter_gradient", "input", "workspace")
+    return sum(size for cause, size in phase.left.items() if cause not in meant)
 
 
 def summary(run: WholeRun) -> str:

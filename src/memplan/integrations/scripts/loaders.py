@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from memplan import _torch
 from memplan.integrations.scripts.absent_data import absent_data
 from memplan.integrations.scripts.lines import script_line
-from memplan.integrations.scripts.loaded import as_recorded
+from memplan.integrations.scripts.loaded import as_recorded, new_tensors, shapes_of
 from memplan.trace.program_facts import Batch
+from memplan.trace.records import HOST
 from memplan.trace.spec import realize
 
 
@@ -58,11 +59,13 @@ class Loaders:
         really: whether tensors have values.
         most: length that no loader exceeds; None: its own. A shorter loader is a sound loader: schedules, progress
             bars and trainers that ask for its length find the number of batches that it yields.
+        repeats: whether a pass over a loader that had two batches repeats the shapes of the second, so that its data
+            set is not asked for more: what a data set allocates is on the host.
     """
 
     def __init__(
         self, rules: Rules, idle_limit: int | None, watcher: LoaderWatcher, folder: str, *, really: bool,
-        most: int | None = None,
+        most: int | None = None, repeats: bool = False,
     ) -> None:  # fmt: skip
         self._rules = rules
         self._has_values = really
@@ -70,6 +73,9 @@ class Loaders:
         self._idle_limit = idle_limit
         self._watcher = watcher
         self._most = most
+        self._repeats = repeats
+        self._seen_shapes: dict[int, Any] = {}
+        """id() of a loader -> its second batch, as shapes."""
         self._plain_length = DataLoader.__len__
         self._seen: list[Batches] = []
         self.absent = dict[str, None]()
@@ -134,8 +140,15 @@ class Loaders:
         if idle or (self._most is not None and loader.loaded >= self._most):
             loader.ended_early = True
             raise StopIteration
-        if loader.iterator is not None:
+        repeated = self._seen_shapes.get(id(loader.loader))
+        if repeated is not None:
+            if loader.loaded >= (self.length(loader.loader) or self._most or 0):
+                raise StopIteration
+            batch = new_tensors(repeated)
+        elif loader.iterator is not None:
             batch = next(loader.iterator)
+            if self._repeats and loader.loaded == 1 and _is_plain(batch):
+                self._seen_shapes[id(loader.loader)] = shapes_of(batch)
         elif self._rules.kwargs:
             batch = realize(dict(self._rules.kwargs))
         else:
@@ -233,6 +246,15 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 def _plain(batch: Any) -> Any:
     """Return a mapping of any class, such as a tokenizer's batch, as a dict: torch's pytrees know only that."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def _is_plain(batch: Any) -> bool:
+    """Return whether a batch consists of dicts, lists, tuples, plain tensors on the host, numbers and texts alone."""
+    return all(
+        leaf.device.type == HOST if type(leaf) in (torch.Tensor, _torch.FakeTensor)
+        else isinstance(leaf, (int, float, str, type(None)))
+        for leaf in _torch.tree_leaves(batch)
+    )  # fmt: skip
 
 
 def batch_size(batch: Any) -> int | None:

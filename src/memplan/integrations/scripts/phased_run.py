@@ -18,6 +18,7 @@ from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.script_run import ScriptRun
 from memplan.trace.program_facts import Ending, Facts, RunPart
 from memplan.trace.recording.boundaries import Boundaries
+from memplan.trace.records import HOST
 
 _PASSES = 2
 """Passes over the data that a model is trained on: the second shows what the first one left."""
@@ -51,8 +52,10 @@ class PhasedRun(ScriptRun):
         """Whether a model was trained since the last pass over a loader began."""
 
     def _make_loaders(self, request: Request, steps: int) -> Loaders:
+        for_card = request.device not in (None, HOST)
         return Loaders(
-            request.rules, None, self, request.command.folder, really=request.really, most=request.batches
+            request.rules, None, self, request.command.folder, really=request.really, most=request.batches,
+            repeats=for_card and not request.really,
         )  # fmt: skip
 
     def facts(self) -> Facts:

@@ -125,7 +125,7 @@ def _phase(
     highest = max(peaks, key=lambda peak: peak.peak_allocated)
     live = live_at(trace, highest.peak_tick)
     older = [s for s in live if start is not None and s.born <= start and s.cause not in _OF_THE_RUN]
-    made = [s for s in older if s.cause != "parameter_gradient" and s.op is not None]
+    made = [s for s in older if s.cause not in ("parameter_gradient", "workspace") and s.op is not None]
     largest = max(made, key=lambda storage: storage.bytes, default=None)
     return RunPhase(
         kind, None, 0, None, highest.peak_allocated, max(peak.peak_reserved for peak in peaks), _by_cause(live),
