@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from memplan import _torch
 from memplan.integrations.scripts.absent_data import absent_data
 from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.loaded import as_recorded, new_tensors, shapes_of
+from memplan.integrations.scripts.trainer_schedule import TrainerSchedule
 from memplan.trace.program_facts import Batch
 from memplan.trace.records import HOST
 from memplan.trace.spec import realize
@@ -111,11 +112,17 @@ class Loaders:
 
         def shortened_length(loader: Any) -> int:
             length = self._plain_length(loader)
-            return length if self._most is None else min(length, self._most)
+            if self._most is None:
+                return length
+            schedule.bring_forward()
+            return min(length, self._most)
 
         replaced = self._rules.replaces_data
         tolerance = absent_data(lambda name: self.absent.setdefault(name)) if replaced else nullcontext()
-        with tolerance, _torch.patched(DataLoader, __iter__=iterate_hooked, __len__=shortened_length):
+        with ExitStack() as stack:
+            schedule = TrainerSchedule(stack)
+            stack.enter_context(tolerance)
+            stack.enter_context(_torch.patched(DataLoader, __iter__=iterate_hooked, __len__=shortened_length))
             yield
 
     def length(self, loader: Any) -> int | None:
