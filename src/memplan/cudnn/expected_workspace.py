@@ -33,6 +33,8 @@ _MEASURED = (9, 0)
 """Compute capability of the real cards whose workspaces were compared with cuDNN's answers, an H100 and an H200."""
 _MEASURED_SHARE = 0.85
 """Probability of `with_cublas`: 226 of 248 measured convolutions to which it applies took its workspace."""
+_MOST_TILES = 1000
+"""Tiles of a weight gradient of 3 by 3 beyond which `with_cublas` says nothing: measured were 32 to 800."""
 _ITEMSIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 _NEAR = 0.02
 """Sizes that differ by less than this share of the tensors' bytes count as one. The most probable is expected."""
@@ -99,7 +101,7 @@ def with_cublas(question: Question) -> int | None:
 
     cuDNN does not name them for a described card, where cuBLAS has no handle. A kernel of 1 is a matrix product without
     a workspace, its weight gradient one product a sample, which are then summed. The weight gradient of a kernel of 3
-    by 3 is Winograd's for tiles of 4 by 4, transformed to 6 by 6. Read off what an H100 and an H200 took with cuDNN
+    by 3 is Winograd's for tiles of 4 by 4, transformed to 6 by 6, where there are as few as in those measured. Read off what an H100 and an H200 took with cuDNN
     9.19 (``measured.json.gz``), in float32 and contiguous; None for all other convolutions.
     """
     q = question
@@ -113,6 +115,8 @@ def with_cublas(question: Question) -> int | None:
         return batch * prod(q.w) * 4 if batch > 1 else None
     if q.kind == "weight gradient" and taps == (3, 3) and 128 <= q.x[1] <= 256:
         tiles = batch * prod(-(-size // 4) for size in q.y[2:])
+        if tiles > _MOST_TILES:
+            return None
         return 6 * 6 * 4 * (tiles * (q.x[1] + q.w[0]) + q.x[1] * q.w[0])
     return None
 
