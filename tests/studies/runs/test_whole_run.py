@@ -77,6 +77,22 @@ net.load_state_dict(loaded["net"])
 opt.load_state_dict(loaded["opt"])
 train(loader(20, 4))
 """
+ONE_AHEAD = """
+def ahead(data):
+    batches = iter(data)
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch
+        batch = following
+val = loader(130, 8)
+net.eval()
+predictions = []
+with torch.no_grad():
+    for x, y in ahead(val):
+        predictions.append(net(x.to(dev)))
+print(torch.cat(predictions).shape)
+"""
 GENERATED = """
 class Model(nn.Module):
     def __init__(self):
@@ -149,6 +165,12 @@ def test_of_any_length(tmp_path: Path, train: int, batch: int, val: int, val_bat
 
 def test_predictions_that_each_batch_concatenates(tmp_path: Path) -> None:
     assert_as_it_really_goes(tmp_path, BEGIN + CONCATENATED)
+
+
+def test_a_loader_that_fetches_one_batch_ahead(tmp_path: Path) -> None:
+    """As Accelerate's does: a batch lives for two periods, and is not kept by each."""
+    run = assert_as_it_really_goes(tmp_path, BEGIN + ONE_AHEAD)
+    assert run.phases[-1].per_batch == 8 * 20 * 4
 
 
 def test_accumulated_gradients_and_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

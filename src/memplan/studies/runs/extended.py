@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from memplan.studies.runs.phases import PhaseSpan
 from memplan.trace.program_facts import RunPart
@@ -35,28 +35,51 @@ class _Period:
     start: int
     end: int
     """Ticks: it is ``start < tick <= end``."""
-    storages: tuple[Storage, ...]
-    """Allocated in it, in order."""
-    before: tuple[Storage, ...]
-    """Allocated in the period before, each at the same place."""
-    earlier: tuple[Storage, ...]
-    """The same of the period before that; () if there is none that is alike."""
+    recorded: tuple[tuple[Storage, ...], ...]
+    """Storages allocated in it, in the period before, and so on: each at the same place. At least two periods."""
     batches: int
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """Return the storages allocated in it, in order."""
+        return self.recorded[0]
+
+    @property
+    def length(self) -> int:
+        """Return its ticks."""
+        return self.end - self.start
 
     def size(self, place: int, repeat: int) -> int:
         """Return the bytes of a storage in a later period: constant, but where it grew by the same bytes twice."""
-        last, before = self.storages[place].bytes, self.before[place].bytes
-        grows = last > before and self.earlier and before - self.earlier[place].bytes == last - before
+        last, before, *earlier = (period[place].bytes for period in self.recorded)
+        grows = last > before and earlier and before - earlier[0] == last - before
         return last + repeat * (last - before) if grows else last
 
+    def death(self, place: int, repeat: int, last: int) -> int | None:
+        """Return when a storage is freed in the trace with ``last`` further periods.
+
+        A storage that n periods follow is freed as the one which n recorded periods followed; if there were fewer, as
+        the first recorded one.
+
+        Args:
+            place: of the storage in its period.
+            repeat: number of its period: 0 for the last recorded one, -1 for the one before.
+            last: number of the last period.
+        """
+        back = min(last - repeat, len(self.recorded) - 1)
+        died = self.recorded[back][place].died
+        if died is None or died > self.end:
+            return None if died is None else died + last * self.length
+        return died + (repeat + back) * self.length
+
     def is_kept(self, place: int) -> bool:
-        """Return whether a storage of each period is kept beyond the next."""
-        return _lives_after(self.storages[place], self.end) and _lives_after(self.before[place], self.end)
+        """Return whether a storage of each period is kept beyond those recorded."""
+        return _lives_after(self.recorded[-1][place], self.end)
 
     @property
     def growth(self) -> int:
-        """Return the bytes that the period before left and that are still kept."""
-        return sum(storage.bytes for place, storage in enumerate(self.before) if self.is_kept(place))
+        """Return the bytes that the first recorded period left and that are still allocated."""
+        return sum(storage.bytes for place, storage in enumerate(self.recorded[-1]) if self.is_kept(place))
 
     @property
     def grows(self) -> bool:
@@ -115,14 +138,14 @@ def _last_period(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan) -> _Pe
     if any(parts[number].kind != "generate" for number in interrupting):
         return None
     places = [place for place in range(last, -2, -size) if last - place <= 3 * size]
-    ticks = [_end(trace, active[place]) if place >= 0 else trace.steps[span.parts[0]] for place in places]
+    ticks = [_end(trace, active[place]) if place >= 0 else trace.steps[active[0]] for place in places]
     periods = [_born(trace, start, end) for end, start in pairwise(ticks)]
-    now, before, earlier = (*periods, ())[:3]
-    if not _alike(trace, now, before):
+    alike = list(takewhile(lambda period: _alike(trace, periods[0], period), periods))
+    if len(alike) < 2:
         return None
     after = active[last - size] if last >= size else -1
     batches = sum(after < number <= active[last] for number in span.batches)
-    return _Period(ticks[1], ticks[0], now, before, earlier if _alike(trace, now, earlier) else (), max(batches, 1))
+    return _Period(ticks[1], ticks[0], tuple(alike), max(batches, 1))
 
 
 def _end(trace: Trace, part: int) -> int:
@@ -147,22 +170,22 @@ def _lives_after(storage: Storage, tick: int) -> bool:
 
 def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> Trace:
     """Return the trace with further periods after the last: storages and calls of the allocator, no ops."""
-    length = period.end - period.start
+    length = period.length
     shown = min(repeats, _MOST // max(len(period.storages), 1))
     shift = shown * length
     later = lambda tick: tick + shift if tick > period.end else tick  # noqa: E731
     storages = [
         replace(s, born=later(s.born), died=None if s.died is None else later(s.died)) for s in trace.storages
     ]  # fmt: skip
+    for back, recorded in enumerate(period.recorded[:-1]):
+        for place, storage in enumerate(recorded):
+            storages[storage.id] = replace(storages[storage.id], died=period.death(place, -back, shown))
     added: list[Storage] = []
     expected = {size.storage: size for size in trace.expected}
     more_expected = []
     for place, storage in enumerate(period.storages):
-        for repeat in range(shown + 1):
-            died = _death(storage, period.before[place], period, repeat, shown)
-            if repeat == 0:
-                storages[storage.id] = replace(storages[storage.id], died=died)
-                continue
+        for repeat in range(1, shown + 1):
+            died = period.death(place, repeat, shown)
             size = period.size(place, repeat)
             if repeat == shown == repeats and _of_batch(storage, span.batch_size):
                 size = round(size * span.last_share)
@@ -201,28 +224,6 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
         expected=(*trace.expected, *more_expected),
         lines=(),
     )  # fmt: skip
-
-
-def _death(storage: Storage, before: Storage, period: _Period, repeat: int, last: int) -> int | None:
-    """Return when a storage of the last period is freed in a later one, in the trace with all of them.
-
-    In the last one, as in the recording; in those before, as that of the period before was: in the next period, or with
-    all others.
-
-    Args:
-        storage: allocated in the last recorded period.
-        before: allocated at the same place of the period before.
-        period: the last recorded period.
-        repeat: 0 for the recorded period itself.
-        last: number of the last period.
-    """
-    length = period.end - period.start
-    if not _lives_after(storage, period.end):
-        return (storage.died or 0) + repeat * length
-    if repeat < last and not _lives_after(before, period.end):
-        return (before.died or 0) + (repeat + 1) * length
-    died = storage.died if repeat == last else before.died
-    return None if died is None else died + last * length
 
 
 def _of_batch(storage: Storage, samples: int | None) -> bool:
