@@ -93,6 +93,16 @@ with torch.no_grad():
         predictions.append(net(x.to(dev)))
 print(torch.cat(predictions).shape)
 """
+KNOWN_LENGTH = """
+val = loader(130, 8)
+net.eval()
+predictions, batches = [], iter(val)
+with torch.no_grad():
+    for number in range(len(val)):
+        x, y = next(batches)
+        predictions.append(net(x.to(dev)))
+    print(torch.cat(predictions).softmax(1).shape)
+"""
 GENERATED = """
 class Model(nn.Module):
     def __init__(self):
@@ -171,6 +181,11 @@ def test_a_loader_that_fetches_one_batch_ahead(tmp_path: Path) -> None:
     """As Accelerate's does: a batch lives for two periods, and is not kept by each."""
     run = assert_as_it_really_goes(tmp_path, BEGIN + ONE_AHEAD)
     assert run.phases[-1].per_batch == 8 * 20 * 4
+
+
+def test_a_loop_over_a_known_length(tmp_path: Path) -> None:
+    """As Lightning's: the part of the last batch goes on with what is made of all."""
+    assert_as_it_really_goes(tmp_path, BEGIN + KNOWN_LENGTH)
 
 
 def test_accumulated_gradients_and_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ class _Period:
     recorded: tuple[tuple[Storage, ...], ...]
     """Storages allocated in it, in the period before, and so on: each at the same place. At least two periods."""
     batches: int
+    last_batch: tuple[int, int]
+    """Ticks ``start < tick <= end`` of the part of the last batch, if that was loaded in it and repeats nothing; else
+    (0, 0)."""
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -122,19 +125,28 @@ def extended(
 
 
 def _last_period(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan) -> _Period | None:
-    """Return the last period of a phase, or None if its batches differ, or fewer than two periods were recorded.
+    """Return the last period of a phase that its further batches repeat.
 
-    A loader that fetches one batch ahead has none left when the last is trained on: that part goes on with whatever
-    the script does next, and repeats nothing.
+    The part of the last batch may go on with what the script does next: where the loader has fetched one batch ahead,
+    or its length is known and no further one is asked for. Then it repeats nothing, and the one before is taken.
+
+    Returns:
+        The period, or None if fewer than two were recorded, or batches differ.
     """
-    active = [number for number in span.active if not parts[number].exhausted]
-    updating = [place for place, number in enumerate(active) if parts[number].updates]
+    updating = [place for place, number in enumerate(span.active) if parts[number].updates]
     size = updating[-1] - ([-1, *updating][-2]) if updating else 1
-    last = updating[-1] if updating else len(active) - 1
-    if last + 1 < 2 * size:
+    last = updating[-1] if updating else len(span.active) - 1
+    candidates = (_period_at(trace, parts, span, place, size) for place in (last, last - size))
+    return next((period for period in candidates if period is not None), None)
+
+
+def _period_at(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan, last: int, size: int) -> _Period | None:
+    """Return the period of ``size`` active parts that ends with the one at ``last``; None if it is not alike the one
+    before."""
+    active = span.active
+    if last + 1 < 2 * size or parts[active[last]].exhausted:
         return None
-    first = active[last + 1 - 2 * size]
-    interrupting = set(range(first, active[last] + 1)) - set(span.parts)
+    interrupting = set(range(active[last + 1 - 2 * size], active[last] + 1)) - set(span.parts)
     if any(parts[number].kind != "generate" for number in interrupting):
         return None
     places = [place for place in range(last, -2, -size) if last - place <= 3 * size]
@@ -145,7 +157,9 @@ def _last_period(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan) -> _Pe
         return None
     after = active[last - size] if last >= size else -1
     batches = sum(after < number <= active[last] for number in span.batches)
-    return _Period(ticks[1], ticks[0], tuple(alike), max(batches, 1))
+    repeats_nothing = last < len(active) - 1 and not parts[active[-1]].exhausted
+    last_batch = (trace.steps[active[-1]], _end(trace, active[-1])) if repeats_nothing else (0, 0)
+    return _Period(ticks[1], ticks[0], tuple(alike), max(batches, 1), last_batch)
 
 
 def _end(trace: Trace, part: int) -> int:
@@ -177,6 +191,10 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
     storages = [
         replace(s, born=later(s.born), died=None if s.died is None else later(s.died)) for s in trace.storages
     ]  # fmt: skip
+    start, end = period.last_batch
+    for number, storage in enumerate(trace.storages):
+        if start < storage.born <= end and _of_batch(storage, span.batch_size):
+            storages[number] = replace(storages[number], bytes=round(storage.bytes * span.last_share))
     for back, recorded in enumerate(period.recorded[:-1]):
         for place, storage in enumerate(recorded):
             storages[storage.id] = replace(storages[storage.id], died=period.death(place, -back, shown))
@@ -187,7 +205,7 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
         for repeat in range(1, shown + 1):
             died = period.death(place, repeat, shown)
             size = period.size(place, repeat)
-            if repeat == shown == repeats and _of_batch(storage, span.batch_size):
+            if repeat == shown == repeats and not any(period.last_batch) and _of_batch(storage, span.batch_size):
                 size = round(size * span.last_share)
             new = len(trace.storages) + len(added)
             added.append(replace(storage, id=new, bytes=size, born=storage.born + repeat * length, died=died))
