@@ -96,3 +96,62 @@ def test_the_chain_is_the_run_that_goes_through_the_lengths(device: str, optimiz
     assert levels(chain) == levels(real)
     for expected, step in zip(simulate(real).steps, simulate(chain).steps, strict=True):
         assert (step.peak_allocated, step.peak_reserved) == (expected.peak_allocated, expected.peak_reserved)
+
+
+@pytest.mark.parametrize("zero", ["before", "after"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_chain_has_the_peak_of_the_real_allocator(optimizer: str, zero: str) -> None:
+    build = build_of(ORDER, optimizer, "cpu", zero=zero)
+
+    def run() -> None:
+        step = build()
+        for _ in ORDER:
+            step()
+
+    assert simulate(chain_of(ORDER, optimizer, "cpu", zero)).peak_allocated == peak_of(allocations(run))
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(order=st.lists(st.sampled_from([8, 24, 40, 57]), min_size=2, max_size=9).map(tuple))
+def test_any_order_is_the_run_in_this_order(order: tuple[int, ...]) -> None:
+    real = memplan.record(build_of(order, "adamw", "cuda", zero="before"), device="h100", steps=len(order))
+    if len(set(order)) > 1:
+        assert levels(chain_of(order, "adamw", "h100", "before")) == levels(real)
+
+
+def test_a_loss_that_is_held_is_freed_where_the_next_step_replaces_it() -> None:
+    def build(lengths: tuple[int, ...]) -> Callable[[], Callable[[], None]]:
+        def make() -> Callable[[], None]:
+            model, loader = Decoder(), cycle(lengths)
+            batch = torch.zeros(4, next(loader), dtype=torch.int64)
+            held: list[torch.Tensor] = []
+
+            def step() -> None:
+                nonlocal batch
+                if held and len(lengths) > 1:
+                    batch = torch.zeros(4, next(loader), dtype=torch.int64)
+                output = model(batch)
+                output.sum().backward()
+                held[:] = [output.detach()]
+                model.zero_grad()
+
+            return step
+
+        return make
+
+    real = memplan.record(build(ORDER), steps=len(ORDER))
+    chain = chained({length: memplan.record(build((length,))) for length in set(ORDER)}, ORDER)
+    assert levels(chain) == levels(real)
+
+
+def test_a_model_of_another_size_is_refused() -> None:
+    def build(length: int) -> Callable[[], Callable[[], None]]:
+        def make() -> Callable[[], None]:
+            layer = nn.Linear(length, 1)
+            return lambda: layer(torch.zeros(2, length)).sum().backward()
+
+        return make
+
+    traces = {length: memplan.record(build(length)) for length in (8, 16)}
+    with pytest.raises(InputError, match=r"weight has another size at length 16 than at 8"):
+        chained(traces, (8, 16))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from memplan.errors import InputError
 from memplan.trace.records import Engines, ExpectedSize, Storage
@@ -69,7 +70,7 @@ def chained(traces: Mapping[int, Trace], order: Sequence[int]) -> Trace:
                 kept[first.keys[storage.id]] = number
     calls = [call for call in trace.calls if call.tick <= end]
     steps = [trace.steps[0]]
-    for before, length in zip(order[:-1], order[1:], strict=True):
+    for before, length in pairwise(order):
         step = steady[length]
         steps.append(end)
         arrived = [
@@ -145,12 +146,10 @@ class _Chain:
 
 def _steady(trace: Trace, places: Sequence[int]) -> _Steady:
     """Return the second step of a recording, with the inputs at these places among what building leaves."""
-    built, (first, start) = _built(trace), trace.steps
+    built, start = _built(trace), trace.steps[1]
     inputs = tuple(built[place] for place in places)
     ids = {storage.id for storage in inputs}
-    before = [
-        s for s in trace.counted if s.born <= start and s.died is not None and s.died > start and s.id not in ids
-    ]
+    before = [s for s in trace.counted if s.born <= start and s.died is not None and s.died > start and s.id not in ids]
     born = sorted((s for s in trace.counted if s.born > start), key=lambda storage: storage.born)
     keys = _keys_of(trace, before)
     freed = {keys[storage.id]: storage.died for storage in before if storage.died is not None}
