@@ -51,7 +51,8 @@ def test_the_worst_batch_is_the_first_of_the_longest() -> None:
     assert result.allocated >= alone(250, "h100")
     assert result.reserved >= result.allocated
     assert list(dict(result.moments).values()) == sorted(dict(result.moments).values())
-    assert all(change.fits for change in result.changes) and result.ran_out == 0
+    assert all(change.fits for change in result.changes)
+    assert result.ran_out == 0
     by_change = {change.change: change for change in result.changes}
     assert by_change["expandable"].reserved < by_change["as drawn"].reserved
     assert Lengths.from_json(result.to_json()) == result
@@ -90,9 +91,11 @@ def test_many_lengths_are_interpolated_and_checked() -> None:
     result = lengths_of(subject(), shares, choose_target("h100"))
     between = [one for one in result.lengths if not one.recorded]
     assert len(between) >= 30
-    assert [one.allocated for one in between[::10]] == [alone(one.length, "h100") for one in between[::10]]
+    for one in between[::10]:
+        assert one.allocated == pytest.approx(alone(one.length, "h100"), rel=0.001)
     assert result.checked is not None
-    assert (result.off, result.larger) == (0, 0)
+    assert abs(result.off) < 0.001
+    assert result.larger == 0
     assert f"at {result.checked}, recorded as a check" in " ".join(terminal.text_of(report(result)).split())
 
 

@@ -23,50 +23,61 @@ def lengths_to_record(lengths: Sequence[int]) -> list[int]:
 
 
 def between(recorded: Mapping[int, Trace], length: int) -> Trace | None:
-    """Return the trace at a length that was not recorded: that of the nearest, with the bytes of each storage from the
-    quadratic, or the line, through the nearest that allocate the same in the same order. None if these are too few: one
-    where bytes do not depend on it, two for a line.
+    """Return the trace at a length that was not recorded: that of the nearest one, with bytes from the quadratic, or
+    the line, through the nearest with the same ops.
+
+    A storage that is not allocated at all of these lengths, such as the temporary of a reduction in two passes, keeps
+    its bytes at the nearest. None if only one recording has these ops.
     """
     nearest = sorted(recorded, key=lambda known: (abs(known - length), known))
     base = recorded[nearest[0]]
-    form = _form_of(base)
-    alike = [known for known in nearest if _form_of(recorded[known]) == form][:3]
+    ops = _ops_of(base)
+    alike = [known for known in nearest if _ops_of(recorded[known]) == ops][:3]
     if len(alike) < 2:
         return None
     shares = _shares(alike, length)
-    traces = [recorded[known] for known in alike]
+    rows = [_by_place(recorded[known]) for known in alike]
+    expected = [{size.storage: size for size in recorded[known].expected} for known in alike]
 
-    def bytes_of(sizes: Sequence[int]) -> int:
-        return max(round(sum(share * size for share, size in zip(shares, sizes, strict=True))), 0)
+    def bytes_of(sizes: Sequence[int | None]) -> int | None:
+        """Return the value at the length; where there is none at a recorded one, that of the nearest."""
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(alike):
+            return sizes[0]
+        return max(round(sum(share * size for share, size in zip(shares, known, strict=True))), 0)
 
-    def storage_of(number: int) -> Storage:
-        row = [trace.storages[number] for trace in traces]
-        lows = [storage.low for storage in row if storage.low is not None]
-        return replace(
-            row[0],
-            bytes=bytes_of([storage.bytes for storage in row]),
-            low=bytes_of(lows) if len(lows) == len(row) else row[0].low,
-        )
-
-    def expected_of(number: int) -> ExpectedSize:
-        row = [trace.expected[number] for trace in traces]
-        return replace(row[0], low=bytes_of([size.low for size in row]), high=bytes_of([size.high for size in row]))
-
-    return replace(
-        base,
-        storages=tuple(map(storage_of, range(len(base.storages)))),
-        expected=tuple(map(expected_of, range(len(base.expected)))),
-        engines=(),
-    )
+    storages, sizes = list(base.storages), list[ExpectedSize]()
+    for place, storage in rows[0].items():
+        row = [storages_at.get(place) for storages_at in rows]
+        size = bytes_of([None if other is None else other.bytes for other in row])
+        low = bytes_of([None if other is None else other.low for other in row])
+        storages[storage.id] = replace(storage, bytes=storage.bytes if size is None else size, low=low)
+        if (expectation := expected[0].get(storage.id)) is not None:
+            others = [
+                None if other is None else known.get(other.id) for other, known in zip(row, expected, strict=True)
+            ]
+            low = bytes_of([None if other is None else other.low for other in others])
+            high = bytes_of([None if other is None else other.high for other in others])
+            sizes.append(replace(expectation, low=low or 0, high=high or 0))
+    return replace(base, storages=tuple(storages), expected=tuple(sizes), engines=())
 
 
-def _form_of(trace: Trace) -> tuple[object, ...]:
-    """Return all of a recording that does not depend on bytes: what is allocated and freed when, by which ops."""
-    storages = tuple(
-        (s.born, s.died, s.name, s.device, s.stream, "" if s.op is None else trace.ops[s.op].name)
-        for s in trace.storages
-    )
-    return (storages, trace.steps, trace.end, trace.calls, tuple(size.storage for size in trace.expected))
+def _ops_of(trace: Trace) -> list[tuple[str, int]]:
+    """Return the names of the ops, and their steps."""
+    return [(op.name, op.step) for op in trace.ops]
+
+
+def _by_place(trace: Trace) -> dict[tuple[object, ...], Storage]:
+    """Return the storages by what allocates them: the op, and a number among its temporaries or its other storages.
+    Places at two lengths are equal only if the op allocates as many."""
+    of_ops = dict[tuple[int | None, bool], list[Storage]]()
+    for storage in trace.storages:
+        of_ops.setdefault((storage.op, storage.cause == "temporary"), []).append(storage)
+    return {
+        (op, temporary, len(storages), number): storage
+        for (op, temporary), storages in of_ops.items()
+        for number, storage in enumerate(storages)
+    }
 
 
 def _shares(known: Sequence[int], length: int) -> list[Fraction]:
