@@ -83,7 +83,7 @@ def _notes(lengths: Lengths) -> Iterator[Part]:
     if lengths.checked is not None:
         yield (
             f"Bytes of lengths between recorded ones are interpolated; at {lengths.checked}, recorded as a check, the "
-            f"peak is {abs(lengths.off):.2%} off."
+            f"peak is {100 * abs(lengths.off):.2f} % off."
         )
     if lengths.larger:
         yield (

@@ -73,10 +73,9 @@ def build_of(lengths: tuple[int, ...], optimizer: str, device: str, *, zero: str
 
 
 def chain_of(order: tuple[int, ...], optimizer: str, device: str, zero: str) -> Trace:
-    names = {"device": device} if device != "cpu" else {}
+    place = "cpu" if device == "cpu" else "cuda"
     traces = {
-        length: memplan.record(build_of((length,), optimizer, "cuda" if names else "cpu", zero=zero), **names)
-        for length in set(order)
+        length: memplan.record(build_of((length,), optimizer, place, zero=zero), device=device) for length in set(order)
     }
     return chained(traces, order)
 
