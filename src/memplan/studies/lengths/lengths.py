@@ -26,6 +26,7 @@ from memplan.studies.lengths.chained import chained
 from memplan.studies.lengths.distribution import draw, padded
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
+from memplan.trace.records import HOST
 from memplan.trace.trace import Trace
 
 BATCHES = 1000
@@ -246,7 +247,7 @@ def _without_collections() -> Iterator[None]:
 
 def _run(trace: Trace, settings: str | None, capacity: int | None = None) -> Timeline:
     """Simulate a trace without the log of its allocator. Raises OutOfMemory beyond a capacity."""
-    if trace.device == "cpu":
+    if trace.device == HOST:
         return simulate(trace)
     _, levels = drive(trace, parse_settings(settings or ""), low=False, capacity=capacity, log=False)
     return timeline_of(trace.device, levels, (0, *trace.steps, trace.end))
