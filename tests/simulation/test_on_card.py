@@ -12,7 +12,7 @@ import memplan
 from memplan.cudnn.questions import ExecutionPlan
 from memplan.errors import UsageError
 from memplan.simulation.allocator.settings import AllocatorSettings
-from memplan.simulation.on_card import fits
+from memplan.simulation.on_card import drive, fits
 from memplan.trace.records import Call, Engines, Storage
 from memplan.trace.trace import Trace
 
@@ -92,6 +92,15 @@ def test_what_fits_is_tried_with_all_that_the_allocator_does_before_it_gives_up(
     assert fits(trace, 70 * MIB, AllocatorSettings(), low=False)
     assert fits(trace, 40 * MIB, AllocatorSettings(), low=False)
     assert not fits(trace, 39 * MIB, AllocatorSettings(), low=False)
+
+
+def test_without_its_log_the_allocator_does_the_same() -> None:
+    trace = trace_of(storage(0, 30 * MIB, 1, 3), storage(1, 4 * MIB, 2, 6), storage(2, 3 * MIB, 4, 5))
+    kept, levels = drive(trace, AllocatorSettings(), low=False)
+    forgotten, same = drive(trace, AllocatorSettings(), low=False, log=False)
+    assert same == levels
+    assert forgotten.segments() == kept.segments()
+    assert (len(kept.log) > 0, forgotten.log) == (True, [])
 
 
 @given(st.lists(st.tuples(st.integers(0, 30 * MIB), st.integers(0, 40), st.booleans()), min_size=1, max_size=40))

@@ -40,10 +40,13 @@ is a file: a trace that --trace wrote, or an explanation that --json wrote.
   memplan explain examples/unet3d.py:build --device rtx4090 --snapshot unet3d.pickle
 
   memplan explain mymodels.py:net --input 8x512 --no-train --weights int8
+  memplan explain mymodels.py:lm --input "8x2048:int64<32000" --optimizer adamw \\
+      --lengths 512:0.6,2048:0.3,8192:0.1 --device h100
 
 The first answers "44.6 MiB of weights -> 841.7 MiB peak: 75 % saved activations, ...", and says which
-layer saves what, and why. The last one makes the model, has torchao quantize
-a copy, runs both here and says what it saves and how far the output is off.
+layer saves what, and why. The one with --weights makes the model, has torchao
+quantize a copy, runs both here and says what it saves and how far the output is
+off. The last one draws a thousand batches of these lengths.
 
 \b
 Exit code: 0 done; 1 does not fit on the card that --device names; 2 bad
@@ -63,12 +66,18 @@ a recording does not have.
 @click.option(
     "--activations", type=click.Choice(("int8",)), help="With --weights: the inputs of quantized layers, too."
 )
+@click.option(
+    "--lengths", metavar="SHARES|FILE",
+    help="Lengths of sequences, or sizes of images, and their shares of all batches: 512:0.6,2048:0.4; "
+    "or a file with a length a line.",
+)  # fmt: skip
 @output_options
 def command(
     really: bool,
     top: int,
     weights: str | None,
     activations: str | None,
+    lengths: str | None,
     outputs: Outputs,
     **values: Any,
 ) -> int:
@@ -78,6 +87,10 @@ def command(
         from memplan.cli.quantize import quantize
 
         return quantize(arguments, weights, activations, outputs, top)
+    if lengths is not None:
+        from memplan.cli.lengths import explain_lengths
+
+        return explain_lengths(arguments, lengths, outputs, top, measured=really)
     if (saved := _read_saved(arguments, really, outputs)) is not None:
         return _show(saved, outputs, top)
     trace, explanation = _explain(arguments, really)

@@ -9,11 +9,11 @@ import click
 
 from memplan._text import whole_number
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import StepArguments, Whole, result_options, step_options, with_input_advice
+from memplan.cli.options import StepArguments, Whole, result_options, step_options, subject_of, with_input_advice
 from memplan.cli.progress import line
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
-from memplan.cli.sweep import describe_first_point, subject_of
+from memplan.cli.sweep import describe_first_point
 from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:

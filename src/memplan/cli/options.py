@@ -14,11 +14,12 @@ from memplan._text import printable
 from memplan.cli.files import OUTPUT, ResultFiles
 from memplan.errors import InputError, MemplanError, StepError, TargetError, UsageError
 from memplan.trace.naming.parsing import check_arguments, literal, named, parameters
-from memplan.trace.naming.targets import Target, contained, resolve
+from memplan.trace.naming.targets import ByName, Target, contained, resolve
 
 if TYPE_CHECKING:
     import torch
 
+    from memplan.studies.axes.subject import Subject
     from memplan.trace.recording.boundaries import Build
     from memplan.trace.step import StepOptions
     from memplan.trace.trace import Trace
@@ -289,6 +290,13 @@ def describe(step: StepArguments) -> Described:
             )
         options = options.with_batch(step.batch)
     return Described(target, arguments, options, batch_name)
+
+
+def subject_of(described: Described, arguments: StepArguments) -> Subject:
+    """Return the step as a subject of axes."""
+    from memplan.studies.axes.subject import Subject
+
+    return Subject(ByName(arguments.target, arguments.argv), described.options, described.arguments)
 
 
 def resolve_quietly(text: str) -> Target:

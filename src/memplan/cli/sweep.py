@@ -18,16 +18,15 @@ from memplan.cli.options import (
     resolve_quietly,
     result_options,
     step_options,
+    subject_of,
     with_input_advice,
 )
 from memplan.cli.progress import bar
 from memplan.errors import InputError, StepError
 from memplan.trace.naming.parsing import named, parameters
-from memplan.trace.naming.targets import ByName
 
 if TYPE_CHECKING:
     from memplan.studies.axes.axes import Axis
-    from memplan.studies.axes.subject import Subject
     from memplan.studies.sweeps.sweep import Sweep
 
 Values = tuple[Any, ...]
@@ -150,13 +149,6 @@ def describe_first_point(arguments: StepArguments, batches: Values | None, vary:
     args = (*arguments.args, *(f"{name}={vary[name][0]!r}" for name in needed))
     first = batches[0] if batches and isinstance(batches[0], int) and batches[0] > 0 else None
     return describe(replace(arguments, args=args, batch=first))
-
-
-def subject_of(described: Described, arguments: StepArguments) -> Subject:
-    """Return the step as a subject of axes."""
-    from memplan.studies.axes.subject import Subject
-
-    return Subject(ByName(arguments.target, arguments.argv), described.options, described.arguments)
 
 
 def _parse_layers(text: str) -> tuple[str, Values]:

@@ -14,6 +14,7 @@ from memplan.reports import (
     explain,
     fit,
     largest,
+    lengths,
     line_tables,
     notebook,
     plan,
@@ -28,6 +29,7 @@ from memplan.reports.exports import export
 from memplan.simulation.replays.replayed import Replay
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.comparisons.comparison import Comparison
+from memplan.studies.lengths.lengths import Lengths
 from memplan.studies.quantization.quantized import Quantized
 from memplan.studies.sweeps.sweep import Sweep
 from memplan.verification.fitting.fit import Fitted
@@ -50,6 +52,8 @@ def document_of(result: object) -> Document:
             return sweep.report(result)
         case Largest():
             return largest.report(result)
+        case Lengths():
+            return lengths.report(result)
         case Quantized():
             return quantize.report(result)
         case Replay():

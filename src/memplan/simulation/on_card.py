@@ -23,6 +23,7 @@ def drive(
     capacity: int | None = None,
     smaller: dict[int, int] | None = None,
     until: int | None = None,
+    log: bool = True,
 ) -> tuple[CachingAllocator, list[Level]]:
     """Run the events of a trace. Return the allocator afterwards, and the levels after each event.
 
@@ -39,6 +40,7 @@ def drive(
             tried, as torch does.
         smaller: gets the bytes of such workspaces by their storages.
         until: the last tick to run; by default all.
+        log: whether the allocator keeps its events, which take more memory than all else of a long trace.
 
     Raises:
         OutOfMemory: more than ``capacity`` bytes were needed.
@@ -70,6 +72,8 @@ def drive(
                     allocator.record_stream(address, stream)
             allocator.free(address, tick=tick)
         levels.append((tick, allocator.allocated, allocator.reserved))
+        if not log:
+            allocator.log.clear()
     return allocator, levels
 
 

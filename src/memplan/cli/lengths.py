@@ -1,0 +1,62 @@
+"""`memplan explain --lengths`: batches of different lengths, one after the other."""
+
+from __future__ import annotations
+
+from memplan.cli.files import is_trace
+from memplan.cli.options import StepArguments, describe, subject_of, with_input_advice
+from memplan.cli.outputs import Outputs
+from memplan.cli.progress import progress
+from memplan.errors import InputError, StepError
+from memplan.trace.naming.targets import contained
+
+
+def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: int, *, measured: bool) -> int:
+    """Draw a sequence of batches, print what it takes, and return the exit code.
+
+    Args:
+        arguments: the step.
+        text: lengths and their shares, or a file of lengths.
+        outputs: files for the result: JSON alone.
+        top: number of lengths to list; 0 for all.
+        measured: whether the step was to be run for real.
+
+    Raises:
+        InputError: no such lengths, or an option does not go with them.
+    """
+    _check(arguments, outputs, measured)
+    from memplan.reports.lengths import report
+    from memplan.reports.terminal import show
+    from memplan.studies.lengths.distribution import parse_lengths
+    from memplan.studies.lengths.lengths import lengths_of
+    from memplan.trace.recording.session import choose_target
+
+    shares = parse_lengths(text)
+    target = choose_target(arguments.device, arguments.assumed, arguments.environment)
+    with progress(f"recording {arguments.target}"), contained(arguments.target):
+        subject = subject_of(describe(arguments), arguments)
+        try:
+            lengths = lengths_of(subject, shares, target, settings=arguments.settings, title=arguments.target)
+        except StepError as error:
+            raise with_input_advice(error, arguments) from error.__cause__
+    outputs.results.write(lengths.to_json)
+    if not outputs.takes_stdout:
+        show(report(lengths, top))
+    return int(lengths.ran_out > 0)
+
+
+def _check(arguments: StepArguments, outputs: Outputs, measured: bool) -> None:
+    """Raise InputError for what does not go with lengths."""
+    if is_trace(arguments.target):
+        raise InputError(
+            f"--lengths for {arguments.target}, a file", expected="a callable: other lengths are recorded anew",
+            do="Name the callable",
+        )  # fmt: skip
+    given = {
+        "--measure": measured, "--trace": outputs.trace, "--snapshot": outputs.snapshot,
+        "--perfetto": outputs.perfetto, "--html": outputs.results.html,
+    }  # fmt: skip
+    others = [option for option, value in given.items() if value]
+    if others:
+        raise InputError(
+            f"--lengths with {', '.join(others)}", expected="--json for its result", do="Leave the other options out"
+        )

@@ -1,0 +1,1 @@
+"""Batches of different lengths, one after the other through the allocator."""

@@ -1,0 +1,275 @@
+"""What batches of different lengths take, one after the other, and what would lower it."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from memplan._display import Displayed
+from memplan._json import Saved, Signed
+from memplan.errors import InputError, MemplanError
+from memplan.explanation.card import context_of
+from memplan.simulation.allocator.allocator import OutOfMemory
+from memplan.simulation.allocator.settings import parse_settings
+from memplan.simulation.on_card import drive
+from memplan.simulation.peaks import timeline_of
+from memplan.simulation.simulate import simulate
+from memplan.simulation.timeline import Timeline
+from memplan.studies.axes.axes import Axis, axis_of, value_of
+from memplan.studies.axes.subject import Subject
+from memplan.studies.lengths.between import between, lengths_to_record
+from memplan.studies.lengths.chained import chained
+from memplan.studies.lengths.distribution import draw, padded
+from memplan.trace.record import record_for
+from memplan.trace.recording.session import Target
+from memplan.trace.records import HOST
+from memplan.trace.trace import Trace
+
+BATCHES = 1000
+"""In the sequence."""
+COMPARED = 200
+"""First batches of it that are put in another order, padded, or given other settings."""
+EPOCHS, EPOCH = 20, 50
+"""Further sequences, and their batches, of which some may run out of memory."""
+_EXPANDABLE = "expandable_segments:True"
+_MOMENTS = (1, 10, 100, 300)
+
+Change = Literal["as drawn", "expandable", "largest first", "padded to 64", "padded to 256", "sorted"]
+
+
+@dataclass(frozen=True)
+class LengthPeak:
+    """A length, how many batches have it, and the bytes of a step at it alone."""
+
+    length: int
+    batches: int
+    allocated: int
+    reserved: int
+    recorded: bool
+    """Or its bytes lie between those of recorded lengths."""
+
+
+@dataclass(frozen=True)
+class ChangedSequence:
+    """Peaks of the first batches in another order, padded, or with other settings of the allocator."""
+
+    change: Change
+    allocated: int
+    reserved: int
+    fits: bool | None
+    """On the card; None on the CPU."""
+
+
+@dataclass(frozen=True, repr=False)
+class Lengths(Saved, Displayed):
+    """A sequence of batches whose lengths are drawn from a distribution.
+
+    ``allocated`` and ``reserved`` are the peaks of the sequence, without a limit of memory.
+    """
+
+    FORMAT: ClassVar[str] = "memplan.lengths"
+    SCHEMA: ClassVar[int] = 1
+    AGAIN: ClassVar[str] = "Run memplan explain --lengths again"
+
+    title: str
+    device: str
+    axis: str
+    lengths: tuple[LengthPeak, ...]
+    batches: int
+    worst_batch: int
+    """The first batch with the allocated peak; the first of all is 1."""
+    worst_length: int
+    allocated: int
+    reserved: int
+    moments: tuple[tuple[int, int], ...]
+    """(batch, the most bytes reserved until it has run)."""
+    compared: int
+    """Batches in each of ``changes``."""
+    changes: tuple[ChangedSequence, ...]
+    capacity: int | None
+    """Bytes of the card without its CUDA context; None on the CPU."""
+    epochs: int
+    epoch: int
+    """Further sequences that were drawn, and their batches."""
+    ran_out: int
+    """How many of them need more than the card has."""
+    checked: int | None = None
+    """A length that was recorded to check those between recorded ones."""
+    off: Signed = 0.0
+    """Relative difference there of the allocated peak from the recorded one."""
+    larger: int = 0
+    """Lengths for which the next longer recorded one stands, since recordings around them differ in more than bytes."""
+
+    @property
+    def fragments(self) -> int:
+        """Bytes reserved beyond the allocated peak."""
+        return self.reserved - self.allocated
+
+
+def lengths_of(
+    subject: Subject, shares: Mapping[int, float], target: Target, *, settings: str | None = None, title: str = ""
+) -> Lengths:
+    """Return what a sequence of batches takes whose lengths, or image sizes, are drawn from a distribution.
+
+    Args:
+        subject: the step.
+        shares: length -> share of all batches.
+        target: the device to record for.
+        settings: of a card's caching allocator.
+        title: name for reports.
+
+    Raises:
+        InputError: the step has no sequence and no image, or its model depends on the length.
+    """
+    axis = _axis(subject)
+    order = draw(shares, BATCHES, seed=0)
+    longest = max(shares)
+    short = order[:COMPARED]
+    orders: dict[Change, tuple[int, ...]] = {
+        "as drawn": short, "expandable": short, "largest first": (longest, *short[:-1]),
+        "padded to 64": padded(short, 64), "padded to 256": padded(short, 256),
+        "sorted": tuple(sorted(short, reverse=True)),
+    }  # fmt: skip
+    if target.card is None:
+        del orders["expandable"]
+    recordings = _Recordings(subject, axis, target)
+    recordings.record(lengths_to_record(list(shares)))
+    for change in ("padded to 64", "padded to 256"):
+        try:
+            recordings.record([max(orders[change])])
+        except MemplanError:  # no such length: there are fewer positions
+            del orders[change]
+    recordings.fill(sorted({*shares, *(length for lengths in orders.values() for length in lengths)}))
+    with _without_collections():
+        traces = recordings.traces
+        capacity = None
+        if target.card is not None:
+            capacity = target.card.capacity - context_of(traces[longest], target.card)
+        sequence = _run(chained(traces, order), settings)
+        worst = max(range(len(order)), key=lambda number: sequence.steps[number].peak_allocated)
+        counts = Counter(order)
+        alone = {length: _run(traces[length], settings) for length in sorted(shares)}
+        changes = list[ChangedSequence]()
+        known = dict[tuple[tuple[int, ...], str | None], ChangedSequence]()
+        for change, lengths in orders.items():
+            case = (lengths, _EXPANDABLE if change == "expandable" else settings)
+            if case not in known:  # padding may change nothing
+                known[case] = _changed(change, chained(traces, lengths), case[1], capacity)
+            changes.append(replace(known[case], change=change))
+        ran_out = 0
+        if capacity is not None:
+            drawn = (draw(shares, EPOCH, seed) for seed in range(1, EPOCHS + 1))
+            ran_out = sum(not _fits(chained(traces, lengths), settings, capacity) for lengths in drawn)
+    return Lengths(
+        title or subject.title, target.name, axis.name,
+        tuple(
+            LengthPeak(
+                length, counts[length], one.peak_allocated, one.peak_reserved, length in recordings.recorded
+            )
+            for length, one in alone.items()
+        ),
+        len(order), worst + 1, order[worst], sequence.peak_allocated, sequence.peak_reserved,
+        tuple((batch, _reserved_after(sequence, batch)) for batch in (*_MOMENTS, len(order))),
+        len(short), tuple(changes), capacity, 0 if capacity is None else EPOCHS, EPOCH, ran_out,
+        recordings.checked, recordings.off, recordings.larger,
+    )  # fmt: skip
+
+
+class _Recordings:
+    """The traces of all lengths: recorded, or between recorded ones."""
+
+    def __init__(self, subject: Subject, axis: Axis, target: Target) -> None:
+        self._subject, self._axis, self._target = subject, axis, target
+        self.traces: dict[int, Trace] = {}
+        self.recorded = set[int]()
+        self.checked: int | None = None
+        self.off = 0.0
+        self.larger = 0
+
+    def record(self, lengths: Sequence[int]) -> None:
+        """Record the step at lengths."""
+        for length in lengths:
+            if length not in self.recorded:
+                build = self._axis.at(self._subject, length).build(on_card=self._target.card is not None)
+                self.traces[length] = record_for(build, self._target)
+                self.recorded.add(length)
+
+    def fill(self, lengths: Sequence[int]) -> None:
+        """Add the traces of all other lengths, none of which is longer than all recorded ones; check the middle one."""
+        missing = [length for length in lengths if length not in self.recorded]
+        if not missing:
+            return
+        recorded = dict(self.traces)
+        for length in missing:
+            trace = between(recorded, length)
+            if trace is None:
+                self.larger += 1
+                trace = recorded[min(known for known in recorded if known > length)]
+            self.traces[length] = trace
+        self.checked = missing[len(missing) // 2]
+        expected = simulate(self.traces[self.checked]).peak_allocated
+        self.record([self.checked])
+        self.off = expected / simulate(self.traces[self.checked]).peak_allocated - 1
+
+
+def _axis(subject: Subject) -> Axis:
+    """Return the axis that lengths are of: of the sequence, else of the image.
+
+    Raises:
+        InputError: the step has neither.
+    """
+    for name in ("sequence", "size"):
+        if value_of(axis := axis_of(name, subject), subject) is not None:
+            return axis
+    raise InputError(
+        f"{subject.title} has neither a sequence nor an image whose size could vary",
+        expected="an input such as 8x1024:int64<50257 or 32x3x224x224, or a target with an argument named sequence "
+        "or size",
+        do="Give the input",
+    )
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Within this context Python does not look for garbage: with millions of storages, that takes half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _run(trace: Trace, settings: str | None, capacity: int | None = None) -> Timeline:
+    """Simulate a trace without the log of its allocator. Raises OutOfMemory beyond a capacity."""
+    if trace.device == HOST:
+        return simulate(trace)
+    _, levels = drive(trace, parse_settings(settings or ""), low=False, capacity=capacity, log=False)
+    return timeline_of(trace.device, levels, (0, *trace.steps, trace.end))
+
+
+def _fits(trace: Trace, settings: str | None, capacity: int) -> bool:
+    """Return whether a sequence runs in the memory of a card."""
+    try:
+        _run(trace, settings, capacity)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def _changed(change: Change, trace: Trace, settings: str | None, capacity: int | None) -> ChangedSequence:
+    timeline = _run(trace, settings)
+    fits = None
+    if capacity is not None:  # what never reserves more has no need of the card's limit
+        fits = timeline.peak_reserved <= capacity or _fits(trace, settings, capacity)
+    return ChangedSequence(change, timeline.peak_allocated, timeline.peak_reserved, fits)
+
+
+def _reserved_after(timeline: Timeline, batch: int) -> int:
+    """Return the most bytes reserved until a batch has run."""
+    return max(step.peak_reserved for step in timeline.steps[:batch])
