@@ -101,8 +101,10 @@ def with_cublas(question: Question) -> int | None:
 
     cuDNN does not name them for a described card, where cuBLAS has no handle. A kernel of 1 is a matrix product without
     a workspace, its weight gradient one product a sample, which are then summed. The weight gradient of a kernel of 3
-    by 3 is Winograd's for tiles of 4 by 4, transformed to 6 by 6, where there are as few as in those measured. Read off what an H100 and an H200 took with cuDNN
-    9.19 (``measured.json.gz``), in float32 and contiguous; None for all other convolutions.
+    by 3 is Winograd's for tiles of 4 by 4, transformed to 6 by 6, where there are as few as in those measured.
+
+    Read off what an H100 and an H200 took with cuDNN 9.19 (``measured.json.gz``), in float32 and contiguous; None for
+    all other convolutions.
     """
     q = question
     plain = (q.dtype, q.channels_last) == ("float32", False) and q.x[1] == q.w[1] and {*q.stride, *q.dilation} == {1}
