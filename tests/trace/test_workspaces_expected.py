@@ -91,7 +91,7 @@ def test_the_peak_leaves_the_band_in_no_more_than_five_per_cent(seed: int, monke
     monkeypatch.setattr(workspaces, "_FORMULA", 0.0)  # here each size is exactly one of the distribution
     monkeypatch.setattr(workspaces, "_NOTHING", 0)
     case = Case(seed)
-    band = workspaces._band(case.trace, case.predicted, case.expected)
+    band = workspaces._band(case.trace, case.predicted, {**case.expected})
     assert [size.storage for size in band] == list(case.predicted)
     assert all(size.low <= case.trace.storages[size.storage].bytes <= size.high for size in band)
     low = case.peak({size.storage: size.low for size in band})
