@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memplan._bytes import format_bytes
-from memplan._text import counted
 from memplan.explanation.model import LABELS
 from memplan.reports.document import (
     Document,
@@ -136,8 +135,3 @@ def _left(phase: RunPhase) -> int:
     """Return the bytes that earlier phases left at a phase's peak, but gradients, inputs and libraries' workspaces."""
     meant = ("parameter_gradient", "input", "workspace")
     return sum(size for cause, size in phase.left.items() if cause not in meant)
-
-
-def summary(run: WholeRun) -> str:
-    """Return the peak and the number of phases, in a line."""
-    return f"{_sentence(run)} {counted(len(run.phases), 'phase')}"

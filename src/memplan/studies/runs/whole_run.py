@@ -5,10 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
-from memplan._display import Displayed
-from memplan._json import Saved
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import StepPeak, Timeline
 from memplan.studies.runs.extended import extended
@@ -49,16 +47,12 @@ class RunPhase:
     """Whether it evaluates with gradients enabled."""
 
 
-@dataclass(frozen=True, repr=False)
-class WholeRun(Saved, Displayed):
+@dataclass(frozen=True)
+class WholeRun:
     """A run of a script through its phases.
 
     ``phases`` are in the order in which they begin. ``allocated`` and ``reserved`` are the peaks of all of it.
     """
-
-    FORMAT: ClassVar[str] = "memplan.run"
-    SCHEMA: ClassVar[int] = 1
-    AGAIN: ClassVar[str] = "Run memplan run --phases again"
 
     title: str
     device: str
