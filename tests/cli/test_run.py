@@ -196,3 +196,36 @@ def test_a_budget_that_is_a_card_is_what_a_script_is_recorded_for(script: str, c
     done = _invoke(command, "--script", script, "--budget", "t4", *most)
     assert done.exit_code == 0, done.output
     assert "14.6 GiB" in done.stdout
+
+
+PHASES = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+model = nn.Linear(64, 256)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+data = DataLoader(TensorDataset(torch.randn(400, 64), torch.zeros(400, dtype=torch.long)), 8)
+for x, y in data:
+    opt.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    opt.step()
+model.eval()
+with torch.no_grad():
+    outputs = [model(x) for x, y in data]
+torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def test_phases_are_rows_with_what_all_batches_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(PHASES, encoding="utf-8")
+    done = CliRunner().invoke(main, ["run", "--phases", "--json", "-", "--device", "cpu", "script.py"])
+    assert done.exit_code == 0, done.output
+    phases = json.loads(done.stdout)["run"]["phases"]
+    assert [phase["kind"] for phase in phases] == ["build", "train", "evaluate", "save"]
+    evaluation = phases[2]
+    assert (evaluation["batches"], evaluation["length"]) == (4, 50)
+    assert evaluation["per_batch"] == 8 * 256 * 4
+    assert evaluation["allocated"] - phases[1]["stays"] >= 50 * 8 * 256 * 4
+    shown = CliRunner().invoke(main, ["run", "--phases", "--device", "cpu", "script.py"]).stdout
+    assert "after all 50" in " ".join(shown.split())

@@ -211,3 +211,27 @@ def test_what_each_epoch_keeps(tmp_path: Path) -> None:
     two, nine = (followed(tmp_path, text.format(epochs, sample), really=True).allocated for epochs in (2, 9))
     assert recorded.allocated + 7 * recorded.per_epoch == pytest.approx(nine, abs=_LAST)
     assert nine - two == 7 * recorded.per_epoch
+
+
+STREAM = """
+class Stream(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(48), 3
+for epoch in range(3):
+    train(DataLoader(Stream(), 8))
+"""
+
+
+def test_an_endless_stream_is_cut_and_has_no_length(tmp_path: Path) -> None:
+    run = followed(tmp_path, BEGIN + STREAM, really=False)
+    training = [phase for phase in run.phases if phase.kind == "train"]
+    assert [(phase.batches, phase.length) for phase in training] == [(4, None)] * 3
+    assert run.ending == "script"
+
+
+def test_a_loop_without_a_loader_ends_after_eight_updates(tmp_path: Path) -> None:
+    text = "model = nn.Linear(4, 4)\nopt = torch.optim.SGD(model.parameters(), 0.1)\nfor _ in range(1000):\n"
+    text += "    model(torch.ones(2, 4)).sum().backward()\n    opt.step()\n"
+    trace, facts = run(tmp_path, text, phases=True, batches=4)
+    assert (facts.ending, facts.updates, len(trace.steps)) == ("steps", 8, 8)
