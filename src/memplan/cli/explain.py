@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,8 +20,9 @@ from memplan.cli.options import (
 )
 from memplan.cli.outputs import Outputs, output_options
 from memplan.cli.progress import progress
+from memplan.cli.recipe_options import recipe_option, take_recipe
 from memplan.errors import DataDependentError, InputError, MemplanError, StepError
-from memplan.trace.naming.targets import contained
+from memplan.trace.naming.targets import FORM, contained
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
@@ -40,6 +42,7 @@ is a file: a trace that --trace wrote, or an explanation that --json wrote.
   memplan explain examples/unet3d.py:build --device rtx4090 --snapshot unet3d.pickle
 
   memplan explain mymodels.py:net --input 8x512 --no-train --weights int8
+  memplan explain --model llama-3.1-8b --recipe lora:r=16 --seq 4096 --checkpointing --device rtx4090
   memplan explain mymodels.py:lm --input "8x2048:int64<32000" --optimizer adamw \\
       --lengths 512:0.6,2048:0.3,8192:0.1 --device h100
 
@@ -82,6 +85,9 @@ def command(
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
+    recipe = take_recipe(values)
+    if values["target"] is None:
+        raise InputError("no TARGET", expected=f"one: {FORM}; or --model llama-3.1-8b, say", do="Name one")
     arguments = StepArguments(**values)
     if weights is not None or activations is not None:
         from memplan.cli.quantize import quantize
@@ -94,13 +100,18 @@ def command(
     if (saved := _read_saved(arguments, really, outputs)) is not None:
         return _show(saved, outputs, top)
     trace, explanation = _explain(arguments, really)
+    if recipe is not None:
+        explanation = replace(explanation, title=recipe.title)
     from memplan.reports.explain import report
     from memplan.reports.terminal import show
 
     outputs.write(trace, explanation, explanation.to_json, arguments.settings)
     if not outputs.takes_stdout:
-        show(report(explanation, top))
+        show(report(explanation, top, "" if recipe is None else recipe.script))
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
+
+
+recipe_option(command)
 
 
 def does_not_fit(explanation: Explanation) -> bool:
