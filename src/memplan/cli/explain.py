@@ -99,7 +99,8 @@ def command(
         return explain_lengths(arguments, lengths, outputs, top, measured=really)
     if (saved := _read_saved(arguments, really, outputs)) is not None:
         return _show(saved, outputs, top)
-    trace, explanation = _explain(arguments, really)
+    # recording a model of billions of parameters at two more batches takes twice as long as the answer
+    trace, explanation = _explain(arguments, really, scales=recipe is None)
     if recipe is not None:
         explanation = replace(explanation, title=recipe.title)
     from memplan.reports.explain import report
@@ -165,13 +166,13 @@ def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
-def _explain(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+def _explain(arguments: StepArguments, really: bool, scales: bool) -> tuple[Trace, Explanation]:
     """Record the target's step, run it, or load its trace, and explain it."""
     if is_trace(arguments.target):
         return _explain_file(arguments, really)
     with progress(f"{'running' if really else 'recording'} {arguments.target}"), contained(arguments.target):
         try:
-            return _explain_target(describe(arguments), arguments, really)
+            return _explain_target(describe(arguments), arguments, really, scales)
         except DataDependentError as error:
             raise DataDependentError(error.found, expected=error.expected, do=_MEASURE) from error
         except StepError as error:
@@ -181,8 +182,10 @@ def _explain(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation
 _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
 
 
-def _explain_target(described: Described, arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    """Explain the step of a target from a recording or, with ``really``, from a run."""
+def _explain_target(
+    described: Described, arguments: StepArguments, really: bool, scales: bool
+) -> tuple[Trace, Explanation]:
+    """Explain the step of a target from a recording or, with ``really``, from a run; ``scales``: at more batches, too."""
     from memplan.explanation.explain import explain_build, explain_trace
     from memplan.trace.measure import measure
     from memplan.trace.recording.session import choose_target
@@ -197,7 +200,7 @@ def _explain_target(described: Described, arguments: StepArguments, really: bool
         return (step.training() if train else step).build(on_card=target.card is not None)
 
     return explain_build(
-        build_of_step, target, train=arguments.train, batch=described.batch, title=arguments.target,
+        build_of_step, target, train=arguments.train, batch=described.batch if scales else None, title=arguments.target,
         settings=arguments.settings,
     )  # fmt: skip
 

@@ -34,6 +34,8 @@ class RecipeTarget:
 
     title: str
     script: str
+    positions: int | None
+    """Length of the longest sequence."""
 
 
 _TARGET_OPTIONS = ("--arg", "--input", "--kwarg", "--target", "--loss", "--no-train")
@@ -80,9 +82,10 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
         values["batch"] or 1, sequence, values["optimizer"] or "adamw", values["dtype"] or "bfloat16",
         values["autocast"], checkpointing,
     )  # fmt: skip
-    script = script_of(find_model(name), recipe_of(recipe or "full"), options)
+    model = find_model(name)
+    script = script_of(model, recipe_of(recipe or "full"), options)
     folder = click.get_current_context().with_resource(TemporaryDirectory(prefix="memplan-"))
     path = Path(folder, re.sub(r"\W+", "_", f"{name}_{recipe or 'full'}") + ".py")
     path.write_text(script, encoding="utf-8")
     values |= {"target": f"{path}:build", "batch": None, "optimizer": None, "dtype": None, "autocast": None}
-    return RecipeTarget(f"{name}, {recipe or 'full'}", script)
+    return RecipeTarget(f"{name}, {recipe or 'full'}", script, model.positions)
