@@ -185,7 +185,7 @@ _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measur
 def _explain_target(
     described: Described, arguments: StepArguments, really: bool, scales: bool
 ) -> tuple[Trace, Explanation]:
-    """Explain the step of a target from a recording or, with ``really``, from a run; ``scales``: at more batches, too."""
+    """Explain the step of a target from a recording or, with ``really``, from a run; with ``scales`` how it grows."""
     from memplan.explanation.explain import explain_build, explain_trace
     from memplan.trace.measure import measure
     from memplan.trace.recording.session import choose_target

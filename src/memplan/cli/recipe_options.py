@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +9,7 @@ from typing import Any
 
 import click
 
-from memplan.cli.options import StepArguments, Whole
+from memplan.cli.options import Whole
 from memplan.errors import InputError
 
 _RECIPE_OPTIONS = (
@@ -36,9 +35,6 @@ class RecipeTarget:
     script: str
     positions: int | None
     """Length of the longest sequence."""
-
-
-_TARGET_OPTIONS = ("--arg", "--input", "--kwarg", "--target", "--loss", "--no-train")
 
 
 def recipe_option(command: click.Command) -> click.Command:
@@ -71,9 +67,12 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
     from memplan.studies.recipes.recipe import recipe_of
     from memplan.studies.recipes.script import Options, script_of
 
-    step = StepArguments(**values | {"target": ""})
-    wrong = [option for option in step.changed_options() if option in _TARGET_OPTIONS]
-    wrong = [*(["TARGET"] if values["target"] is not None else []), *wrong]
+    given = {
+        "TARGET": values["target"], "--script": values.get("script"), "--arg": values["args"],
+        "--input": values["inputs"], "--kwarg": values["kwargs"], "--target": values["targets"],
+        "--loss": values["loss"], "--no-train": not values["train"],
+    }  # fmt: skip
+    wrong = [option for option, value in given.items() if value]
     if wrong:
         raise InputError(
             f"{', '.join(wrong)} with --model", expected="a target and its options, or a model", do="Leave it out"
@@ -85,7 +84,7 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
     model = find_model(name)
     script = script_of(model, recipe_of(recipe or "full"), options)
     folder = click.get_current_context().with_resource(TemporaryDirectory(prefix="memplan-"))
-    path = Path(folder, re.sub(r"\W+", "_", f"{name}_{recipe or 'full'}") + ".py")
+    path = Path(folder, "train.py")
     path.write_text(script, encoding="utf-8")
     values |= {"target": f"{path}:build", "batch": None, "optimizer": None, "dtype": None, "autocast": None}
     return RecipeTarget(f"{name}, {recipe or 'full'}", script, model.positions)
