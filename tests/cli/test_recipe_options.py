@@ -41,7 +41,7 @@ def test_explain_prints_the_script_that_it_recorded(config: str, tmp_path: Path)
     result = run(*arguments, "--checkpointing", "--optimizer", "adamw:lr=1e-4")
     assert result.exit_code == 0, result.output
     assert "lora:r=4: training step on cpu" in result.output
-    printed = result.output.partition("The script that was recorded\n")[2]
+    printed = result.stdout.partition("The script that was recorded\n")[2]
     (tmp_path / "train.py").write_text(textwrap.dedent(printed), encoding="utf-8")
     measured = memplan.measure(runpy.run_path(str(tmp_path / "train.py"))["build"])
     as_json = run(*arguments, "--checkpointing", "--optimizer", "adamw:lr=1e-4", "--json", "-").output
