@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from rich.box import Box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table as Drawn
 from rich.text import Text
@@ -88,9 +88,9 @@ class _Drawing:
                 for label, value in part.rows.items():
                     facts.add_row(Text(printable(label)), Text(printable(value)))
                 yield facts
-            case Code():  # lines to be copied are not wrapped
-                for line in part.text.split("\n"):
-                    yield Text(" " * _INDENT + printable(line), no_wrap=True, overflow="ignore")
+            case Code():  # lines to be copied are not wrapped; rich would wrap a Text that is printed by itself
+                lines = (" " * _INDENT + printable(line) for line in part.text.split("\n"))
+                yield Group(*(Text(line, no_wrap=True, overflow="ignore") for line in lines))
             case Table(below=()):
                 table = replace(self, width=max(1, self.width - part.indent)).table(part)
                 yield Padding(table, (0, 0, 0, part.indent)) if part.indent else table
