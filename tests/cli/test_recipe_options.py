@@ -71,3 +71,12 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
     assert re.search(message, result.output)
+
+
+def test_fit_plans_the_script(config: str) -> None:
+    arguments = ["--model", config, "--seq", "128", "--batch", "8", "--dtype", "fp32", "--device", "cpu"]
+    explained = json.loads(run("explain", *arguments, "--json", "-").stdout)
+    peak = explained["timeline"]["peak_allocated"]
+    result = run("fit", *arguments, "--budget", str(int(peak * 0.9)))
+    assert result.exit_code == 0, result.output
+    assert "train.py" in result.output

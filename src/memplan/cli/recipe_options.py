@@ -33,6 +33,8 @@ class RecipeTarget:
 
     title: str
     script: str
+    path: str
+    """File of the script."""
     positions: int | None
     """Length of the longest sequence."""
 
@@ -87,4 +89,4 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
     path = Path(folder, "train.py")
     path.write_text(script, encoding="utf-8")
     values |= {"target": f"{path}:build", "batch": None, "optimizer": None, "dtype": None, "autocast": None}
-    return RecipeTarget(f"{name}, {recipe or 'full'}", script, model.positions)
+    return RecipeTarget(f"{name}, {recipe or 'full'}", script, str(path), model.positions)
