@@ -102,3 +102,9 @@ def test_no_text_steers_a_terminal(terminal: bool) -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())  # rich's own colours
     assert all(char.isprintable() for char in text.replace("\n", ""))
     assert text.count("?[2J?31m?") == 13
+
+
+def test_code_is_not_wrapped() -> None:
+    line = "model = Model(" + ", ".join(f"argument_{number}={number}" for number in range(20)) + ")"
+    code = document(None, [Code(f"def make():\n    {line}")])
+    assert text_of(code, 40).splitlines() == ["    def make():", f"        {line}"]

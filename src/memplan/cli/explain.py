@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,8 +20,9 @@ from memplan.cli.options import (
 )
 from memplan.cli.outputs import Outputs, output_options
 from memplan.cli.progress import progress
+from memplan.cli.recipe_options import recipe_option, take_recipe
 from memplan.errors import DataDependentError, InputError, MemplanError, StepError
-from memplan.trace.naming.targets import contained
+from memplan.trace.naming.targets import FORM, contained
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
@@ -40,6 +42,7 @@ is a file: a trace that --trace wrote, or an explanation that --json wrote.
   memplan explain examples/unet3d.py:build --device rtx4090 --snapshot unet3d.pickle
 
   memplan explain mymodels.py:net --input 8x512 --no-train --weights int8
+  memplan explain --model llama-3.1-8b --recipe lora:r=16 --seq 4096 --checkpointing --device rtx4090
   memplan explain mymodels.py:lm --input "8x2048:int64<32000" --optimizer adamw \\
       --lengths 512:0.6,2048:0.3,8192:0.1 --device h100
 
@@ -82,6 +85,9 @@ def command(
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
+    recipe = take_recipe(values)
+    if values["target"] is None:
+        raise InputError("no TARGET", expected=f"one: {FORM}; or --model llama-3.1-8b, say", do="Name one")
     arguments = StepArguments(**values)
     if weights is not None or activations is not None:
         from memplan.cli.quantize import quantize
@@ -93,14 +99,20 @@ def command(
         return explain_lengths(arguments, lengths, outputs, top, measured=really)
     if (saved := _read_saved(arguments, really, outputs)) is not None:
         return _show(saved, outputs, top)
-    trace, explanation = _explain(arguments, really)
+    # recording a model of billions of parameters at two more batches takes twice as long as the answer
+    trace, explanation = _explain(arguments, really, scales=recipe is None)
+    if recipe is not None:
+        explanation = replace(explanation, title=recipe.title)
     from memplan.reports.explain import report
     from memplan.reports.terminal import show
 
     outputs.write(trace, explanation, explanation.to_json, arguments.settings)
     if not outputs.takes_stdout:
-        show(report(explanation, top))
+        show(report(explanation, top, "" if recipe is None else recipe.script))
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
+
+
+recipe_option(command)
 
 
 def does_not_fit(explanation: Explanation) -> bool:
@@ -154,13 +166,13 @@ def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
-def _explain(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+def _explain(arguments: StepArguments, really: bool, scales: bool) -> tuple[Trace, Explanation]:
     """Record the target's step, run it, or load its trace, and explain it."""
     if is_trace(arguments.target):
         return _explain_file(arguments, really)
     with progress(f"{'running' if really else 'recording'} {arguments.target}"), contained(arguments.target):
         try:
-            return _explain_target(describe(arguments), arguments, really)
+            return _explain_target(describe(arguments), arguments, really, scales)
         except DataDependentError as error:
             raise DataDependentError(error.found, expected=error.expected, do=_MEASURE) from error
         except StepError as error:
@@ -170,8 +182,10 @@ def _explain(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation
 _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
 
 
-def _explain_target(described: Described, arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    """Explain the step of a target from a recording or, with ``really``, from a run."""
+def _explain_target(
+    described: Described, arguments: StepArguments, really: bool, scales: bool
+) -> tuple[Trace, Explanation]:
+    """Explain the step of a target from a recording or, with ``really``, from a run; with ``scales`` how it grows."""
     from memplan.explanation.explain import explain_build, explain_trace
     from memplan.trace.measure import measure
     from memplan.trace.recording.session import choose_target
@@ -186,7 +200,7 @@ def _explain_target(described: Described, arguments: StepArguments, really: bool
         return (step.training() if train else step).build(on_card=target.card is not None)
 
     return explain_build(
-        build_of_step, target, train=arguments.train, batch=described.batch, title=arguments.target,
+        build_of_step, target, train=arguments.train, batch=described.batch if scales else None, title=arguments.target,
         settings=arguments.settings,
     )  # fmt: skip
 

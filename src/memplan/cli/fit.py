@@ -22,6 +22,7 @@ from memplan.cli.options import (
     with_input_advice,
 )
 from memplan.cli.progress import progress
+from memplan.cli.recipe_options import recipe_option, take_recipe
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
 from memplan.errors import (
@@ -58,11 +59,12 @@ gradients are off.
   memplan fit examples/resnet18.py:make --input 16x3x224x224 --predict \\
       --budget 400MiB --plan plan.json --frontier frontier.png
   memplan fit --script examples/train.py --budget 6GiB --device rtx4090 -- --batch-size 64
+  memplan fit --model gpt2 --seq 512 --batch 4 --budget 5GiB --device rtx4090
 
 The first answers with peak and time before and after, what was decided about which value and why, and the
 proof. The second runs nothing: it predicts, keeps the plan and draws peak against time, down to the smallest
 budget that there is a plan for. The third takes a training script as it is, runs nothing either, and says which
-lines to add to it.
+lines to add to it; so does the fourth, of the script of transformers that a model stands for.
 
 \b
 Exit code: 0 done, or it fits already; 1 it does not fit, or the proof fails; 2 bad usage, a plan
@@ -147,6 +149,9 @@ def command(
     **values: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
+    recipe = take_recipe(values)
+    if recipe is not None:  # what can be made to fit is a model or a script, not a step
+        values |= {"target": None, "script": recipe.path}
     request = target_or_script(values)
     arguments = StepArguments(**values)
     _check_options(arguments, budget, use_plan)
@@ -184,6 +189,7 @@ def command(
 
 remove_parameters(command, "cudnn")
 script_option(command)
+recipe_option(command)
 
 
 def _check_script(*files: str | None) -> None:

@@ -11,6 +11,7 @@ from memplan._text import whole_number
 from memplan.cli.files import ResultFiles
 from memplan.cli.options import StepArguments, Whole, result_options, step_options, subject_of, with_input_advice
 from memplan.cli.progress import line
+from memplan.cli.recipe_options import recipe_option, take_recipe
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
 from memplan.cli.sweep import describe_first_point
@@ -35,6 +36,8 @@ not fit.
   memplan largest examples/resnet18.py:make --input 8x3x64x64 --axis batch \\
       --budget 600MiB --device cpu --fit
   memplan largest --script examples/train.py --device rtx4090 -- --epochs 3
+  memplan largest --model llama-3.1-8b --recipe lora:r=16 --checkpointing \\
+      --axis sequence --divisible 1024 --device rtx4090
 
 The first answers "the largest batch is 962" with what it needs, what the next one would, and how many recordings it
 took. --window counts inference over a whole volume in patches: the aggregation buffer, not the patch, may be largest.
@@ -80,8 +83,11 @@ def command(
     """Run the command and return its exit code."""
     from memplan.studies.capacity.limit import room_of
 
+    recipe = take_recipe(values)
     request = target_or_script(values)
     arguments = StepArguments(**values)
+    if recipe is not None and axis == "sequence" and recipe.positions is not None:
+        most = min(most or recipe.positions, recipe.positions)  # a recording does not raise beyond them
     volume = _window(window, overlap, window_batch)
     room = room_of(arguments.device, budget, margin, workspace, arguments.assumed, arguments.environment)  # pyright: ignore[reportArgumentType]
     if request is not None:
@@ -97,7 +103,8 @@ def command(
         assert largest is not None, "the request has a room"
         return _report(largest, results)
     options = {"divisible": divisible, "aspect": _shares(aspect), "most": most, "fit": planned}
-    return _report(_find(arguments, axis, room, volume, options), results)
+    title = arguments.target if recipe is None else recipe.title
+    return _report(_find(arguments, axis, room, volume, options, title), results)
 
 
 def _report(largest: Largest, results: ResultFiles) -> int:
@@ -112,7 +119,9 @@ def _report(largest: Largest, results: ResultFiles) -> int:
     return int(best.value == 0)
 
 
-def _find(arguments: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any]) -> Largest:
+def _find(
+    arguments: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any], title: str
+) -> Largest:
     """Return the largest value of an axis that fits, found by recordings."""
     from memplan.studies.capacity.largest import find_largest
 
@@ -122,7 +131,7 @@ def _find(arguments: StepArguments, axis: str, room: Any, window: Window | None,
     try:
         with line(f"looking for the largest {axis}") as progress:
             return find_largest(
-                subject, axis, room, settings=arguments.settings, title=arguments.target, progress=progress, **options
+                subject, axis, room, settings=arguments.settings, title=title, progress=progress, **options
             )
     except StepError as error:
         raise with_input_advice(error, arguments) from error.__cause__
@@ -155,3 +164,4 @@ def _shares(text: str | None) -> tuple[float, ...] | None:
 
 
 script_option(command)
+recipe_option(command)

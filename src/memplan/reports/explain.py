@@ -20,6 +20,7 @@ from memplan.explanation.model import (
 )
 from memplan.reports import card, line_tables
 from memplan.reports.document import (
+    Code,
     Document,
     Field,
     Line,
@@ -46,8 +47,8 @@ def dumps(explanation: Explanation, **more: Any) -> str:
     return text_of(explanation.to_dict() | {name: to_plain(part) for name, part in more.items() if part is not None})
 
 
-def report(explanation: Explanation, top: int = 12) -> Document:
-    """Return where the memory of a step goes: tables with ``top`` rows, 0 for all."""
+def report(explanation: Explanation, top: int = 12, script: str = "") -> Document:
+    """Return where the memory of a step goes: tables with ``top`` rows, 0 for all; last the script of a recipe."""
     kind = "training step" if explanation.train else "inference"
     return document(
         f"{explanation.title}: {kind} on {explanation.device}",
@@ -59,6 +60,7 @@ def report(explanation: Explanation, top: int = 12) -> Document:
         Section(tuple(_reasons(explanation, top)), "Why the most is saved"),
         _remarks(explanation),
         *line_tables.report(explanation.lines).sections,
+        Section((Code(script.rstrip()),) if script else (), "The script that was recorded"),
     )
 
 

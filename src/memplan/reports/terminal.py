@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from rich.box import Box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table as Drawn
 from rich.text import Text
@@ -34,7 +34,7 @@ def show(document: Document, file: TextIO | None = None) -> None:
     ascii_only = not console.encoding.lower().startswith("utf")
     if console.is_terminal:
         for part in _Drawing(console.width, ascii_only).document(document):
-            console.print(part)
+            console.print(part, crop=False)
         return
     text = text_of(document, ascii_only=ascii_only)
     out = sys.stdout if file is None else file
@@ -46,7 +46,7 @@ def text_of(document: Document, width: int = PIPE_WIDTH, *, ascii_only: bool = F
     console = _console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
         for part in _Drawing(width, ascii_only).document(document):
-            console.print(part)
+            console.print(part, crop=False)
     # rich pads lines with spaces, and may wrap a text so that a line begins with a CI command such as ::error
     return "\n".join(inert(line.rstrip()) for line in capture.get().split("\n")[:-1])
 
@@ -88,8 +88,9 @@ class _Drawing:
                 for label, value in part.rows.items():
                     facts.add_row(Text(printable(label)), Text(printable(value)))
                 yield facts
-            case Code():
-                yield from (Text(" " * _INDENT + printable(line)) for line in part.text.split("\n"))
+            case Code():  # lines to be copied are not wrapped; rich would wrap a Text that is printed by itself
+                lines = (" " * _INDENT + printable(line) for line in part.text.split("\n"))
+                yield Group(*(Text(line, no_wrap=True, overflow="ignore") for line in lines))
             case Table(below=()):
                 table = replace(self, width=max(1, self.width - part.indent)).table(part)
                 yield Padding(table, (0, 0, 0, part.indent)) if part.indent else table

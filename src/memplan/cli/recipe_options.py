@@ -1,0 +1,92 @@
+"""The options ``--model`` and ``--recipe`` of commands that take a model by name instead of a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+
+from memplan.cli.options import Whole
+from memplan.errors import InputError
+
+_RECIPE_OPTIONS = (
+    click.Option(
+        ["--model"], metavar="NAME",
+        help="Instead of TARGET: llama-3.1-8b and other names of the catalogue, a config.json, its folder, or an "
+        "id in the local Hugging Face cache.",
+    ),
+    click.Option(
+        ["--recipe"], metavar="NAME",
+        help="With --model, what is trained: full, freeze:layers=2, lora:r=16,targets=all, dora. Default: full.",
+    ),
+    click.Option(["--seq"], type=Whole(min=1), metavar="N", help="With --model: tokens of a sequence. Default: 1024."),
+    click.Option(["--checkpointing"], is_flag=True, help="With --model: checkpoint each block."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RecipeTarget:
+    """A model and a recipe as a command's target."""
+
+    title: str
+    script: str
+    path: str
+    """File of the script."""
+    positions: int | None
+    """Length of the longest sequence."""
+
+
+def recipe_option(command: click.Command) -> click.Command:
+    """Make a command accept ``--model`` and ``--recipe`` instead of its target."""
+    for parameter in command.params:
+        if parameter.name == "target":
+            parameter.required = False
+    command.params += _RECIPE_OPTIONS
+    return command
+
+
+def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
+    """Pop the options of a recipe from a command's values, and make its script their target. Return both, or None
+    without ``--model``. The script's file lasts as long as the command.
+
+    Raises:
+        UsageError: a model, recipe or option that cannot be used.
+    """
+    name, recipe, sequence = values.pop("model"), values.pop("recipe"), values.pop("seq")
+    checkpointing = values.pop("checkpointing")
+    if name is None:
+        if recipe is not None or sequence is not None or checkpointing:
+            raise InputError(
+                "--recipe, --seq or --checkpointing without --model",
+                expected="the model",
+                do="Add --model llama-3.1-8b",
+            )
+        return None
+    from memplan.studies.recipes.models import find_model
+    from memplan.studies.recipes.recipe import recipe_of
+    from memplan.studies.recipes.script import Options, script_of
+
+    given = {
+        "TARGET": values["target"], "--script": values.get("script"), "--arg": values["args"],
+        "--input": values["inputs"], "--kwarg": values["kwargs"], "--target": values["targets"],
+        "--loss": values["loss"], "--no-train": not values["train"],
+    }  # fmt: skip
+    wrong = [option for option, value in given.items() if value]
+    if wrong:
+        raise InputError(
+            f"{', '.join(wrong)} with --model", expected="a target and its options, or a model", do="Leave it out"
+        )
+    options = Options(
+        values["batch"] or 1, sequence, values["optimizer"] or "adamw", values["dtype"] or "bfloat16",
+        values["autocast"], checkpointing,
+    )  # fmt: skip
+    model = find_model(name)
+    script = script_of(model, recipe_of(recipe or "full"), options)
+    folder = click.get_current_context().with_resource(TemporaryDirectory(prefix="memplan-"))
+    path = Path(folder, "train.py")
+    path.write_text(script, encoding="utf-8")
+    values |= {"target": f"{path}:build", "batch": None, "optimizer": None, "dtype": None, "autocast": None}
+    return RecipeTarget(f"{name}, {recipe or 'full'}", script, str(path), model.positions)

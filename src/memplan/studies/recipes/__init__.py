@@ -1,0 +1,1 @@
+"""Training steps by the names of a model and of a recipe, as scripts of the real libraries."""

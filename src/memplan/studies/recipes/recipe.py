@@ -1,0 +1,91 @@
+"""What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.errors import InputError
+from memplan.trace.naming.parsing import check_arguments, keywords, offer
+
+
+@dataclass(frozen=True)
+class Full:
+    """Every parameter is trained."""
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Only the last ``layers`` blocks are trained."""
+
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        _require_whole("freeze:layers", self.layers)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters of peft; the model is frozen."""
+
+    r: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: str = "default"
+    """Layers with an adapter: ``default`` (peft's for the architecture), ``all`` linear ones, or names joined by +."""
+
+    def __post_init__(self) -> None:
+        _require_whole("lora:r", self.r)
+        _require_whole("lora:alpha", self.alpha)
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise InputError(f"lora:dropout={self.dropout}", expected="a share from 0 to less than 1", do="Give one")
+        if not isinstance(self.targets, str) or not all(self.target_names or [self.targets]):
+            raise InputError(
+                f"lora:targets={self.targets}", expected="all, default, or names joined by +: q_proj+v_proj",
+                do="Write them so",
+            )  # fmt: skip
+
+    @property
+    def target_names(self) -> list[str]:
+        """Names of layers, [] for ``default`` and ``all``."""
+        return [] if self.targets in ("default", "all") else [name.strip() for name in self.targets.split("+")]
+
+
+@dataclass(frozen=True)
+class Dora(Lora):
+    """Low-rank adapters with a magnitude of their own for each output."""
+
+
+Recipe = Full | Freeze | Lora
+_KINDS: dict[str, type[Recipe]] = {"full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora}
+
+
+def recipe_of(text: str) -> Recipe:
+    """Parse ``kind`` or ``kind:name=value,name=value``.
+
+    Raises:
+        InputError: no such recipe or option, or a value that it cannot have; with the nearest names.
+
+    Example:
+        >>> recipe_of("lora:r=16,targets=q_proj+v_proj")
+        Lora(r=16, alpha=16, dropout=0.0, targets='q_proj+v_proj')
+    """
+    name, _, options = text.partition(":")
+    kind = _KINDS.get(name.strip().lower())
+    if kind is None:
+        raise InputError(
+            f"there is no recipe {name!r}",
+            expected=f"one of {', '.join(_KINDS)}, as in lora:r=16",
+            do=_NO_QLORA if name.strip().lower() == "qlora" else offer(name, _KINDS),
+        )
+    arguments: dict[str, Any] = keywords(options, "--recipe") if options else {}
+    check_arguments(kind, arguments, title=f"the recipe {name}", option="--recipe")
+    return kind(**arguments)
+
+
+_NO_QLORA = "Explain lora: quantized weights are not recorded yet"
+
+
+def _require_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}={value}", expected="a whole number from 1", do="Give one")

@@ -1,0 +1,270 @@
+"""Write the training script that a model and a recipe stand for."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from memplan.errors import InputError
+from memplan.studies.recipes.models import Model
+from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Recipe
+from memplan.trace.naming.parsing import offer
+from memplan.trace.naming.step_parts import optimizer_of
+from memplan.trace.spec import dtype_of
+
+_WIDTH = 72
+_SEQUENCE = 1024
+
+_SCRIPT = """\
+import torch
+{imports}
+
+
+def build({arguments}):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+{body}
+    return step
+
+
+if __name__ == "__main__":
+    step = build()
+    for _ in range(2):
+        step()
+    print(torch.cuda.max_memory_allocated(), "bytes")
+"""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The class of transformers that makes a kind of model, and the lines that make its inputs."""
+
+    factory: str
+    inputs: tuple[str, ...]
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether the inputs have a length that can be chosen."""
+        return any("sequence" in line for line in self.inputs)
+
+
+_IDS = "ids = torch.randint(config.vocab_size, (batch, sequence), device=device)"
+_TEXT = (_IDS, 'inputs = {"input_ids": ids, "labels": ids}')
+_IMAGES = (
+    "sizes = (batch, config.num_channels, config.image_size, config.image_size)",
+    "labels = torch.randint(config.num_labels, (batch,), device=device)",
+    'inputs = {"pixel_values": torch.rand(sizes, dtype=dtype, device=device), "labels": labels}',
+)
+_SPEECH = (
+    "sizes = (batch, config.num_mel_bins, 2 * config.max_source_positions)",
+    _IDS,
+    'inputs = {"input_features": torch.rand(sizes, dtype=dtype, device=device), "labels": ids}',
+)
+_TASKS = {
+    "ForCausalLM": _Task("AutoModelForCausalLM", _TEXT),
+    "LMHeadModel": _Task("AutoModelForCausalLM", _TEXT),
+    "ForMaskedLM": _Task("AutoModelForMaskedLM", _TEXT),
+    "ForImageClassification": _Task("AutoModelForImageClassification", _IMAGES),
+    "WhisperForConditionalGeneration": _Task("AutoModelForSpeechSeq2Seq", _SPEECH),
+}
+"""End of an architecture's name -> its task."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a training step has besides its model and recipe."""
+
+    batch: int = 1
+    sequence: int | None = None
+    """None: 1024, or the longest that the model takes."""
+    optimizer: str = "adamw"
+    """As `memplan.explain` takes it: ``sgd:lr=0.1``, ``none``."""
+    dtype: str = "bfloat16"
+    """Of the weights."""
+    autocast: str | None = None
+    checkpointing: bool = False
+
+
+def script_of(model: Model, recipe: Recipe, options: Options) -> str:
+    """Return a script whose ``build(batch, sequence)`` returns the training step; run as a program, it takes two.
+
+    Raises:
+        InputError: transformers or peft is not installed, or this transformers has no such architecture; a sequence
+            that the model cannot have; layers that it does not have; an optimizer that is not torch's.
+    """
+    _require("transformers")
+    task = _task_of(model)
+    config = _config_class(model)
+    sequence = _sequence(model, task, options.sequence)
+    if isinstance(recipe, Lora):
+        _require("peft")
+        _check_targets(model, recipe, config, task)
+    names = sorted((task.factory, "AutoConfig" if model.path is not None else config.__name__))
+    imports = ["from peft import LoraConfig, get_peft_model"] if isinstance(recipe, Lora) else []
+    return _SCRIPT.format(
+        imports="\n".join([*imports, f"from transformers import {', '.join(names)}"]),
+        arguments=f"batch={options.batch}" + ("" if sequence is None else f", sequence={sequence}"),
+        body=textwrap.indent("\n".join(_body(model, recipe, options, config.__name__, task)), " " * 4),
+    )
+
+
+def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Task) -> Iterator[str]:
+    """Yield the lines of ``build`` that make the model, the optimizer and the step."""
+    if model.path is None:
+        yield from _call(f"config = {config}", model.config)
+    else:
+        yield f"config = AutoConfig.from_pretrained({model.path!r}, local_files_only=True)"
+    if task.has_sequence:
+        yield "config.use_cache = False"
+    yield f"dtype = {dtype_of(options.dtype)}"
+    yield "with torch.device(device):"
+    yield f"    model = {task.factory}.from_config(config, dtype=dtype)"
+    if options.checkpointing:
+        yield "model.gradient_checkpointing_enable()"
+    yield from _recipe_lines(recipe)
+    yield "model.train()"
+    optimizer = _optimizer(options.optimizer)
+    if optimizer is not None:
+        yield "trained = [p for p in model.parameters() if p.requires_grad]"
+        yield f"optimizer = {optimizer}"
+    yield from task.inputs
+    yield "\ndef step():"
+    call = "loss = model(**inputs).loss"
+    if options.autocast is not None:
+        yield f"    with torch.autocast(device, {dtype_of(options.autocast)}):"
+        call = f"    {call}"
+    yield f"    {call}"
+    yield "    loss.backward()"
+    if optimizer is not None:
+        yield "    optimizer.step()"
+    yield f"    {'model' if optimizer is None else 'optimizer'}.zero_grad()\n"
+
+
+def _call(begin: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a call with keyword arguments."""
+    values = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    whole = f"{begin}({values})"
+    if len(whole) <= _WIDTH:
+        yield whole
+    else:
+        yield f"{begin}("
+        yield from textwrap.wrap(values, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        yield ")"
+
+
+def _recipe_lines(recipe: Recipe) -> Iterator[str]:
+    """Yield the lines that freeze parameters or add adapters."""
+    match recipe:
+        case Full():
+            return
+        case Freeze():
+            yield "model.requires_grad_(False)"
+            yield "blocks = max((part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=len)"
+            yield f"for block in blocks[-{recipe.layers}:]:"
+            yield "    block.requires_grad_(True)"
+        case Lora():
+            values: dict[str, Any] = {"r": recipe.r, "lora_alpha": recipe.alpha, "lora_dropout": recipe.dropout}
+            if recipe.targets != "default":
+                values["target_modules"] = recipe.target_names or "all-linear"
+            if isinstance(recipe, Dora):
+                values["use_dora"] = True
+            yield from _call("adapters = LoraConfig", values)
+            yield "model = get_peft_model(model, adapters)"
+
+
+def _optimizer(text: str) -> str | None:
+    """Return the call that makes an optimizer of torch, None for ``none``."""
+    factory = optimizer_of(text, "--optimizer")
+    if factory is None:
+        return None
+    assert isinstance(factory, functools.partial), "a name was resolved"
+    if not factory.func.__module__.startswith("torch.optim"):
+        raise InputError(
+            f"--optimizer {text} of a recipe", expected="an optimizer of torch.optim, such as adamw",
+            do="Name one, or write the script: the report prints it",
+        )  # fmt: skip
+    options = "".join(f", {name}={value!r}" for name, value in factory.keywords.items())
+    return f"torch.optim.{factory.func.__name__}(trained{options})"
+
+
+def _require(library: str) -> None:
+    """Raise InputError for a library that is not installed."""
+    if find_spec(library) is None:
+        raise InputError(
+            f"{library} is not installed here", expected="the library that makes the model of a recipe",
+            do="Install it: pip install 'memplan[recipes]'",
+        )  # fmt: skip
+
+
+def _task_of(model: Model) -> _Task:
+    """Return the task of a model's architecture."""
+    for end, task in _TASKS.items():
+        if model.architecture.endswith(end):
+            return task
+    raise InputError(
+        f"{model.name} is a {model.architecture}",
+        expected=f"an architecture whose name ends with {', '.join(_TASKS)}",
+        do="Write a build for it: see memplan explain --help",
+    )
+
+
+def _config_class(model: Model) -> Any:
+    """Return the configuration's class in transformers."""
+    import transformers
+
+    found = getattr(transformers, model.architecture, None)
+    if found is None:
+        raise InputError(
+            f"transformers {transformers.__version__} has no {model.architecture}",
+            expected="an architecture that this transformers has; code of a model's own folder is not run",
+            do="Update transformers, or write a build for it",
+        )
+    return found.config_class
+
+
+def _sequence(model: Model, task: _Task, sequence: int | None) -> int | None:
+    """Return the length of the sequence, None for models without."""
+    if not task.has_sequence:
+        if sequence is not None:
+            raise InputError(f"--seq {sequence}, and {model.name} takes images", expected="no --seq", do="Leave it out")
+        return None
+    longest = model.positions
+    if sequence is not None and longest is not None and sequence > longest:
+        raise InputError(
+            f"--seq {sequence}, and {model.name} has {longest} positions",
+            expected="a sequence that the model takes",
+            do="Shorten it, or name a config.json with more positions",
+        )
+    return sequence or min(_SEQUENCE, longest or _SEQUENCE)
+
+
+def _check_targets(model: Model, recipe: Lora, config_class: Any, task: _Task) -> None:
+    """Raise InputError for layers to adapt that the model does not have."""
+    import torch
+    import transformers
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as defaults
+
+    kind = config_class.model_type
+    if recipe.targets == "default" and kind not in defaults:
+        raise InputError(f"peft has no default layers for {kind}", expected="the layers to adapt", do="Add targets=all")
+    if not recipe.target_names:
+        return
+    if model.path is None:
+        config = config_class(**model.config)
+    else:
+        config = transformers.AutoConfig.from_pretrained(model.path, local_files_only=True)
+    with torch.device("meta"):
+        made = getattr(transformers, task.factory).from_config(config)
+    parts = {
+        name.rpartition(".")[2] for name, part in made.named_modules()
+        if isinstance(part, (torch.nn.Linear, torch.nn.Embedding, transformers.pytorch_utils.Conv1D))
+    }  # fmt: skip
+    for name in recipe.target_names:
+        if name.rpartition(".")[2] not in parts:
+            raise InputError(
+                f"{model.name} has no layer {name!r} to adapt", expected="names of its linear layers",
+                do=offer(name, parts),
+            )  # fmt: skip
