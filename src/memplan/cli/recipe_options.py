@@ -68,6 +68,7 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
     from memplan.studies.recipes.models import find_model
     from memplan.studies.recipes.recipe import recipe_of
     from memplan.studies.recipes.script import Options, script_of
+    from memplan.trace.held_output import CapturedOutput
 
     given = {
         "TARGET": values["target"], "--script": values.get("script"), "--arg": values["args"],
@@ -83,8 +84,9 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
         values["batch"] or 1, sequence, values["optimizer"] or "adamw", values["dtype"] or "bfloat16",
         values["autocast"], checkpointing,
     )  # fmt: skip
-    model = find_model(name)
-    script = script_of(model, recipe_of(recipe or "full"), options)
+    with CapturedOutput().capturing():  # what importing transformers prints
+        model = find_model(name)
+        script = script_of(model, recipe_of(recipe or "full"), options)
     folder = click.get_current_context().with_resource(TemporaryDirectory(prefix="memplan-"))
     path = Path(folder, "train.py")
     path.write_text(script, encoding="utf-8")
