@@ -224,7 +224,7 @@ def test_phases_are_rows_with_what_all_batches_take(tmp_path: Path, monkeypatch:
     phases = json.loads(done.stdout)["run"]["phases"]
     assert [phase["kind"] for phase in phases] == ["build", "train", "evaluate", "save"]
     evaluation = phases[2]
-    assert (evaluation["batches"], evaluation["length"]) == (4, 50)
+    assert (evaluation["batches"], evaluation["length"]) == (6, 50)
     assert evaluation["per_batch"] == 8 * 256 * 4
     assert evaluation["allocated"] - phases[1]["stays"] >= 50 * 8 * 256 * 4
     shown = CliRunner().invoke(main, ["run", "--phases", "--device", "cpu", "script.py"]).stdout

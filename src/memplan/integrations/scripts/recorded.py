@@ -82,8 +82,9 @@ def _trace_of(script: Script, request: Request) -> Trace:
     return record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
 
 
-_BATCHES = 4, 64
-"""Lengths of shortened loaders: the first, and the last that is tried where a pass makes fewer than two updates."""
+_BATCHES = 6, 96
+"""Lengths of shortened loaders: the first, and the last that is tried where a pass makes fewer than two updates. Where
+a batch is fetched ahead and the first has nothing to concatenate with, three of six are alike."""
 
 
 def _record_phases(request: Request, view: View, give_up: GiveUp) -> tuple[Script, Trace]:
