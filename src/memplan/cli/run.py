@@ -152,6 +152,8 @@ def request_of(values: dict[str, Any]) -> Request:
     arguments = StepArguments("", assume=values["assume"], cudnn=values["cudnn"])
     if values["inputs"] and values["kwargs"]:
         raise InputError("--input and --kwarg", expected="a batch that is a list, or a dict", do="Leave one out")
+    if values.get("phases") and values["places"]:
+        raise InputError("--lines with --phases", expected="lines of two updates, or phases", do="Leave one out")
     kwargs = {name: spec(text) for name, text in named(values["kwargs"], "--kwarg").items()}
     rules = Rules(tuple(spec(text) for text in values["inputs"]), kwargs, values["batch"])
     command = Command(values["script"], tuple(values["arguments"]), values["is_module"]).checked()

@@ -89,24 +89,24 @@ def _table(run: WholeRun, top: int) -> Table:
 
 def _advice(run: WholeRun) -> Iterator[Part]:
     """Yield what could be freed at the peak of a phase, each kind once where it is largest."""
-    kept = max(run.phases, key=lambda phase: phase.per_batch * (phase.length or 0))
-    bytes_kept = kept.per_batch * (kept.length or 0)
-    if bytes_kept > _SHARE * kept.allocated:
-        host = "" if run.device == "cpu" else ": move what is kept to the host (.cpu()), or reduce it to what is needed"
+    growing = max(run.phases, key=lambda phase: phase.per_batch * (phase.length or 0))
+    growth = growing.per_batch * (growing.length or 0)
+    if growth > _SHARE * growing.allocated:
+        host = "" if run.device == "cpu" else ": move these tensors to the host (.cpu()), or reduce them"
         yield (
-            f"Each batch of {_name(run, kept)} keeps {format_bytes(kept.per_batch)}: {format_bytes(bytes_kept)} after "
-            f"all {kept.length:,}{host}."
+            f"Each batch of {_name(run, growing)} leaves {format_bytes(growing.per_batch)} allocated: "
+            f"{format_bytes(growth)} after all {growing.length:,}{host}."
         )
     if run.per_epoch > _EPOCH_SHARE * run.allocated:
         yield (
-            f"Each epoch keeps {format_bytes(run.per_epoch)} more than the one before: the peak of a run of a hundred "
-            f"is {format_bytes(run.allocated + 98 * run.per_epoch)}."
+            f"Each further epoch leaves {format_bytes(run.per_epoch)} allocated: after 100 epochs the peak is "
+            f"{format_bytes(run.allocated + 98 * run.per_epoch)}."
         )
     graphs = [phase for phase in run.phases if phase.builds_graph]
     if graphs:
         yield (
-            f"{_name(run, graphs[0]).capitalize()} runs with gradients enabled, and keeps what a backward pass would "
-            "read: evaluate under torch.no_grad()."
+            f"Gradients are enabled in {_name(run, graphs[0])}, so that autograd saves tensors for a backward pass: "
+            "evaluate under torch.no_grad()."
         )
     without_training = [phase for phase in run.phases if phase.kind in ("evaluate", "generate")]
     gradients = max(without_training, key=lambda phase: phase.left.get("parameter_gradient", 0), default=None)

@@ -14,18 +14,8 @@ from memplan.trace.trace import Trace
 
 _MOST = 1_000_000
 """Storages at most that are added for a phase; what more batches keep is added as one."""
-
-
 _SCRATCH = ("temporary", "workspace")
 _OF_WEIGHTS = ("weight", "buffer", "parameter_gradient", "optimizer_state")
-
-
-@dataclass(frozen=True)
-class Growth:
-    """What a batch of a phase keeps, in bytes, and for how many batches that was extrapolated."""
-
-    bytes: int
-    batches: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,7 @@ class _Period:
 
 def extended(
     trace: Trace, parts: Sequence[RunPart], spans: Sequence[PhaseSpan]
-) -> tuple[Trace, dict[int, Growth]]:  # fmt: skip
+) -> tuple[Trace, dict[int, int]]:  # fmt: skip
     """Return the trace of a run with the batches that its shortened loaders left out.
 
     A further batch does what the last recorded one did: what that keeps, each keeps; a tensor that grew with every
@@ -106,10 +96,10 @@ def extended(
         spans: its phases.
 
     Returns:
-        The trace, whose batches are inserted at the end of the last recorded batch of each phase; and of each phase
-        that grows, by its number, by how much.
+        The trace, with the further batches at the end of the last recorded one of each phase; and number of a phase
+        -> bytes by which it grows with each batch.
     """
-    grown = dict[int, Growth]()
+    grown = dict[int, int]()
     for number, span in reversed(list(enumerate(spans))):  # the ticks of what comes before stay as they are
         period = _last_period(trace, parts, span) if span.is_cut else None
         if period is None or span.length is None:
@@ -120,15 +110,15 @@ def extended(
         if repeats:
             trace = _inserted(trace, span, period, repeats)
         if period.grows and repeats:
-            grown[number] = Growth(period.growth // period.batches, span.length)
+            grown[number] = period.growth // period.batches
     return trace, grown
 
 
 def _last_period(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan) -> _Period | None:
     """Return the last period of a phase that its further batches repeat.
 
-    The part of the last batch may go on with what the script does next: where the loader has fetched one batch ahead,
-    or its length is known and no further one is asked for. Then it repeats nothing, and the one before is taken.
+    The part of the last batch can include what the script does next: where the loader fetches one batch ahead, or the
+    loop stops at the loader's length. Then the period before it is the last that others repeat.
 
     Returns:
         The period, or None if fewer than two were recorded, or batches differ.
@@ -211,7 +201,7 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
             added.append(replace(storage, id=new, bytes=size, born=storage.born + repeat * length, died=died))
             if storage.id in expected:
                 more_expected.append(replace(expected[storage.id], storage=new))
-    if shown < repeats:
+    if shown < repeats and period.growth:
         rest = (repeats - shown) * period.growth
         kept = next(storage for place, storage in enumerate(period.storages) if period.is_kept(place))
         end = None if kept.died is None else later(kept.died)

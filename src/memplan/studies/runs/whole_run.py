@@ -87,7 +87,7 @@ def whole_run(trace: Trace, facts: Facts, *, title: str, settings: str | None = 
         phases.append(
             replace(
                 phase, where=span.where, batches=len(span.batches), length=span.length,
-                per_batch=grown[number].bytes if number in grown else 0,
+                per_batch=grown.get(number, 0),
                 builds_graph=span.kind == "evaluate" and any(parts[part].graph_calls for part in span.parts),
             )
         )  # fmt: skip
