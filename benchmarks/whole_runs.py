@@ -3,8 +3,8 @@
     python benchmarks/whole_runs.py               # writes benchmarks/results/whole_runs.json and whole_runs.md
     python benchmarks/whole_runs.py FILE.py ...   # other scripts: prints alone
 
-The scripts are those in benchmarks/whole_runs. "real" are the peaks of ``--measure``, which runs a script's loaders to
-their ends; two run side by side, each with kernels of one thread.
+The scripts are those in benchmarks/whole_runs, and one of the tests' with sliding windows. "real" are the peaks of
+``--measure``, which runs a script's loaders to their ends; two run side by side, each with kernels of one thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "benchmarks" / "whole_runs"
+SCRIPTS = (
+    *sorted((ROOT / "benchmarks" / "whole_runs").glob("*.py")),
+    ROOT / "tests" / "integrations" / "scripts" / "ten" / "sliding_window.py",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -79,7 +82,7 @@ def main() -> None:
     """Run the scripts and write the results."""
     given = [Path(name) for name in sys.argv[1:]]
     with ThreadPoolExecutor(2) as pool:
-        rows = list(pool.map(run, given or sorted(SCRIPTS.glob("*.py"))))
+        rows = list(pool.map(run, given or sorted(SCRIPTS, key=lambda path: path.name)))
     print(table(rows))
     if not given:
         (RESULTS / "whole_runs.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

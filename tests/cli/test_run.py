@@ -229,3 +229,20 @@ def test_phases_are_rows_with_what_all_batches_take(tmp_path: Path, monkeypatch:
     assert evaluation["allocated"] - phases[1]["stays"] >= 50 * 8 * 256 * 4
     shown = CliRunner().invoke(main, ["run", "--phases", "--device", "cpu", "script.py"]).stdout
     assert "after all 50" in " ".join(shown.split())
+
+
+def test_phases_and_lines_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(PHASES, encoding="utf-8")
+    done = CliRunner().invoke(main, ["run", "--phases", "--lines", "script.py", "script.py"])
+    assert done.exit_code == 2
+    assert "--lines with --phases" in done.output
+
+
+def test_an_evaluation_with_gradients_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("Train.py").write_text(PHASES.replace("torch.no_grad()", "torch.enable_grad()"), encoding="utf-8")
+    shown = CliRunner().invoke(main, ["run", "--phases", "--device", "cpu", "Train.py"]).stdout
+    text = " ".join(shown.split())
+    assert "evaluate under torch.no_grad()" in text
+    assert "Gradients are enabled in evaluation (Train.py:14)" in text
