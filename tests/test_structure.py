@@ -142,6 +142,17 @@ def test_tests_mirror_the_source() -> None:
     assert [str(path.relative_to(ROOT / "tests")) for path in TESTS if not has_subject(path)] == []
 
 
+def test_tests_import_from_no_test() -> None:
+    """Its module would exist twice, and `benchmarks`, on the path for some tests, may have one of its name."""
+    imports = [
+        f"{path.relative_to(ROOT)} from {node.module}"
+        for path in TESTS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").rpartition(".")[2].startswith("test_")
+    ]
+    assert imports == []
+
+
 # Words
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reports.test_plan import PLAN, piped
+from reports.plans import PLAN, piped
 
 from memplan.planning.plan.fusion import Fusion, Group
 from memplan.reports.document import document

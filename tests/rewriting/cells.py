@@ -19,6 +19,19 @@ from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.rewriting.install import Installed, install
 
+BATCH = 32
+
+
+class Twice(nn.Module):
+    """Two of a kind, one after the other: what the first one saves need not be there while the second one runs."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.first(*inputs, **kwargs), self.second(*inputs, **kwargs)
+
 
 class Dropouts(nn.Sequential):
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from studies.lengths.test_chained import Decoder
+from models.decoders import Decoder
 
 from memplan.simulation.simulate import simulate
 from memplan.studies.axes.axes import Length

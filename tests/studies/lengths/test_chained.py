@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models.decoders import Decoder
 from torch import nn
 from truth.cpu_allocator import allocations, peak_of
 
@@ -25,17 +26,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
     "adamw": torch.optim.AdamW,
 }
-
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(257, 64)
-        self.layer = nn.TransformerEncoderLayer(64, 4, 192, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(64, 257)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layer(self.embedding(tokens)))
 
 
 def build_of(lengths: tuple[int, ...], optimizer: str, device: str, *, zero: str) -> Callable[[], Callable[[], None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from studies.lengths.test_chained import Decoder
+from models.decoders import Decoder
 
 from memplan.errors import InputError
 from memplan.reports import terminal

@@ -9,24 +9,11 @@ from typing import Any
 import pytest
 import torch
 from environment import slow
-from rewriting.cells import CELLS, same_state, total
+from rewriting.cells import BATCH, CELLS, Twice, same_state, total
 from torch import Tensor, nn
 from verification.fitting.quick import fit
 
 from memplan.errors import BudgetError
-
-BATCH = 32
-
-
-class Twice(nn.Module):
-    """Two of a kind, one after the other: what the first one saves need not be there while the second one runs."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.first(*inputs, **kwargs), self.second(*inputs, **kwargs)
 
 
 def trained(model: nn.Module, step: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

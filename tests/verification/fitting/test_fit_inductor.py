@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from environment import slow
-from rewriting.cells import CELLS, Norms, total
+from rewriting.cells import BATCH, CELLS, Norms, Twice, total
 from torch import nn
 from torch._functorch import config as autograd_config
 from torch._inductor import config as inductor_config
@@ -26,7 +26,6 @@ from torch._inductor.fx_passes import control_dependencies
 from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
 from verification.fitting.quick import QUICK
-from verification.fitting.test_fit_cells import BATCH, Twice
 
 import memplan
 from memplan import _torch
