@@ -6,19 +6,70 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+ABSENT = object()
+"""In the place of an attribute that is not there."""
+Patch = tuple[Any, dict[str, Any], dict[str, Any]]
+"""Owner, its attributes before, its attributes meanwhile."""
+
+_tracked: list[list[Patch]] = []
+"""Patches at work of each `tracked` context, the innermost last."""
+
 
 @contextlib.contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replace attributes of a class, module or object for a while."""
-    absent = object()
-    before = {name: owner.__dict__.get(name, absent) for name in attributes}
+    """Replace attributes of a class, module or object for a while, or take them away (`ABSENT`)."""
+    patch = owner, {name: owner.__dict__.get(name, ABSENT) for name in attributes}, attributes
+    with patched_throughout(owner, **attributes):
+        if not _tracked:  # a patch that lasts as long as an object must not keep it alive
+            yield
+            return
+        patches = _tracked[-1]
+        patches.append(patch)
+        try:
+            yield
+        finally:
+            patches[:] = [active for active in patches if active is not patch]  # the last, or of another thread
+
+
+@contextlib.contextmanager
+def patched_throughout(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replace attributes as `patched` does, also within `unpatched`."""
+    before = {name: owner.__dict__.get(name, ABSENT) for name in attributes}
     try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
+        _put(owner, attributes)
         yield
     finally:
-        for name, value in before.items():
-            if value is absent:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        _put(owner, before)
+
+
+def _put(owner: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        if value is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def tracked() -> Iterator[list[Patch]]:
+    """Note what `patched` replaces within this context, for `unpatched`."""
+    patches: list[Patch] = []
+    _tracked.append(patches)
+    try:
+        yield patches
+    finally:
+        _tracked[:] = [others for others in _tracked if others is not patches]
+
+
+@contextlib.contextmanager
+def unpatched(patches: list[Patch]) -> Iterator[None]:
+    """Put back for a while what was replaced since `tracked`, which returned ``patches``."""
+    undone, patches[:] = patches[:], []
+    try:
+        for owner, before, _ in reversed(undone):
+            _put(owner, before)
+        yield
+    finally:
+        for owner, _, attributes in undone:
+            _put(owner, attributes)
+        patches[:0] = undone

@@ -4,6 +4,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from memplan._torch.autocast import around_cache_clearing, casts_kept, outside_autocast
 from memplan._torch.compiled import GraphBreak, before_compiling, graph_break, is_jit_tracing, memory_budget
+from memplan._torch.compiled_calls import around_compiled_calls, compiled_without_kernels
 from memplan._torch.contexts import (
     is_profiled,
     outside_of_modes,
@@ -164,6 +165,7 @@ from memplan._torch.patches import (
     patched,
     random_states_seen,
     rejections_counted,
+    scripted_as_python,
     seeding_seen,
     sequences_padded_in_python,
     without_checkpoints,

@@ -15,6 +15,7 @@ import torch.utils._device as default_device
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan._patched import patched_throughout
 from memplan._torch.patches import patched
 
 _LIKE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
@@ -45,9 +46,9 @@ def tensor_devices_reported(
         return {(value[0][0][0].device if value[0][0] else key[0], key[1]): value for key, value in groups.items()}
 
     with (
-        patched(torch.Tensor, device=reporting_property(plain)),
-        patched(FakeTensor, device=reporting_property(fake)),
-        patched(torch._C, _group_tensors_by_device_and_dtype=group_and_report),
+        patched_throughout(torch.Tensor, device=reporting_property(plain)),
+        patched_throughout(FakeTensor, device=reporting_property(fake)),
+        patched_throughout(torch._C, _group_tensors_by_device_and_dtype=group_and_report),
     ):
         yield
 

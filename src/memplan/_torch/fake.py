@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch._subclasses
 import torch._subclasses.fake_tensor as fake_tensor
+from torch._ops import HigherOrderOperator
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan._interrupts import safe_point
+from memplan._patched import ABSENT, patched_throughout
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
@@ -125,13 +128,10 @@ def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
         return FakeTensor if caller.partition(".")[0] == "torch" or inside() else NoFakeTensor
 
     before = set(sys.modules)
-    del package.FakeTensor
-    package.__getattr__ = module_getattr
     try:
-        yield
+        with patched(package, FakeTensor=ABSENT, __getattr__=module_getattr):
+            yield
     finally:
-        del package.__getattr__
-        package.FakeTensor = FakeTensor
         for name in set(sys.modules) - before:
             for attribute, value in list(vars(sys.modules[name]).items()):
                 if value is NoFakeTensor:
@@ -316,6 +316,10 @@ class Replacements(Protocol):
         ...
 
 
+_STATE_OF_HOST, _STATE_OF_CARD = 5056, 16
+"""Bytes of `torch.get_rng_state` and of `torch.cuda.get_rng_state`, both on the host."""
+
+
 def _not_bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented
 
@@ -351,11 +355,27 @@ class FakeMode(FakeTensorMode):
         # The default wraps the method below in torch._disable_dynamo, which costs more than our whole bookkeeping.
         return False
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs or {})
         with self._lock, subclasses_hidden(types, args, kwargs):
             return self._dispatch_locked(func, types, args, kwargs or {})
+
+    def _higher_order(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """Run an op inside of one that keeps or sets the state of random numbers, as compiled checkpoints have them."""
+        with self:
+            if func is run_and_save_rng_state:
+                op, *args = args
+                size = _STATE_OF_HOST if self.placing is None else _STATE_OF_CARD
+                return torch.empty(size, dtype=torch.uint8, device=_CPU), op(*args, **kwargs)
+            if func is run_with_rng_state:
+                _, op, *args = args
+                return op(*args, **kwargs)
+        raise NotImplementedError(f"{func.name()} on tensors without data")
 
     def _dispatch_locked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Dispatch an op while this thread holds the lock: decompose it, run it as a part of another op, or observe
@@ -432,6 +452,10 @@ class FakeMode(FakeTensorMode):
             return arg
         return self.fake_tensor_converter.from_real_tensor(self, arg, make_constant=True)
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is a fake one of this mode."""
+        return getattr(tensor, "fake_mode", None) is self
+
     @property
     def inside(self) -> bool:
         """Return whether an op is being dispatched."""
@@ -464,14 +488,18 @@ class FakeMode(FakeTensorMode):
         """Enter the mode for the user's code, with the patches of torch that it needs. (It enters itself again for
         inner calls.)"""
         with (
-            patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL),
+            patched_throughout(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL),
             # torch logs a traceback of each error that it raises here; the recording reports the error in one message
-            patched(fake_tensor.log, disabled=True),
+            patched_throughout(fake_tensor.log, disabled=True),
             _hidden(lambda: self._inside),
             # optimizers use foreach functions for tensors of these types alone
-            patched(FakeTensor, __torch_dispatch__=self._one_thread_at_a_time()),
-            patched(_FOREACH[0], _foreach_supported_types=[*_FOREACH[0]._foreach_supported_types, FakeTensor]),
-            patched(_FOREACH[1], _foreach_supported_types=[*_FOREACH[1]._foreach_supported_types, FakeTensor]),
+            patched_throughout(FakeTensor, __torch_dispatch__=self._one_thread_at_a_time()),
+            patched_throughout(
+                _FOREACH[0], _foreach_supported_types=[*_FOREACH[0]._foreach_supported_types, FakeTensor]
+            ),
+            patched_throughout(
+                _FOREACH[1], _foreach_supported_types=[*_FOREACH[1]._foreach_supported_types, FakeTensor]
+            ),
             self,
         ):
             yield

@@ -28,6 +28,7 @@ import itertools
 import logging
 import operator
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -377,15 +378,45 @@ def without_kernels(part: Lowerable, code: str) -> Boxed:
     return call
 
 
+Launched = Callable[[str, Sequence[Tensor]], None]
+"""Is told of each kernel of generated code: its name and its tensors, read and written."""
+
+
+PlaceOf = Callable[[Sequence[Any]], str]
+"""Returns where generated code with these arguments allocates its buffers: "cpu" or "cuda"."""
+
+
+def code_without_kernels(graph: Any, launched: Launched, place_of: PlaceOf) -> Any:
+    """Return, in the place of ``GraphLowering.compile_to_module``, an object whose ``call`` runs the code that Inductor
+    writes for a graph on the CPU, and calls ``launched`` where it would launch a kernel."""
+    namespace = _loaded_without_kernels(graph.codegen()[0].value, graph.constants | graph.torchbind_constants)
+    kernels = {name: fused for name in namespace if (fused := _FUSED.match(name))}
+    namespace |= {name: _Kernel(f"inductor.{fused[1]}", launched) for name, fused in kernels.items()}
+    namespace["extern_kernels"] = _ExternKernels(namespace["extern_kernels"], launched)
+    run = namespace["call"]
+
+    def call(arguments: list[Any]) -> Sequence[Tensor]:
+        namespace["empty_strided_cpu"] = partial(_empty_strided, place_of(arguments))
+        return run(arguments)
+
+    return SimpleNamespace(call=call, __file__="<fused code>")
+
+
 @contextmanager
 def _no_guard(_: int) -> Iterator[None]:
     yield
 
 
 def _load_without_kernels(code: str) -> Boxed:
+    """Return the ``call`` of a generated module (`_loaded_without_kernels`)."""
+    return _loaded_without_kernels(code, {})["call"]
+
+
+def _loaded_without_kernels(code: str, constants: Mapping[str, Any]) -> dict[str, Any]:
     """Execute a generated module with its kernels and assertions replaced by no-ops, and the helpers that Inductor
-    writes in C++ by equivalents for fake tensors; return its ``call``."""
-    namespace: dict[str, Any] = {"__builtins__": vars(builtins) | {"__import__": _import_without_kernels}}
+    writes in C++ by equivalents for fake tensors; return its names."""
+    imports = vars(builtins) | {"__import__": _import_without_kernels}
+    namespace: dict[str, Any] = {"__builtins__": imports, **constants}
     exec(compile(code, "<fused code>", "exec"), namespace)
     namespace |= {name: _nothing for name in namespace if name.startswith("assert_")}
     namespace |= {
@@ -396,7 +427,7 @@ def _load_without_kernels(code: str) -> Boxed:
         "get_raw_stream": _nothing,
         "device": lambda type, index=None: torch.device(type),  # the card's index does not matter
     }
-    return namespace["call"]
+    return namespace  # the functions of the code look names up in it
 
 
 def _empty_strided(place: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -411,6 +442,41 @@ class _Idle:
 
     def __getattr__(self, name: str) -> _Idle:
         return self
+
+
+_FUSED = re.compile(r"(?:cpp|triton_[a-z]+)_(fused_\w+?)(?:_\d+)?$")
+"""The name of a kernel that Inductor wrote, and in it what it computes."""
+
+
+class _Kernel:
+    """Replaces a kernel that Inductor wrote: tells of its launch."""
+
+    def __init__(self, name: str, launched: Launched) -> None:
+        self._name, self._launched = name, launched
+
+    def __call__(self, *args: Any, **_: Any) -> None:
+        self._launched(self._name, [arg for arg in args if isinstance(arg, Tensor)])
+
+    run = __call__
+    """By which kernels of Triton are called."""
+
+
+class _ExternKernels:
+    """Wraps ``extern_kernels``: torch's own kernels run, and tell of the buffers that they write."""
+
+    def __init__(self, kernels: Any, launched: Launched) -> None:
+        self._kernels, self._launched = kernels, launched
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        kernel = getattr(self._kernels, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = kernel(*args, **kwargs)
+            if "out" in kwargs:
+                self._launched(f"aten.{name}.out", [kwargs["out"]])
+            return result
+
+        return call
 
 
 _NOT_CALLED = {

@@ -88,24 +88,15 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 
 @contextlib.contextmanager
 def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
-    """Run compiled, scripted and traced modules and functions as the original Python code.
+    """Run functions and modules that `torch.compile` compiles as the original Python code. ``notify`` is called when
+    something is compiled, and when something compiled before runs."""
+    with torch.compiler.set_stance("force_eager"), compiled_modules_seen(notify):
+        yield
 
-    ``notify`` is called when something is compiled, and when something compiled before runs.
-    """
-    from torch._dynamo import eval_frame  # a fake mode has imported it already; measuring does not need it
 
-    compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
-
-    def compile_and_notify(*args: Any, **kwargs: Any) -> Any:
-        notify()
-        return compile_(*args, **kwargs)
-
-    def call_and_notify(self: Any, *args: Any, **kwargs: Any) -> Any:
-        notify()
-        with warnings.catch_warnings():
-            # the call warns about global hooks on modules, which are those of the recording
-            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
-            return call(self, *args, **kwargs)
+@contextlib.contextmanager
+def scripted_as_python(notify: Callable[[], None]) -> Iterator[None]:
+    """Run scripted and traced modules and functions as the original Python code. ``notify`` is called for each."""
 
     def uncompiled(compiles: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for `torch.jit.script` and the like (``compiles``) that returns its argument."""
@@ -124,12 +115,7 @@ def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
 
     script: Callable[..., Any] = torch.jit.script
     jit = ("script", "trace", "freeze", "optimize_for_inference")
-    with (
-        torch.compiler.set_stance("force_eager"),
-        patched(torch, compile=compile_and_notify),
-        patched(torch.jit, **{name: uncompiled(getattr(torch.jit, name)) for name in jit}),
-        patched(eval_frame.OptimizedModule, __call__=call_and_notify),
-    ):
+    with patched(torch.jit, **{name: uncompiled(getattr(torch.jit, name)) for name in jit}):
         yield
 
 
@@ -147,16 +133,26 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def compiled_modules_seen(notify: Callable[[], None]) -> Iterator[None]:
-    """Call ``notify`` before a module returned by `torch.compile` runs."""
-    from torch._dynamo import eval_frame  # every optimizer has imported it
+    """Call ``notify`` when something is compiled by `torch.compile`, and before a module compiled by it runs."""
+    from torch._dynamo import eval_frame  # every optimizer has imported it, and a fake mode
 
-    call = eval_frame.OptimizedModule.__call__
+    compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
+
+    def notify_and_compile(*args: Any, **kwargs: Any) -> Any:
+        notify()
+        return compile_(*args, **kwargs)
 
     def notify_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         notify()
-        return call(self, *args, **kwargs)
+        with warnings.catch_warnings():
+            # the call warns about global hooks on modules, which are those of the recording
+            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+            return call(self, *args, **kwargs)
 
-    with patched(eval_frame.OptimizedModule, __call__=notify_and_call):
+    with (
+        patched(torch, compile=notify_and_compile),
+        patched(eval_frame.OptimizedModule, __call__=notify_and_call),
+    ):
         yield
 
 

@@ -16,7 +16,7 @@ from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.by_line import line_profiles
 from memplan.explanation.card import card_use, levels_at
-from memplan.explanation.grad import with_training_note
+from memplan.explanation.grad import with_eager_note, with_training_note
 from memplan.explanation.holders import holders_at
 from memplan.explanation.layers import layer_rows, origin_word, saved_rows, tick_of_most_saved
 from memplan.explanation.model import Explanation, PeakRow, headline
@@ -29,7 +29,7 @@ from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
 from memplan.trace.recording.boundaries import Build
-from memplan.trace.recording.session import Environment, Target, choose_target, public
+from memplan.trace.recording.session import COMPILED, Environment, Target, choose_target, public
 from memplan.trace.records import CAUSES, HOST, Op
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace, at_least
@@ -127,6 +127,8 @@ def explain_build(
     explanation = explain_trace(trace, title=title, train=None if train else False, card=target.card, settings=settings)
     if not train:
         explanation = with_training_note(explanation, build_of_step(None, True), target)
+    if COMPILED in trace.notes:
+        explanation = with_eager_note(explanation, build_of_step(None, train), target)
     return trace, with_scaling(explanation, batch, lambda batch: build_of_step(batch, train), target)
 
 

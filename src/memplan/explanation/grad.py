@@ -1,14 +1,16 @@
-"""Compare the activations of inference with those that a training step saves."""
+"""What a step would take if it trained, or ran in eager mode."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from memplan._bytes import format_bytes
 from memplan.errors import MemplanError
 from memplan.explanation.layers import tick_of_most_saved
 from memplan.explanation.model import Explanation
-from memplan.simulation.simulate import live_at
+from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record_for
 from memplan.trace.recording.boundaries import Build
 from memplan.trace.recording.session import Target
@@ -32,6 +34,20 @@ def with_training_note(explanation: Explanation, build: Build, target: Target) -
     at_once = explanation.by_cause_most.get("activation", 0)
     note = f"without grad {format_bytes(at_once)} of activations live at once; "
     note += f"a training step keeps {format_bytes(_peak_saved_bytes(trace))} of them for its backward pass"
+    return replace(explanation, notes=(*explanation.notes, note))
+
+
+def with_eager_note(explanation: Explanation, build: Build, target: Target) -> Explanation:
+    """Add a note on the peak that a compiled step would have in eager mode.
+
+    Args:
+        explanation: of the compiled step.
+        build: the step.
+        target: the device and options of the recording.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        eager = simulate(at_least(record_for(build, target))).peak_allocated
+    note = f"without torch.compile the step would peak at {format_bytes(eager)}"
     return replace(explanation, notes=(*explanation.notes, note))
 
 

@@ -17,6 +17,7 @@ from memplan.planning.planner import Planner as StepPlanner
 from memplan.planning.settings import Settings
 from memplan.rewriting.install import Planner, install
 from memplan.trace.recording.place import format_frame
+from memplan.trace.recording.session import running_recording
 
 _warned: set[tuple[str, int]] = set()
 _ITEM = "call_method", "item"
@@ -41,6 +42,10 @@ def memplan(
         UsageError: no budget, or an unknown option.
         BudgetError: no plan fits the budget (raised by the first call).
     """
+    running = running_recording()
+    if running is not None and not running.really:
+        running.notes['torch.compile(backend="memplan") runs as if eager here: its plans are made in a run'] = None
+        return graph.forward
     options = options or {}
     unknown = sorted(set(options) - {"budget"})
     if unknown or "budget" not in options:

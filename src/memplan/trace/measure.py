@@ -14,7 +14,7 @@ from memplan.errors import DeviceError, UsageError
 from memplan.trace.card_run import contribution
 from memplan.trace.card_run.observed import observed
 from memplan.trace.dry_run.process import run_dry
-from memplan.trace.measure_run import StepMarks, eager_if_program, measurement, named_run
+from memplan.trace.measure_run import StepMarks, compiled_as_torch_is, measurement, named_run
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.causes import trace_of
 from memplan.trace.recording.followed.line_marks import LineClock
@@ -133,7 +133,7 @@ def _profiled_run(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, .
         The profile, with the threads that the step starts; notes about it; the times at which followed lines ran.
     """
     profile = _torch.memory_profile()
-    with eager_if_program(build), _torch.threads_watched() as threads, profile:
+    with compiled_as_torch_is(build), _torch.threads_watched() as threads, profile:
         place = Place()
         observer = Observer(place, real=True)
         marks = StepMarks(observer)

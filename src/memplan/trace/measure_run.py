@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from memplan import _torch
+from memplan._patched import tracked, unpatched
 from memplan.trace.recording.boundaries import Program, Runs
 from memplan.trace.recording.causes import StepParts, finish
 from memplan.trace.recording.join_events import STEP
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.session import COMPILED, ObservedRun, Running, Target, recording_runs, run_steps
+from memplan.trace.recording.session import (
+    SCRIPTED,
+    ObservedRun,
+    Running,
+    Target,
+    recording_runs,
+    run_steps,
+)
 from memplan.trace.recording.state_restore import OutsideState
 from memplan.trace.records import HOST
 
 _COMPILED = (
-    "torch.compile or torch.jit: the bytes are those of the compiled step; layers and causes are from a run in eager "
+    "torch.compile: the bytes are those of the compiled step; layers and causes are from a run in eager "
     "mode, and what that does not allocate has neither"
 )
 
@@ -36,10 +44,21 @@ class NamedRun:
     notes: tuple[str, ...]
 
 
-def eager_if_program(build: Runs) -> AbstractContextManager[None]:
-    """Run a whole program as if eager: Dynamo cannot trace what memplan replaces in a script. A ``build`` runs compiled
-    where it compiles."""
-    return _torch.eager_instead_of_compiled(lambda: None) if isinstance(build, Program) else nullcontext()
+@contextmanager
+def compiled_as_torch_is(build: Runs) -> Iterator[None]:
+    """Run what a program compiles without what memplan replaces in a script, which Dynamo cannot trace."""
+    if not isinstance(build, Program):
+        yield
+        return
+    with tracked() as patches:
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with unpatched(patches), _torch.without_global_hooks():
+                yield
+
+        with _torch.around_compiled_calls(around), _torch.scripted_as_python(lambda: None):
+            yield
 
 
 def named_run(build: Runs, steps: int, device: str = HOST) -> NamedRun:
@@ -50,14 +69,14 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> NamedRun:
     profile = _torch.memory_profile()
     mode = _torch.EagerMode(_dispatch_in_ranges(observer, outside))
     compiled: list[str] = []
-    note = COMPILED if isinstance(build, Program) else _COMPILED
     finished: list[StepParts] = []
     entries: list[Entry] = []
     with ExitStack() as stack:
         with mode:
             observer.calibrate()
         stack.enter_context(place.following())
-        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(note)))
+        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(_COMPILED)))
+        stack.enter_context(_torch.scripted_as_python(lambda: compiled.append(SCRIPTED)))
         marks = StepMarks(observer)
 
         def ended() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from memplan import _torch
+from memplan._patched import Patch, tracked, unpatched
 from memplan.devices import catalogue
 from memplan.errors import DataDependentError, RecordingError, StepError
 from memplan.trace import fake_cuda
@@ -22,6 +24,9 @@ from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
+    AS_IF_EAGER,
+    COMPILED,
+    COMPILED_FOR_CARD,
     Environment,
     ObservedRun,
     Running,
@@ -38,7 +43,7 @@ from memplan.trace.recording.session import (
 from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarPolicy, may_hold_symbolic
 from memplan.trace.recording.values.bounds import Bounds, Execution, Shares
 from memplan.trace.recording.values.shapes_beside import selected_beside
-from memplan.trace.records import HOST
+from memplan.trace.records import HOST, ON_CARD
 from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Semantics
@@ -114,28 +119,57 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         known: extends the target's semantics (see `Known`).
     """
     with recording_suspended():  # the step itself may record something
-        recording, trace = _record_on_device(target, known, build, steps)
-
-        def record_again(overrides: Overrides) -> Recorded:
-            other, outcome = _record(
-                target, recording.on_card, known, build, steps, overrides, recording.counts, is_first=False
-            )
-            return Recorded(outcome, overrides, other.decisions)
-
-        return explore_branches(Recorded(trace, recording.overrides, recording.decisions), record_again)
+        compiled = _Compiled()
+        try:
+            return _record_branches(target, known, build, steps, compiled)
+        except RecordingError as error:
+            if not compiled.seen:
+                raise
+            return _record_branches(target, known, build, steps, _Compiled(refused=_reason(error)))
 
 
-def _record_on_device(target: Target, known: Known, build: Runs, steps: int) -> tuple[_Recording, Trace]:
+class _Compiled:
+    """Whether a recording follows what `torch.compile` compiles, and whether it met any."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.refused = refused
+        """Why it runs as if eager; empty where it is followed."""
+        self.seen = False
+
+
+def _reason(error: RecordingError) -> str:
+    """Return the first line of why a compiled step could not be recorded."""
+    cause = getattr(error.__cause__, "inner_exception", error.__cause__)
+    return f"{type(cause).__name__}: {cause}".strip().partition("\n")[0][:200]
+
+
+def _record_branches(target: Target, known: Known, build: Runs, steps: int, compiled: _Compiled) -> Trace:
+    """Record a step, and again with other values where unknown ones decide."""
+    recording, trace = _record_on_device(target, known, build, steps, compiled)
+
+    def record_again(overrides: Overrides) -> Recorded:
+        other, outcome = _record(
+            target, recording.on_card, known, build, steps, compiled, overrides, recording.counts, is_first=False
+        )
+        return Recorded(outcome, overrides, other.decisions)
+
+    return explore_branches(Recorded(trace, recording.overrides, recording.decisions), record_again)
+
+
+def _record_on_device(
+    target: Target, known: Known, build: Runs, steps: int, compiled: _Compiled
+) -> tuple[_Recording, Trace]:
     """Record a step, and a second time where only the first recording shows which storages are on the card: where
     ``build`` names no CUDA device, either the step does so later, or everything counts as on the card."""
-    first, trace = _record(target, "unknown", known, build, steps)
+    first, trace = _record(target, "unknown", known, build, steps, compiled)
     if isinstance(trace, RecordingError):
         if not first.names_cuda_late:
             raise trace
         trace = None  # it may have failed because all of its tensors claimed to be on the card
     if trace is not None and not first.names_cuda_late:
         return first, trace
-    second, second_trace = _record(target, "named" if first.names_cuda_late else "everything", known, build, steps)
+    place = "named" if first.names_cuda_late else "everything"
+    second, second_trace = _record(target, place, known, build, steps, compiled)
     if isinstance(second_trace, RecordingError):
         raise second_trace
     assert second_trace is not None, "devices of the storages of build are settled"
@@ -157,6 +191,7 @@ def _record(
     known: Known,
     build: Runs,
     steps: int,
+    compiled: _Compiled,
     overrides: Overrides = frozenset(),
     counts: Mapping[Execution, int] | None = None,
     *,
@@ -173,7 +208,7 @@ def _record(
     """
     first, first_misfit, counts = None, None, dict(counts or {})
     while True:
-        recording = _Recording(target, on_card, known, overrides, counts)
+        recording = _Recording(target, on_card, known, overrides, counts, compiled)
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
@@ -252,9 +287,16 @@ class _Recording(ObservedRun):
     """One recording of a step on fake tensors, under given overrides."""
 
     def __init__(
-        self, target: Target, on_card: OnCard, known: Known, overrides: Overrides, counts: Mapping[Execution, int]
+        self,
+        target: Target,
+        on_card: OnCard,
+        known: Known,
+        overrides: Overrides,
+        counts: Mapping[Execution, int],
+        compiled: _Compiled,
     ) -> None:
         self.on_card: OnCard = on_card
+        self._compiled = compiled
         self.counts = counts
         """Executions of lines -> number of elements that values select there."""
         self.overrides = overrides
@@ -277,7 +319,7 @@ class _Recording(ObservedRun):
         self._running = Running(target, self._suspended)
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
-            self._card = Card(self.observer.ledger, inside, on_card)
+            self._card = Card(self.observer.ledger, inside, self._mode.owns, on_card)
             self.observer.card = self._card
             self._mode.placing = self._card.placing_as_named
             stream = lambda: self.observer.ledger.stream  # noqa: E731
@@ -346,7 +388,9 @@ class _Recording(ObservedRun):
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
             if not isinstance(build, Program):  # a script's process captures its own output
                 stack.enter_context(self._printed.capturing())
+            patches = stack.enter_context(tracked())
             stack.enter_context(self._scalars.installed(observer, self._mode))
+            stack.enter_context(self._compiling(patches))
             if self._card is not None and self._target.card is not None:
                 composites = stack.enter_context(
                     fake_cuda.installed(self._card, self._target.card, self._scalars.assumed.kernel_chosen)
@@ -369,6 +413,8 @@ class _Recording(ObservedRun):
         notes = self._target.notes + note_about_outside(observer.ledger.outside_bytes)
         notes += self._shares.unused + self._printed.note()
         notes += (*_environment(), *benchmark) if self._card is not None else ()
+        if self._compiled.seen and not self._compiled.refused:
+            notes += (COMPILED,) if self._card is None else (COMPILED, COMPILED_FOR_CARD)
         notes += tuple(self._running.notes)
         trace = trace_of(
             self._parts, origin="recorded", device=self._target.name, notes=notes,
@@ -380,6 +426,45 @@ class _Recording(ObservedRun):
         if not queries or self._target.cudnn is None or self._target.card is None:
             return trace
         return with_workspaces(trace, queries, self._target.cudnn, self._target.card)
+
+    @contextmanager
+    def _compiling(self, patches: list[Patch]) -> Iterator[None]:
+        """Follow what `torch.compile` compiles, or run it as if eager. ``patches``: those of the recording."""
+
+        def seen() -> None:
+            self._compiled.seen = True
+            if self._compiled.refused:
+                self._scalars.assumed.add("compiled", f"{AS_IF_EAGER} (not followed: {self._compiled.refused})")
+
+        if self._compiled.refused:
+            with _torch.eager_instead_of_compiled(seen):
+                yield
+            return
+
+        @contextmanager
+        def around_call() -> Iterator[None]:
+            seen()
+            in_compiled = nullcontext() if self._card is None else self._card.in_compiled()
+            with unpatched(patches), _torch.without_global_hooks(), in_compiled:
+                yield
+
+        @contextmanager
+        def around_compiling() -> Iterator[None]:
+            in_compiled = nullcontext() if self._card is None else self._card.in_compiled()
+            with unpatched(patches), _torch.no_modes(), in_compiled:
+                yield
+
+        with (
+            _torch.compiled_modules_seen(lambda: None),  # without a warning about the recording's hooks
+            _torch.compiled_without_kernels(around_call, around_compiling, self.observer.launched, self._place_of),
+        ):
+            yield
+
+    def _place_of(self, arguments: Sequence[Any]) -> str:
+        """Return where a compiled function with these arguments allocates."""
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        on_card = self._card is not None and (self._card.everything or any(map(self._card.holds, tensors)))
+        return ON_CARD if on_card else HOST
 
     def built(self) -> None:
         """Register the modules that `build` made, and settle the devices of its storages.

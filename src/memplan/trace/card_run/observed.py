@@ -14,7 +14,7 @@ from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.trace.card_run.history import OnCard, events_of, on_card
 from memplan.trace.card_run.residence import everything_on_card
-from memplan.trace.measure_run import StepMarks, eager_if_program, measurement, named_run
+from memplan.trace.measure_run import StepMarks, compiled_as_torch_is, measurement, named_run
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.join_events import join
 from memplan.trace.recording.observer import Observer
@@ -151,7 +151,7 @@ def _run_unmodified(
 
     marks.after_part, marks.after_last_step = count_peak, finish
     torch.cuda.reset_peak_memory_stats()
-    with around(), eager_if_program(build), recording_runs(measurement(place, "cuda")), profile:
+    with around(), compiled_as_torch_is(build), recording_runs(measurement(place, "cuda")), profile:
         run_steps(build, steps, observer, marks)
     run.profile = _torch.Profile.of(profile, "cuda")
     return run

@@ -118,8 +118,8 @@ def _streams(card: Card) -> dict[str, Answer]:
     return {
         "Stream": streams.Stream,
         "Event": Event,
-        "stream": streams.context,
-        "StreamContext": streams.context,
+        "stream": streams.StreamContext,
+        "StreamContext": streams.StreamContext,
         "set_stream": streams.set,
         "current_stream": streams.current,
         "default_stream": lambda device=None: streams.default,

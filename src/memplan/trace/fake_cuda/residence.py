@@ -30,9 +30,15 @@ class Card:
     named or not.
     """
 
-    def __init__(self, ledger: Ledger, inside: Callable[[], bool], on_card: OnCard) -> None:
+    def __init__(
+        self, ledger: Ledger, inside: Callable[[], bool], is_own: Callable[[torch.Tensor], bool], on_card: OnCard
+    ) -> None:
         self.ledger = ledger
         self._inside = inside
+        self._is_own = is_own
+        self.within_compiled = False
+        """Whether a compiled function runs: its tensors show as the CPU's, for which it is compiled, and decompose and
+        are cast as on the card."""
         self._thread = threading.get_ident()
         self.everything = on_card == "everything"
         self.named = on_card == "named"
@@ -58,6 +64,8 @@ class Card:
         """Whether a tensor's storage is recorded as on the card; never in another thread than the recording's."""
         if threading.get_ident() != self._thread:
             return False
+        if self.within_compiled and not self._is_own(tensor):
+            return True
         try:
             entry = self.ledger.find(tensor)
         except (RuntimeError, NotImplementedError):  # a wrapper without a storage, as of vmap
@@ -102,6 +110,15 @@ class Card:
         target = device_of_argument(device)
         self.note_cuda_named()
         return self.placing(target)
+
+    @contextmanager
+    def in_compiled(self) -> Iterator[None]:
+        """Within this context, a compiled function runs, or is compiled."""
+        before, self.within_compiled = self.within_compiled, True
+        try:
+            yield
+        finally:
+            self.within_compiled = before
 
     def call(self, kind: Any) -> None:
         """Record a call of the allocator (such as ``empty_cache``) as an event."""

@@ -83,7 +83,13 @@ class Streams:
             def __exit__(self, *_: object) -> None:
                 self._context.__exit__()
 
-        self.Stream = OfThisRecording
+        class ContextOfThisRecording(_StreamContext):
+            """`torch.cuda.StreamContext`, which others ask for as a class."""
+
+            def __init__(self, stream: Any) -> None:
+                super().__init__(streams, stream)
+
+        self.Stream, self.StreamContext = OfThisRecording, ContextOfThisRecording
         self.default = OfThisRecording()
         self.default.stream_id = self.default.cuda_stream = OfThisRecording.count = 0
         self._current: Any = self.default
@@ -96,10 +102,6 @@ class Streams:
         """`torch.cuda.set_stream`."""
         self._current = stream
         self._card.ledger.stream = stream.stream_id
-
-    def context(self, stream: Any) -> Any:
-        """`torch.cuda.stream`."""
-        return _StreamContext(self, stream)
 
 
 class _StreamContext:

@@ -50,7 +50,7 @@ class _Tensors:
 
     def device(self, tensor: torch.Tensor) -> torch.device | None:
         """The emulated ``tensor.device``; None to use the real one."""
-        return CUDA if self._card.holds(tensor) else None
+        return CUDA if not self._card.within_compiled and self._card.holds(tensor) else None
 
     def named_device(self, device: Any) -> torch.device:
         """The device of an argument in the user's code. A CUDA device is noted as named by the step."""

@@ -38,6 +38,7 @@ _MAY_MIX_DEVICES = (
 _LIFT = "aten.lift_fresh.default"
 _NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero
 _SCALAR = "aten._local_scalar_dense.default"
+_EMPTY_STRIDED = "aten.empty_strided.default"
 _EMPTY = torch.ops.aten.empty.memory_format
 # ops without storage, kernel or effect on memory, which a trace leaves out
 _UNRECORDED = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
@@ -95,6 +96,14 @@ class _Signature:
         if not self.name.startswith(("aten.", "prim.", "profiler.")):
             self.unrecorded = False  # an operator of a library or of the user
         self.from_library = not self.name.startswith(_TORCH_NAMESPACES)
+
+    @classmethod
+    def of_kernel(cls, name: str, tensors: int) -> _Signature:
+        """Return the signature of a kernel that Inductor wrote, for so many tensors."""
+        signature = cls.__new__(cls)
+        signature.name, signature.positions = name, [(at, f"tensor {at + 1}") for at in range(tensors)]
+        signature.mutable, signature.writes, signature.unrecorded, signature.from_library = False, [], False, False
+        return signature
 
     def written_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the values of the arguments that a call of the op writes."""
@@ -243,11 +252,21 @@ class Observer:
         note.end = ledger.clock
         for values in (self._positions, self.ranges):
             values.after(signature.name, args, kwargs, result, signature.written_values(args, kwargs))
-        if note.phase == "forward" and note.step == 0:
+        if note.phase == "forward" and note.step == 0 and func is not None:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":
             self.ownership.updating.update(note.writes)
         return result
+
+    def launched(self, kernel: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Record a kernel of the code that Inductor writes, which allocates its buffers before. A buffer gets the name
+        of the first kernel that has it."""
+        for tensor in tensors:
+            birth = self.ledger.entry(tensor, None).op
+            if birth is not None and self.notes[birth].name == _EMPTY_STRIDED:
+                self.notes[birth].name = kernel
+        if not kernel.startswith("aten."):  # those are dispatched by themselves
+            self._run_and_note(_Signature.of_kernel(kernel, len(tensors)), tuple(tensors), {}, None, None)
 
     def random_state(self, state: torch.Tensor) -> None:
         """Record the tensor of `torch.get_rng_state` on the CPU, which no op creates."""

@@ -44,9 +44,14 @@ _CUDA = re.compile(
     r"support create a new Stream",
     re.I,
 )
-COMPILED = (
-    "torch.compile or torch.jit was asked for and the step ran as if eager: fused kernels, or a backend's plan, may "
-    "keep less"
+SCRIPTED = "torch.jit was asked for and the step ran as if eager: fused kernels may keep less"
+COMPILED = "torch.compile: the bytes are those of the compiled step"
+COMPILED_FOR_CARD = (
+    "torch.compile fuses here as for the CPU, from which a card's kernels can differ; the buffer as large as the L2 "
+    "cache with which they are tuned in their first call is not counted"
+)
+AS_IF_EAGER = (
+    "torch.compile was asked for and the step ran as if eager: fused kernels, or a backend's plan, may keep less"
 )
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
 

@@ -22,7 +22,7 @@ from memplan.trace.recording.assumed import Assumed
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
-from memplan.trace.recording.session import COMPILED
+from memplan.trace.recording.session import SCRIPTED
 from memplan.trace.recording.values.bounds import SIZED_BY_NUMBERS, Shares
 from memplan.trace.recording.values.health import answer_of_healthy
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
@@ -231,7 +231,7 @@ class ScalarPolicy:
             stack.enter_context(_torch.linear_calls_reported(observer.engine.set_in_linear))
             stack.enter_context(_torch.spectra_seen(observer.set_without_vectors))
             stack.enter_context(_torch.random_states_seen(random_state))
-            stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
+            stack.enter_context(_torch.scripted_as_python(partial(self.assumed.add, "compiled", SCRIPTED)))
             yield
 
     def making_tensors(self, observer: Observer) -> AbstractContextManager[None]:

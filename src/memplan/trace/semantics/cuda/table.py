@@ -94,6 +94,8 @@ class _Kernels:
     def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
         """The allocations that the kernel of an op makes beyond its results."""
         extras: list[Extra] = []
+        if name.endswith(".out"):  # the kernel of the functional op, whose result is there before
+            name = f"{name.removesuffix('.out')}.default"
         if name in encoder_fast_path.OPS or self._is_product_loop(name, args):
             blas: cublas.Library | None = "cublas"
         else:

@@ -1,0 +1,199 @@
+"""`torch.compile` on fake tensors: Dynamo, AOTAutograd and Inductor do what they do in a run, but compile no kernel.
+
+What Inductor writes runs without its kernels (`memplan._torch.inductor`): it allocates and frees its buffers, and calls
+torch's own kernels, as in a run.
+
+Seen in torch 2.13: ``_callback_from_stance`` and ``_maybe_set_eval_frame`` of ``torch._dynamo.eval_frame``, which a
+compiled function calls as it begins, and the second again as it ends; ``SKIP_DIRS`` and ``_recompile_re`` of
+``torch._dynamo.trace_rules``; ``_compile_fx_inner`` of ``torch._inductor.compile_fx``; ``compile_to_module`` of
+``GraphLowering``; ``_compile`` of ``torch._dynamo.convert_frame``, whose first argument is a code object;
+``reset_code`` of ``torch._C._dynamo.eval_frame``; ``pick_vec_isa`` and ``InvalidVecISA``
+of ``torch._inductor.cpu_vec_isa``; ``get_cpp_compiler`` of ``torch._inductor.cpp_builder``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
+
+from memplan._patched import patched_throughout
+from memplan._torch.inductor import Launched, PlaceOf, code_without_kernels
+from memplan._torch.patches import here_alone
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def compiled_without_kernels(
+    around_call: Callable[[], AbstractContextManager[None]],
+    around_compiling: Callable[[], AbstractContextManager[None]],
+    launched: Launched,
+    place_of: PlaceOf,
+) -> Iterator[None]:
+    """Run compiled functions and modules as the code that Inductor writes for them, without its kernels.
+
+    Args:
+        around_call: returns the context of the outermost call of a compiled function. Torch is there as Dynamo knows
+            it: what it traces, and what its guards compare, are torch's own functions.
+        around_compiling: returns the context in which Inductor lowers a graph.
+        launched: called where the code would launch a kernel.
+        place_of: returns where a function with these arguments allocates.
+    """
+    with ExitStack() as stack:
+        inductor = _Once(stack, lambda: _inductor_without_kernels(around_compiling, launched, place_of))
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with around_call(), warnings.catch_warnings():
+                inductor.enter()
+                warnings.simplefilter("ignore")  # Dynamo warns of what it sees in tensors without data
+                yield
+
+        with around_compiled_calls(around):
+            yield
+
+
+@contextmanager
+def around_compiled_calls(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Call what `torch.compile` compiled, and compile it, within ``around()``; once for calls within one another."""
+    from torch._dynamo import eval_frame  # every optimizer has imported it, and a fake mode
+
+    call = _OutermostCall(eval_frame, around)
+    try:
+        with patched_throughout(eval_frame, **call.replacements()):
+            yield
+    finally:
+        call.end()
+
+
+class _Once:
+    """Enters a context at the first `enter`."""
+
+    def __init__(self, stack: ExitStack, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._stack, self._context, self._entered = stack, context, False
+
+    def enter(self) -> None:
+        """Enter it, unless it was entered."""
+        if not self._entered:
+            self._entered = True
+            self._stack.enter_context(self._context())
+
+
+@contextmanager
+def _inductor_without_kernels(
+    around_compiling: Callable[[], AbstractContextManager[None]], launched: Launched, place_of: PlaceOf
+) -> Iterator[None]:
+    """Lower graphs to code that runs without kernels, and forget what was compiled at the end."""
+    from torch._dynamo import convert_frame, trace_rules
+    from torch._functorch import config as functorch_config
+
+    # which takes seconds: a step that compiles nothing does not wait for them
+    from torch._inductor import compile_fx, config, cpp_builder, cpu_vec_isa
+    from torch._inductor.graph import GraphLowering
+
+    compile_frame, lower, to_module = (
+        convert_frame._compile, compile_fx._compile_fx_inner, GraphLowering.compile_to_module,
+    )  # fmt: skip
+    scalar = cpu_vec_isa.InvalidVecISA()  # to know a processor's instructions, Inductor runs a C++ compiler
+    codes, dispatch = list[CodeType](), FakeTensorMode.__torch_dispatch__
+
+    def compile_and_note(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        codes.append(code)
+        return compile_frame(code, *args, **kwargs)
+
+    def lower_unseen(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        with around_compiling():
+            return lower(_for_host(graph), *args, **kwargs)
+
+    def dispatch_for_host(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(self, func, types, args, map_aggregate(kwargs or {}, _host_for_card))
+
+    def write_without_kernels(graph: Any) -> Any:
+        return code_without_kernels(graph, launched, place_of)
+
+    try:
+        with (
+            # memplan's own functions run under a compiled one, as the mode that records
+            patched_throughout(trace_rules, SKIP_DIRS=[*trace_rules.SKIP_DIRS, f"{_PACKAGE}/"]),
+            config.patch(fx_graph_cache=False, max_autotune=False, max_autotune_gemm=False),
+            patched_throughout(cpu_vec_isa, pick_vec_isa=here_alone(lambda: scalar, cpu_vec_isa.pick_vec_isa)),
+            patched_throughout(cpp_builder, get_cpp_compiler=here_alone(lambda: "g++", cpp_builder.get_cpp_compiler)),
+            functorch_config.patch(enable_autograd_cache=False),
+            patched_throughout(convert_frame, _compile=here_alone(compile_and_note, compile_frame)),
+            patched_throughout(FakeTensorMode, __torch_dispatch__=dispatch_for_host),
+            patched_throughout(compile_fx, _compile_fx_inner=here_alone(lower_unseen, lower)),
+            patched_throughout(GraphLowering, compile_to_module=here_alone(write_without_kernels, to_module)),
+        ):
+            trace_rules._recompile_re()
+            yield
+    finally:
+        trace_rules._recompile_re()
+        _forget(codes)
+
+
+def _host_for_card(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def _for_host(graph: fx.GraphModule) -> fx.GraphModule:
+    """Replace the card by the CPU where a graph names it."""
+    for node in graph.graph.nodes:
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _host_for_card)
+    return graph
+
+
+def _forget(codes: list[CodeType]) -> None:
+    """Drop what Dynamo has compiled of these functions: code without kernels, for fake tensors."""
+    from torch._C._dynamo.eval_frame import reset_code
+
+    for code in dict.fromkeys(codes):
+        reset_code(code)
+
+
+class _OutermostCall:
+    """Enters a context as the outermost compiled function begins, and leaves it as that ends."""
+
+    def __init__(self, eval_frame: Any, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._begin, self._set, self._around = (
+            eval_frame._callback_from_stance,
+            eval_frame._maybe_set_eval_frame,
+            around,
+        )
+        self._frame: FrameType | None = None
+        self._callback: Any = None
+        self._context = ExitStack()
+
+    def replacements(self) -> dict[str, Callable[..., Any]]:
+        """Return what to replace in ``torch._dynamo.eval_frame``."""
+        return {
+            "_callback_from_stance": here_alone(self._begins, self._begin),
+            "_maybe_set_eval_frame": here_alone(self._sets, self._set),
+        }
+
+    def _begins(self, callback: Any) -> Any:
+        callback = self._begin(callback)
+        if self._frame is None and callable(callback):
+            self._frame, self._callback = sys._getframe(2), callback
+            self._context.enter_context(self._around())
+        return callback
+
+    def _sets(self, callback: Any) -> Any:
+        before = self._set(callback)
+        if self._frame is sys._getframe(2) and callback is not self._callback:
+            self.end()
+        return before
+
+    def end(self) -> None:
+        """Leave the context, if it was entered."""
+        self._frame = self._callback = None
+        self._context.close()
