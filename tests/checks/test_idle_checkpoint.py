@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -62,8 +63,9 @@ def peak(kind: Kind, device: str = "cpu") -> int:
     return memplan.simulate(memplan.record(build_of(kind), device=device), workspace="low").peak_allocated
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("kind", ["whole", "method"])
+@pytest.mark.parametrize(
+    ("kind", "device"), [("whole", "h100"), ("method", "cpu"), *slow(("whole", "cpu"), ("method", "h100"))]
+)
 def test_one_around_the_whole_model(kind: Kind, device: str) -> None:
     (finding,) = found(kind, device)
     assert (finding.severity, finding.details["blocks"]) == ("warning", BLOCKS)

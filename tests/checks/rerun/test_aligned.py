@@ -23,8 +23,14 @@ from memplan.trace.trace import Trace, at_least
 
 ROOT = Path(__file__).resolve().parents[3]
 ZOO = [
-    *[("mobilenet", "cpu"), ("dynunet", "h100"), ("autocast_conv", "h100"), ("zero_grad_after_step", "cpu")],
-    *slow(("resnet18_channels_last", "cpu"), ("unet3d", "cpu"), ("unet3d", "h100"), ("dynunet", "cpu")),
+    *[("dynunet", "h100"), ("autocast_conv", "h100"), ("zero_grad_after_step", "cpu")],
+    *slow(
+        ("mobilenet", "cpu"),
+        ("resnet18_channels_last", "cpu"),
+        ("unet3d", "cpu"),
+        ("unet3d", "h100"),
+        ("dynunet", "cpu"),
+    ),
     *slow(("retained_graph", "cpu"), ("retained_graph", "h100"), ("vit", "h100"), ("t5", "cpu"), ("t5", "h100")),
 ]
 

@@ -191,7 +191,7 @@ def tensor_bytes() -> int:
     return resident(*strided, *[one.grad for one in strided if one.is_leaf and one.grad is not None])
 
 
-@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("with_loss", [*slow(False), True])
 def test_no_copy_of_a_weight_outlives_the_proof(with_loss: bool) -> None:
     model, inputs, targets, loss = resnet()
     options: dict[str, Any] = {"targets": targets, "loss": loss} if with_loss else {}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 from memplan import _torch
 from memplan._interrupts import deferred
 from memplan.errors import InputError, MemplanError
-from memplan.trace.recording.followed.line_watch import code_of, decorate, is_watched
+from memplan.trace.recording.followed.line_watch import code_of, decorate, is_watched, start_watch
 
 if TYPE_CHECKING:
     from memplan.explanation.line_profile import LineProfile
@@ -143,6 +143,7 @@ class Profiled:
         """Measure or predict the call within this context, unless it is part of a recording or another measurement."""
         if self._seconds_left <= 0 or is_watched() or _torch.is_observed():
             self._warn_if_busy()
+            start_watch()
             yield
         elif self._device is not None:
             self._seconds_left = 0
@@ -167,6 +168,7 @@ class Profiled:
 
         session = Session(self._seconds_left)
         session.begin()
+        start_watch()
         try:
             yield
         finally:
@@ -231,10 +233,14 @@ def _predict(function: Any, args: Any, kwargs: Any, device: str) -> Sequence[Lin
     from memplan.explanation.explain import explain_trace
     from memplan.integrations.line_profiles.namespace import FakeNamespace
 
+    def run(arguments: Any) -> Any:
+        start_watch()
+        return function(*arguments[0], **arguments[1])
+
     plain = inspect.unwrap(function)
     namespace = FakeNamespace(plain.__globals__, [plain.__code__], plain.__closure__ or (), (args, kwargs))
     try:
-        trace = namespace.record(lambda arguments: function(*arguments[0], **arguments[1]), device)
+        trace = namespace.record(run, device)
     except MemplanError as error:
         print(f"memplan: {plain.__qualname__} is not predicted for {device}: {error}", file=sys.stderr)
         return ()

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from memplan.errors import InputError
-from memplan.trace.recording.followed.line_watch import Followed, code_of, following, is_watched, unwatched, watching
+from memplan.trace.recording.followed.line_watch import (
+    Followed,
+    code_of,
+    decorate,
+    following,
+    is_watched,
+    start_watch,
+    unwatched,
+    watching,
+)  # fmt: skip
 
 
 class Clock:
@@ -186,3 +196,22 @@ def test_the_tracer_that_was_there_is_back() -> None:
 def test_what_has_no_lines_is_refused(what: Any) -> None:
     with pytest.raises(InputError, match=r"memplan.profile: .* Expected a function or a method written in Python"):
         code_of(what, "memplan.profile")
+
+
+def test_where_no_decorated_function_is_called_nothing_is_traced() -> None:
+    def decorated() -> None:
+        tick()
+
+    decorate(code_of(decorated, ""))
+    before = sys.gettrace()
+    with watching(CLOCK) as watch:
+        assert sys.gettrace() is before
+        beside = threading.Thread(target=start_watch)
+        beside.start()
+        beside.join()
+        assert sys.gettrace() is before, "another thread starts no watch of this one"
+        start_watch()
+        assert sys.gettrace() is not before
+        decorated()
+    assert sys.gettrace() is before
+    assert [row.name.rpartition(".")[2] for row in watch.rows()] == ["decorated"]

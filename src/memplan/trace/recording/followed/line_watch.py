@@ -13,6 +13,7 @@ import linecache
 import os
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,10 +125,11 @@ class LineWatch:
     _previous: Any = None
     """Trace function to restore."""
     _tracing: bool = False
+    _thread: int = field(default_factory=threading.get_ident)
 
     def start(self) -> None:
-        """Trace this thread from now on."""
-        if not self._tracing:
+        """Trace the thread that made it from now on; on another thread, do nothing."""
+        if not self._tracing and threading.get_ident() == self._thread:
             self._tracing, self._previous = True, sys.gettrace()
             sys.settrace(self._trace_call)
 
@@ -192,10 +194,17 @@ _watches: list[LineWatch | None] = []
 
 
 def decorate(code: CodeType) -> None:
-    """Follow a function in every `watching` context."""
+    """Follow a function in every `watching` context in which `start_watch` has been called."""
     _decorated.add(code)
-    if _watches and _watches[-1] is not None:
-        _watches[-1].start()
+
+
+def start_watch() -> None:
+    """Start the innermost `watching` context: a decorated function is about to run.
+
+    Tracing every call of Python doubles the time of a recording, so one that calls no decorated function is not traced.
+    """
+    if _watches and (watch := _watches[-1]) is not None:
+        watch.start()
 
 
 def code_of(function: Any, what: str) -> CodeType:
@@ -229,10 +238,10 @@ def following(functions: Sequence[Followed], codes: Sequence[CodeType] = ()) -> 
 
 @contextmanager
 def watching(clock: Callable[[], int]) -> Iterator[LineWatch]:
-    """Within this context, record the lines of followed functions on ``clock``."""
+    """Within this context, record the lines of requested functions on ``clock``, and of decorated ones that run."""
     watch = LineWatch(clock)
     _watches.append(watch)
-    if _decorated or _requested or _requested_codes:
+    if _requested or _requested_codes:
         watch.start()
     try:
         yield watch
