@@ -190,7 +190,10 @@ def _script_fit(data: Fields) -> Result:
     if lines is not None:
         added = fitting.Lines(lines.maybe("where", str), lines.get("before", bool), lines.texts("text"))
     budget, recorded, outside = (data.get(name, int) for name in ("budget", "recorded", "outside"))
-    script = fitting.Fitting(data.get("title", str), budget, recorded, beside, surplus, plan, shortfall, added, outside)
+    script = fitting.Fitting(
+        data.get("title", str), budget, recorded, beside, surplus, plan, shortfall, added, outside,
+        data.maybe("recorded_band", tuple[int, int]),
+    )  # fmt: skip
     return _of_fit("fit of a script", script.title, fit.script_report(script, 0), plan, _plan_charts(plan))
 
 
