@@ -115,6 +115,10 @@ SCRIPTS = {
     "already": (Fitting("train.py", 500 * MIB, 400 * MIB), [
         "train.py fits 500.0 MiB already: it takes 400.0 MiB. There is nothing to change.",
     ]),
+    "already, about": (Fitting("train.py", 500 * MIB, 400 * MIB, recorded_band=(390 * MIB, 420 * MIB)), [
+        "train.py fits 500.0 MiB already: it takes about 400.0 MiB (95 %: 390.0 MiB to",
+        "420.0 MiB). There is nothing to change.",
+    ]),
     "too small": (Fitting("train.py", 100 * MIB, 700 * MIB, 80 * MIB, shortfall=SHORT), [
         "train.py does not fit 100.0 MiB. The smallest budget with a plan is 280.0 MiB.",
         "",

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, CompileError, MemplanError
 from memplan.explanation.course import Course
 from memplan.explanation.over_time import course_of
@@ -34,6 +35,7 @@ from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.plan.decisions import decide
 from memplan.planning.plan.plan import Plan, check_fingerprint, check_forms, check_settings, names_of, optimizer_name
 from memplan.planning.plan.precision_report import cast_copies, lowered
+from memplan.planning.plan.workspace_band import workspace_band
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.codegen import program
@@ -302,7 +304,7 @@ class _Planning:
             lower_bound_seconds=bounds.seconds,
             resident=_resident(graph, settings, outside_memory),
             program=program(planned),
-            notes=self._notes(),
+            notes=self._notes(planned, bounds),
             heuristics=dataclasses.asdict(settings.heuristics),
             optimizer=optimizer_name(settings.optimizer),
             precision=precision,
@@ -312,7 +314,7 @@ class _Planning:
             eager_course=replace(eager_course, alive=(), segments=()),
         )
 
-    def _notes(self) -> tuple[str, ...]:
+    def _notes(self, planned: Schedule, bounds: _Bounds) -> tuple[str, ...]:
         captured, call, settings, notes = self._study.captured, self._study.call, self._settings, list[str]()
         if settings.optimizer is None:
             notes.append("no optimizer was given: its state and update are not counted")
@@ -322,8 +324,10 @@ class _Planning:
             kernels = "the CPU's kernels" if settings.home.card is None else f"kernels of {settings.home.card.title}"
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of {kernels}")
         card = settings.home.card
-        if card is not None and (count := on_card(captured.graph, card).expected):
-            notes.append(f"cuDNN's workspaces of {count} ops are expected: memplan explain has the band of the peak")
+        if card is not None and (expected := on_card(captured.graph, card).expected):
+            # fused kernels have another timeline than the schedule, of which the code tells each buffer
+            ends = None if planned.choices.fused else workspace_band(planned, self._outside_memory, expected)
+            notes.append(_expected_workspaces(len(expected), bounds.predicted.peak_reserved, ends, self._budget))
         notes.extend(map(str, captured.opaque))
         notes.extend(foreign(captured.graph))
         if captured.printed:
@@ -333,6 +337,15 @@ class _Planning:
             notes.append(f"values of {', '.join(read)} decide what is computed: a call where they decide otherwise is "
                          "planned anew")  # fmt: skip
         return tuple(notes)
+
+
+def _expected_workspaces(count: int, peak: int, ends: tuple[int, int] | None, budget: int) -> str:
+    """Return the note on ``count`` ops with expected workspaces; ``ends``: of the band of the plan's peak."""
+    note = f"the workspaces of {count} ops are those that cuDNN is expected to choose"
+    if ends is None:
+        return note
+    needs = f"the plan needs about {format_bytes(peak)} (95 %: {format_bytes(ends[0])} to {format_bytes(ends[1])})"
+    return f"{note}: {needs}" + (", whose upper end is above the budget" if ends[1] > budget else "")
 
 
 def _is_slower(graph: JointGraph, plain: JointGraph) -> bool:

@@ -138,8 +138,7 @@ def script_report(fitting: Fitting, top: int = 12) -> Document:
     """Return verdict, figures, the lines to add and the plan for a script; tables with ``top`` rows, 0 for all."""
     title, budget = fitting.title, format_bytes(fitting.budget)
     if not fitting.changes and fitting.smallest is None:
-        needs = format_bytes(fitting.recorded)
-        verdict = f"{title} fits {budget} already: it takes {needs}. There is nothing to change."
+        verdict = f"{title} fits {budget} already: it takes {_as_recorded(fitting)}. There is nothing to change."
         return document(Line(verdict, "good"))
     if fitting.smallest is not None:
         least = format_bytes(fitting.smallest)
@@ -162,9 +161,18 @@ _BESIDE = (
 )
 
 
+def _as_recorded(fitting: Fitting) -> str:
+    """Return the bytes of the unchanged script, with the band where cuDNN's workspaces are expected."""
+    needs = format_bytes(fitting.recorded)
+    if fitting.recorded_band is None:
+        return needs
+    low, high = map(format_bytes, fitting.recorded_band)
+    return f"about {needs} (95 %: {low} to {high})"
+
+
 def _script_facts(fitting: Fitting) -> dict[str, str]:
     """Return the parts of a script's peak: the model's step, what else is live, and the sum with a plan."""
-    rows = {"the script as it is": format_bytes(fitting.recorded)}
+    rows = {"the script as it is": _as_recorded(fitting)}
     if fitting.plan is not None:
         rows["the model's step"] = f"{format_bytes(fitting.plan.eager_peak)} -> {format_bytes(fitting.plan.peak)}"
     if fitting.beside:

@@ -59,12 +59,9 @@ def _remarks(result: Largest) -> Iterator[str]:
             f"model and its patches {format_bytes(model_bytes)}."
         )
     if result.likely is not None and answer is not None and answer.bytes is not None and answer.bytes.needs_band:
-        yield _at_the_bands_end(result, answer.bytes.needs_band[1])
+        yield at_the_bands_end(result.axis, result.value, result.likely, answer.bytes.needs_band[1])
     if answer is not None and answer.need > result.room.limit:
-        yield (
-            "Where that is more than the limit, the allocator gives cached segments back: it was recorded to fit"
-            + (" with the expected bytes; no band says what fits in 95 %." if _has_band(answer) else ".")
-        )
+        yield beyond_the_limit(result.axis, result.value, answer.bytes and answer.bytes.needs_band)
     if result.unsteady is not None:
         smaller, larger = result.unsteady
         yield (
@@ -76,18 +73,31 @@ def _remarks(result: Largest) -> Iterator[str]:
         yield "The aggregation can lie on the host: sliding_window_inference(..., device='cpu', sw_device='cuda')."
 
 
-def _has_band(trial: Tried) -> bool:
-    return trial.bytes is not None and trial.bytes.needs_band is not None
+def at_the_bands_end(axis: str, value: int, likely: int, most: int) -> str:
+    """Return the sentence on the upper end of the band that holds what the answer needs in 95 % of steps.
 
-
-def _at_the_bands_end(result: Largest, most: int) -> str:
-    """Return the line on the upper end of the band that holds what the answer needs in 95 % of steps."""
+    Args:
+        axis, value: the answer.
+        likely: the largest value that fits at the upper end.
+        most: bytes of the upper end.
+    """
     size = f"{format_bytes(most)}, the upper end of its 95 % band,"
-    if result.likely == result.value:
-        return f"With {size} {result.axis} {result.value} fits, too."
-    if not result.likely:
-        return f"With {size} {result.axis} {result.value} does not fit, nor does any smaller one."
-    return f"With {size} {result.axis} {result.value} does not fit; about {result.likely} does."
+    if likely == value:
+        return f"With {size} {axis} {value} fits, too."
+    if not likely:
+        return f"With {size} {axis} {value} does not fit, nor does any smaller one."
+    return f"With {size} {axis} {value} does not fit; about {likely} does."
+
+
+def beyond_the_limit(axis: str, value: int, band: tuple[int, int] | None) -> str:
+    """Return the sentence on an answer that reserves more than the limit; ``band``: of what it needs, if any."""
+    text = f"{axis} {value} would reserve more than the limit; the allocator gives cached segments back then, and it "
+    if band is None:
+        return text + "was recorded to fit."
+    return (
+        text + f"was recorded to fit with the expected bytes. Not recorded: the upper end of its 95 % band, "
+        f"{format_bytes(band[1])}."
+    )
 
 
 def _failures(result: Largest) -> Iterator[str]:

@@ -143,6 +143,21 @@ def test_on_a_card_context_and_reserved_blocks_are_kept_free(tmp_path: Path) -> 
     assert f"    budget={1100 * MIB - found.beside:_}," in found.lines.text
 
 
+def test_expected_workspaces_have_the_band_that_explain_names(tmp_path: Path) -> None:
+    text = """
+model = nn.Sequential(nn.Conv2d(16, 48, 5, padding=2), nn.Conv2d(48, 29, 5, padding=2)).cuda()
+for _ in range(3):
+    model(torch.randn(8, 16, 65, 67).cuda()).sum().backward()
+"""
+    found = fitting(tmp_path, text, "8GiB", "rtx4090")
+    trace = memplan.record(script_of(str(tmp_path / "script.py")), device="rtx4090")  # pyright: ignore[reportArgumentType]  # a program
+    explained = memplan.explain(trace)
+    assert explained.card is not None
+    assert found.recorded_band is not None
+    assert found.recorded_band == explained.card.verdict.band
+    assert found.recorded_band[0] <= found.recorded == explained.card.verdict.low <= found.recorded_band[1]
+
+
 MASKED = """
 class Net(nn.Module):
     def __init__(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import nn
 import memplan
 from memplan.errors import BudgetError, StepError, UsageError
 from memplan.explanation.card import context_of
+from memplan.reports.html.page import page_of
+from memplan.reports.html.saved_results import result_of
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.on_card import fits as fits_in
 from memplan.studies.axes.axes import Axis, axis_of
@@ -20,7 +24,7 @@ from memplan.studies.axes.sliding_window import Window
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import Largest, Tried, find_largest
 from memplan.studies.capacity.limit import Room, room_of
-from memplan.studies.sweeps.points import Bytes, record_point
+from memplan.studies.sweeps.points import KNOWN, Bytes, record_point
 from memplan.trace.step import StepOptions, build_of
 
 
@@ -389,9 +393,10 @@ def test_what_is_found_knows_its_recordings() -> None:
 
 def in_band(*ends: tuple[int, int], value: int, step: int = 1) -> Largest:
     """Return a search on a card of 1000 bytes with (value, upper end of the band) of what it recorded."""
+    none = dict.fromkeys((*KNOWN, "rounding"), 0)
 
     def tried(at: int, most: int) -> Tried:
-        size = Bytes(most // 2, most // 2, 0, 0, most // 2, most // 2, 0, 0, {}, "fits", 0, (most // 4, most))
+        size = Bytes(most // 2, most // 2, 0, 0, most // 2, most // 2, 0, 0, none, "fits", 0, (most // 4, most))
         return Tried(at, at <= value, most // 2, size)
 
     room = Room(room_of("h100", None).target, 1000)
@@ -415,12 +420,22 @@ def test_what_fits_at_the_bands_upper_end(
     assert in_band(*ends, value=value, step=step).likely == likely
 
 
-def test_an_answer_that_fits_as_cached_segments_are_given_back_says_that_no_band_backs_it() -> None:
+def test_an_answer_that_fits_as_cached_segments_are_given_back_says_where_its_band_ends() -> None:
     search = in_band((4, 2400), value=4)  # it needs 1200 of 1000 bytes
     assert search.likely is None
-    assert "it was recorded to fit with the expected bytes; no band says what fits in 95 %." in " ".join(
-        str(search).split()
+    assert (
+        "it was recorded to fit with the expected bytes. Not recorded: the upper end of its 95 % band, 2.3 KiB."
+        in " ".join(str(search).split())
     )
+
+
+@pytest.mark.parametrize("search", [in_band((4, 600), (8, 1100), value=8), in_band((4, 2400), value=4)])
+def test_the_page_says_of_the_band_what_the_text_says(search: Largest) -> None:
+    page = " ".join(html.unescape(re.sub("<[^>]+>", "", page_of([result_of(search.to_json(), "a.json")]))).split())
+    text = " ".join(str(search).split())
+    assert "upper end of its 95 % band, " in text
+    before, _, after = text.partition("upper end of its 95 % band, ")
+    assert f"{before[-9:]}upper end of its 95 % band, {after[:9]}" in page
 
 
 def test_without_a_band_nothing_is_said_of_it() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, InputError, RecordingError
+from memplan.explanation.card import card_use
 from memplan.integrations.described_calls import copy_without_hooks, optimizer_factory, text_of
 from memplan.integrations.scripts.beside import unplanned_memory
 from memplan.integrations.scripts.model_call import ModelCall
@@ -57,15 +58,17 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
     title = request.command.name
     timeline = simulate(trace)
     recorded = timeline.peak_reserved + room.context_of(trace)
+    card = room.target.card
+    band = card_use(trace, timeline, card).verdict.band if trace.expected and card is not None else None
     if room.holds(trace, AllocatorSettings()):
-        return Fitting(title, room.limit, recorded)
+        return Fitting(title, room.limit, recorded, recorded_band=band)
     call = _plannable(script.call(trace), title)
     parts = [path for path, _ in call.module.named_modules() if path]
     tensors = [leaf for leaf in _torch.tree_leaves((call.inputs, call.kwargs)) if isinstance(leaf, Spec)]
     unplanned = unplanned_memory(trace, type(call.module).__name__, parts, tensors, call.calls)
     fitting = Fitting(
         title, room.limit, recorded, unplanned.in_steps, recorded - timeline.peak_allocated,
-        outside=unplanned.between_steps,
+        outside=unplanned.between_steps, recorded_band=band,
     )  # fmt: skip
     options = dict(request.plan or ())
     if call.calls.start_with_gradients and not options.get("early"):

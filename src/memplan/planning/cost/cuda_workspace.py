@@ -5,8 +5,11 @@ Ops that were timed on the card have measured workspaces instead (see op_timing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ import torch
 from memplan._bytes import round_to_blocks
 from memplan.cudnn.ask import ask
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
+from memplan.cudnn.expected_workspace import ExpectedWorkspace
 from memplan.devices import Device
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.cost.op_timing import isolated, workspace_on
@@ -32,8 +36,17 @@ class OnCard:
     """Graph whose ops have the scratch of CUDA's kernels."""
     libraries: int
     """Bytes of workspaces that libraries keep after their first call."""
-    expected: int = 0
-    """Number of ops with a workspace that is expected by a model of cuDNN's choice."""
+    expected: Mapping[int, ExpectedScratch] = field(default_factory=dict)
+    """Ops, by their index, with a workspace that is expected by a model of cuDNN's choice."""
+
+
+@dataclass(frozen=True)
+class ExpectedScratch:
+    """The possible scratch of an op with expected workspaces."""
+
+    asked: tuple[Asked, ...]
+    """Ops that ask the same have the same scratch."""
+    sizes: ExpectedWorkspace
 
 
 def on_card(graph: JointGraph, device: Device) -> OnCard:
@@ -51,29 +64,33 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
         for op, declares_scratch in zip(graph.ops, declare_scratch, strict=True)
     ]
     all_extras = [extra for extras in workspaces for extra in extras]
-    cudnn_bytes, expected = ({}, set[Asked]()) if library is None else _cudnn_bytes(library, device, all_extras)
+    cudnn_bytes, models = ({}, {}) if library is None else _cudnn_bytes(library, device, all_extras)
     persistent = sum(round_to_blocks(extra.bytes) for extra in all_extras if extra.held)
-    ops = list[GraphOp]()
+    ops, expected = list[GraphOp](), dict[int, ExpectedScratch]()
     for op, declares_scratch, extras in zip(graph.ops, declare_scratch, workspaces, strict=True):
         other = sum(round_to_blocks(extra.bytes) for extra in extras if not extra.held and extra.asked is None)
-        ops.append(
-            op if declares_scratch else replace(op, scratch=other + _cudnn_scratch(graph, op, extras, cudnn_bytes))
-        )
-    return OnCard(
-        replace(graph, ops=tuple(ops)),
-        persistent,
-        sum(any(extra.asked in expected for extra in extras) for extras in workspaces),
-    )
+        scratch = op.scratch if declares_scratch else other + _cudnn_scratch(graph, op, extras, cudnn_bytes)
+        ops.append(replace(op, scratch=scratch))
+        if possible := {extra.asked: models[extra.asked] for extra in extras if extra.asked in models}:
+            probabilities = defaultdict[int, float](float)
+            for chosen in product(*(zip(one.sizes, one.probabilities, strict=True) for one in possible.values())):
+                sizes = dict(zip(possible, (size for size, _ in chosen), strict=True))
+                scratch_of = other + _cudnn_scratch(graph, op, extras, {**cudnn_bytes, **sizes})
+                probabilities[scratch_of] += prod(probability for _, probability in chosen)
+            ordered = sorted(probabilities)
+            sizes = ExpectedWorkspace(scratch, tuple(ordered), tuple(probabilities[size] for size in ordered))
+            expected[op.index] = ExpectedScratch(tuple(possible), sizes)
+    return OnCard(replace(graph, ops=tuple(ops)), persistent, expected)
 
 
 def _cudnn_bytes(
     library: Cudnn, device: Device, extras: Sequence[Extra]
-) -> tuple[dict[Asked, int], set[Asked]]:  # fmt: skip
+) -> tuple[dict[Asked, int], dict[Asked, ExpectedWorkspace]]:
     """Return the workspaces that cuDNN reports, in bytes: that of its first plan, with benchmark the largest; else the
-    expected ones, which are also named."""
+    expected ones, and what else these may be."""
     requests = dict.fromkeys(extra.asked for extra in extras if extra.asked is not None)
     answers = ask(library, device, (request.question for request in requests))
-    workspaces, expected = dict[Asked, int](), set[Asked]()
+    workspaces, expected = dict[Asked, int](), dict[Asked, ExpectedWorkspace]()
     for request in requests:
         plans = answers.plans.get(request.question, ())
         if request.plan == "first" and request.question in answers.measured:
@@ -82,8 +99,8 @@ def _cudnn_bytes(
             largest = max(plan.workspace for plan in plans)
             workspaces[request] = plans[0].workspace if request.plan == "first" else largest
         elif request.plan == "first" and request.question in answers.expected:
-            workspaces[request] = answers.expected[request.question].bytes
-            expected.add(request)
+            expected[request] = answers.expected[request.question]
+            workspaces[request] = expected[request].bytes
     return workspaces, expected
 
 

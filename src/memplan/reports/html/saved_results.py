@@ -40,6 +40,7 @@ from memplan.reports.html import charts
 from memplan.reports.html.fields import Fields
 from memplan.reports.html.page_parts import Mood, Result
 from memplan.reports.html.palette import LOOKS
+from memplan.reports.largest import at_the_bands_end, beyond_the_limit
 from memplan.studies.comparisons.comparison import Comparison, change_text
 from memplan.studies.comparisons.measured import Beside, Peak
 from memplan.studies.guarding.outcome import Outcome
@@ -189,7 +190,10 @@ def _script_fit(data: Fields) -> Result:
     if lines is not None:
         added = fitting.Lines(lines.maybe("where", str), lines.get("before", bool), lines.texts("text"))
     budget, recorded, outside = (data.get(name, int) for name in ("budget", "recorded", "outside"))
-    script = fitting.Fitting(data.get("title", str), budget, recorded, beside, surplus, plan, shortfall, added, outside)
+    script = fitting.Fitting(
+        data.get("title", str), budget, recorded, beside, surplus, plan, shortfall, added, outside,
+        data.maybe("recorded_band", tuple[int, int]),
+    )  # fmt: skip
     return _of_fit("fit of a script", script.title, fit.script_report(script, 0), plan, _plan_charts(plan))
 
 
@@ -335,11 +339,14 @@ def _trials(data: Fields, axis: str) -> list[Part]:
     fields.append(_size_field("reserved, with context" if on_card else "least budget" if planned else "needs", "need"))
     fields += [Field("", _answer), Field("why", lambda row: row.maybe("reason", str) or "")]
     parts: list[Part] = [table_of(rows, fields)]
-    if any(row.get("value", int) == answer and limit and (row.maybe("need", int) or 0) > limit for row in rows):
-        parts.append(
-            f"{axis} {answer} would reserve more than the limit; the allocator gives cached segments back then, and it "
-            "was recorded to fit."
-        )
+    for row in rows:
+        if not answer or not limit or row.get("value", int) != answer:
+            continue
+        likely, band = data.maybe("likely", int), row.maybe("needs_band", tuple[int, int])
+        if likely is not None and band is not None:
+            parts.append(at_the_bands_end(axis, answer, likely, band[1]))
+        if (row.maybe("need", int) or 0) > limit:
+            parts.append(beyond_the_limit(axis, answer, band))
     return parts
 
 

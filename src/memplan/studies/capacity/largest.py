@@ -126,6 +126,7 @@ class Largest(Written, Displayed):
         return named(self, "title", "axis", "value", "sizes", "step", "notes", "planned") | {
             "tried": [trial.row() for trial in self.tried],
             "following": self.end,
+            "likely": self.likely,
             "device": self.room.target.name,
             "limit": self.room.limit,
             "workspace": self.room.case,

@@ -1,8 +1,9 @@
 """Temporaries of matrix products.
 
 mm (Blas.cpp, addmm_impl_cpu_) copies an operand whose strides BLAS cannot read; bfloat16 goes to oneDNN if the CPU
-computes in it, which packs the second operand in parts. The real size depends on the CPU and its number of threads:
-from 0.5 to 5 MB were measured for products of 0.5 to 8 MB; the prediction is in between, and an explanation says so.
+computes in it, which packs blocks of the operands and adds up in float32 (`scratch`). Where AMX multiplies, its size
+is not known so well: from 0.5 to 5 MB were measured for products of 0.5 to 8 MB. The prediction is in between, and an
+explanation says so.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.semantics.layout import bytes_of, copied
+from memplan.trace.semantics.layout import bytes_of, copied, has_amx
 
 _PACKED_AT_MOST = 2 << 20
 _SMALL = 16**3
+_BLOCK_ROWS, _BLOCK_COLUMNS = 256, 64
+"""Most rows of a block, mostly fewer where they are no divisor of the rows; and columns of a packed one."""
 
 
 def _is_readable_by_blas(tensor: torch.Tensor) -> bool:
@@ -36,11 +39,28 @@ def _uses_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def scratch(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return the bytes of the second operand as packed by oneDNN in bfloat16: one matrix of a batch, at most
-    `_PACKED_AT_MOST`."""
+    """Return the scratchpad of oneDNN's product in bfloat16 (brgemm), of one matrix of a batch.
+
+    Each thread packs a block of the second operand, 64 columns wide, and of the first if that is transposed, and adds
+    up a block of the result in float32. The sizes of the blocks were read off what oneDNN 3.12 takes with AVX512-BF16.
+    With AMX: the second operand, at most `_PACKED_AT_MOST`.
+    """
     if not _uses_onednn(a, b):
         return 0
-    return min(b.shape[-1] * b.shape[-2] * b.element_size(), _PACKED_AT_MOST)
+    (rows, depth), columns = a.shape[-2:], b.shape[-1]
+    if has_amx():
+        return min(depth * columns * b.element_size(), _PACKED_AT_MOST)
+    rows, packed = min(rows, _BLOCK_ROWS), -(-depth // 32) * 32
+    if a.stride(-1) == 1 or not _is_readable_by_blas(a):  # else its copy is contiguous
+        packed = min(packed, 512 if depth <= 1024 else 1024)
+        first, wide = 0, _BLOCK_COLUMNS
+    else:
+        packed = min(packed, 512)
+        # rows of a power of two would share lines of the cache; the result of a part of the depth stays for the next
+        first = 128 + rows * (packed + 32 * (packed == 512)) * a.element_size()
+        wide = _BLOCK_COLUMNS if depth <= 512 else 1024
+    second, result = packed * _BLOCK_COLUMNS * b.element_size(), rows * min(columns, wide) * 4
+    return 1024 + torch.get_num_threads() * (first + second + result)
 
 
 def product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
