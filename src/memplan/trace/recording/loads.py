@@ -28,9 +28,7 @@ class _Storages:
             storages on the host are parts.
     """
 
-    def __init__(
-        self, place_of: Callable[[int], str | torch.device], mapped: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, place_of: Callable[[int], str | torch.device], mapped: tuple[int, int] | None = None) -> None:
         self._place_of = place_of
         self._first, size = mapped or (0, 0)
         self._file = torch.empty(size, dtype=torch.uint8) if mapped else None
@@ -131,7 +129,9 @@ def loads_recorded(is_recorded: Callable[[], bool]) -> Iterator[None]:
     """
     plain = torch.load
 
-    def load(f: Any, map_location: Any = None, pickle_module: Any = None, *, mmap: bool | None = None, **kwargs: Any) -> Any:
+    def load(
+        f: Any, map_location: Any = None, pickle_module: Any = None, *, mmap: bool | None = None, **kwargs: Any
+    ) -> Any:
         if not is_recorded():
             return plain(f, map_location, pickle_module, mmap=mmap, **kwargs)
         places = dict[int, str | torch.device]()
