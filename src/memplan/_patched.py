@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-
 _replaced: list[tuple[Any, Any]] = []
 """Each value that replaces another one now, with that one."""
 

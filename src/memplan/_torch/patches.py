@@ -139,7 +139,7 @@ def _originals_scripted() -> Iterator[None]:
     """Let TorchScript compile what patched names of torch stand for: it knows operators by identity, and cannot compile
     a replacement in Python.
 
-    Seen in torch 2.11 and 2.13: its compiler asks ``torch.jit._builtins._find_builtin`` what a global is, and gives
+    Seen in torch 2.13: its compiler asks ``torch.jit._builtins._find_builtin`` what a global is, and gives
     what is no operator to ``torch.jit._recursive.try_compile_fn``.
     """
     from torch.jit import _builtins, _recursive
