@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 ABSENT = object()
 """In the place of an attribute that is not there."""
 Patch = tuple[Any, dict[str, Any], dict[str, Any]]
 """Owner, its attributes before, its attributes meanwhile."""
 
+_originals: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""What each function or class replaces, or replaced."""
 _tracked: list[list[Patch]] = []
 """Patches at work of each `tracked` context, the innermost last."""
 
@@ -35,11 +38,23 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 def patched_throughout(owner: Any, **attributes: Any) -> Iterator[None]:
     """Replace attributes as `patched` does, also within `unpatched`."""
     before = {name: owner.__dict__.get(name, ABSENT) for name in attributes}
+    for name, value in attributes.items():
+        if callable(value) and before[name] is not ABSENT:
+            with contextlib.suppress(TypeError):  # nothing can refer to it weakly
+                _originals[value] = before[name]
     try:
         _put(owner, attributes)
         yield
     finally:
         _put(owner, before)
+
+
+def original_of(value: Any) -> Any:
+    """Return what a function or class replaces, the original of several replacements; any other ``value`` itself."""
+    with contextlib.suppress(TypeError):  # nothing can refer to it weakly
+        while value in _originals:
+            value = _originals[value]
+    return value
 
 
 def _put(owner: Any, attributes: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ from memplan._torch.eager import (
     YieldingProfile,
     capturable_kernels,
     is_composite,
+    is_dispatched,
     is_observed,
     marker,
     memory_profile,

@@ -95,9 +95,14 @@ def marker(name: str) -> contextlib.AbstractContextManager[Any]:
     return _RecordFunctionFast(MARK + name)
 
 
+def is_dispatched() -> bool:
+    """Return whether a dispatch mode sees what this thread runs."""
+    return _get_current_dispatch_mode() is not None
+
+
 def is_observed() -> bool:
     """Return whether a profiler sees what this thread runs, or a dispatch mode, or Dynamo traces it."""
-    return is_profiled() or _get_current_dispatch_mode() is not None or torch.compiler.is_compiling()
+    return is_profiled() or is_dispatched() or torch.compiler.is_compiling()
 
 
 def memory_profile() -> Any:

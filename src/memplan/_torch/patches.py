@@ -22,7 +22,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils import checkpoint as torch_checkpoint
 
 from memplan._frames import callers
-from memplan._patched import patched
+from memplan._patched import original_of, patched
 
 
 def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +115,33 @@ def scripted_as_python(notify: Callable[[], None]) -> Iterator[None]:
 
     script: Callable[..., Any] = torch.jit.script
     jit = ("script", "trace", "freeze", "optimize_for_inference")
-    with patched(torch.jit, **{name: uncompiled(getattr(torch.jit, name)) for name in jit}):
+    with (
+        _originals_scripted(),
+        patched(torch.jit, **{name: uncompiled(getattr(torch.jit, name)) for name in jit}),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _originals_scripted() -> Iterator[None]:
+    """Let TorchScript compile what patched names of torch stand for: it knows operators by identity, and cannot compile
+    a replacement in Python.
+
+    Seen in torch 2.13: its compiler asks ``torch.jit._builtins._find_builtin`` what a global is, and gives
+    what is no operator to ``torch.jit._recursive.try_compile_fn``.
+    """
+    from torch.jit import _builtins, _recursive
+
+    find_builtin, compile_function = _builtins._find_builtin, _recursive.try_compile_fn
+    find = lambda function: find_builtin(original_of(function))  # noqa: E731
+    with (
+        patched(_builtins, _find_builtin=find),
+        patched(
+            _recursive,
+            _find_builtin=find,
+            try_compile_fn=lambda function, location: compile_function(original_of(function), location),
+        ),
+    ):
         yield
 
 

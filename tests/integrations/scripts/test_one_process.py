@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memplan.errors import StepError
 from memplan.integrations.scripts.one_process import in_one_process
 
 
@@ -38,6 +39,13 @@ def test_pools_of_processes_are_base_classes_and_run_here() -> None:
                 assert set(pool.map(_process, range(9))) == {os.getpid()}
         with Executor(2) as executor:
             assert set(executor.map(_process, range(9))) == {os.getpid()}
+
+
+def test_processes_of_datasets_are_refused_with_what_to_leave_out() -> None:
+    namespace: dict[str, Any] = {"__name__": "datasets.arrow_dataset", "os": os}
+    exec("def map(): os.fork()", namespace)
+    with in_one_process("folder", values=True), pytest.raises(StepError, match="Leave num_proc out"):
+        namespace["map"]()
 
 
 def _process(_: object) -> int:

@@ -17,8 +17,9 @@ from torch import nn
 
 from memplan import _torch
 from memplan.integrations.scripts.effects import Effects
-from memplan.integrations.scripts.loaded import as_recorded, new_tensors, shapes_of
+from memplan.integrations.scripts.loaded import new_tensors, shapes_of
 from memplan.integrations.scripts.sandbox.messages import MARK
+from memplan.trace.recording.loads import as_recorded
 
 _DIGITS = 16
 _LENGTH = len(MARK) + _DIGITS
@@ -51,7 +52,8 @@ class Checkpoints:
     def hooked(self) -> Iterator[None]:
         """Within this context the functions of torch and safetensors that save and load go by way of this object."""
         with ExitStack() as stack:
-            stack.enter_context(_torch.patched(torch, save=self._saver(torch.save), load=self._loader(torch.load)))
+            load = self._loader(torch.load, is_recorded=True)
+            stack.enter_context(_torch.patched(torch, save=self._saver(torch.save), load=load))
             jit = torch.jit
             stack.enter_context(_torch.patched(jit, save=self._saver(jit.save), load=self._loader(jit.load)))
             if not self._values:
@@ -112,8 +114,11 @@ class Checkpoints:
 
         return save
 
-    def _loader(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for ``plain`` that loads tensors of the recording, also from a real file."""
+    def _loader(self, plain: Callable[..., Any], *, is_recorded: bool = False) -> Callable[..., Any]:
+        """Return a replacement for ``plain`` that loads tensors of the recording, also from a real file.
+
+        ``is_recorded``: ``plain`` itself does so with a real file, as `torch.load` during a recording.
+        """
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._before("load")
@@ -122,6 +127,8 @@ class Checkpoints:
             stored = self._load_stored(self._read_mark(f), map_location)
             if stored is not None:
                 return stored
+            if is_recorded:
+                return plain(f, map_location, *args, **kwargs)
             with _torch.no_modes():
                 loaded = plain(f, "cpu", *args, **kwargs)
             return as_recorded(loaded, map_location)

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 from memplan import _torch
 from memplan.integrations.scripts.absent_data import absent_data
 from memplan.integrations.scripts.lines import script_line
-from memplan.integrations.scripts.loaded import as_recorded, new_tensors, shapes_of
+from memplan.integrations.scripts.loaded import new_tensors, shapes_of
 from memplan.integrations.scripts.trainer_schedule import TrainerSchedule
 from memplan.trace.program_facts import Batch
+from memplan.trace.recording.loads import as_recorded
 from memplan.trace.records import HOST
 from memplan.trace.spec import realize
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from torch.nn.parallel import DistributedDataParallel
 
 from memplan import _torch
+from memplan._frames import callers
 from memplan.errors import StepError
 from memplan.integrations.scripts.lines import script_line
 
@@ -42,12 +43,15 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
     """
 
     def refuse(*_: Any) -> NoReturn:
+        prepares = any(str(frame.f_globals.get("__name__")).startswith("datasets.") for frame in callers())
         raise StepError(
-            "the script starts processes of its own, and what they do is not seen",
+            "datasets prepares samples in processes of its own (num_proc), which a recording cannot follow" if prepares
+            else "the script starts processes of its own, and what they do is not seen",
             expected="a script that trains in one process",
-            do="Run the function that one of them runs, alone (of several ranks: one)",
+            do="Leave num_proc out, or give None: the samples are the same" if prepares
+            else "Run the function that one of them runs, alone (of several ranks: one)",
             where=script_line(folder),
-        )
+        )  # fmt: skip
 
     def refuse_wrapper(*_: Any, **__: Any) -> NoReturn:
         raise StepError(

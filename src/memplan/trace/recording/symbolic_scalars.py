@@ -20,6 +20,7 @@ from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.assumed import Assumed
 from memplan.trace.recording.ledger import Entry
+from memplan.trace.recording.loads import loads_recorded
 from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
 from memplan.trace.recording.session import SCRIPTED
@@ -224,6 +225,7 @@ class ScalarPolicy:
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.fakes_dressed())
             stack.enter_context(_torch.files_mapped_without_data())
+            stack.enter_context(loads_recorded(lambda: _torch.is_dispatched() and not mode.suspended))
             stack.enter_context(_torch.lazy_layers_with_fake_parameters(mode, mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             stack.enter_context(_torch.lengths_as_tensors())

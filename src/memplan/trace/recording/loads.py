@@ -1,0 +1,163 @@
+"""`torch.load` of a real file in a recording: tensors of the recording, in storages as large as the file's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.serialization import config
+
+from memplan import _torch
+from memplan.trace.records import HOST
+
+_KNOWN = 1024
+"""Elements up to which the values of integers are kept."""
+_ZIP = b"PK\x03\x04"
+
+
+class _Storages:
+    """Storages of the recording for those of a real file, by the address of each real one.
+
+    Args:
+        place_of: address of a real storage -> its device.
+        mapped: if the file is mapped, the address of its first storage, and the bytes of the file, of which its
+            storages on the host are parts.
+    """
+
+    def __init__(self, place_of: Callable[[int], str | torch.device], mapped: tuple[int, int] | None = None) -> None:
+        self._place_of = place_of
+        self._first, size = mapped or (0, 0)
+        self._file = torch.empty(size, dtype=torch.uint8) if mapped else None
+        self._made: dict[int, torch.Tensor] = {}
+
+    def tensor_of(self, leaf: Any) -> Any:
+        """Return a real tensor as one of the recording: small integers keep their values, aliases share a storage. A
+        module's tensors are replaced in it; what is neither stays."""
+        if isinstance(leaf, nn.Module):
+            for module in leaf.modules():
+                named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+                for name, tensor in named:
+                    setattr(module, name, self.tensor_of(tensor))
+            return leaf
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, _torch.FakeTensor) or leaf.layout != torch.strided:
+            return leaf
+        with _torch.no_modes():
+            plain, needs_grad = leaf.detach().as_subclass(torch.Tensor), leaf.requires_grad
+            storage, dtype, shape, strides = plain.untyped_storage(), plain.dtype, tuple(plain.shape), plain.stride()
+            owns_storage = storage.nbytes() == plain.numel() * plain.element_size()
+            is_integral = not dtype.is_floating_point and not dtype.is_complex
+            values = plain.tolist() if is_integral and owns_storage and plain.numel() <= _KNOWN else None
+            address, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
+        device = self._place_of(address)
+        if values is not None and self._file is None:
+            return torch.tensor(values, dtype=dtype, device=device)
+        if not size:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if address not in self._made:
+            self._made[address] = self._make(address, size, device)
+        content = self._made[address].view(dtype)
+        view = content.as_strided(shape, strides, content.storage_offset() + offset)
+        is_parameter = isinstance(leaf, nn.Parameter)
+        return nn.Parameter(view.detach(), needs_grad) if is_parameter else view.requires_grad_(needs_grad)
+
+    def _make(self, address: int, size: int, device: str | torch.device) -> torch.Tensor:
+        """Return the bytes of a storage: loaded to the host, or mapped there, and copied to a card if that is its
+        place."""
+        if self._file is None:
+            loaded = torch.empty(size, dtype=torch.uint8)
+        else:
+            loaded = self._file[address - self._first :][:size]
+        return loaded if torch.device(device).type == HOST else loaded.to(device)
+
+
+def as_recorded(loaded: Any, map_location: Any = None) -> Any:
+    """Return a loaded object with tensors of the recording, which share memory as the real tensors do.
+
+    Args:
+        loaded: anything, with real tensors somewhere in its lists and dicts, or a module.
+        map_location: the device of its tensors, as for `torch.load`; a mapping or function counts as the host.
+    """
+    device = map_location if isinstance(map_location, (str, torch.device)) else HOST
+    return _torch.tree_map(_Storages(lambda address: device).tensor_of, loaded)
+
+
+class _Moved:
+    """A storage as a function for ``map_location`` sees it: it moves to no device, and notes to which it would."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        self.place: str | torch.device = HOST
+
+    def cpu(self) -> _Moved:
+        self.place = HOST
+        return self
+
+    def cuda(self, device: Any = None, **_: Any) -> _Moved:
+        self.place = "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
+        return self
+
+    def to(self, device: Any = None, **_: Any) -> _Moved:
+        self.place = device
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+
+def _place_of(storage: Any, location: str, map_location: Any) -> str | torch.device:
+    """Return the device that `torch.load` loads a storage to that was saved at ``location``."""
+    if isinstance(map_location, Mapping):
+        return map_location.get(location, location)
+    if isinstance(map_location, bytes):
+        return map_location.decode()
+    if callable(map_location):
+        moved = map_location(_Moved(storage), location)
+        return location if moved is None else moved.place if isinstance(moved, _Moved) else HOST
+    return location if map_location is None else map_location
+
+
+@contextmanager
+def loads_recorded(is_recorded: Callable[[], bool]) -> Iterator[None]:
+    """Within this context `torch.load` returns tensors of the recording, where ``is_recorded()`` is true.
+
+    Of a file on the disk no values are read but those of small integers. Bytes are those of the file's storages, or, if
+    it is mapped (``mmap=True``), of the whole file, as torch's allocator counts them.
+    """
+    plain = torch.load
+
+    def load(
+        f: Any, map_location: Any = None, pickle_module: Any = None, *, mmap: bool | None = None, **kwargs: Any
+    ) -> Any:
+        if not is_recorded():
+            return plain(f, map_location, pickle_module, mmap=mmap, **kwargs)
+        places = dict[int, str | torch.device]()
+
+        def locate(storage: Any, location: str) -> Any:
+            places[storage.data_ptr()] = _place_of(storage, location, map_location)
+            return storage
+
+        is_mapped = config.load.mmap if mmap is None else mmap
+        with _torch.no_modes():
+            loaded = plain(f, locate, pickle_module, mmap=is_mapped or _is_zip(f), **kwargs)
+        mapped = (min(places, default=0), os.path.getsize(f)) if is_mapped else None
+        return _torch.tree_map(_Storages(lambda address: places.get(address, HOST), mapped).tensor_of, loaded)
+
+    with ExitStack() as stack:
+        for module in (torch, torch.serialization):
+            stack.enter_context(_torch.patched(module, load=load))
+        yield
+
+
+def _is_zip(f: Any) -> bool:
+    """Return whether this is the path of a file that can be mapped instead of being read."""
+    if not isinstance(f, (str, os.PathLike)):
+        return False
+    try:
+        with open(f, "rb") as file:
+            return file.read(len(_ZIP)) == _ZIP
+    except OSError:  # torch says what is wrong with it
+        return False
