@@ -50,7 +50,7 @@ def _build(load: Callable[[], Any]) -> Callable[[], Callable[[], None]]:
         {"map_location": {"cuda:0": "cpu"}},
         {"zipped": False},
     ],
-    ids=str,
+    ids=["default", "weights only", "function", "mapped", "devices", "legacy"],
 )
 def test_loaded_storages_count_as_in_a_run(tmp_path: Path, options: dict[str, Any]) -> None:
     path = _file(tmp_path, zipped=options.pop("zipped", True))
@@ -73,7 +73,9 @@ def test_an_early_name_of_the_function_and_an_open_file_load_the_same(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "place", ["cuda", "cuda:0", torch.device("cuda"), {"cpu": "cuda:0"}, lambda storage, _: storage.cuda(0)], ids=str
+    "place",
+    ["cuda", "cuda:0", torch.device("cuda"), {"cpu": "cuda:0"}, lambda storage, _: storage.cuda(0)],
+    ids=["name", "number", "device", "devices", "function"],
 )
 def test_what_is_loaded_to_a_card_lies_there(tmp_path: Path, place: Any) -> None:
     """Two storages of their own blocks: a matrix of which another tensor is a part, a vector; and a number."""
