@@ -13,6 +13,7 @@ from memplan.cudnn.expected_workspace import (
     expected_workspaces,
     family_of,
     features,
+    is_unlearned,
     network_for,
     with_cublas,
     workspace_of,
@@ -125,6 +126,21 @@ def test_what_was_asked_beside_it_changes_nothing() -> None:
     alone, together = (expected_workspaces(CARD, 91900, asked)[IMAGE] for asked in ([IMAGE], [other, IMAGE]))
     assert (alone.bytes, alone.sizes) == (together.bytes, together.sizes)
     assert alone.probabilities == pytest.approx(together.probabilities, abs=1e-12)
+
+
+def test_beyond_what_was_learned_the_probabilities_are_spread() -> None:
+    """By hand: at most half of the network's own for the most probable formula, and half spread over all."""
+    large = replace(IMAGE, x=(1, 64, 1 << 13, 1 << 13), w=(64, 64, 3, 3), y=(1, 64, 1 << 13, 1 << 13), padding=(1, 1))
+    network = network_for(CARD.architecture, 91900)
+    assert network is not None
+    (own,) = network.probabilities([features(large)])
+    expected = expected_workspaces(CARD, 91900, [large])[large]
+    assert is_unlearned(large)
+    assert not is_unlearned(IMAGE)
+    assert expected.bytes == workspace_of(large, network.formulas[int(own.argmax())])
+    share = dict(zip(expected.sizes, expected.probabilities, strict=True))
+    assert min(share.values()) >= 0.5 / len(network.formulas)
+    assert sum(expected.probabilities) == pytest.approx(1)
 
 
 def test_a_capability_without_a_network_has_none() -> None:

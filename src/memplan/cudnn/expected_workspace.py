@@ -36,6 +36,8 @@ _MEASURED_SHARE = 0.85
 _MOST_TILES = 1000
 """Tiles of a weight gradient of 3 by 3 beyond which `with_cublas` says nothing: measured were 32 to 800."""
 _ITEMSIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+_LEARNED_ELEMENTS = 1 << 31
+"""Elements of an input or a result: those of the sampled convolutions are fewer (``tools/workspace_model``)."""
 _NEAR = 0.02
 """Sizes that differ by less than this share of the tensors' bytes count as one. The most probable is expected."""
 
@@ -91,9 +93,17 @@ def expected_workspaces(card: Device, version: int, questions: Sequence[Question
     rows = network.probabilities(np.array([features(question) for question in questions]))
     expected = dict[Question, ExpectedWorkspace]()
     for question, probabilities in zip(questions, rows, strict=True):
+        if is_unlearned(question):
+            probabilities = (probabilities + 1 / len(probabilities)) / 2
         measured = with_cublas(question) if card.architecture == _MEASURED else None
         expected[question] = _expected(question, network.formulas, probabilities, measured)
     return expected
+
+
+def is_unlearned(question: Question) -> bool:
+    """Return whether a convolution is larger than all that the networks were fitted to. Half of the probability is
+    spread evenly over the formulas then, so that the band is wide."""
+    return max(prod(question.x), prod(question.y)) >= _LEARNED_ELEMENTS
 
 
 def with_cublas(question: Question) -> int | None:

@@ -11,8 +11,8 @@ from itertools import accumulate
 from memplan._bytes import round_to_blocks
 from memplan.cudnn.ask import AnyQuestion, ask
 from memplan.cudnn.cudnn_library import Cudnn
-from memplan.cudnn.expected_workspace import ExpectedWorkspace
-from memplan.cudnn.questions import ExecutionPlan, Plans, stairs
+from memplan.cudnn.expected_workspace import ExpectedWorkspace, is_unlearned
+from memplan.cudnn.questions import ExecutionPlan, Plans, Question, stairs
 from memplan.cudnn.recurrent import RecurrentQuestion
 from memplan.devices import Device
 from memplan.trace.live_bytes import live_bytes
@@ -71,6 +71,12 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
         notes.append(
             f"the workspaces of {len(predicted) - recurrent} convolutions are those that {name} is expected to choose; "
             "for its own answer: pip install memplan[cudnn], or --cudnn ENVIRONMENT (cudnn= in Python)"
+        )
+    unlearned = sum(isinstance(question, Question) and is_unlearned(question) for question in predicted.values())
+    if unlearned:
+        notes.append(
+            f"{unlearned} of these convolutions have tensors of 2^31 elements or more, beyond all from which that is "
+            "expected: the band is wide for them"
         )
     if recurrent:
         notes.append(
