@@ -115,7 +115,8 @@ def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextl
 def raw_streams_of_cuda() -> contextlib.AbstractContextManager[None]:
     """Return a context in which the address of the current stream, which libraries read from ``torch._C`` when they
     are imported, is there in builds without CUDA, too."""
-    return patched(torch._C, _cuda_getCurrentRawStream=lambda device: 0)
+    # torch.cuda.graph calls the latter
+    return patched(torch._C, _cuda_getCurrentRawStream=lambda device: 0, _host_emptyCache=lambda: None)
 
 
 def clear_cublas_workspaces() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memplan.simulation.allocator.allocator import CachingAllocator, OutOfMemory
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.peaks import Level
+from memplan.simulation.timeline import Pool
 from memplan.trace.records import Call, Storage
 from memplan.trace.trace import Trace
 
@@ -61,7 +62,9 @@ def drive(
             size = subject.low if low and subject.low is not None else subject.bytes
             stream = subject.stream + _SEPARATE_STREAM if separate and subject.low is not None else subject.stream
             sizes = [plan.workspace for plan in plans.get(subject.id, ())] or [size]
-            address, size = _first_that_fits(allocator, sizes, stream=stream, owner=subject.id, tick=tick)
+            address, size = _first_that_fits(
+                allocator, sizes, stream=stream, pool=(0, subject.pool), owner=subject.id, tick=tick
+            )
             addresses[subject.id] = address
             if size < sizes[0] and smaller is not None:
                 smaller[subject.id] = size
@@ -78,15 +81,15 @@ def drive(
 
 
 def _first_that_fits(
-    allocator: CachingAllocator, sizes: list[int], *, stream: int, owner: int, tick: int
+    allocator: CachingAllocator, sizes: list[int], *, stream: int, pool: Pool, owner: int, tick: int
 ) -> tuple[int, int]:
     """Allocate a block of the first size that fits; return its address and size. Source: Conv_v8.cpp, try_configs."""
     for size in sizes[:-1]:
         try:
-            return allocator.malloc(size, stream=stream, owner=owner, tick=tick), size
+            return allocator.malloc(size, stream=stream, pool=pool, owner=owner, tick=tick), size
         except OutOfMemory:
             continue
-    return allocator.malloc(sizes[-1], stream=stream, owner=owner, tick=tick), sizes[-1]
+    return allocator.malloc(sizes[-1], stream=stream, pool=pool, owner=owner, tick=tick), sizes[-1]
 
 
 def room_for(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: bool) -> dict[int, int] | None:

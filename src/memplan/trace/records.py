@@ -107,6 +107,8 @@ class Storage:
     """On a card: the stream whose pool it comes from."""
     used_on: tuple[int, ...] = ()
     """Other streams that use it (`record_stream`): when freed, it is reused only after their work."""
+    pool: int = 0
+    """On a card: number of the CUDA graphs' private memory pool that it comes from; 0 for the default pool."""
 
 
 @dataclass(frozen=True, slots=True)

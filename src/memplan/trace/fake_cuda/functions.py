@@ -15,6 +15,7 @@ import torch
 from memplan import _torch
 from memplan.devices import Device
 from memplan.errors import StepError
+from memplan.trace.fake_cuda.graphs import Graphs
 from memplan.trace.fake_cuda.residence import Card
 from memplan.trace.fake_cuda.streams import Event, OnDevice, Streams
 from memplan.trace.recording.place import format_frame, user_frame
@@ -41,6 +42,7 @@ def emulated_functions(card: Card, device: Device) -> dict[str, Answer]:
         **_properties(device),
         **_memory(card, device),
         **_streams(card),
+        **Graphs(card).functions(),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -50,7 +52,6 @@ def emulated_functions(card: Card, device: Device) -> dict[str, Answer]:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "initial_seed": lambda: 0,
-        "is_current_stream_capturing": lambda: False,
         "can_device_access_peer": lambda *_: False,
         "get_sync_debug_mode": lambda: 0,
         "get_allocator_backend": lambda: "native",
@@ -140,12 +141,14 @@ def installed(card: Card, device: Device) -> Iterator[None]:
     with ExitStack() as stack:
         for module, emulated in ((torch.cuda, known), (torch.accelerator, accelerator)):
             stack.enter_context(_torch.patched(module, **_replacements(module, emulated)))
-        for module in (torch.cuda.memory, torch.cuda.random):
+        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.graphs):
             own = {name: answer for name, answer in known.items() if name in vars(module)}
             stack.enter_context(_torch.patched(module, **own))
         ranges = dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _no_op)
         within = lambda *_, **__: nullcontext()  # noqa: E731
         stack.enter_context(_torch.patched(torch.cuda.nvtx, **ranges, range=within))
+        # torch keeps the stream on which graphs are captured, here one of this recording
+        stack.enter_context(_torch.patched(torch.cuda.graphs.graph, default_capture_stream=None))
         stack.enter_context(_torch.patched(torch.backends.cuda, is_built=lambda: True))
         # weights of recurrent networks are not flattened: they are assumed to be one buffer already, of the same bytes
         no = lambda tensor: False  # noqa: E731

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan._bytes import ALLOCATOR_BLOCK
 from memplan.trace.fake_cuda.residence import CPU, CUDA, Card, device_of_argument
 
 _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
@@ -37,6 +38,7 @@ def installed(card: Card) -> Iterator[None]:
                 **methods,
             )
         )
+        stack.enter_context(_torch.patched(_torch.FakeTensor, data_ptr=_method(emulated.data_ptr)))
         stack.enter_context(_torch.factories_replaced(emulated.emulated_factory))
         stack.enter_context(_torch.default_device_replaced(lambda device: card.placing(emulated.named_device(device))))
         yield
@@ -129,6 +131,13 @@ class _Tensors:
         self._card.note_cuda_named()
         with self._card.placing(CPU):
             return tensor.clone()
+
+    def data_ptr(self, tensor: torch.Tensor) -> int:
+        """Emulate `torch.Tensor.data_ptr`: the same for the same place in the same storage, as graphed callables compare
+        it, and aligned as a block of the card. It is no address."""
+        entry = self._card.ledger.find(tensor)
+        start = ALLOCATOR_BLOCK * (1 + entry.id) if entry is not None else 0
+        return start + tensor.storage_offset() * tensor.element_size()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
         """Emulate `torch.Tensor.record_stream`: note a stream that the block has to wait for when it is freed."""

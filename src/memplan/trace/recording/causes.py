@@ -111,6 +111,7 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
             id=entry.id, bytes=entry.bytes, cause=cause, born=entry.born, died=entry.died, op=entry.op,
             dtype=entry.dtype, shape=entry.shape, device=entry.device, name=names.storages.get(weight, ""),
             sharers=tuple(sharers.get(entry.id, ())), low=entry.low, stream=entry.stream, used_on=entry.used_on,
+            pool=entry.pool,
         ))  # fmt: skip
     forms = observer.forms
     returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in forms.returned)

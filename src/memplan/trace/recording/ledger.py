@@ -34,6 +34,7 @@ class Entry:
     """Whether its memory is not from torch's allocator, such as numpy's; it then has 0 bytes."""
     device: str = HOST
     stream: int = 0
+    pool: int = 0
     used_on: tuple[int, ...] = ()
     low: int | None = None
     """Lower bound of the bytes, where these are only bounded."""
@@ -94,6 +95,8 @@ class Ledger:
         self.device = HOST
         """Device of storages that are allocated now."""
         self.stream = 0
+        self.pool = 0
+        """Private memory pool of a CUDA graph that is captured; 0 outside of a capture."""
         """Stream that allocates now."""
         self.outside_bytes = 0
         """Bytes of tensors that existed before the recording."""
@@ -172,7 +175,7 @@ class Ledger:
     def allocate_hidden(
         self,
         size: int,
-        op: int,
+        op: int | None,
         *,
         low: int | None = None,
         owner: torch.Tensor | None = None,
@@ -216,7 +219,17 @@ class Ledger:
     def _add(self, size: int, op: int | None, dtype: str, shape: tuple[int, ...]) -> Entry:
         """Add an entry for a storage that is allocated now, on the ledger's current device and stream."""
         self.clock += 1
-        entry = Entry(len(self.entries), size, self.clock, op, dtype, shape, device=self.device, stream=self.stream)
+        entry = Entry(
+            len(self.entries),
+            size,
+            self.clock,
+            op,
+            dtype,
+            shape,
+            device=self.device,
+            stream=self.stream,
+            pool=self.pool,
+        )
         self.entries.append(entry)
         if entry.device != HOST:
             self._change_level(entry.bytes)

@@ -1,0 +1,104 @@
+"""Emulated CUDA graphs: what is captured runs once, and allocates from the private memory pool of its graph.
+
+A replay allocates nothing. Sources: c10/cuda/CUDACachingAllocator.cpp, beginAllocateToPool, and
+aten/src/ATen/cuda/CUDAGraph.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.errors import UsageError
+from memplan.trace.fake_cuda.residence import Card
+from memplan.trace.records import ON_CARD
+
+_NUMBER = 8
+"""Bytes of an int64."""
+Handle = tuple[int, int]
+"""Id of a memory pool, as torch numbers them: (number, 0) of a graph's own, (0, number) of `graph_pool_handle`."""
+
+
+class Graphs:
+    """The capture at work, and the emulated `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self._pools = dict[Handle, int]()
+        self._handles = 0
+        self._keeps_random_state = False
+        self.is_capturing = False
+        graphs = self
+
+        class Graph:
+            """`torch.cuda.CUDAGraph` of this recording."""
+
+            def __init__(self, keep_graph: bool = False) -> None:
+                self._pool: Handle | None = None
+
+            def capture_begin(self, pool: Handle | None = None, *_: Any, **__: Any) -> None:
+                """Allocate from a private pool from now on."""
+                graphs.keep_random_state()
+                self._pool = pool or graphs.handle(own=True)
+                graphs.begin(self._pool)
+
+            def capture_end(self) -> None:
+                """Allocate as before."""
+                graphs.end()
+
+            def pool(self) -> Handle:
+                """Return the id of the graph's memory pool."""
+                if self._pool is None:
+                    raise UsageError(
+                        "pool() of a CUDA graph that captured nothing", expected="a capture before", do="Capture first"
+                    )
+                return self._pool
+
+            def replay(self) -> None:
+                """Do nothing: kernels and their memory are those of the capture."""
+
+            reset = instantiate = enable_debug_mode = replay
+
+            def debug_dump(self, debug_path: str) -> None:
+                """Do nothing: there is no graph."""
+
+        self.Graph = Graph
+
+    def handle(self, *, own: bool = False) -> Handle:
+        """Return the id of a new memory pool: of `torch.cuda.graph_pool_handle`, or of a graph's own."""
+        self._handles += 1
+        return (self._handles, 0) if own else (0, self._handles)
+
+    def begin(self, pool: Handle) -> None:
+        """Begin a capture into a pool, whose number is that of its first use."""
+        self._card.ledger.pool = self._pools.setdefault(pool, len(self._pools) + 1)
+        self.is_capturing = True
+
+    def end(self) -> None:
+        """End the capture."""
+        self._card.ledger.pool = 0
+        self.is_capturing = False
+
+    def keep_random_state(self) -> None:
+        """Allocate seed and offset of the random numbers, which captured kernels read, at the first capture."""
+        if self._keeps_random_state:
+            return
+        self._keeps_random_state = True
+        ledger = self._card.ledger
+        before, ledger.device = ledger.device, ON_CARD
+        for _ in range(2):
+            ledger.allocate_hidden(_NUMBER, None)
+        ledger.device = before
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Return the emulated functions and classes of `torch.cuda.graphs`, by name. Those of torch that use them alone
+        stay as they are."""
+        return {
+            "CUDAGraph": self.Graph,
+            "graph_pool_handle": self.handle,
+            "is_current_stream_capturing": lambda: self.is_capturing,
+            "graph": torch.cuda.graphs.graph,
+            "make_graphed_callables": torch.cuda.graphs.make_graphed_callables,
+        }
