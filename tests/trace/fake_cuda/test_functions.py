@@ -100,9 +100,6 @@ def test_libraries_read_the_address_of_the_current_stream() -> None:
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
-        (lambda: CUDA.graph(None), "torch.cuda.graph"),
-        (lambda: CUDA.make_graphed_callables(1, 2), "torch.cuda.make_graphed_callables"),
         (lambda: torch.cuda.memory_snapshot(), "torch.cuda.memory_snapshot"),
         (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
         (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),

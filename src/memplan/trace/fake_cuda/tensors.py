@@ -133,11 +133,11 @@ class _Tensors:
             return tensor.clone()
 
     def data_ptr(self, tensor: torch.Tensor) -> int:
-        """Emulate `torch.Tensor.data_ptr`: the same for the same place in the same storage, as graphed callables compare
-        it, and aligned as a block of the card. It is no address."""
+        """Emulate `torch.Tensor.data_ptr`: equal for the same place in a storage, which graphed callables compare, and
+        aligned as a block of the card. It is no address."""
         entry = self._card.ledger.find(tensor)
         start = ALLOCATOR_BLOCK * (1 + entry.id) if entry is not None else 0
-        return start + tensor.storage_offset() * tensor.element_size()
+        return start + int(tensor.storage_offset()) * tensor.element_size()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
         """Emulate `torch.Tensor.record_stream`: note a stream that the block has to wait for when it is freed."""
