@@ -34,9 +34,18 @@ def test_torch_scripts_functions_that_call_what_a_recording_patches() -> None:
 
 def test_the_original_of_several_replacements() -> None:
     class Owner:
-        value = 1
+        @staticmethod
+        def value() -> int:
+            return 1
 
-    first, second = object(), object()
+    def first() -> int:
+        return 2
+
+    def second() -> int:
+        return 3
+
+    original = Owner.__dict__["value"]
     with patched(Owner, value=first), patched(Owner, value=second):
-        assert original_of(second) == original_of(first) == 1
-    assert original_of(second) is second
+        assert original_of(second) is original_of(first) is original
+    assert original_of(original) is original
+    assert original_of(3) == 3
