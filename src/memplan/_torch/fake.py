@@ -32,7 +32,7 @@ from memplan._patched import ABSENT, patched_throughout
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
-from memplan._torch.subclasses import subclasses_hidden
+from memplan._torch.subclasses import subclasses_hidden, wraps_tensors
 from memplan._torch.tensors import (
     KNOWN,
     compressed_layout_error,
@@ -50,6 +50,8 @@ READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 
+_WAIT = "_c10d_functional::wait_tensor"
+"""Returns its argument; the fake implementation returns another tensor, which compilers need."""
 # In place, elementwise, never resizing: with operands of the result's own shape there is nothing to propagate.
 _IN_PLACE = frozenset(
     f"aten::{name}_"
@@ -360,6 +362,8 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
+        if any(map(wraps_tensors, types)):  # its own dispatch runs the op on the tensors inside
+            return NotImplemented
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs or {})
         with self._lock, subclasses_hidden(types, args, kwargs):
@@ -519,7 +523,7 @@ class FakeMode(FakeTensorMode):
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on fake tensors by the shortest way: nothing to do, a cached result, a small factory whose values
         are computed (`_FACTORIES`), or torch's fake implementation."""
-        if _changes_nothing(func, args, kwargs):
+        if func._schema.name == _WAIT or _changes_nothing(func, args, kwargs):
             return args[0]
         key = self._memo.key(func, args, kwargs)
         if key is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from memplan._torch.patches import patched
@@ -23,6 +23,12 @@ from memplan._torch.patches import patched
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 _KIND = "_memplan_kind"
 _OWN = frozenset(("fake_mode", "fake_device", "constant", "real_tensor", "nonzero_memo", "item_memo", "unique_memo"))
+
+
+@functools.cache
+def wraps_tensors(kind: type) -> bool:
+    """Return whether tensors of a class are made of others and dispatch ops themselves: `DTensor`, quantized ones."""
+    return is_traceable_wrapper_subclass_type(kind)
 
 
 def kind_of(tensor: torch.Tensor) -> type | None:

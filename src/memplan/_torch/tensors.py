@@ -202,14 +202,19 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"": tensor}
     names: Any = tensor.__tensor_flatten__()[0]
     tensors: dict[str, torch.Tensor] = {}
-    for name in names:
-        for rest, inner in inner_tensors(getattr(tensor, name)).items():
+    parts = {name: getattr(tensor, name) for name in names}
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor):  # a mesh of devices
+            continue
+        for rest, inner in inner_tensors(part).items():
             tensors[f"{name}.{rest}" if rest else name] = inner
     return tensors
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the innermost tensor of the wrappers that transforms of `torch.func` put around it."""
+    """Return the innermost tensor of the wrappers that transforms of `torch.func` put around it; of a `DTensor`, what
+    this rank has of it."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor

@@ -39,6 +39,8 @@ def check(
     ignore: Sequence[str] = (),
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
+    world: int | None = None,
+    rank: int = 0,
 ) -> list[Finding]:
     """Find where a step wastes memory, or saves it the wrong way, before it runs.
 
@@ -73,7 +75,7 @@ def check(
                 expected="a Trace alone: its step is already recorded",
             )
         return check_trace(what, context=context, ignores=ignores)
-    target = choose_target(device_of(what) if device is None else device, assume, cudnn)
+    target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, rank)
     remaker = Remaker(what, options, target)
     return check_trace(record_again(remaker), remaker=remaker, context=context, ignores=ignores)
 

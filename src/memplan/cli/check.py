@@ -13,6 +13,7 @@ from memplan.cli.options import (
     Whole,
     describe,
     load_trace,
+    rank_options,
     remove_parameters,
     result_options,
     step_options,
@@ -53,6 +54,7 @@ usage, or a step that cannot be recorded.
 
 @click.command("check", help=HELP)
 @step_options
+@rank_options
 @click.option(
     "--fail-on", type=click.Choice(("info", "warning", "never")), default="warning", show_default=True,
     help="Lowest severity that makes the exit code 1.",
@@ -116,16 +118,13 @@ def _findings(
     """Return the step of a target, a script or a trace file, and its findings."""
     from memplan.checks.check import check_trace, record_again
     from memplan.checks.mended.changed_step import Remaker
-    from memplan.trace.recording.session import choose_target
 
     if request is not None or is_trace(arguments.target):
         trace = load_trace(arguments) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
     with progress(f"recording {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
-        remaker = Remaker(
-            described.what, described.options, choose_target(arguments.device, arguments.assumed, arguments.environment)
-        )
+        remaker = Remaker(described.what, described.options, arguments.recorded_for())
         try:
             trace = record_again(remaker)
             return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)

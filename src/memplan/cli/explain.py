@@ -14,6 +14,7 @@ from memplan.cli.options import (
     StepArguments,
     describe,
     load_trace,
+    rank_options,
     step_options,
     top_option,
     with_input_advice,
@@ -60,6 +61,7 @@ a recording does not have.
 
 @click.command("explain", help=HELP)
 @step_options
+@rank_options
 @click.option("--measure", "really", is_flag=True, help="Really run the step here, instead of predicting it.")
 @top_option(12, "Layers")
 @click.option(
@@ -188,12 +190,11 @@ def _explain_target(
     """Explain the step of a target from a recording or, with ``really``, from a run; with ``scales`` how it grows."""
     from memplan.explanation.explain import explain_build, explain_trace
     from memplan.trace.measure import measure
-    from memplan.trace.recording.session import choose_target
 
     if really:
         trace = measure(described.build(), device=arguments.device)
         return trace, explain_trace(trace, title=arguments.target, train=None if arguments.train else False)
-    target = choose_target(arguments.device, arguments.assumed, arguments.environment)
+    target = arguments.recorded_for()
 
     def build_of_step(batch: int | None, train: bool) -> Build:
         step = described if batch is None else described.with_batch(batch)

@@ -28,10 +28,9 @@ def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: 
     from memplan.reports.terminal import show
     from memplan.studies.lengths.distribution import parse_lengths
     from memplan.studies.lengths.lengths import lengths_of
-    from memplan.trace.recording.session import choose_target
 
     shares = parse_lengths(text)
-    target = choose_target(arguments.device, arguments.assumed, arguments.environment)
+    target = arguments.recorded_for()
     with progress(f"recording {arguments.target}"), contained(arguments.target):
         subject = subject_of(describe(arguments), arguments)
         try:

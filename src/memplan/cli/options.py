@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from memplan.studies.axes.subject import Subject
     from memplan.trace.recording.boundaries import Build
+    from memplan.trace.recording.session import Target as RecordedFor
     from memplan.trace.step import StepOptions
     from memplan.trace.trace import Trace
 
@@ -151,6 +152,18 @@ def step_options(function: Decorated) -> Decorated:
     return function
 
 
+def rank_options(function: Decorated) -> Decorated:
+    """Add the options for one rank of several, of `StepArguments` too."""
+    rank = click.option("--rank", type=Whole(min=0), default=0, metavar="R", help="Which one. Default: 0.")
+    world = click.option(
+        "--world",
+        type=Whole(min=1),
+        metavar="N",
+        help="Record one rank of N, without the others.",
+    )
+    return world(rank(function))
+
+
 def remove_parameters(command: click.Command, *names: str) -> click.Command:
     """Remove parameters from a command, for example because it defines its own."""
     command.params = [parameter for parameter in command.params if parameter.name not in names]
@@ -176,6 +189,8 @@ class StepArguments:
     settings: str | None = None
     assume: tuple[str, ...] = ()
     cudnn: str | None = None
+    world: int | None = None
+    rank: int = 0
     argv: tuple[str, ...] = ()
     """Arguments that the target reads from ``sys.argv``."""
 
@@ -193,13 +208,20 @@ class StepArguments:
         """
         return dict(_parse_assumption(text) for text in self.assume)
 
+    def recorded_for(self) -> RecordedFor:
+        """Return the device, and the rank, that the step is recorded for."""
+        from memplan.trace.recording.session import choose_target
+
+        return choose_target(self.device, self.assumed, self.environment, self.world, self.rank)
+
     def changed_options(self) -> list[str]:
         """Return the names of options that differ from their defaults, as typed."""
         plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
         plain |= {
             name: getattr(self, name)
             for name in (
-                "loss", "optimizer", "autocast", "dtype", "batch", "device", "settings", "assume", "cudnn",
+                "loss", "optimizer", "autocast", "dtype", "batch", "device", "settings", "assume", "cudnn", "world",
+                "rank",
             )
         }  # fmt: skip
         names = [f"--{name}" for name, value in plain.items() if value]

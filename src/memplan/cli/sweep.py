@@ -111,14 +111,13 @@ def _sweep(
     """Record the points of all axes."""
     from memplan.studies.axes.axes import Argument, axis_of
     from memplan.studies.sweeps.sweep import sweep_subject
-    from memplan.trace.recording.session import choose_target
 
     described = describe_first_point(arguments, named_axes.get("batch"), vary)
     subject = subject_of(described, arguments)
     axes: list[tuple[Axis, Values]] = [(axis_of(name, subject), values) for name, values in named_axes.items()]
     axes += [(Argument(name), values) for name, values in vary.items()]
     axes += [(axis_of(name, subject), values) for name, values in layers]
-    target = choose_target(arguments.device, arguments.assumed, arguments.environment)
+    target = arguments.recorded_for()
     try:
         with bar(f"recording {arguments.target}") as progress:
             return sweep_subject(

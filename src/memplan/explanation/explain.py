@@ -54,6 +54,8 @@ def explain(
     settings: str | None = None,
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
+    world: int | None = None,
+    rank: int = 0,
     show_output: bool = False,
 ) -> Explanation:
     """Explain where the memory of a step goes, before it runs.
@@ -74,8 +76,8 @@ def explain(
         settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (which is not read); by default torch's.
         assume: for ops whose result size depends on values (``x[mask]``, `nonzero`, `unique`), a map from source line
             (``"train.py:31"``) to the selected share, from 0 to 1; by default 1, with a note in the result.
-        cudnn, show_output: as for `memplan.record`: which cuDNN chooses the workspaces of convolutions on a card;
-            whether prints of the step are shown.
+        cudnn, world, rank, show_output: as for `memplan.record`: which cuDNN chooses the workspaces of convolutions on
+            a card; which rank of how many the step is; whether prints of the step are shown.
 
     Returns:
         An Explanation; its ``str()`` is a paragraph, and ``memplan.reports`` makes tables of it.
@@ -92,7 +94,7 @@ def explain(
     if isinstance(what, Trace):
         _refuse_options(options)
         return explain_trace(what, settings=settings)
-    target = choose_target(device_of(what) if device is None else device, assume, cudnn)
+    target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, rank)
     with output_shown() if show_output else nullcontext():
         return explain_build(
             lambda batch, train: build_of(

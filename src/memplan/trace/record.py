@@ -62,6 +62,8 @@ def record(
     steps: int = 2,
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
+    world: int | None = None,
+    rank: int = 0,
     show_output: bool = False,
 ) -> Trace:
     """Run a step on fake tensors and return what it would allocate. Nothing is allocated, no GPU is needed.
@@ -82,6 +84,9 @@ def record(
             (``Trace.expected``). None: of this environment, or else the version that the CUDA build of this torch
             comes with. False: workspaces are intervals. What a real card of that name took with that version comes
             before what cuDNN says.
+        world, rank: record this rank of so many. ``build`` stays as it is for `torchrun`: `init_process_group`,
+            `init_device_mesh`, `fully_shard`, `parallelize_module` and `DistributedDataParallel` find a fake process
+            group, in which collectives do nothing, and torchrun's environment variables.
         show_output: whether what ``build`` and step print is shown. By default it is held back and counted, as values
             are stand-ins; an error brings the last lines along.
 
@@ -104,7 +109,7 @@ def record(
     """
     check_steps(steps)
     with output_shown() if show_output else nullcontext():
-        return record_for(build, choose_target(device, assume, cudnn), steps)
+        return record_for(build, choose_target(device, assume, cudnn, world, rank), steps)
 
 
 def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
@@ -118,7 +123,8 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         steps: how often the step runs.
         known: extends the target's semantics (see `Known`).
     """
-    with recording_suspended():  # the step itself may record something
+    alone = nullcontext() if target.world is None else _torch.one_rank_of(target.world, target.rank)
+    with recording_suspended(), alone:  # the step itself may record something
         compiled = _Compiled()
         try:
             return _record_branches(target, known, build, steps, compiled)
@@ -389,6 +395,9 @@ class _Recording(ObservedRun):
             if not isinstance(build, Program):  # a script's process captures its own output
                 stack.enter_context(self._printed.capturing())
             patches = stack.enter_context(tracked())
+            resize = torch.UntypedStorage.resize_
+            resized = lambda storage, size: observer.ledger.resize(storage, size, resize)  # noqa: E731
+            stack.enter_context(_torch.patched(torch.UntypedStorage, resize_=resized))
             stack.enter_context(self._scalars.installed(observer, self._mode))
             stack.enter_context(self._compiling(patches))
             if self._card is not None and self._target.card is not None:

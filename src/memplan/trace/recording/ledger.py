@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +118,7 @@ class Ledger:
 
         For a sparse tensor it is the entry of the values; the indices get an entry, too.
         """
+        tensor = _torch.unwrapped(tensor)
         if tensor.layout != torch.strided:
             return self.parts(tensor, op)[-1]
         storage = tensor.untyped_storage()
@@ -142,6 +143,21 @@ class Ledger:
         entry.reference = None
         self._allocate(storage, entry.key, tensor, op)
         self.free(entry)
+
+    def resize(self, storage: torch.UntypedStorage, size: int, resize: Callable[..., Any]) -> Any:
+        """Resize a storage by ``resize``: the new size is allocated, then the old one is freed. Sharded parameters free
+        what they gathered so."""
+        key = _torch.storage_key(storage)
+        entry = self._live.get(key)
+        if entry is None or entry.foreign or entry.bytes == size:
+            return resize(storage, size)
+        entry.reference = None
+        result = resize(storage, size)
+        device, stream, self.device, self.stream = self.device, self.stream, entry.device, entry.stream
+        self._watch(self._add(size, entry.op, entry.dtype, entry.shape), storage, key)
+        self.device, self.stream = device, stream
+        self.free(entry)
+        return result
 
     def foreign(self, tensor: torch.Tensor, op: int | None) -> None:
         """Register a tensor whose memory is not from torch's allocator."""
@@ -243,9 +259,7 @@ class Ledger:
     def _allocate(self, storage: torch.UntypedStorage, key: int, tensor: torch.Tensor, op: int | None) -> Entry:
         """Add an entry for a new storage and watch for its free. Storages without memory of their own get 0 bytes."""
         entry = self._add(storage.nbytes(), op, str(tensor.dtype)[6:], tuple(tensor.shape))
-        reference = _Reference(storage, self._on_free)
-        reference.entry = entry
-        entry.reference, entry.key = reference, key
+        self._watch(entry, storage, key)
         traced = self.real and isinstance(tensor, _torch.FakeTensor)  # the step itself compiles or plans
         if traced or tensor.device.type == "meta":  # sizes without memory
             entry.bytes, entry.foreign = 0, True
@@ -258,8 +272,14 @@ class Ledger:
                 entry.address = storage.data_ptr()
             else:  # a wrapper subclass: its memory is that of its inner tensors
                 entry.bytes, entry.foreign = 0, True
-        self._live[key] = entry
         return entry
+
+    def _watch(self, entry: Entry, storage: torch.UntypedStorage, key: int) -> None:
+        """Take an entry as a storage's, until C++ frees that."""
+        reference = _Reference(storage, self._on_free)
+        reference.entry = entry
+        entry.reference, entry.key = reference, key
+        self._live[key] = entry
 
     def _on_free(self, reference: Any) -> None:
         """Record that C++ freed a storage, and those that are freed with it."""

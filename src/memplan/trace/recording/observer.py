@@ -44,6 +44,7 @@ _EMPTY = torch.ops.aten.empty.memory_format
 _UNRECORDED = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 _TORCH_NAMESPACES = (
     "aten.", "prim.", "prims.", "profiler.", "mkldnn.", "memplan.", "_c10d", "c10d", "inductor.", "higher_order",
+    "fsdp.",
 )  # fmt: skip
 
 

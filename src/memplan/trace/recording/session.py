@@ -74,6 +74,9 @@ class Target:
     """``FILE:LINE`` of an op that selects by value -> assumed share of selected elements, instead of all."""
     cudnn: Cudnn | None = None
     """The library to ask for workspaces of convolutions; None: they are intervals."""
+    world: int | None = None
+    """Number of ranks of which the step is one, alone in a fake process group; None: it makes what groups it wants."""
+    rank: int = 0
 
 
 Environment = str | os.PathLike[str] | bool | None
@@ -82,17 +85,46 @@ torch's CUDA build; True: this environment; False: none."""
 
 
 def choose_target(
-    device: str | torch.device | None, assumed: Mapping[str, float] | None = None, cudnn: Environment = None
+    device: str | torch.device | None,
+    assumed: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
+    world: int | None = None,
+    rank: int = 0,
 ) -> Target:
-    """Return the device to record for, with notes about the choice.
+    """Return the device to record for, with notes about the choice, and the rank that the step is.
 
     Raises:
         DeviceError: no such device in the catalogue, or none on this machine; no cuDNN in the environment named.
-        UsageError: ``assumed`` is not of the form that `Target` describes.
+        UsageError: ``assumed`` is not of the form that `Target` describes; no such rank.
     """
     target = _target(device)
     library = None if target.card is None else find_cudnn(cudnn)
-    return replace(target, assumed=checked_shares(assumed), cudnn=library)
+    notes = target.notes
+    if world is None and rank:
+        raise UsageError(f"rank {rank} without a world", expected="the number of ranks, too", do="Give world")
+    if world is not None:
+        _check_rank(world, rank)
+        notes += (ONE_RANK.format(rank=rank, world=world),)
+    return replace(target, notes=notes, assumed=checked_shares(assumed), cudnn=library, world=world, rank=rank)
+
+
+ONE_RANK = (
+    "rank {rank} of {world}, alone in a fake process group: what NCCL allocates for each communicator is not counted"
+)
+
+
+def _check_rank(world: int, rank: int) -> None:
+    """Raise UsageError unless there is such a rank, and no process group yet."""
+    if isinstance(world, bool) or world < 1 or not 0 <= rank < world:
+        raise UsageError(
+            f"rank {rank} of {world}", expected="a world of at least 1, and a rank from 0 to the last", do="Correct it"
+        )
+    if _torch.has_process_group():
+        raise UsageError(
+            "this process has a default process group of torch.distributed already",
+            expected="none: the recorded rank gets one of its own",
+            do="Initialize it in build, or record in another process",
+        )
 
 
 def _target(device: str | torch.device | None) -> Target:

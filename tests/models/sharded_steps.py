@@ -1,0 +1,141 @@
+"""Training steps of one rank, written as for `torchrun`: data, tensor and sequence parallel, sharded, replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, HEADS, VOCABULARY = 128, 4, 500
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (f(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n1, self.n2, self.attention, self.mlp = (
+            nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Attention(), Feedforward(),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.n1(x))
+        return x + self.mlp(self.n2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(self.norm(x))
+
+
+def mesh_of(*sizes: int, names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def sharded(model: Transformer, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def in_tensors(model: Transformer, mesh: DeviceMesh) -> Any:
+    """Tensor parallel with sequences sharded between its products."""
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {
+            "n1": SequenceParallel(), "n2": SequenceParallel(), "attention": whole, "mlp": whole,
+            "attention.q": ColwiseParallel(), "attention.k": ColwiseParallel(), "attention.v": ColwiseParallel(),
+            "attention.o": RowwiseParallel(output_layouts=Shard(1)), "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        })  # fmt: skip
+    return parallelize_module(model, mesh, {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    })  # fmt: skip
+
+
+def in_two(model: Transformer) -> Any:
+    """Sharded data parallel across tensor parallel."""
+    mesh = mesh_of(dist.get_world_size() // 2, 2, names=("data", "tensor"))
+    return sharded(in_tensors(model, mesh["tensor"]), mesh=mesh["data"])
+
+
+def one_dimension() -> DeviceMesh:
+    return mesh_of(dist.get_world_size(), names=("data",))
+
+
+LOWER = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WAYS: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: DistributedDataParallel(Transformer()),
+    "ddp views": lambda: DistributedDataParallel(Transformer(), gradient_as_bucket_view=True, bucket_cap_mb=1),
+    "ddp static": lambda: DistributedDataParallel(Transformer(), static_graph=True),
+    "fsdp": lambda: sharded(Transformer(), mesh=one_dimension()),
+    "fsdp kept": lambda: sharded(Transformer(), mesh=one_dimension(), reshard_after_forward=False),
+    "fsdp bf16": lambda: sharded(Transformer(), mesh=one_dimension(), mp_policy=LOWER),
+    "fsdp checkpointed": lambda: sharded(Transformer(checkpointed=True), mesh=one_dimension()),
+    "hsdp": lambda: sharded(Transformer(), mesh=mesh_of(2, dist.get_world_size() // 2, names=("copy", "shard"))),
+    "tensor": lambda: in_tensors(Transformer(), mesh_of(dist.get_world_size(), names=("tensor",))),
+    "two dimensions": lambda: in_two(Transformer()),
+}
+
+
+def step_of(way: str) -> Callable[[], Callable[[], None]]:
+    def build() -> Callable[[], None]:
+        dist.init_process_group("gloo")
+        model = WAYS[way]()
+        update = torch.optim.AdamW(model.parameters())
+        tokens, labels = torch.zeros(2, 4, 64, dtype=torch.int64)
+
+        def step() -> None:
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    return build

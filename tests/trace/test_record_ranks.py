@@ -1,0 +1,100 @@
+"""One rank of several: its bytes are those of real tensors in the same fake process group."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from environment import slow
+from models.sharded_steps import step_of
+from torch.distributed.device_mesh import init_device_mesh
+from truth.cpu_allocator import measured_peak
+
+import memplan
+from memplan import _torch
+from memplan.errors import StepError, UsageError
+from memplan.simulation.simulate import simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+
+
+def real_peak(build: Callable[[], Callable[[], Any]], world: int) -> int:
+    """Bytes that torch's profiler sees while a rank runs with real tensors; garbage goes after each step, as in a
+    recording."""
+
+    def collected() -> Callable[[], None]:
+        step = build()
+
+        def run() -> None:
+            step()
+            gc.collect()
+
+        return run
+
+    with _torch.one_rank_of(world, 0):
+        return measured_peak(collected)
+
+
+@pytest.mark.parametrize(
+    ("way", "world"),
+    [
+        ("fsdp", 2), ("tensor", 2), ("ddp", 2), ("two dimensions", 4), ("fsdp bf16", 4),
+        *slow(
+            ("fsdp", 4), ("fsdp kept", 2), ("fsdp bf16", 2), ("fsdp checkpointed", 2), ("hsdp", 4), ("tensor", 4),
+            ("ddp views", 2), ("ddp static", 4),
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_is_what_it_is_with_real_tensors(way: str, world: int) -> None:
+    predicted = simulate(memplan.record(step_of(way), world=world)).peak_allocated
+    assert predicted == pytest.approx(real_peak(step_of(way), world), rel=1e-3)
+
+
+def test_a_larger_world_shards_more_and_a_replica_does_not() -> None:
+    def peak(way: str, world: int) -> int:
+        return simulate(memplan.record(step_of(way), world=world)).peak_allocated
+
+    assert peak("fsdp", 8) < peak("fsdp", 4) < peak("fsdp", 2)
+    assert peak("ddp", 8) == peak("ddp", 2)
+
+
+def test_environment_and_groups_are_as_before() -> None:
+    before = dict(os.environ)
+
+    def build() -> Callable[[], None]:
+        assert (os.environ["WORLD_SIZE"], os.environ["RANK"], dist.get_rank(), dist.get_world_size()) == (
+            "8",
+            "3",
+            3,
+            8,
+        )
+        return lambda: None
+
+    memplan.record(build, world=8, rank=3)
+    assert dict(os.environ) == before
+    assert not dist.is_initialized()
+
+
+def test_a_mesh_larger_than_the_world_is_told_with_its_line() -> None:
+    def build() -> Callable[[], None]:
+        init_device_mesh("cpu", (4,))
+        return lambda: None
+
+    with pytest.raises(StepError, match=r"test_record_ranks\.py:\d+"):
+        memplan.record(build, world=2)
+    assert not dist.is_initialized()
+
+
+def test_a_process_group_that_is_there_is_refused() -> None:
+    with _torch.one_rank_of(2, 0), pytest.raises(UsageError, match=r"default process group"):
+        memplan.record(lambda: lambda: None, world=2)
+
+
+@pytest.mark.parametrize(("world", "rank"), [(0, 0), (2, 2), (2, -1), (None, 1)])
+def test_ranks_that_there_are_not_are_refused(world: int | None, rank: int) -> None:
+    with pytest.raises(UsageError, match=r"rank"):
+        memplan.record(lambda: lambda: None, world=world, rank=rank)
