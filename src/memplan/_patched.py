@@ -77,14 +77,28 @@ def tracked() -> Iterator[list[Patch]]:
 
 
 @contextlib.contextmanager
-def unpatched(patches: list[Patch]) -> Iterator[None]:
-    """Put back for a while what was replaced since `tracked`, which returned ``patches``."""
+def unpatched(patches: list[Patch]) -> Iterator[list[Patch]]:
+    """Put back for a while what was replaced since `tracked`, which returned ``patches``. Returns what was put back."""
     undone, patches[:] = patches[:], []
     try:
         for owner, before, _ in reversed(undone):
             _put(owner, before)
-        yield
+        yield undone
     finally:
         for owner, _, attributes in undone:
             _put(owner, attributes)
         patches[:0] = undone
+
+
+@contextlib.contextmanager
+def repatched(patches: list[Patch], undone: list[Patch]) -> Iterator[None]:
+    """Within `unpatched`, which returned ``undone``, replace for a while what it put back."""
+    try:
+        for owner, _, attributes in undone:
+            _put(owner, attributes)
+        patches[:0] = undone
+        yield
+    finally:
+        patches[:] = [patch for patch in patches if not any(patch is other for other in undone)]
+        for owner, before, _ in reversed(undone):
+            _put(owner, before)

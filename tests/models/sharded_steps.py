@@ -109,6 +109,12 @@ def one_dimension() -> DeviceMesh:
     return mesh_of(dist.get_world_size(), names=("data",))
 
 
+def compiled_blocks(model: Transformer) -> Transformer:
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
 LOWER = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: DistributedDataParallel(Transformer()),
@@ -118,6 +124,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "fsdp kept": lambda: sharded(Transformer(), mesh=one_dimension(), reshard_after_forward=False),
     "fsdp bf16": lambda: sharded(Transformer(), mesh=one_dimension(), mp_policy=LOWER),
     "fsdp checkpointed": lambda: sharded(Transformer(checkpointed=True), mesh=one_dimension()),
+    "fsdp compiled": lambda: sharded(compiled_blocks(Transformer()), mesh=one_dimension()),
     "hsdp": lambda: sharded(Transformer(), mesh=mesh_of(2, dist.get_world_size() // 2, names=("copy", "shard"))),
     "tensor": lambda: in_tensors(Transformer(), mesh_of(dist.get_world_size(), names=("tensor",))),
     "two dimensions": lambda: in_two(Transformer()),

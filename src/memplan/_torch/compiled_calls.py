@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -36,6 +36,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 @contextmanager
 def compiled_without_kernels(
     around_call: Callable[[], AbstractContextManager[None]],
+    around_disabled: Callable[[], AbstractContextManager[None]],
     around_compiling: Callable[[], AbstractContextManager[None]],
     launched: Launched,
     place_of: PlaceOf,
@@ -45,6 +46,8 @@ def compiled_without_kernels(
     Args:
         around_call: returns the context of the outermost call of a compiled function. Torch is there as Dynamo knows
             it: what it traces, and what its guards compare, are torch's own functions.
+        around_disabled: returns the context of a call, within that, of a function that Dynamo leaves alone, such as the
+            hooks of sharded modules and AOTAutograd's own.
         around_compiling: returns the context in which Inductor lowers a graph.
         launched: called where the code would launch a kernel.
         place_of: returns where a function with these arguments allocates.
@@ -59,18 +62,31 @@ def compiled_without_kernels(
                 warnings.simplefilter("ignore")  # Dynamo warns of what it sees in tensors without data
                 yield
 
-        with around_compiled_calls(around):
+        with around_compiled_calls(around, around_disabled):
             yield
 
 
 @contextmanager
-def around_compiled_calls(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Call what `torch.compile` compiled, and compile it, within ``around()``; once for calls within one another."""
-    from torch._dynamo import eval_frame  # every optimizer has imported it, and a fake mode
+def around_compiled_calls(
+    around: Callable[[], AbstractContextManager[None]],
+    around_disabled: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[None]:
+    """Call what `torch.compile` compiled, and compile it, within ``around()``; once for calls within one another.
+    ``around_disabled()`` is the context of functions that run within it, and that Dynamo leaves alone."""
+    from torch._dynamo import convert_frame, eval_frame  # every optimizer has imported them, and a fake mode
 
-    call = _OutermostCall(eval_frame, around)
+    call = _OutermostCall(eval_frame, around, around_disabled)
+    compile_frame = convert_frame._compile
+
+    def compile_and_say(*args: Any, **kwargs: Any) -> Any:
+        with call.compiling():
+            return compile_frame(*args, **kwargs)
+
     try:
-        with patched_throughout(eval_frame, **call.replacements()):
+        with (
+            patched_throughout(eval_frame, **call.replacements()),
+            patched_throughout(convert_frame, _compile=here_alone(compile_and_say, compile_frame)),
+        ):
             yield
     finally:
         call.end()
@@ -163,15 +179,22 @@ def _forget(codes: list[CodeType]) -> None:
 class _OutermostCall:
     """Enters a context as the outermost compiled function begins, and leaves it as that ends."""
 
-    def __init__(self, eval_frame: Any, around: Callable[[], AbstractContextManager[None]]) -> None:
-        self._begin, self._set, self._around = (
-            eval_frame._callback_from_stance,
-            eval_frame._maybe_set_eval_frame,
-            around,
-        )
+    def __init__(
+        self,
+        eval_frame: Any,
+        around: Callable[[], AbstractContextManager[None]],
+        around_disabled: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._begin, self._set = eval_frame._callback_from_stance, eval_frame._maybe_set_eval_frame
+        self._around, self._around_disabled = around, around_disabled
         self._frame: FrameType | None = None
         self._callback: Any = None
         self._context = ExitStack()
+        self._disabled: FrameType | None = None
+        """The outermost function within it that Dynamo leaves alone."""
+        self._begun = False
+        self._disabled_context = ExitStack()
+        self._compiling = 0
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Return what to replace in ``torch._dynamo.eval_frame``."""
@@ -185,15 +208,35 @@ class _OutermostCall:
         if self._frame is None and callable(callback):
             self._frame, self._callback = sys._getframe(2), callback
             self._context.enter_context(self._around())
+        elif self._frame is not None and self._disabled is None and not callback and not self._compiling:
+            self._disabled, self._begun = sys._getframe(2), False
+            self._disabled_context.enter_context(self._around_disabled())
         return callback
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Context in which Dynamo compiles: what it leaves alone meanwhile is its own."""
+        self._compiling += 1
+        try:
+            yield
+        finally:
+            self._compiling -= 1
 
     def _sets(self, callback: Any) -> Any:
         before = self._set(callback)
-        if self._frame is sys._getframe(2) and callback is not self._callback:
+        frame = sys._getframe(2)
+        if self._frame is frame and callback is not self._callback:
             self.end()
+        elif self._disabled is frame:
+            if self._begun:
+                self._disabled = None
+                self._disabled_context.close()
+            self._begun = True  # it is called as the function begins, and as it ends
         return before
 
     def end(self) -> None:
         """Leave the context, if it was entered."""
+        self._disabled = None
+        self._disabled_context.close()
         self._frame = self._callback = None
         self._context.close()

@@ -87,10 +87,12 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 
 
 @contextlib.contextmanager
-def eager_instead_of_compiled(notify: Callable[[], None]) -> Iterator[None]:
+def eager_instead_of_compiled(
+    notify: Callable[[], None], around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Iterator[None]:
     """Run functions and modules that `torch.compile` compiles as the original Python code. ``notify`` is called when
-    something is compiled, and when something compiled before runs."""
-    with torch.compiler.set_stance("force_eager"), compiled_modules_seen(notify):
+    something is compiled, and when something compiled before runs. ``around``: as for `compiled_modules_seen`."""
+    with torch.compiler.set_stance("force_eager"), compiled_modules_seen(notify, around):
         yield
 
 
@@ -158,15 +160,19 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def compiled_modules_seen(notify: Callable[[], None]) -> Iterator[None]:
-    """Call ``notify`` when something is compiled by `torch.compile`, and before a module compiled by it runs."""
+def compiled_modules_seen(
+    notify: Callable[[], None], around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Iterator[None]:
+    """Call ``notify`` when something is compiled by `torch.compile`, and before a module compiled by it runs.
+    ``around``: returns the context of `torch.compile`, in which Dynamo notes torch's functions for good."""
     from torch._dynamo import eval_frame  # every optimizer has imported it, and a fake mode
 
     compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
 
     def notify_and_compile(*args: Any, **kwargs: Any) -> Any:
         notify()
-        return compile_(*args, **kwargs)
+        with around():
+            return compile_(*args, **kwargs)
 
     def notify_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         notify()

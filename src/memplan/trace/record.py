@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan._patched import Patch, tracked, unpatched
+from memplan._patched import Patch, repatched, tracked, unpatched
 from memplan.devices import catalogue
 from memplan.errors import DataDependentError, RecordingError, StepError
 from memplan.trace import fake_cuda
@@ -446,15 +446,23 @@ class _Recording(ObservedRun):
                 self._scalars.assumed.add("compiled", f"{AS_IF_EAGER} (not followed: {self._compiled.refused})")
 
         if self._compiled.refused:
-            with _torch.eager_instead_of_compiled(seen):
+            with _torch.eager_instead_of_compiled(seen, lambda: unpatched(patches)):
                 yield
             return
+
+        undone: list[Patch] = []
 
         @contextmanager
         def around_call() -> Iterator[None]:
             seen()
             in_compiled = nullcontext() if self._card is None else self._card.in_compiled()
-            with unpatched(patches), _torch.without_global_hooks(), in_compiled:
+            with unpatched(patches) as undone[:], _torch.without_global_hooks(), in_compiled:
+                yield
+
+        @contextmanager
+        def around_disabled() -> Iterator[None]:
+            as_usual = nullcontext() if self._card is None else self._card.in_compiled(within=False)
+            with repatched(patches, undone), as_usual:
                 yield
 
         @contextmanager
@@ -464,8 +472,11 @@ class _Recording(ObservedRun):
                 yield
 
         with (
-            _torch.compiled_modules_seen(lambda: None),  # without a warning about the recording's hooks
-            _torch.compiled_without_kernels(around_call, around_compiling, self.observer.launched, self._place_of),
+            # without a warning about the recording's hooks
+            _torch.compiled_modules_seen(lambda: None, lambda: unpatched(patches)),
+            _torch.compiled_without_kernels(
+                around_call, around_disabled, around_compiling, self.observer.launched, self._place_of
+            ),
         ):
             yield
 

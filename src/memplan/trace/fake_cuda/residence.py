@@ -112,9 +112,9 @@ class Card:
         return self.placing(target)
 
     @contextmanager
-    def in_compiled(self) -> Iterator[None]:
-        """Within this context, a compiled function runs, or is compiled."""
-        before, self.within_compiled = self.within_compiled, True
+    def in_compiled(self, *, within: bool = True) -> Iterator[None]:
+        """Within this context, a compiled function runs, or is compiled; or not, inside of that (``within``)."""
+        before, self.within_compiled = self.within_compiled, within
         try:
             yield
         finally:
