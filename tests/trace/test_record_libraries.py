@@ -173,3 +173,23 @@ def test_a_module_of_torch_is_imported_that_scripts_a_class(tmp_path: Path, monk
         return lambda: torch.ones(module.Counter(3).count)
 
     assert memplan.simulate(memplan.record(build, device="cpu", steps=1)).peak_allocated == 16
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_of_four_bits_are_unpacked_for_each_product(nested: bool) -> None:
+    """bitsandbytes: the unpacked weight is a temporary of its op, and nothing of a recording stays in its tables."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def build() -> Step:
+        packed = bitsandbytes.nn.Linear4bit(512, 1024, compress_statistics=nested, quant_type="nf4")
+        model = nn.Sequential(nn.Linear(512, 512), packed.requires_grad_(False), nn.ReLU()).to("cpu")  # packs it
+        x = torch.randn(64, 512)
+        return _train(model, torch.optim.AdamW, lambda: model(x).square().mean())
+
+    first = memplan.record(build, device="cpu")  # fills the tables without data
+    measured = memplan.simulate(memplan.measure(build))
+    recorded = memplan.record(build, device="cpu")
+    peaks = [step.peak_allocated for step in measured.steps]
+    assert [step.peak_allocated for step in memplan.simulate(recorded).steps] == peaks
+    assert [step.peak_allocated for step in memplan.simulate(first).steps] == pytest.approx(peaks, abs=1024)
+    assert not any("gemm_4bit" in assumption.text for assumption in recorded.assumptions)

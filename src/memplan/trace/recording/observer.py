@@ -37,6 +37,8 @@ _MAY_MIX_DEVICES = (
 )  # fmt: skip
 _LIFT = "aten.lift_fresh.default"
 _NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero
+# a library's that allocate their results alone, on the CPU and on cards (bitsandbytes/backends/*/ops.py)
+_WITHOUT_TEMPORARIES = frozenset({"bitsandbytes.dequantize_4bit.default", "bitsandbytes.dequantize_blockwise.default"})
 _SCALAR = "aten._local_scalar_dense.default"
 _EMPTY_STRIDED = "aten.empty_strided.default"
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -96,7 +98,7 @@ class _Signature:
         self.unrecorded = self.name in _UNRECORDED or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
         if not self.name.startswith(("aten.", "prim.", "profiler.")):
             self.unrecorded = False  # an operator of a library or of the user
-        self.from_library = not self.name.startswith(_TORCH_NAMESPACES)
+        self.from_library = not self.name.startswith(_TORCH_NAMESPACES) and self.name not in _WITHOUT_TEMPORARIES
 
     @classmethod
     def of_kernel(cls, name: str, tensors: int) -> _Signature:

@@ -1,0 +1,65 @@
+"""Operators of libraries that are made of others, where a recording has to see these.
+
+An operator that a library registers is one op with a result. Where its implementation is Python that calls further ops,
+their results are its temporaries, so it is run by them. Seen in bitsandbytes 0.50: ``gemm_4bit``, and its ``default``
+implementation (backends/default/ops.py), which CUDA takes too but for few rows (backends/cuda/ops.py);
+``name2qmap`` of ``bitsandbytes.functional`` and ``_code_4bit_cache`` of ``bitsandbytes.backends.utils``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+_FEW_ROWS = 8
+"""Rows below which a kernel of bitsandbytes multiplies packed weights. Up to 1,536 that depends on the card and the
+sizes; the weights are taken as unpacked there, which takes more."""
+
+
+def _gemm_4bit(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    scales: Tensor,
+    block: int,
+    kind: str,
+    bias: Tensor | None = None,
+    packed_scales: Tensor | None = None,
+    code: Tensor | None = None,
+    offset: Tensor | None = None,
+) -> Any:
+    """Multiply by a weight of four bits: unpack its scales, if they are packed too, then the weight."""
+    if x.numel() < _FEW_ROWS * x.shape[-1] and x.device.type == "cuda":
+        return NotImplemented
+    library: Any = torch.ops.bitsandbytes
+    if packed_scales is not None and offset is not None:
+        scales = library.dequantize_blockwise.default(packed_scales, scales, code, 256, torch.float32) + offset
+    weight = library.dequantize_4bit.default(packed, scales, block, kind, shape, x.dtype)
+    return functional.linear(x, weight, bias)
+
+
+COMPOSED: dict[str, Callable[..., Any]] = {"bitsandbytes::gemm_4bit": _gemm_4bit}
+"""Qualified name of an operator -> a function that computes it by others; NotImplemented: by a kernel of its own."""
+
+
+_TABLES = (("bitsandbytes.functional", "name2qmap"), ("bitsandbytes.backends.utils", "_code_4bit_cache"))
+"""Tables of codes, by module and name, that fill as they are used."""
+
+
+@contextmanager
+def tables_without_fakes() -> Iterator[None]:
+    """Take tensors without data out of libraries' tables at the end, which would stay there for real steps."""
+    try:
+        yield
+    finally:
+        for module, name in _TABLES:
+            table: dict[Any, Any] = getattr(sys.modules.get(module), name, {})
+            for key in [key for key, code in table.items() if isinstance(code, FakeTensor)]:
+                del table[key]
