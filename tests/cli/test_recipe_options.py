@@ -44,8 +44,16 @@ def test_explain_prints_the_script_that_it_recorded(config: str, tmp_path: Path)
     printed = result.stdout.partition("The script that was recorded\n")[2]
     (tmp_path / "train.py").write_text(textwrap.dedent(printed), encoding="utf-8")
     measured = memplan.measure(runpy.run_path(str(tmp_path / "train.py"))["build"])
-    as_json = run(*arguments, "--checkpointing", "--optimizer", "adamw:lr=1e-4", "--json", "-").output
-    assert json.loads(as_json)["timeline"]["peak_allocated"] == memplan.simulate(measured).peak_allocated
+    page, data = tmp_path / "a.html", tmp_path / "a.json"
+    files = ("--json", str(data), "--html", str(page))
+    assert run(*arguments, "--checkpointing", "--optimizer", "adamw:lr=1e-4", *files).exit_code == 0
+    saved = json.loads(data.read_text(encoding="utf-8"))
+    assert saved["timeline"]["peak_allocated"] == memplan.simulate(measured).peak_allocated
+    assert saved["source"].split() == printed.split()
+    again = run("explain", str(data))
+    assert again.exit_code == 0, again.output
+    assert again.stdout.partition("The script that was recorded\n")[2].split() == printed.split()
+    assert "get_peft_model(model, adapters)" in page.read_text(encoding="utf-8")
 
 
 def test_largest_finds_the_longest_sequence_and_stops_at_the_positions(config: str) -> None:

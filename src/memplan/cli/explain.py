@@ -104,13 +104,13 @@ def command(
     # recording a model of billions of parameters at two more batches takes twice as long as the answer
     trace, explanation = _explain(arguments, really, scales=recipe is None)
     if recipe is not None:
-        explanation = replace(explanation, title=recipe.title)
+        explanation = replace(explanation, title=recipe.title, source=recipe.script)
     from memplan.reports.explain import report
     from memplan.reports.terminal import show
 
     outputs.write(trace, explanation, explanation.to_json, arguments.settings)
     if not outputs.takes_stdout:
-        show(report(explanation, top, "" if recipe is None else recipe.script))
+        show(report(explanation, top))
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 

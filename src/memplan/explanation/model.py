@@ -241,9 +241,13 @@ class Explanation(Saved, Displayed):
     """The functions followed line by line, marked with `memplan.profile`."""
     course: Course | None = None
     """The memory timeline by cause, and the storages live at the peak."""
+    source: str = ""
+    """The script that was written for a model and a recipe, and recorded; empty for other steps."""
 
     def _plain(self) -> dict[str, Any]:
         plain = Saved._plain(self)
+        if not self.source:
+            del plain["source"]
         return plain | {"timeline": {name: part for name, part in plain["timeline"].items() if name not in _EVENTS}}
 
     @classmethod

@@ -47,7 +47,7 @@ def dumps(explanation: Explanation, **more: Any) -> str:
     return text_of(explanation.to_dict() | {name: to_plain(part) for name, part in more.items() if part is not None})
 
 
-def report(explanation: Explanation, top: int = 12, script: str = "") -> Document:
+def report(explanation: Explanation, top: int = 12) -> Document:
     """Return where the memory of a step goes: tables with ``top`` rows, 0 for all; last the script of a recipe."""
     kind = "training step" if explanation.train else "inference"
     return document(
@@ -60,7 +60,7 @@ def report(explanation: Explanation, top: int = 12, script: str = "") -> Documen
         Section(tuple(_reasons(explanation, top)), "Why the most is saved"),
         _remarks(explanation),
         *line_tables.report(explanation.lines).sections,
-        Section((Code(script.rstrip()),) if script else (), "The script that was recorded"),
+        Section((Code(explanation.source.rstrip()),) if explanation.source else (), "The script that was recorded"),
     )
 
 
