@@ -6,7 +6,7 @@ from memplan.simulation.allocator.allocator import CachingAllocator, OutOfMemory
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.peaks import Level
 from memplan.simulation.timeline import Pool
-from memplan.trace.records import Call, Storage
+from memplan.trace.records import PRIVATE_POOL, Call, Storage
 from memplan.trace.trace import Trace
 
 _Event = tuple[int, int, Storage | Call]
@@ -63,7 +63,7 @@ def drive(
             stream = subject.stream + _SEPARATE_STREAM if separate and subject.low is not None else subject.stream
             sizes = [plan.workspace for plan in plans.get(subject.id, ())] or [size]
             address, size = _first_that_fits(
-                allocator, sizes, stream=stream, pool=(0, subject.pool), owner=subject.id, tick=tick
+                allocator, sizes, stream=stream, pool=(0, subject.stream // PRIVATE_POOL), owner=subject.id, tick=tick
             )
             addresses[subject.id] = address
             if size < sizes[0] and smaller is not None:

@@ -104,11 +104,14 @@ class Storage:
     low: int | None = None
     """The lower end of its size in bytes if that is only known as an interval, which ends at ``bytes``; else None."""
     stream: int = 0
-    """On a card: the stream whose pool it comes from."""
+    """On a card: the stream whose pool it comes from. Of a private pool of CUDA graphs: the stream, plus the number of
+    the pool (from 1) times `PRIVATE_POOL`."""
     used_on: tuple[int, ...] = ()
     """Other streams that use it (`record_stream`): when freed, it is reused only after their work."""
-    pool: int = 0
-    """On a card: number of the CUDA graphs' private memory pool that it comes from; 0 for the default pool."""
+
+
+PRIVATE_POOL = 1 << 12
+"""See `Storage.stream`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 import memplan
 from memplan.simulation.simulate import simulate
+from memplan.trace.records import PRIVATE_POOL
 
 MIB = 1 << 20
 
@@ -94,7 +95,7 @@ def test_graphs_share_a_pool_or_have_their_own(shared: bool, pools: int) -> None
 def test_a_replay_allocates_nothing() -> None:
     trace = memplan.record(captured(shared=True), device="h100")
     assert [storage for storage in trace.storages if storage.born > trace.steps[0]] == []
-    assert {storage.pool for storage in trace.storages} == {0, 1}
+    assert {storage.stream // PRIVATE_POOL for storage in trace.storages} == {0, 1}
 
 
 @needs_cuda_torch
@@ -112,7 +113,7 @@ def test_pools_are_those_of_torch(build: Callable[[], Callable[[], Any]]) -> Non
 def test_a_graphed_callable_keeps_its_memory_and_warns_of_nothing() -> None:
     """Its gradients and results stay in the pool: a step allocates what is outside of it alone."""
     trace = memplan.record(callables, device="h100")
-    inside = [storage for storage in trace.storages if storage.pool]
+    inside = [storage for storage in trace.storages if storage.stream >= PRIVATE_POOL]
     assert inside
     assert max(storage.born for storage in inside) < trace.steps[0]
     assert not any("printed" in note for note in trace.notes)

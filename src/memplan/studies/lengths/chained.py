@@ -121,7 +121,7 @@ class _Chain:
             Storage(
                 number, storage.bytes, storage.cause, storage.born + shift, None if died is None else died + shift,
                 None, storage.dtype, storage.shape, storage.device, storage.name, (), storage.low, storage.stream,
-                storage.used_on, storage.pool,
+                storage.used_on,
             )
         )  # fmt: skip
         if storage.cause == "workspace":

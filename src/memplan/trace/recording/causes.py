@@ -15,6 +15,7 @@ from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place, format_frame
 from memplan.trace.records import (
     HOST,
+    PRIVATE_POOL,
     Assumption,
     BackwardPass,
     Call,
@@ -110,8 +111,8 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
         storages.append(Storage(
             id=entry.id, bytes=entry.bytes, cause=cause, born=entry.born, died=entry.died, op=entry.op,
             dtype=entry.dtype, shape=entry.shape, device=entry.device, name=names.storages.get(weight, ""),
-            sharers=tuple(sharers.get(entry.id, ())), low=entry.low, stream=entry.stream, used_on=entry.used_on,
-            pool=entry.pool,
+            sharers=tuple(sharers.get(entry.id, ())), low=entry.low, used_on=entry.used_on,
+            stream=entry.stream + entry.pool * PRIVATE_POOL,
         ))  # fmt: skip
     forms = observer.forms
     returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in forms.returned)
