@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are looked for here alone: other tests make some at the same time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def only_own_callbacks() -> Iterator[None]:
+    """hypothesis leaves one for the garbage collector, in which an interrupt is printed and lost."""
+    before = gc.callbacks[:]
+    gc.callbacks[:] = [callback for callback in before if not callback.__module__.startswith("hypothesis")]
+    yield
+    gc.callbacks[:] = before
 
 
 QUICK = {2: "record, error", 22: "measure, memory", 20: "measure, interrupt", 31: "record, beside"}
