@@ -193,3 +193,20 @@ def test_weights_of_four_bits_are_unpacked_for_each_product(nested: bool) -> Non
     assert [step.peak_allocated for step in memplan.simulate(recorded).steps] == peaks
     assert [step.peak_allocated for step in memplan.simulate(first).steps] == pytest.approx(peaks, abs=1024)
     assert not any("gemm_4bit" in assumption.text for assumption in recorded.assumptions)
+
+
+def test_what_a_library_registers_while_a_step_is_recorded_is_for_torch_itself() -> None:
+    """torchao, which transformers imports: its tensors find their own `linear` by the function."""
+    utils = pytest.importorskip("torchao.utils")
+    kinds = list[Any]()
+
+    def build() -> Step:
+        class Packed(utils.TorchAOBaseTensor):
+            pass
+
+        Packed.implements_torch_function([nn.functional.linear])(lambda *_: None)
+        kinds.append(Packed)
+        return lambda: None
+
+    memplan.record(build, device="cpu")
+    assert list(kinds[0]._TORCH_FN_TABLE[kinds[0]]) == [nn.functional.linear]

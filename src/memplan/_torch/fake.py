@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memplan._interrupts import safe_point
 from memplan._patched import ABSENT, patched_throughout
 from memplan._torch.eager import Dispatch, is_composite, no_modes
-from memplan._torch.library_ops import COMPOSED, tables_without_fakes
+from memplan._torch.library_ops import COMPOSED, tables_as_without_recording
 from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
 from memplan._torch.subclasses import subclasses_hidden, wraps_tensors
@@ -503,7 +503,7 @@ class FakeMode(FakeTensorMode):
             # torch logs a traceback of each error that it raises here; the recording reports the error in one message
             patched_throughout(fake_tensor.log, disabled=True),
             _hidden(lambda: self._inside),
-            tables_without_fakes(),
+            tables_as_without_recording(),
             # optimizers use foreach functions for tensors of these types alone
             patched_throughout(FakeTensor, __torch_dispatch__=self._one_thread_at_a_time()),
             patched_throughout(

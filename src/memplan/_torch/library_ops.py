@@ -3,7 +3,8 @@
 An operator that a library registers is one op with a result. Where its implementation is Python that calls further ops,
 their results are its temporaries, so it is run by them. Seen in bitsandbytes 0.50: ``gemm_4bit``, and its ``default``
 implementation (backends/default/ops.py), which CUDA takes too but for few rows (backends/cuda/ops.py);
-``name2qmap`` of ``bitsandbytes.functional`` and ``_code_4bit_cache`` of ``bitsandbytes.backends.utils``.
+``name2qmap`` of ``bitsandbytes.functional`` and ``_code_4bit_cache`` of ``bitsandbytes.backends.utils``. Seen in
+torchao 0.18: ``_TORCH_FN_TABLE`` of ``TorchAOBaseTensor``, class -> function of torch -> its implementation.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+
+from memplan._patched import original_of
 
 _FEW_ROWS = 8
 """Rows below which a kernel of bitsandbytes multiplies packed weights. Up to 1,536 that depends on the card and the
@@ -54,12 +57,26 @@ _TABLES = (("bitsandbytes.functional", "name2qmap"), ("bitsandbytes.backends.uti
 
 
 @contextmanager
-def tables_without_fakes() -> Iterator[None]:
-    """Take tensors without data out of libraries' tables at the end, which would stay there for real steps."""
+def tables_as_without_recording() -> Iterator[None]:
+    """At the end, take tensors without data out of libraries' tables, where they would stay for real steps, and what a
+    recording replaces: a library that is imported meanwhile registers its own implementations for that."""
     try:
         yield
     finally:
+        _register_originals(getattr(sys.modules.get("torchao.utils"), "TorchAOBaseTensor", None))
         for module, name in _TABLES:
             table: dict[Any, Any] = getattr(sys.modules.get(module), name, {})
             for key in [key for key, code in table.items() if isinstance(code, FakeTensor)]:
                 del table[key]
+
+
+def _register_originals(kind: Any) -> None:
+    """In the tables of a class of torchao's tensors and of those below it, put functions of torch for what replaces
+    them."""
+    if kind is None:
+        return
+    for table in vars(kind).get("_TORCH_FN_TABLE", {}).values():
+        for function in [function for function in table if original_of(function) is not function]:
+            table[original_of(function)] = table.pop(function)
+    for below in kind.__subclasses__():
+        _register_originals(below)
