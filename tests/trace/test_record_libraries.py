@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +191,46 @@ def test_weights_of_four_bits_are_unpacked_for_each_product(nested: bool) -> Non
     measured = memplan.simulate(memplan.measure(build))
     recorded = memplan.record(build, device="cpu")
     peaks = [step.peak_allocated for step in measured.steps]
+    tables = 1024 + 15 * 4 + 16 * 8  # codes of eight bits; bounds between those of four, and their order
     assert [step.peak_allocated for step in memplan.simulate(recorded).steps] == peaks
-    assert [step.peak_allocated for step in memplan.simulate(first).steps] == pytest.approx(peaks, abs=1024)
+    assert [step.peak_allocated for step in memplan.simulate(first).steps] == pytest.approx(peaks, abs=tables)
     assert not any("gemm_4bit" in assumption.text for assumption in recorded.assumptions)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit", "PagedAdamW8bit", "Lion8bit", "SGD8bit"])
+def test_states_of_eight_bits_are_unpacked_for_each_update(name: str) -> None:
+    """bitsandbytes: weights above 4,096 elements have states of eight bits, and biases such of float32."""
+    optimizers = pytest.importorskip("bitsandbytes").optim
+    more = {"momentum": 0.9} if name == "SGD8bit" else {}
+
+    def build() -> Step:
+        model, x = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)), torch.randn(16, 128)
+        optimizer = partial(getattr(optimizers, name), lr=1e-3, **more)
+        return _train(model, optimizer, lambda: model(x).square().mean())
+
+    memplan.record(build, device="cpu")  # fills the tables without data
+    measured = measured_peak(build)
+    recorded = memplan.record(build, device="cpu")
+    assert memplan.simulate(recorded).peak_allocated == pytest.approx(measured, abs=16)
+    assert not any("bitsandbytes" in assumption.text for assumption in recorded.assumptions)
+
+
+def test_states_of_eight_bits_on_a_card() -> None:
+    """Two bytes an element, and a scale of four bytes for each 256 of both; the update's kernel takes no more."""
+    optimizers = pytest.importorskip("bitsandbytes").optim
+    elements = 1024 * 1024
+
+    def peak(optimizer: Any) -> int:
+        def build() -> Step:
+            model, x = nn.Linear(1024, 1024, bias=False).cuda(), torch.randn(8, 1024).cuda()
+            return _train(model, optimizer, lambda: model(x).square().mean())
+
+        recorded = memplan.record(build, device="h100")
+        assert not any("bitsandbytes" in assumption.text for assumption in recorded.assumptions)
+        return memplan.simulate(recorded).steps[1].peak_allocated
+
+    states = peak(optimizers.AdamW8bit) - peak(torch.optim.SGD)
+    assert states == pytest.approx(2 * elements + 2 * elements // 256 * 4, abs=4096)  # both tables of codes
 
 
 def test_what_a_library_registers_while_a_step_is_recorded_is_for_torch_itself() -> None:

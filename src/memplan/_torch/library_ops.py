@@ -3,7 +3,9 @@
 An operator that a library registers is one op with a result. Where its implementation is Python that calls further ops,
 their results are its temporaries, so it is run by them. Seen in bitsandbytes 0.50: ``gemm_4bit``, and its ``default``
 implementation (backends/default/ops.py), which CUDA takes too but for few rows (backends/cuda/ops.py);
-``name2qmap`` of ``bitsandbytes.functional`` and ``_code_4bit_cache`` of ``bitsandbytes.backends.utils``. Seen in
+on the CPU ``quantize_4bit`` and the optimizers' updates (backends/default/ops.py, backends/cpu/ops.py);
+``name2qmap`` of ``bitsandbytes.functional``, ``_code_4bit_cache`` of ``bitsandbytes.backends.utils`` and
+``_get_4bit_quantize_bounds`` of ``bitsandbytes.backends.default.ops``. Seen in
 torchao 0.18: ``_TORCH_FN_TABLE`` of ``TorchAOBaseTensor``, class -> function of torch -> its implementation.
 """
 
@@ -12,10 +14,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
@@ -48,7 +51,30 @@ def _gemm_4bit(
     return functional.linear(x, weight, bias)
 
 
-COMPOSED: dict[str, Callable[..., Any]] = {"bitsandbytes::gemm_4bit": _gemm_4bit}
+def _as_on_the_cpu(name: str) -> Callable[..., Any]:
+    """Return a function that calls the implementation which bitsandbytes registered for the CPU, or for all devices."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, Tensor) and arg.device.type != "cpu" for arg in (*args, *kwargs.values())):
+            return NotImplemented
+        operator: Any = getattr(torch.ops.bitsandbytes, name).default
+        kernels = (DispatchKey.CPU, DispatchKey.CompositeExplicitAutograd)
+        key = next((key for key in kernels if operator.has_kernel_for_dispatch_key(key)), None)
+        if key is None:
+            return NotImplemented
+        return operator.redispatch(DispatchKeySet(key), *args, **kwargs)
+
+    return call
+
+
+MADE_OF_TORCH = ("quantize_4bit", "optimizer_update_8bit_blockwise", "optimizer_update_32bit")
+"""Operators of bitsandbytes made of torch's on the CPU, and whose kernels on a card take their results alone."""
+
+
+COMPOSED: dict[str, Callable[..., Any]] = {
+    "bitsandbytes::gemm_4bit": _gemm_4bit,
+    **{f"bitsandbytes::{name}": _as_on_the_cpu(name) for name in MADE_OF_TORCH},
+}
 """Qualified name of an operator -> a function that computes it by others; NotImplemented: by a kernel of its own."""
 
 
@@ -68,6 +94,9 @@ def tables_as_without_recording() -> Iterator[None]:
             table: dict[Any, Any] = getattr(sys.modules.get(module), name, {})
             for key in [key for key, code in table.items() if isinstance(code, FakeTensor)]:
                 del table[key]
+        default = sys.modules.get("bitsandbytes.backends.default.ops")
+        if default is not None and hasattr(default, "_get_4bit_quantize_bounds"):
+            cast(Any, default)._get_4bit_quantize_bounds.cache_clear()  # whether they have data is not to be seen
 
 
 def _register_originals(kind: Any) -> None:

@@ -37,8 +37,12 @@ _MAY_MIX_DEVICES = (
 )  # fmt: skip
 _LIFT = "aten.lift_fresh.default"
 _NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero
-# a library's that allocate their results alone, on the CPU and on cards (bitsandbytes/backends/*/ops.py)
-_WITHOUT_TEMPORARIES = frozenset({"bitsandbytes.dequantize_4bit.default", "bitsandbytes.dequantize_blockwise.default"})
+# a library's that allocate their results alone (bitsandbytes/backends/*/ops.py): on the CPU and on cards; on cards,
+# where on the CPU they are seen as what they are made of
+_WITHOUT_TEMPORARIES = frozenset(
+    f"bitsandbytes.{name}.default"
+    for name in ("dequantize_4bit", "dequantize_blockwise", "quantize_blockwise", *_torch.MADE_OF_TORCH)
+)
 _SCALAR = "aten._local_scalar_dense.default"
 _EMPTY_STRIDED = "aten.empty_strided.default"
 _EMPTY = torch.ops.aten.empty.memory_format
