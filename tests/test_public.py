@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models.public_examples import TRAINING
 from source_files import FILES, module_name
 from torch import nn
 from torch.nn import functional as F
@@ -38,6 +39,7 @@ PUBLIC = [
     "Sweep",
     "Timeline",
     "Trace",
+    "WholeRun",
     "Why",
     "__version__",
     "assert_peak",
@@ -59,6 +61,7 @@ PUBLIC = [
     "sweep",
     "verify",
     "watch",
+    "whole_run",
     "why",
     "with_loss",
 ]
@@ -82,6 +85,11 @@ def snapshot(folder: Path) -> str:
     timeline = memplan.simulate(memplan.record(build, device="h100"))
     write_snapshot(folder / "step.pickle", timeline, {})
     return str(folder / "step.pickle")
+
+
+def script(folder: Path) -> Path:
+    (folder / "train.py").write_text(TRAINING, encoding="utf-8")
+    return folder / "train.py"
 
 
 def watched() -> Any:
@@ -137,6 +145,7 @@ CALLS: dict[str, Callable[[Path], bool]] = {
     "sweep": lambda _: len(memplan.sweep(make, {"batch": [1, 2]}, "256x64", **STEP).rows) == 2,
     "verify": lambda _: memplan.verify(model := make(), model, "256x64", pairs=0, **LOSS).ok,
     "watch": lambda _: len(watched().rows) == 4,
+    "whole_run": lambda folder: memplan.whole_run(script(folder), device="cpu").allocated > 512 * 10 * 16,
     "why": lambda _: memplan.why("CUDA error: out of memory").verdict == "no figures",
     "with_loss": lambda _: isinstance(memplan.with_loss(make(), F.cross_entropy), nn.Module),
 }

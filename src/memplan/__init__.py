@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memplan.exporting.exported import Exported as Exported
     from memplan.exporting.weights_file import load_weights as load_weights
     from memplan.integrations.line_profiles.decorator import profile as profile
+    from memplan.integrations.scripts.followed import whole_run as whole_run
     from memplan.integrations.watching.watch import watch as watch
     from memplan.planning.api import plan as plan
     from memplan.planning.capture.loss_module import with_loss as with_loss
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from memplan.studies.guarding.assert_peak import assert_peak as assert_peak
     from memplan.studies.quantization.quantize import quantize as quantize
     from memplan.studies.quantization.quantized import Quantized as Quantized
+    from memplan.studies.runs.whole_run import WholeRun as WholeRun
     from memplan.studies.sweeps.sweep import Sweep as Sweep
     from memplan.studies.sweeps.sweep import sweep as sweep
     from memplan.trace.measure import measure as measure
@@ -68,6 +70,7 @@ _HOMES = {
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.trace",
+    "WholeRun": "memplan.studies.runs.whole_run",
     "Why": "memplan.explanation.why",
     "assert_peak": "memplan.studies.guarding.assert_peak",
     "check": "memplan.checks.check",
@@ -89,6 +92,7 @@ _HOMES = {
     "sweep": "memplan.studies.sweeps.sweep",
     "verify": "memplan.verification.proof.verify",
     "watch": "memplan.integrations.watching.watch",
+    "whole_run": "memplan.integrations.scripts.followed",
     "why": "memplan.explanation.why",
     "with_loss": "memplan.planning.capture.loss_module",
 }

@@ -53,6 +53,22 @@ FULL = (
 )
 
 
+TRAINING = """import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.Linear(512, 10).to(device)
+optimizer = torch.optim.Adam(model.parameters())
+data = DataLoader(TensorDataset(torch.randn(640, 512), torch.randint(0, 10, (640,))), 64)
+for images, labels in data:
+    nn.functional.cross_entropy(model(images.to(device)), labels.to(device)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save(model.state_dict(), "model.pt")
+"""
+
+
 def written_weights(folder: Path, model: nn.Module) -> None:
     """Write what a device would: the trained weights as floats, beside the layout of an export."""
     folder.mkdir()
@@ -65,6 +81,7 @@ def written_weights(folder: Path, model: nn.Module) -> None:
 def names(folder: Path) -> dict[str, Any]:
     """Return the names that docstrings use, and write the snapshot that they read."""
     write_snapshot(folder / "snapshot.pickle", memplan.simulate(memplan.record(build, device="h100")), {})
+    (folder / "train.py").write_text(TRAINING, encoding="utf-8")
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),

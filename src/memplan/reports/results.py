@@ -22,6 +22,7 @@ from memplan.reports import (
     replay,
     sweep,
     terminal,
+    whole_run,
     why,
 )
 from memplan.reports.document import Document, document
@@ -31,6 +32,7 @@ from memplan.studies.capacity.largest import Largest
 from memplan.studies.comparisons.comparison import Comparison
 from memplan.studies.lengths.lengths import Lengths
 from memplan.studies.quantization.quantized import Quantized
+from memplan.studies.runs.whole_run import WholeRun
 from memplan.studies.sweeps.sweep import Sweep
 from memplan.verification.fitting.fit import Fitted
 
@@ -56,6 +58,8 @@ def document_of(result: object) -> Document:
             return lengths.report(result)
         case Quantized():
             return quantize.report(result)
+        case WholeRun():
+            return whole_run.report(result)
         case Replay():
             return replay.report(replay.Cases(result, result, (), None))
         case Why():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
@@ -181,10 +181,15 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
     storages = [
         replace(s, born=later(s.born), died=None if s.died is None else later(s.died)) for s in trace.storages
     ]  # fmt: skip
-    start, end = period.last_batch
-    for number, storage in enumerate(trace.storages):
-        if start < storage.born <= end and _of_batch(storage, span.batch_size):
-            storages[number] = replace(storages[number], bytes=round(storage.bytes * span.last_share))
+    if any(period.last_batch):
+        last = _born(trace, *period.last_batch)
+        kept = {storage.id for storage in last if _lives_after(storage, period.last_batch[1])}
+        for number, share in _last_shares(trace, span, last, kept).items():
+            storages[number] = replace(storages[number], bytes=round(storages[number].bytes * share))
+        smaller = {}
+    else:
+        kept = {storage.id for place, storage in enumerate(period.storages) if period.is_kept(place)}
+        smaller = _last_shares(trace, span, period.storages, kept, period.batches)
     for back, recorded in enumerate(period.recorded[:-1]):
         for place, storage in enumerate(recorded):
             storages[storage.id] = replace(storages[storage.id], died=period.death(place, -back, shown))
@@ -195,8 +200,8 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
         for repeat in range(1, shown + 1):
             died = period.death(place, repeat, shown)
             size = period.size(place, repeat)
-            if repeat == shown == repeats and not any(period.last_batch) and _of_batch(storage, span.batch_size):
-                size = round(size * span.last_share)
+            if repeat == shown == repeats:
+                size = round(size * smaller.get(storage.id, 1))
             new = len(trace.storages) + len(added)
             added.append(replace(storage, id=new, bytes=size, born=storage.born + repeat * length, died=died))
             if storage.id in expected:
@@ -232,6 +237,30 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
         expected=(*trace.expected, *more_expected),
         lines=(),
     )  # fmt: skip
+
+
+def _last_shares(
+    trace: Trace, span: PhaseSpan, storages: Sequence[Storage], kept: Set[int], batches: int = 1
+) -> dict[int, float]:
+    """Return storages -> share of their bytes that a smaller last batch allocates.
+
+    What is proportional to the number of samples is smaller by as much. Of what is kept of each sample alone, such as
+    the boxes that a detector finds in an image, there is nothing of the samples that are missing.
+    """
+    samples = span.batch_size
+    shares = {storage.id: span.last_share for storage in storages if _of_batch(storage, samples)}
+    if samples is None:
+        return shares
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for storage in storages:
+        if storage.id in kept and storage.id not in shares and storage.op is not None:
+            op = trace.ops[storage.op]
+            alike.setdefault((op.name, op.layer, op.where), []).append(storage.id)
+    for numbers in alike.values():
+        if len(numbers) % (samples * batches) == 0:
+            missing = round(len(numbers) / batches * (1 - span.last_share))
+            shares |= dict.fromkeys(numbers[len(numbers) - missing :], 0.0)
+    return shares
 
 
 def _of_batch(storage: Storage, samples: int | None) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
+from memplan._display import Displayed
+from memplan._json import Saved
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import StepPeak, Timeline
 from memplan.studies.runs.extended import extended
@@ -23,7 +25,7 @@ _OF_THE_RUN = ("weight", "buffer", "optimizer_state")
 class RunPhase:
     """A phase of a run, in bytes."""
 
-    kind: PhaseKind | Literal["build"]
+    kind: Literal[PhaseKind, "build"]
     """``build``: all before the first batch."""
     where: str | None
     batches: int
@@ -47,12 +49,20 @@ class RunPhase:
     """Whether it evaluates with gradients enabled."""
 
 
-@dataclass(frozen=True)
-class WholeRun:
+@dataclass(frozen=True, repr=False)
+class WholeRun(Saved, Displayed):
     """A run of a script through its phases.
 
     ``phases`` are in the order in which they begin. ``allocated`` and ``reserved`` are the peaks of all of it.
+
+    Example:
+        >>> run = memplan.whole_run("train.py", device="rtx4090")
+        >>> [(phase.kind, phase.stays) for phase in run.phases]
+        [('build', 20992), ('train', 17102336), ('save', 17060352)]
     """
+
+    FORMAT: ClassVar[str] = "memplan.run"
+    AGAIN: ClassVar[str] = "Follow the script again"
 
     title: str
     device: str
@@ -112,7 +122,7 @@ def _per_epoch(trace: Trace, timeline: Timeline, spans: Sequence[PhaseSpan], fac
 
 
 def _phase(
-    kind: PhaseKind | Literal["build"], trace: Trace, timeline: Timeline, peaks: Sequence[StepPeak],
+    kind: Literal[PhaseKind, "build"], trace: Trace, timeline: Timeline, peaks: Sequence[StepPeak],
     start: int | None = None,
 ) -> RunPhase:  # fmt: skip
     """Return the bytes of a phase whose parts have these peaks, and which begins at a tick."""
