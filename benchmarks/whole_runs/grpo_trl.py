@@ -16,7 +16,7 @@ net = LlamaForCausalLM(
     )
 )  # fmt: skip
 data = Dataset.from_list(
-    [{"prompt": " ".join(WORDS[(i * 31 + j * 7) % 500] for j in range(8))} for i in range(20)]
+    [{"prompt": " ".join(WORDS[(i * 31 + j * 7) % 500] for j in range(8))} for i in range(8)]
 )  # fmt: skip
 
 
@@ -25,8 +25,8 @@ def reward(completions, **kwargs):
 
 
 args = GRPOConfig(
-    output_dir="out", num_train_epochs=2, per_device_train_batch_size=8, num_generations=4, max_completion_length=16,
-    beta=0.04, save_strategy="epoch", report_to=[], use_cpu=not torch.cuda.is_available(), bf16=False,
-    gradient_checkpointing=False, disable_tqdm=True, generation_kwargs={"min_new_tokens": 16},
+    output_dir="out", num_train_epochs=2, per_device_train_batch_size=8, num_generations=4, max_completion_length=6,
+    save_strategy="epoch", report_to=[], use_cpu=not torch.cuda.is_available(), bf16=False,
+    gradient_checkpointing=False, disable_tqdm=True, generation_kwargs={"min_new_tokens": 6},
 )  # fmt: skip
 GRPOTrainer(model=net, reward_funcs=reward, args=args, processing_class=tok, train_dataset=data).train()

@@ -231,12 +231,15 @@ def test_phases_are_rows_with_what_all_batches_take(tmp_path: Path, monkeypatch:
     assert "after all 50" in " ".join(shown.split())
 
 
-def test_phases_and_lines_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", [("--lines", "script.py"), ("--steps", "2")])
+def test_phases_exclude_lines_and_a_number_of_updates(
+    option: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(PHASES, encoding="utf-8")
-    done = CliRunner().invoke(main, ["run", "--phases", "--lines", "script.py", "script.py"])
+    done = CliRunner().invoke(main, ["run", "--phases", *option, "script.py"])
     assert done.exit_code == 2
-    assert "--lines with --phases" in done.output
+    assert f"{option[0]} with --phases" in done.output
 
 
 def test_an_evaluation_with_gradients_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def unprotected_option(command: Any) -> Any:
     "--phases", is_flag=True,
     help="Follow it through evaluation, checkpoints and further epochs, with short loaders; say the peak of each.",
 )  # fmt: skip
-@click.option("--steps", type=Whole(min=1), default=2, show_default=True, metavar="N", help="Updates to see.")
+@click.option("--steps", type=Whole(min=1), show_default="2", metavar="N", help="Updates to see.")
 @click.option(
     "--input", "inputs", multiple=True, metavar="SPEC", help="A tensor of the batch, instead of the loader's."
 )
@@ -154,12 +154,14 @@ def request_of(values: dict[str, Any]) -> Request:
         raise InputError("--input and --kwarg", expected="a batch that is a list, or a dict", do="Leave one out")
     if values.get("phases") and values["places"]:
         raise InputError("--lines with --phases", expected="lines of two updates, or phases", do="Leave one out")
+    if values.get("phases") and values["steps"] is not None:
+        raise InputError("--steps with --phases", expected="a number of updates, or all phases", do="Leave one out")
     kwargs = {name: spec(text) for name, text in named(values["kwargs"], "--kwarg").items()}
     rules = Rules(tuple(spec(text) for text in values["inputs"]), kwargs, values["batch"])
     command = Command(values["script"], tuple(values["arguments"]), values["is_module"]).checked()
     contribute = None if values["contribute"] is None else os.path.abspath(values["contribute"])
     return Request(
-        command, values["device"], values["steps"], values["really"], rules, writes=values["writes"],
+        command, values["device"], values["steps"] or 2, values["really"], rules, writes=values["writes"],
         unprotected=values["unprotected"], shows=values["shows"], limit=values["limit"],
         contribute=contribute, phases=values.get("phases", False), assume=tuple(arguments.assumed.items()),
         cudnn=arguments.environment, lines=tuple(map(parse_lines_option, values.get("places", ()))),

@@ -66,7 +66,7 @@ def target_or_script(values: dict[str, Any]) -> Request | None:
         )
     return request_of(
         {
-            "script": script, "arguments": arguments, "is_module": False, "device": values["device"], "steps": 2,
+            "script": script, "arguments": arguments, "is_module": False, "device": values["device"], "steps": None,
             "inputs": values["inputs"], "kwargs": values["kwargs"], "batch": values["batch"], "really": False,
             "writes": False, "unprotected": unprotected, "shows": False, "limit": 300.0,
             "contribute": None, "assume": values["assume"], "cudnn": step.cudnn,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from integrations.scripts.script_runs import HEAD, run
 from truth.cpu_allocator import allocations, peak_of
 
+from memplan.studies.runs import extended
 from memplan.studies.runs.whole_run import WholeRun, whole_run
 
 _LAST = 64
@@ -41,6 +42,14 @@ for epoch in range(2):
             targets.append(y)
     accuracy = (torch.cat(predictions).argmax(1) == torch.cat(targets).to(dev)).float().mean()
     torch.save(net.state_dict(), "net.pt")
+"""
+BOXES = """
+val, boxes = loader(50, 8), []
+net.eval()
+with torch.no_grad():
+    for x, y in val:
+        for row in net(x.to(dev)):
+            boxes.append(row.topk(7).values)
 """
 GRAPHS_KEPT = """
 data, val = loader(48, 8), loader(100, 8)
@@ -158,6 +167,21 @@ def test_predictions_that_an_evaluation_keeps(tmp_path: Path, monkeypatch: pytes
     evaluation = run.phases[2]
     assert (evaluation.batches, evaluation.length) == (4, 13)
     assert evaluation.per_batch == 8 * (20 * 4 + 8)  # a prediction in float32 and a target in int64
+
+
+def test_batches_beyond_the_most_storages_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(extended, "_MOST", 60)
+    text = BEGIN + PREDICTIONS_KEPT.format(train=42, batch=8, val=400, val_batch=8)
+    recorded, real = followed(tmp_path, text, really=False), followed(tmp_path, text, really=True)
+    assert recorded.allocated == pytest.approx(real_peak(tmp_path, text), abs=_LAST)
+    assert [p.stays for p in recorded.phases] == pytest.approx([p.stays for p in real.phases], abs=_LAST)
+
+
+def test_boxes_that_each_sample_of_a_smaller_last_batch_leaves(tmp_path: Path) -> None:
+    recorded, real = (followed(tmp_path, BEGIN + BOXES, really=really) for really in (False, True))
+    assert recorded.allocated == pytest.approx(real.allocated, abs=_LAST)
+    assert recorded.phases[-1].stays == pytest.approx(real.phases[-1].stays, abs=_LAST)
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

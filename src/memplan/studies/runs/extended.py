@@ -13,7 +13,7 @@ from memplan.trace.records import Storage
 from memplan.trace.trace import Trace
 
 _MOST = 1_000_000
-"""Storages at most that are added for a phase; what more batches keep is added as one."""
+"""Storages at most that are added for a phase; those of more batches are joined to one each."""
 _SCRATCH = ("temporary", "workspace")
 _OF_WEIGHTS = ("weight", "buffer", "parameter_gradient", "optimizer_state")
 
@@ -206,11 +206,11 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
             added.append(replace(storage, id=new, bytes=size, born=storage.born + repeat * length, died=died))
             if storage.id in expected:
                 more_expected.append(replace(expected[storage.id], storage=new))
-    if shown < repeats and period.growth:
-        rest = (repeats - shown) * period.growth
-        kept = next(storage for place, storage in enumerate(period.storages) if period.is_kept(place))
-        end = None if kept.died is None else later(kept.died)
-        added.append(replace(kept, id=len(trace.storages) + len(added), bytes=rest, born=period.end + shift, died=end))
+    for place, first in enumerate(period.recorded[-1]) if shown < repeats else ():
+        if period.is_kept(place):  # as long as the first: variables of the script hold the last batch for longer
+            size, end = (repeats - shown) * first.bytes, None if first.died is None else later(first.died)
+            new = len(trace.storages) + len(added)
+            added.append(replace(first, id=new, bytes=size, born=period.end + shift, died=end))
     gathered = _gathered(trace, span, period, repeats)
     for number, size in gathered.items():
         storages[number] = replace(storages[number], bytes=size)

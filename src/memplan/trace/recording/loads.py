@@ -52,7 +52,7 @@ class _Storages:
             is_integral = not dtype.is_floating_point and not dtype.is_complex
             values = plain.tolist() if is_integral and owns_storage and plain.numel() <= _KNOWN else None
             address, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
-        device = self._place_of(address)
+        device = self.place_of(address)
         if values is not None and self._file is None:
             return torch.tensor(values, dtype=dtype, device=device)
         if not size:
@@ -108,7 +108,7 @@ class _Moved:
         return getattr(self._storage, name)
 
 
-def _place_of(storage: Any, location: str, map_location: Any) -> str | torch.device:
+def place_of(storage: Any, location: str, map_location: Any) -> str | torch.device:
     """Return the device that `torch.load` loads a storage to that was saved at ``location``."""
     if isinstance(map_location, Mapping):
         return map_location.get(location, location)
@@ -137,7 +137,7 @@ def loads_recorded(is_recorded: Callable[[], bool]) -> Iterator[None]:
         places = dict[int, str | torch.device]()
 
         def locate(storage: Any, location: str) -> Any:
-            places[storage.data_ptr()] = _place_of(storage, location, map_location)
+            places[storage.data_ptr()] = place_of(storage, location, map_location)
             return storage
 
         is_mapped = config.load.mmap if mmap is None else mmap
