@@ -4,11 +4,13 @@
     python benchmarks/whole_runs.py FILE.py ...   # other scripts: prints alone
 
 The scripts are those in benchmarks/whole_runs, and one of the tests' with sliding windows. "real" are the peaks of
-``--measure``, which runs a script's loaders to their ends; two run side by side, each with kernels of one thread.
+``--measure``, which runs a script's loaders to their ends; two run side by side, each with kernels of one thread. Those
+that end in ``_trl`` need trl and datasets; where these are not installed, their stored rows stay.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -81,8 +83,14 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     """Run the scripts and write the results."""
     given = [Path(name) for name in sys.argv[1:]]
+    has_trl = importlib.util.find_spec("trl") is not None
+    scripts = given or [path for path in SCRIPTS if has_trl or not path.stem.endswith("_trl")]
     with ThreadPoolExecutor(2) as pool:
-        rows = list(pool.map(run, given or sorted(SCRIPTS, key=lambda path: path.name)))
+        rows = list(pool.map(run, scripts))
+    if not given and not has_trl:
+        stored = json.loads((RESULTS / "whole_runs.json").read_text(encoding="utf-8"))
+        rows += [Row(**row) for row in stored if row["script"].endswith("_trl")]
+    rows.sort(key=lambda row: row.script)
     print(table(rows))
     if not given:
         (RESULTS / "whole_runs.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

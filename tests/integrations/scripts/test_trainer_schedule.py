@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints of Hugging Face's `Trainer` after hundreds of updates are seen in a run of few."""
+"""Evaluations and checkpoints of trainers after hundreds of updates are seen in a run of few."""
 
 from __future__ import annotations
 
@@ -41,3 +41,36 @@ def test_an_evaluation_after_fifty_updates_comes_after_two(tmp_path: Path, every
     from transformers.trainer_callback import TrainerState
 
     assert TrainerState.compute_steps.__qualname__ == "TrainerState.compute_steps"  # as before
+
+
+LIGHTNING = """
+import lightning as L
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).sum()
+    def validation_step(self, batch, index):
+        self.layer(batch[0])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+data = DataLoader(TensorDataset(torch.zeros(200, 16)), 2)
+trainer = L.Trainer(
+    max_epochs=1, val_check_interval=50, logger=False, enable_progress_bar=False, accelerator="cpu",
+    enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+)
+trainer.fit(Module(), data, data)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_validation_after_fifty_batches_comes_after_two(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    _, facts = run(tmp_path, LIGHTNING, phases=True, batches=6)
+    spans = phases_of(facts.parts)
+    assert [span.kind for span in spans[:2]] == ["train", "evaluate"]
+    assert sum(part.updates for part in facts.parts[: spans[1].parts[0]]) == 2
+    from lightning.pytorch.trainer.trainer import Trainer
+
+    assert not hasattr(Trainer, "val_check_interval")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import textwrap
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from integrations.scripts.script_runs import HEAD, run
+from integrations.scripts.script_runs import HEAD, run, script_of
 from truth.cpu_allocator import allocations, peak_of
 
+import memplan
 from memplan.studies.runs import extended
 from memplan.studies.runs.whole_run import WholeRun, whole_run
 
@@ -189,8 +191,6 @@ def test_boxes_that_each_sample_of_a_smaller_last_batch_leaves(tmp_path: Path) -
     train=st.integers(33, 90), batch=st.integers(3, 8), val=st.integers(1, 120), val_batch=st.integers(2, 9)
 )  # fmt: skip
 def test_of_any_length(tmp_path: Path, train: int, batch: int, val: int, val_batch: int) -> None:
-    import contextlib
-
     with contextlib.chdir(tmp_path):
         text = BEGIN + PREDICTIONS_KEPT.format(train=train, batch=batch, val=val, val_batch=val_batch)
         recorded, peak = followed(tmp_path, text, really=False), real_peak(tmp_path, text)
@@ -259,3 +259,22 @@ def test_a_loop_without_a_loader_ends_after_eight_updates(tmp_path: Path) -> Non
     text += "    model(torch.ones(2, 4)).sum().backward()\n    opt.step()\n"
     trace, facts = run(tmp_path, text, phases=True, batches=4)
     assert (facts.ending, facts.updates, len(trace.steps)) == ("steps", 8, 8)
+
+
+PLACES = """
+torch.save({"weight": torch.ones(1000, device="cuda"), "step": torch.ones(500)}, "saved.pt")
+for place in (None, "cpu", {"cuda:0": "cpu"}, lambda storage, location: storage.cuda(0)):
+    loaded = torch.load("saved.pt", map_location=place)
+    print(loaded["weight"].device.type, loaded["step"].device.type)
+"""
+
+
+def test_a_checkpoint_is_loaded_to_the_device_it_was_saved_from(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `torch.load` documents ``map_location``."""
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + PLACES + "nn.Linear(1, 1)(torch.ones(1, 1))\n", encoding="utf-8")
+    with contextlib.chdir(tmp_path):
+        memplan.record(script_of(str(path), shows=True, phases=True, batches=4), device="h100")  # pyright: ignore[reportArgumentType]  # a program
+    assert capfd.readouterr().out.split() == ["cuda", "cpu", *["cpu"] * 4, "cuda", "cuda"]

@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints of Hugging Face's `Trainer` that come after some hundred updates, brought forward."""
+"""Evaluations and checkpoints of trainers that come after some hundred updates, brought forward."""
 
 from __future__ import annotations
 
@@ -8,31 +8,55 @@ from typing import Any
 
 from memplan import _torch
 
-_UPDATES = 2
-"""Updates after which the first evaluation and the first checkpoint come."""
+_SOON = 2
+"""Updates after which the first evaluation and the first checkpoint of Hugging Face's `Trainer` come; batches after
+which the first validation of Lightning's comes."""
+_LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
 
 class TrainerSchedule:
-    """Changes the schedule of `Trainer` within ``stack``, once a script has imported it."""
+    """Changes the schedules of trainers within ``stack``, once a script has imported them."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self._changed = False
+        self._changed: list[Any] = []
+        """Classes."""
 
     def bring_forward(self) -> None:
-        """Evaluate and save after two updates where `Trainer` would after more (``eval_steps``, ``save_steps``)."""
-        module = sys.modules.get("transformers.trainer_callback")
-        state = None if self._changed else getattr(module, "TrainerState", None)
-        if state is None:
-            return
-        self._changed = True
-        compute = state.compute_steps
+        """Evaluate and save soon where a trainer would after more updates or batches (``eval_steps``, ``save_steps``,
+        an integer ``val_check_interval``)."""
+        self._change("transformers.trainer_callback", "TrainerState", _sooner_states)
+        for name in _LIGHTNING:
+            self._change(name, "Trainer", _sooner_validations)
 
-        def compute_sooner(self: Any, args: Any, max_steps: int) -> None:
-            compute(self, args, max_steps)
-            for kind in ("eval_steps", "save_steps"):
-                steps = getattr(self, kind, None)
-                if isinstance(steps, int) and steps > _UPDATES:
-                    setattr(self, kind, _UPDATES)
+    def _change(self, module: str, name: str, attributes_of: Any) -> None:
+        """Change a class of an imported module, once."""
+        changed = getattr(sys.modules.get(module), name, None)
+        if changed is not None and changed not in self._changed:
+            self._changed.append(changed)
+            self._stack.enter_context(_torch.patched(changed, **attributes_of(changed)))
 
-        self._stack.enter_context(_torch.patched(state, compute_steps=compute_sooner))
+
+def _sooner_states(state: Any) -> dict[str, Any]:
+    compute = state.compute_steps
+
+    def compute_sooner(self: Any, args: Any, max_steps: int) -> None:
+        compute(self, args, max_steps)
+        for kind in ("eval_steps", "save_steps"):
+            steps = getattr(self, kind, None)
+            if isinstance(steps, int) and steps > _SOON:
+                setattr(self, kind, _SOON)
+
+    return {"compute_steps": compute_sooner}
+
+
+def _sooner_validations(trainer: Any) -> dict[str, Any]:
+    """Return a property of Lightning's trainer: it sets the attribute when it is made, and asks for it, and for the
+    length of the loader that an interval must not exceed, when it fits."""
+    name = "val_check_interval"
+
+    def interval(self: Any) -> Any:
+        value = vars(self)[name]
+        return min(value, _SOON) if type(value) is int else value
+
+    return {name: property(interval, lambda self, value: vars(self).update({name: value}))}
