@@ -166,6 +166,7 @@ def test_what_cannot_be_joined_gets_a_line() -> None:
 def test_what_a_program_does_after_its_last_step_is_not_measured() -> None:
     class Training:
         title = "a training with a validation at its end"
+        has_time = True
 
         def run_steps(self, steps: int, boundaries: Boundaries) -> None:
             model = torch.nn.Linear(64, 64)

@@ -48,13 +48,16 @@ class Recorded(NamedTuple):
         return isinstance(self.outcome, Trace) and choice.line in lines
 
 
-def explore_branches(first: Recorded, record_again: Callable[[Overrides], Recorded]) -> Trace:
+def explore_branches(
+    first: Recorded, record_again: Callable[[Overrides], Recorded], has_time: Callable[[], bool] = lambda: True
+) -> Trace:
     """Record a step again with other values and branches, and return the trace with the largest peak. Its assumptions
     compare the outcomes of each choice.
 
-    ``first`` is the recording without further overrides; ``record_again(overrides)`` records the step with some.
+    ``first`` is the recording without further overrides; ``record_again(overrides)`` records the step with some,
+    as long as ``has_time()``.
     """
-    exploration = _Exploration(first, record_again)
+    exploration = _Exploration(first, record_again, has_time)
     exploration.run()
     return exploration.result()
 
@@ -62,8 +65,11 @@ def explore_branches(first: Recorded, record_again: Callable[[Overrides], Record
 class _Exploration:
     """Overrides a recording's choices one after the other, on top of the overrides with the largest peak so far."""
 
-    def __init__(self, first: Recorded, record_again: Callable[[Overrides], Recorded]) -> None:
+    def __init__(
+        self, first: Recorded, record_again: Callable[[Overrides], Recorded], has_time: Callable[[], bool]
+    ) -> None:
         assert isinstance(first.outcome, Trace)
+        self._has_time = has_time
         self._record_again = record_again
         self._first = self._best = first
         self._trace = first.outcome
@@ -119,9 +125,9 @@ class _Exploration:
         return self._meet(other)
 
     def _record(self, overrides: Overrides) -> Recorded | None:
-        """Record the step with overrides; None if there have been enough recordings."""
+        """Record the step with overrides; None if there have been enough recordings, or no time is left."""
         if overrides not in self._recorded:
-            if len(self._recorded) > _MAX_RECORDINGS:
+            if len(self._recorded) > _MAX_RECORDINGS or not self._has_time():
                 return None
             other = self._recorded[overrides] = self._record_again(overrides)
             if isinstance(other.outcome, Trace):

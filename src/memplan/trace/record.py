@@ -159,7 +159,10 @@ def _record_branches(target: Target, known: Known, build: Runs, steps: int, comp
         )
         return Recorded(outcome, overrides, other.decisions)
 
-    return explore_branches(Recorded(trace, recording.overrides, recording.decisions), record_again)
+    def has_time() -> bool:
+        return not isinstance(build, Program) or build.has_time
+
+    return explore_branches(Recorded(trace, recording.overrides, recording.decisions), record_again, has_time)
 
 
 def _record_on_device(

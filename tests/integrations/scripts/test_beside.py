@@ -24,7 +24,7 @@ class Timed:
 
     def __init__(self, build: Callable[[], Callable[[], Any]], updates: bool) -> None:
         self.build, self.updates, self.calls, self.tick = build, updates, Calls(), lambda: 0
-        self.title = "build"
+        self.title, self.has_time = "build", True
 
     def run_steps(self, steps: int, boundaries: Any) -> None:
         """Run it as a program, which knows the ticks of its trace."""

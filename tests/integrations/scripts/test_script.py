@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import textwrap
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -348,3 +350,25 @@ def test_ops_may_be_given_the_default_generator(tmp_path: Path) -> None:
     """
     trace, facts = run(tmp_path, text + textwrap.dedent(LOOP).replace("\n", "\n    "))
     assert (facts.updates, len(trace.steps)) == (2, 2)
+
+
+BRANCH = """
+model, rows = nn.Linear(8, 8), torch.rand(64, 8)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    x = torch.cat((rows, rows)) if rows.sum() > 3 else rows
+    model(x).sum().backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(("limit", "explored"), [(60.0, True), (5.0, False)])
+def test_branches_are_explored_while_there_is_time(
+    limit: float, explored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = count(step=2)  # seconds of a run, and of what comes between two
+    monkeypatch.setattr("memplan.integrations.scripts.script.time", SimpleNamespace(monotonic=lambda: next(runs)))
+    trace, _ = run(tmp_path, BRANCH, limit=limit)
+    ways = [row.text for row in trace.assumptions if "branch" in row.text.lower()]
+    assert len(ways) == 1
+    assert ("NOT BOUNDED" in ways[0]) != explored

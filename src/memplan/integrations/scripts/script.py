@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
@@ -37,6 +38,9 @@ class Script:
         """The files, as the script sees them."""
         self._give_up = give_up
         """Called with the error if a script does not end."""
+        self._began = time.monotonic()
+        self._longest_run = 0.0
+        """Seconds."""
         self._runs: list[tuple[int, Facts]] = []
         """Steps and facts of each run: runs differ in the branches that they take."""
         self.calls: list[ModelCall | None] = []
@@ -46,6 +50,12 @@ class Script:
     def title(self) -> str:
         """Return the script's name for messages."""
         return self._request.command.name
+
+    @property
+    def has_time(self) -> bool:
+        """Return whether a further run as long as the longest would end within the time limit, with half of it to
+        spare."""
+        return time.monotonic() + 1.5 * self._longest_run < self._began + self._request.limit
 
     def facts(self, trace: Trace) -> Facts:
         """Return the facts of the run that a trace records."""
@@ -62,7 +72,7 @@ class Script:
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
         """Run the script for ``steps`` steps, or to its end."""
-        request, view = self._request, self._view
+        request, view, began = self._request, self._view, time.monotonic()
         kind = PhasedRun if request.phases else ScriptRun
         run = kind(request, steps, boundaries, self._give_up)
         folder = request.command.folder
@@ -76,6 +86,7 @@ class Script:
             effects.auditing(),
         ):
             run.run()
+        self._longest_run = max(self._longest_run, time.monotonic() - began)
         self.calls.append(run.calls.call)
         changes = view.changes()
         held = effects.rows(changes.rows, ignored_folders=view.own, writes=request.writes)

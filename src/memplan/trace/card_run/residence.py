@@ -43,6 +43,10 @@ class _ProgramOnCard:
         self._program = program
         self.title = program.title
 
+    @property
+    def has_time(self) -> bool:
+        return self._program.has_time
+
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
         with _card_is_default():
             self._program.run_steps(steps, boundaries)

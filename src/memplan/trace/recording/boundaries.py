@@ -39,6 +39,11 @@ class Program(Protocol):
         """Return its name in messages."""
         ...
 
+    @property
+    def has_time(self) -> bool:
+        """Return whether there is time to run it once more."""
+        ...
+
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
         """Run it until it ends or has run ``steps`` steps, calling ``boundaries`` at each boundary.
 

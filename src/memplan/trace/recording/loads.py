@@ -52,7 +52,7 @@ class _Storages:
             is_integral = not dtype.is_floating_point and not dtype.is_complex
             values = plain.tolist() if is_integral and owns_storage and plain.numel() <= _KNOWN else None
             address, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
-        device = self.place_of(address)
+        device = self._place_of(address)
         if values is not None and self._file is None:
             return torch.tensor(values, dtype=dtype, device=device)
         if not size:
