@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from environment import slow
-from models.sharded_steps import step_of
+from models.sharded_steps import Block, Transformer, step_of
 from torch.distributed.device_mesh import init_device_mesh
 from truth.cpu_allocator import measured_peak
 
@@ -102,3 +102,41 @@ def test_a_process_group_that_is_there_is_refused() -> None:
 def test_ranks_that_there_are_not_are_refused(world: int | None, rank: int) -> None:
     with pytest.raises(UsageError, match=r"rank"):
         memplan.record(lambda: lambda: None, world=world, rank=rank)
+
+
+def _by_cause(way: str, world: int) -> dict[str, int]:
+    """Most bytes of each cause at any time."""
+    return dict(memplan.explain(step_of(way), world=world).by_cause_most)
+
+
+PARAMETERS = sum(p.numel() * p.element_size() for p in Transformer().parameters())
+BLOCK = sum(p.numel() * p.element_size() for p in Block().parameters())
+
+
+def test_weights_that_are_gathered_are_no_shards() -> None:
+    kept, freed = (_by_cause(way, 2) for way in ("fsdp kept", "fsdp"))
+    assert (kept["weight"], kept["gathered_weight"]) == (PARAMETERS // 2, PARAMETERS)
+    whole = PARAMETERS - 2 * BLOCK  # the root's, and those of a block at a time
+    assert freed["gathered_weight"] == whole
+    assert _by_cause("fsdp bf16", 2)["gathered_weight"] == whole // 2
+
+
+def test_gradients_are_sent_in_buckets_unless_they_are_views_of_them() -> None:
+    """Torch's documentation of `DistributedDataParallel`: views save as much memory as all gradients take."""
+    copied, views = (_by_cause(way, 2) for way in ("ddp", "ddp views"))
+    assert (copied["communication"], copied["parameter_gradient"]) == (PARAMETERS, PARAMETERS)
+    assert (views["communication"], views["parameter_gradient"]) == (0, PARAMETERS)
+    assert copied["gathered_weight"] == 0
+
+
+def test_activations_that_are_gathered_are_sent_and_are_no_weights() -> None:
+    tensors = _by_cause("tensor", 2)
+    assert tensors["gathered_weight"] == 0
+    assert tensors["communication"] > 0
+
+
+@pytest.mark.parametrize(("way", "world", "groups"), [("fsdp", 2, "one"), ("hsdp", 4, "up to 3"), ("fsdp", 1, "")])
+def test_the_memory_of_communicators_is_noted(way: str, world: int, groups: str) -> None:
+    note = next(note for note in memplan.record(step_of(way), world=world).notes if note.startswith("rank 0 of"))
+    assert groups in note
+    assert ("NCCL" in note) == bool(groups)

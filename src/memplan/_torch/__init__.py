@@ -22,7 +22,7 @@ from memplan._torch.cuda import (
     raw_streams_of_cuda,
     tensor_devices_reported,
 )
-from memplan._torch.distributed import has_process_group, one_rank_of, own_process_groups
+from memplan._torch.distributed import has_process_group, number_of_groups, one_rank_of, own_process_groups
 from memplan._torch.dry_card import (
     HistoryEvent,
     HostValues,

@@ -1,6 +1,7 @@
 """Process groups of torch.distributed without other processes.
 
-Everything here was seen in torch 2.11 and 2.13, but for `one_rank_of`, seen in 2.13:
+Everything here was seen in torch 2.11 and 2.13 (``torch.distributed.distributed_c10d._world``), but for `one_rank_of`,
+seen in 2.13:
 ``torch.nn.parallel.distributed._verify_param_shape_across_processes`` and ``_sync_module_states``,
 ``torch.distributed.tensor._sharding_prop.detect_fake_mode``.
 """
@@ -49,6 +50,14 @@ def own_process_groups(*, fake: bool) -> Iterator[None]:
 def has_process_group() -> bool:
     """Return whether torch.distributed has a default process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def number_of_groups() -> int:
+    """Return how many sets of at least two ranks have a process group in which this rank is."""
+    from torch.distributed.distributed_c10d import _world
+
+    members = {tuple(dist.get_process_group_ranks(group)) for group in list(_world.pg_map)}
+    return sum(len(ranks) > 1 and dist.get_rank() in ranks for ranks in members)
 
 
 _initialize = dist.init_process_group if dist.is_available() else None
@@ -130,6 +139,7 @@ def _shapes_propagated_unseen() -> contextlib.AbstractContextManager[None]:
 
 
 def _reduced(_state, bucket):  # pyright: ignore  # torch reads annotations, and takes these words alone
+    dist.all_reduce(bucket.buffer())
     future: Any = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

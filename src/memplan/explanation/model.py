@@ -331,6 +331,8 @@ LABELS = {
     "activation": "other activations",
     "temporary": "temporaries",
     "workspace": "workspaces",
+    "gathered_weight": "gathered weights",
+    "communication": "communication",
     "rounding": "rounding",
     "fragmentation": "fragmentation",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from memplan.trace.recording.session import (
     choose_target,
     note_about_outside,
     public,
+    rank_note,
     recording_runs,
     recording_suspended,
     run_steps,
@@ -125,13 +127,21 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
     """
     alone = nullcontext() if target.world is None else _torch.one_rank_of(target.world, target.rank)
     with recording_suspended(), alone:  # the step itself may record something
-        compiled = _Compiled()
-        try:
-            return _record_branches(target, known, build, steps, compiled)
-        except RecordingError as error:
-            if not compiled.seen:
-                raise
-            return _record_branches(target, known, build, steps, _Compiled(refused=_reason(error)))
+        trace = _record_compiled(target, known, build, steps)
+        if target.world is None:
+            return trace
+        return replace(trace, notes=(*trace.notes, rank_note(target.world, target.rank, _torch.number_of_groups())))
+
+
+def _record_compiled(target: Target, known: Known, build: Runs, steps: int) -> Trace:
+    """Record a step as compiled where it is; if that cannot be followed, as if eager."""
+    compiled = _Compiled()
+    try:
+        return _record_branches(target, known, build, steps, compiled)
+    except RecordingError as error:
+        if not compiled.seen:
+            raise
+        return _record_branches(target, known, build, steps, _Compiled(refused=_reason(error)))
 
 
 class _Compiled:

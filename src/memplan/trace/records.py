@@ -26,6 +26,8 @@ Cause = Literal[
     "activation",
     "temporary",
     "workspace",
+    "gathered_weight",
+    "communication",
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

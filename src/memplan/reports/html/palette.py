@@ -32,6 +32,8 @@ LOOKS: dict[str, Look] = {
     "activation_gradient": Look("#f0e442"),
     "temporary": Look("#009e73"),
     "workspace": Look("#5a5a5a", "x"),
+    "gathered_weight": Look("#56b4e9", "/"),
+    "communication": Look("#cc79a7", "\\"),
     "rounding": Look("#8c8c8c", "-"),
     "fragmentation": Look("#b4b4b4", "|"),
     IN_USE: Look("#0072b2", "\\"),

@@ -17,7 +17,9 @@ from memplan.trace.recording.session import Target
 from memplan.trace.records import CAUSES, Assumption, loud
 from memplan.trace.trace import Trace
 
-KNOWN = tuple(cause for cause in CAUSES if cause != "workspace")
+_OF_RANKS: Mapping[str, str] = {"gathered_weight": "weight", "communication": "temporary"}
+"""Causes of steps with several ranks -> the cause that they count as."""
+KNOWN = tuple(cause for cause in CAUSES if cause != "workspace" and cause not in _OF_RANKS)
 """Causes that do not depend on the algorithms that cuDNN chooses."""
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -122,6 +124,8 @@ def record_point(subject: Subject, target: Target, settings: str | None = None, 
             error=InputError(f"{subject.title} called sys.exit({error.code!r})", expected="code that returns")
         )
     causes = {cause: explanation.by_cause[cause] for cause in (*KNOWN, "rounding")}
+    for cause, counted in _OF_RANKS.items():
+        causes[counted] += explanation.by_cause[cause]
     timeline, low = explanation.timeline, explanation.by_cause["workspace"]
     aggregation = aggregation_bytes(trace) if subject.window is not None else 0
     notes = (

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan.trace.recording.collectives import Collective, collective_storages
 from memplan.trace.recording.ledger import Entry, Note
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place, format_frame
@@ -105,8 +106,9 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
         if op.phase == "optimizer" and op.writes and op.writes[0] in {operand.storage for operand in op.reads}
     }
     computed = _computed(ops, observer)
+    collective = collective_storages(ops, observer.ownership.weights.keys())
     for entry in observer.ledger.entries:
-        cause = _cause(entry, observer, ops, sharers, updated, computed, ticks[0])
+        cause = _cause(entry, observer, ops, sharers, updated, computed, collective, ticks[0])
         weight = observer.ownership.gradients.get(entry.id, entry.id)
         storages.append(Storage(
             id=entry.id, bytes=entry.bytes, cause=cause, born=entry.born, died=entry.died, op=entry.op,
@@ -299,20 +301,25 @@ def _cause(
     sharers: dict[int, list[Sharer]],
     updated: set[int],
     computed: set[int],
+    collective: Collective,
     first_step: int,
 ) -> Cause:
     """Return why a storage exists. Owners come first, then when it was allocated, then its op and who saves it."""
     ownership = observer.ownership
     if entry.id in ownership.workspaces:
         return "workspace"
+    if entry.id in collective.gathered:
+        return "gathered_weight"
     if entry.id in ownership.weights:
         return "weight"
     if entry.id in ownership.buffers:
         return "buffer"
     if entry.id in ownership.states:
         return "optimizer_state"
-    if entry.id in ownership.gradients:
+    if entry.id in ownership.gradients or entry.id in collective.gradients:
         return "parameter_gradient"
+    if entry.id in collective.buffers:
+        return "communication"
     if entry.born <= first_step and entry.id in updated:
         return "optimizer_state"  # built before the first step and changed by every update: a hand-written momentum
     if entry.born <= first_step:

@@ -104,13 +104,20 @@ def choose_target(
         raise UsageError(f"rank {rank} without a world", expected="the number of ranks, too", do="Give world")
     if world is not None:
         _check_rank(world, rank)
-        notes += (ONE_RANK.format(rank=rank, world=world),)
     return replace(target, notes=notes, assumed=checked_shares(assumed), cudnn=library, world=world, rank=rank)
 
 
-ONE_RANK = (
-    "rank {rank} of {world}, alone in a fake process group: what NCCL allocates for each communicator is not counted"
-)
+def rank_note(world: int, rank: int, groups: int) -> str:
+    """Return the note on a rank that is recorded alone, and is in some process groups.
+
+    Sources: NVIDIA/nccl#964 (544 MB for a communicator of two A100 with NVLink, 688 MB of four), NVIDIA/nccl#864
+    (1.6 GB for one, 6 GB for three and more).
+    """
+    text = f"rank {rank} of {world}, alone in a fake process group"
+    if not groups:
+        return text
+    count = "one communicator" if groups == 1 else f"each of up to {groups} communicators"
+    return f"{text}; NCCL's own memory is not counted: 0.5 to 1.6 GB for {count}, as users reported"
 
 
 def _check_rank(world: int, rank: int) -> None:

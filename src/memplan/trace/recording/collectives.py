@@ -1,0 +1,59 @@
+"""What a step with several ranks holds for its collective operations, from what its ops read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import NamedTuple
+
+from memplan.trace.records import Op
+
+_LIBRARIES = ("c10d.", "_c10d_functional.", "c10d_functional.", "fsdp.")
+"""Namespaces of ops that send, or pack and unpack what is sent."""
+_UNPACKS_WEIGHTS, _PACKS_GRADIENTS = "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"
+_MOVES = frozenset((
+    "empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zero_", "fill_", "copy_", "_to_copy",
+    "_foreach_copy_", "clone", "cat", "split", "split_with_sizes", "split_with_sizes_copy", "chunk", "slice", "narrow",
+    "select", "as_strided", "view", "_unsafe_view", "reshape", "flatten", "unsqueeze", "squeeze", "detach", "alias",
+    "expand", "permute", "transpose", "t", "constant_pad_nd", "mul", "mul_", "div", "div_",
+))  # fmt: skip
+"""Ops that move elements, or average them over the ranks. What no other op reads or writes is sent, not computed
+with."""
+
+
+class Collective(NamedTuple):
+    """Storages that a step with one rank would not have."""
+
+    gathered: Set[int]
+    """Weights put together from the shards of the ranks."""
+    buffers: Set[int]
+    """What is sent or received, and read by no op that computes: buckets, flat inputs of a reduce-scatter."""
+    gradients: Set[int]
+    """Gradients of whole weights, before they are reduced to shards."""
+
+
+def collective_storages(ops: Sequence[Op], weights: Set[int]) -> Collective:
+    """Sort the operands of collective operations.
+
+    Args:
+        ops: of the trace, in order.
+        weights: storages of parameters.
+    """
+    sent, gathered, gradients = set[int](), set[int](), set[int]()
+    casts = set[int]()
+    computed_with = set[int]()
+    for op in ops:
+        reads, writes = {operand.storage for operand in op.reads}, set(op.writes)
+        if op.name.startswith(_LIBRARIES):
+            sent |= reads | writes
+            if op.name.startswith(_UNPACKS_WEIGHTS):  # which declares its results as arguments
+                gathered |= reads | writes
+            elif op.name.startswith(_PACKS_GRADIENTS):
+                gradients |= reads
+            elif "gather" in op.name and not reads.isdisjoint(weights | casts | gathered):
+                gathered |= writes
+        elif op.name.split(".")[1] not in _MOVES:
+            computed_with |= reads | writes
+        elif not reads.isdisjoint(weights):
+            casts |= writes - weights
+    buffers = sent - computed_with
+    return Collective(gathered - buffers, buffers, gradients - buffers)
