@@ -105,6 +105,13 @@ def in_two(model: Transformer) -> Any:
     return sharded(in_tensors(model, mesh["tensor"]), mesh=mesh["data"])
 
 
+def made_late() -> Any:
+    """Without storage until it is sharded, as large models are made."""
+    with torch.device("meta"):
+        model = Transformer()
+    return sharded(model, mesh=one_dimension()).to_empty(device="cpu")
+
+
 def one_dimension() -> DeviceMesh:
     return mesh_of(dist.get_world_size(), names=("data",))
 
@@ -121,6 +128,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "ddp views": lambda: DistributedDataParallel(Transformer(), gradient_as_bucket_view=True, bucket_cap_mb=1),
     "ddp static": lambda: DistributedDataParallel(Transformer(), static_graph=True),
     "fsdp": lambda: sharded(Transformer(), mesh=one_dimension()),
+    "fsdp from meta": made_late,
     "fsdp kept": lambda: sharded(Transformer(), mesh=one_dimension(), reshard_after_forward=False),
     "fsdp bf16": lambda: sharded(Transformer(), mesh=one_dimension(), mp_policy=LOWER),
     "fsdp checkpointed": lambda: sharded(Transformer(checkpointed=True), mesh=one_dimension()),

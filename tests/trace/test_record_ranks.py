@@ -47,6 +47,7 @@ def real_peak(build: Callable[[], Callable[[], Any]], world: int) -> int:
     ("way", "world"),
     [
         ("fsdp", 2), ("tensor", 2), ("ddp", 2), ("two dimensions", 4), ("fsdp bf16", 4),
+        ("fsdp from meta", 2),
         *slow(
             ("fsdp", 4), ("fsdp kept", 2), ("fsdp bf16", 2), ("fsdp checkpointed", 2), ("hsdp", 4), ("tensor", 4),
             ("ddp views", 2), ("ddp static", 4), ("fsdp compiled", 2),

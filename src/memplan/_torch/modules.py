@@ -210,7 +210,7 @@ def modules_converted_as_real() -> Iterator[None]:
     For a fake parameter torch swaps tensors instead, which fails where there are weak references to them, as ours.
     Setting ``.data`` of a fake tensor also sets its known values: torch would keep the old ones, of the old dtype.
     """
-    apply = nn.Module._apply
+    apply, dispatch = nn.Module._apply, FakeTensorMode.dispatch
     plain: Any = torch.Tensor.data
 
     def set_data(self: Any, data: torch.Tensor) -> None:
@@ -224,8 +224,19 @@ def modules_converted_as_real() -> Iterator[None]:
         finally:
             fake_tensor.FakeTensor = seen
 
+    def dispatch_fake(self: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        """Run an op, also of a fake mode of torch's own, such as that which propagates shapes of a `DTensor`."""
+        if fake_tensor.FakeTensor is FakeTensor:
+            return dispatch(self, *args, **kwargs)
+        with patched(fake_tensor, FakeTensor=FakeTensor):
+            return dispatch(self, *args, **kwargs)
+
     data = property(lambda self: plain.__get__(self, type(self)), set_data)
-    with patched(nn.Module, _apply=apply_as_real), patched(FakeTensor, data=data):
+    with (
+        patched(nn.Module, _apply=apply_as_real),
+        patched(FakeTensor, data=data),
+        patched(FakeTensorMode, dispatch=dispatch_fake),
+    ):
         yield
 
 
@@ -233,16 +244,5 @@ def modules_converted_as_real() -> Iterator[None]:
 def fake_tensors() -> Iterator[None]:
     """Make all new tensors fake, so that a model can be constructed for a capture without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    dispatch = mode.dispatch
-
-    def dispatch_fake(*args: Any, **kwargs: Any) -> Any:
-        with patched(fake_tensor, FakeTensor=FakeTensor):
-            return dispatch(*args, **kwargs)
-
-    with (
-        patched(mode, dispatch=dispatch_fake),
-        modules_converted_as_real(),
-        lazy_layers_with_fake_parameters(mode),
-        mode,
-    ):
+    with modules_converted_as_real(), lazy_layers_with_fake_parameters(mode), mode:
         yield
