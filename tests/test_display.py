@@ -12,8 +12,8 @@ import memplan
 from memplan._display import Displayed, Printed
 from memplan.simulation.replays.exact import Mismatch
 
-NAMES = ("Comparison", "Explanation", "Exported", "Finding", "Fitted", "LineProfile", "Plan", "Proof", "Quantized",
-         "Replay", "Sweep", "Timeline", "Trace", "WholeRun", "Why")  # fmt: skip
+NAMES = ("Comparison", "Explanation", "Exported", "Finding", "Fitted", "Layouts", "LineProfile", "Plan", "Proof",
+         "Quantized", "Replay", "Sweep", "Timeline", "Trace", "WholeRun", "Why")  # fmt: skip
 
 
 def test_every_public_result_is_displayed() -> None:

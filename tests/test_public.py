@@ -30,6 +30,7 @@ PUBLIC = [
     "Finding",
     "Fitted",
     "Heuristics",
+    "Layouts",
     "LineProfile",
     "MemplanError",
     "Plan",
@@ -49,6 +50,7 @@ PUBLIC = [
     "export",
     "fit",
     "largest",
+    "layouts",
     "load_weights",
     "measure",
     "plan",
@@ -132,6 +134,7 @@ CALLS: dict[str, Callable[[Path], bool]] = {
         < 256 << 10
     ),
     "fit": lambda _: memplan.fit(make(), "256x64", budget=BUDGET, **STEP).loss is not None,
+    "layouts": lambda _: memplan.layouts(make, "256x64", world=2, device="h100").best is not None,
     "largest": lambda _: memplan.largest(make, "batch", "256x64", budget=BUDGET, **STEP) > 256,
     "load_weights": lambda folder: len(list(exported(folder).parameters())) == 6,
     "measure": lambda _: memplan.simulate(memplan.measure(build)).peak_allocated > 256 * 64 * 4,

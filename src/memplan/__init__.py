@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from memplan.studies.comparisons.compare import compare as compare
     from memplan.studies.comparisons.comparison import Comparison as Comparison
     from memplan.studies.guarding.assert_peak import assert_peak as assert_peak
+    from memplan.studies.layouts.layouts import Layouts as Layouts
+    from memplan.studies.layouts.layouts import layouts as layouts
     from memplan.studies.quantization.quantize import quantize as quantize
     from memplan.studies.quantization.quantized import Quantized as Quantized
     from memplan.studies.runs.whole_run import WholeRun as WholeRun
@@ -62,6 +64,7 @@ _HOMES = {
     "Finding": "memplan.checks.finding",
     "Fitted": "memplan.verification.fitting.fit",
     "Heuristics": "memplan.planning.search.search",
+    "Layouts": "memplan.studies.layouts.layouts",
     "LineProfile": "memplan.explanation.line_profile",
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
@@ -80,6 +83,7 @@ _HOMES = {
     "fit": "memplan.verification.fitting.fit",
     "largest": "memplan.studies.capacity.largest",
     "load_ipython_extension": "memplan.integrations.notebook.extension",
+    "layouts": "memplan.studies.layouts.layouts",
     "load_weights": "memplan.exporting.weights_file",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.api",

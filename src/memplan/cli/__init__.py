@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "check": "Find where a step wastes memory, or saves it the wrong way.",
     "sweep": "Say what grows with batch, size, or any argument, and what is fixed.",
     "largest": "Find the largest batch, size or sequence that fits a card or a budget.",
+    "layouts": "Compare ways to train a model with several cards: copies, shards, checkpoints.",
     "compare": "Hold two steps against each other: models, precisions, plans, saved results.",
     "guard": "Fail where a step takes more memory than its baseline says.",
     "fit": "Make a training step run within a budget of bytes, with the same result.",

@@ -14,6 +14,7 @@ from memplan.reports import (
     explain,
     fit,
     largest,
+    layouts,
     lengths,
     line_tables,
     notebook,
@@ -30,6 +31,7 @@ from memplan.reports.exports import export
 from memplan.simulation.replays.replayed import Replay
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.comparisons.comparison import Comparison
+from memplan.studies.layouts.layouts import Layouts
 from memplan.studies.lengths.lengths import Lengths
 from memplan.studies.quantization.quantized import Quantized
 from memplan.studies.runs.whole_run import WholeRun
@@ -54,6 +56,8 @@ def document_of(result: object) -> Document:
             return sweep.report(result)
         case Largest():
             return largest.report(result)
+        case Layouts():
+            return layouts.report(result)
         case Lengths():
             return lengths.report(result)
         case Quantized():

@@ -1,0 +1,70 @@
+"""`memplan layouts`: ways to train a module with several cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from memplan._text import whole_number
+from memplan.cli.files import ResultFiles
+from memplan.cli.options import StepArguments, Whole, json_option, step_options, subject_of
+from memplan.cli.progress import line
+from memplan.cli.sweep import describe_first_point
+from memplan.errors import InputError
+
+HELP = """Compare ways to train a model with several cards: copies, shards, checkpoints.
+
+TARGET makes a module, and its options are those of memplan explain. Each layout is one rank's training step under
+DistributedDataParallel or fully_shard, recorded alone. A target that shards its model by itself is explained by
+memplan explain --world N.
+
+\b
+  memplan layouts examples/gpt.py:make --input 1x1024:int64<50257 \\
+      --optimizer adamw --autocast bf16 --world 8 --device rtx4090 --micro-batch 1,4,16
+
+Says the fastest layout that fits, and the bytes and the least time of all.
+
+\b
+Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
+"""
+
+
+@click.command("layouts", help=HELP)
+@step_options
+@click.option("--world", type=Whole(min=1), required=True, metavar="N", help="Number of ranks, a card each.")
+@click.option("--micro-batch", default="1", show_default=True, metavar="N,N", help="Samples of a rank at a time.")
+@click.option("--per-node", type=Whole(min=1), default=8, show_default=True, metavar="N", help="Cards of a machine.")
+@click.option(
+    "--link", type=click.FloatRange(min=0, min_open=True), metavar="GB/S",
+    help="Of a card to other machines, instead of the catalogue's.",
+)  # fmt: skip
+@json_option("everything")
+def command(
+    world: int, micro_batch: str, per_node: int, link: float | None, json_file: str | None, **values: Any
+) -> int:
+    """Run the command and return its exit code."""
+    from memplan.reports.layouts import report
+    from memplan.reports.terminal import show
+    from memplan.studies.layouts.layouts import find_layouts
+    from memplan.trace.recording.session import choose_target
+
+    results = ResultFiles(json_file, None).checked()
+    sizes = [whole_number(part.strip()) for part in micro_batch.split(",")]
+    if any(size is None or size < 1 for size in sizes):
+        raise InputError(f"--micro-batch {micro_batch!r}", expected="whole numbers from 1: 1,2,4", do="Write them so")
+    if not values["train"]:
+        raise InputError("--no-train", expected="a training step", do="Leave it out")
+    arguments = StepArguments(**values)
+    subject = subject_of(describe_first_point(arguments, None, {}), arguments)
+    target = choose_target(arguments.device, arguments.assumed, arguments.environment, world, 0)
+    with line("recording layouts") as progress:
+        result = find_layouts(
+            subject, target, [size for size in sizes if size is not None], per_node=per_node,
+            link=None if link is None else link * 1e9, settings=arguments.settings, title=arguments.target,
+            progress=progress,
+        )  # fmt: skip
+    results.write(result.to_json)
+    if not results.takes_stdout:
+        show(report(result))
+    return int(result.best is None)

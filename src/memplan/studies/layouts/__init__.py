@@ -1,0 +1,1 @@
+"""Layouts of a module over several cards."""

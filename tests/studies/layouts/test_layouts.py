@@ -1,0 +1,154 @@
+"""Layouts of a module over several cards: their bytes are those of the same step, written by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from models.sharded_steps import Block, Transformer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import memplan
+from memplan.cli import main
+from memplan.errors import InputError, TargetError
+from memplan.studies.layouts.layout import layouts_of
+
+LENGTH = 64
+OPTIONS: dict[str, Any] = {"targets": f"8x{LENGTH}x500", "loss": "mse_loss", "optimizer": "adamw", "device": "h100"}
+TOKENS = f"8x{LENGTH}:int64<500"
+
+
+def by_hand(make: Callable[[], nn.Module], title: str, batch: int) -> Callable[[], Callable[[], None]]:
+    """The step of a layout, as a script of torchrun has it, in bfloat16."""
+
+    def build() -> Callable[[], None]:
+        dist.init_process_group("nccl")
+        model: Any = make()
+        if "recomputed" in title:
+            for block in model.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        sizes = (2, 2) if title.startswith("HSDP") else (dist.get_world_size(),)
+        mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+        if title.startswith("DDP"):
+            model = DistributedDataParallel(model.cuda())
+        else:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            for block in (*model.blocks, model):
+                fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward="kept" not in title)
+        update = torch.optim.AdamW(model.parameters())
+        tokens = torch.zeros(batch, LENGTH, dtype=torch.int64, device="cuda")
+        target = torch.zeros(batch, LENGTH, 500, device="cuda")
+
+        def step() -> None:
+            update.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=title.startswith("DDP")):
+                output = model(tokens)
+                loss = nn.functional.mse_loss(output, target)
+            loss.backward()
+            update.step()
+
+        return step
+
+    return build
+
+
+@pytest.mark.filterwarnings("ignore")  # of the loss, and of FSDP2: torch's own
+def test_each_layout_is_the_step_written_by_hand() -> None:
+    result = memplan.layouts(Transformer, TOKENS, world=4, per_node=2, autocast="bf16", micro_batch=(8,), **OPTIONS)
+    assert len(result.rows) == 10
+    for row in result.rows:
+        build = by_hand(Transformer, row.layout.title, 8)
+        timeline = memplan.simulate(memplan.record(build, device="h100", world=4))
+        assert (row.layout.title, row.allocated) == (row.layout.title, timeline.peak_allocated)
+        assert row.recorded
+        assert row.reserved == timeline.peak_reserved
+
+
+class Deep(nn.Module):
+    """Equal blocks, more than are recorded."""
+
+    def __init__(self, blocks: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_few_blocks_are_recorded_of_many_and_all_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"world": 8, "device": "h100", "optimizer": "adamw", "micro_batch": (256,)}
+    result = memplan.layouts(Deep, "256x1024", **options)
+    assert result.blocks == 12
+    assert [row.recorded for row in result.rows] == [True] + [False] * 5
+    monkeypatch.setattr("memplan.studies.layouts.layouts._FEW", (2, 12))
+    whole = {row.layout: row for row in memplan.layouts(Deep, "256x1024", **options).rows}
+    assert all(row.recorded for row in whole.values())
+    for row in result.rows:
+        assert row.allocated == pytest.approx(whole[row.layout].allocated, rel=1e-4), row.layout.title
+
+
+def test_time_is_that_of_flops_and_of_what_is_sent() -> None:
+    """A linear layer's training step takes three products; a ring sends (r - 1) / r of what it gathers."""
+    result = memplan.layouts(
+        Deep, "64x1024", world=8, device="h100", optimizer="sgd", autocast="bf16", micro_batch=(64,)
+    )
+    flops = (3 * 12 - 1) * 2 * 64 * 1024 * 1024  # the first layer's input needs no gradient
+    weights = 12 * (1024 * 1024 + 1024)
+    rows = {row.layout.title: row for row in result.rows}
+    assert rows["FSDP2 8"].compute == pytest.approx(flops / memplan_rate(), rel=1e-6)
+    recomputed = flops + 12 * 2 * 64 * 1024 * 1024
+    assert rows["FSDP2 8, recomputed"].compute == pytest.approx(recomputed / memplan_rate(), rel=1e-6)
+    assert rows["FSDP2 8"].sending == pytest.approx((2 * 2 + 4) * weights * 7 / 8 / 450e9, rel=1e-6)
+    assert rows["FSDP2 8, kept"].sending == pytest.approx((2 + 4) * weights * 7 / 8 / 450e9, rel=1e-6)
+    assert rows["DDP 8"].sending == pytest.approx(2 * 4 * weights * 7 / 8 / 450e9, rel=1e-6)
+
+
+def memplan_rate() -> float:
+    """H100 SXM5, dense bfloat16: NVIDIA's data sheet has 1,979 TFLOP/s with sparsity."""
+    return 989.4e12
+
+
+def test_what_cannot_fit_is_not_recorded() -> None:
+    result = memplan.layouts(
+        lambda: nn.Linear(65536, 65536), "1x65536", world=4, device="t4", optimizer="adamw", micro_batch=(1, 2)
+    )
+    reasons = {row.layout.title: row.reason for row in result.rows if row.layout.micro_batch == 1}
+    assert "alone" in reasons["DDP 4"]
+    assert result.best is None
+    assert all("smaller micro-batch" in row.reason for row in result.rows if row.layout.micro_batch == 2)
+
+
+def test_a_world_that_does_not_divide_into_machines() -> None:
+    with pytest.raises(InputError, match="--per-node 6"):
+        list(layouts_of(12, 8, (1,)))
+    assert {layout.mesh for layout in layouts_of(16, 8, (1,))} == {(16,), (2, 8)}
+    assert {layout.mesh for layout in layouts_of(4, 8, (1,))} == {(4,)}
+
+
+def test_a_target_that_is_no_module() -> None:
+    with pytest.raises(TargetError, match="sharded here"):
+        memplan.layouts(lambda: lambda: None, world=2, device="h100")
+    with pytest.raises(InputError, match="a card"):
+        memplan.layouts(Block, "1x8x128", world=2, device="cpu")
+
+
+def test_the_command_prints_the_fastest_that_fits() -> None:
+    line = ["layouts", "examples/gpt2.py:make", "--arg", "layers=2", "--arg", "width=64", "--world", "2"]
+    done = CliRunner().invoke(
+        main, [*line, "--input", "1x64:int64<50257", "--device", "rtx4090", "--optimizer", "adamw"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "The fastest that fits: " in done.output
+    assert CliRunner().invoke(main, [*line, "--micro-batch", "0", "--device", "h100"]).exit_code == 2
+    assert CliRunner().invoke(main, [*line, "--device", "cpu"]).exit_code == 2
