@@ -22,7 +22,14 @@ from memplan._torch.cuda import (
     raw_streams_of_cuda,
     tensor_devices_reported,
 )
-from memplan._torch.distributed import has_process_group, number_of_groups, one_rank_of, own_process_groups
+from memplan._torch.distributed import (
+    TORCHRUN_VARIABLES,
+    current_rank,
+    has_process_group,
+    number_of_groups,
+    one_rank_of,
+    own_process_groups,
+)
 from memplan._torch.dry_card import (
     HistoryEvent,
     HostValues,
@@ -122,6 +129,7 @@ from memplan._torch.joint import (
     view_strides,
 )
 from memplan._torch.library_ops import MADE_OF_TORCH
+from memplan._torch.lone_ranks import unanswered_collectives
 from memplan._torch.mapped_files import files_mapped_without_data
 from memplan._torch.modules import (
     OwnState,

@@ -1,9 +1,10 @@
 """Process groups of torch.distributed without other processes.
 
-Everything here was seen in torch 2.11 and 2.13 (``torch.distributed.distributed_c10d._world``), but for `one_rank_of`,
-seen in 2.13:
+Everything here was seen in torch 2.13; what sets up no rank (`own_process_groups` without a ``world``) in 2.11, too.
+Private names: ``torch.distributed.distributed_c10d._new_process_group_helper`` and ``_world``,
 ``torch.nn.parallel.distributed._verify_param_shape_across_processes`` and ``_sync_module_states``,
-``torch.distributed.tensor._sharding_prop.detect_fake_mode``.
+``torch._C._distributed_c10d.Reducer._rebuild_buckets``, and of ``torch.distributed.tensor._sharding_prop``
+``detect_fake_mode`` and ``ShardingPropagator._propagate_tensor_meta_non_cached``; ``_StridedShard``.
 """
 
 from __future__ import annotations
@@ -12,39 +13,97 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._subclasses.fake_tensor as fake_tensor
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan._torch.eager import no_modes
+from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore
 from memplan._torch.patches import here_alone, patched
+from memplan.errors import StepError
+
+_NODE = 8
+"""GPUs of a node at most."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of several, as `torchrun` starts it on nodes of at most eight GPUs."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def local_world(self) -> int:
+        """Return the number of ranks on a node: the most that divide the world."""
+        return max(size for size in range(1, _NODE + 1) if self.world % size == 0)
+
+    @property
+    def local_rank(self) -> int:
+        """Return the rank's number on its node, which is that of its GPU."""
+        return self.rank % self.local_world
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that torchrun sets."""
+        node = self.rank // self.local_world
+        values = {
+            "RANK": self.rank, "LOCAL_RANK": self.local_rank, "GROUP_RANK": node, "ROLE_RANK": self.rank,
+            "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.local_world, "ROLE_WORLD_SIZE": self.world,
+            "GROUP_WORLD_SIZE": self.world // self.local_world, "ROLE_NAME": "default", "MASTER_ADDR": "localhost",
+            "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        return {name: str(value) for name, value in values.items()}
+
+
+TORCHRUN_VARIABLES = tuple(Rank().variables())
+_current: list[Rank] = [Rank()]
+
+
+def current_rank() -> Rank:
+    """Return the rank that is recorded now; the only one of one where none was requested."""
+    return _current[-1]
 
 
 @contextlib.contextmanager
-def own_process_groups(*, fake: bool) -> Iterator[None]:
+def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -> Iterator[None]:
     """End a default process group that was initialized in this context.
 
-    ``fake``: initialize a group without other processes, whose collective operations do nothing, so that tensors need
-    no values. Rank and world size are those that the caller asks for.
+    Args:
+        fake: whether groups are made without other processes. Their collective operations do nothing, so that tensors
+            need no values. Rank and world size are those of the environment, or those that the caller names.
+        world, rank: be this rank of so many, in fake groups: torchrun's environment variables say so, until the
+            context ends.
     """
     if not dist.is_available():
         yield
         return
     begun = dist.is_initialized()
-
-    def initialize_fake(
-        backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, rank: int = -1,
-        store: Any = None, *args: Any, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        kwargs.pop("device_id", None)
-        _initialize_fake(max(rank, 0), max(world_size, 1), **kwargs)
-
-    try:
-        with patched(dist, **({"init_process_group": initialize_fake} if fake else {})):
+    _counted[0] = 0
+    with contextlib.ExitStack() as stack:
+        if world is not None:
+            stack.enter_context(_started_by_torchrun(Rank(rank, world)))
+        if fake or world is not None:
+            stack.enter_context(_groups_alone())
+        try:
             yield
-    finally:
-        if dist.is_initialized() and not begun:
-            dist.destroy_process_group()
+        finally:
+            if dist.is_initialized() and not begun:
+                _counted[0] = _count_groups()
+                dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def one_rank_of(world: int, rank: int) -> Iterator[None]:
+    """Be a rank of ``world`` in this context, as in `own_process_groups`, with a default process group that is there
+    already."""
+    with own_process_groups(fake=True, world=world, rank=rank):
+        dist.init_process_group()
+        yield
 
 
 def has_process_group() -> bool:
@@ -53,47 +112,31 @@ def has_process_group() -> bool:
 
 
 def number_of_groups() -> int:
-    """Return how many sets of at least two ranks have a process group in which this rank is."""
+    """Return how many sets of at least two ranks have a process group in which this rank is. If the groups have ended:
+    how many there were in the last `own_process_groups`."""
+    return _count_groups() if has_process_group() else _counted[0]
+
+
+_counted = [0]
+
+
+def _count_groups() -> int:
     from torch.distributed.distributed_c10d import _world
 
     members = {tuple(dist.get_process_group_ranks(group)) for group in list(_world.pg_map)}
     return sum(len(ranks) > 1 and dist.get_rank() in ranks for ranks in members)
 
 
-_initialize = dist.init_process_group if dist.is_available() else None
-
-
-def _initialize_fake(rank: int, world: int, **kwargs: Any) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    assert _initialize is not None, "torch.distributed is available"
-    _initialize("fake", store=FakeStore(), rank=rank, world_size=world, **kwargs)
-
-
 @contextlib.contextmanager
-def one_rank_of(world: int, rank: int) -> Iterator[None]:
-    """Be a rank of ``world`` in this context, without the others: the default process group is a fake one, collective
-    operations do nothing, and torchrun's variables say which rank it is. Groups that are made inside are destroyed, and
-    the environment is put back."""
-    variables = {
-        "RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "localhost", "MASTER_PORT": 29500,
-    }  # fmt: skip
+def _started_by_torchrun(rank: Rank) -> Iterator[None]:
+    variables = rank.variables()
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(variables)
+    _current.append(rank)
     try:
-        _initialize_fake(rank, world)
-        with contextlib.ExitStack() as stack:
-            for name in _INITIALIZERS:
-                module = sys.modules.get(name)
-                if module is not None:
-                    stack.enter_context(patched(module, init_process_group=lambda *_, **__: None))
-            stack.enter_context(_data_parallel_alone())
-            stack.enter_context(_shapes_propagated_unseen())
-            yield
+        yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _current.pop()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -101,8 +144,68 @@ def one_rank_of(world: int, rank: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_INITIALIZERS = "torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh"
-"""Modules with the name ``init_process_group``: the default group is there already."""
+_initialize = dist.init_process_group if dist.is_available() else None
+
+
+def _initialize_fake(
+    backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, rank: int = -1,
+    store: Any = None, *args: Any, **kwargs: Any,
+) -> None:  # fmt: skip
+    """Replaces `torch.distributed.init_process_group`. A second call does nothing."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+
+    assert _initialize is not None, "torch.distributed is available"
+    if dist.is_initialized():
+        return
+    if store is None and init_method in (None, "env://"):
+        missing = [name for name, size in (("RANK", rank), ("WORLD_SIZE", world_size)) if size < 0]
+        if any(name not in os.environ for name in missing):
+            raise StepError(
+                "init_process_group reads RANK and WORLD_SIZE, which torchrun sets",
+                expected="the number of ranks",
+                do="It starts under torchrun: say how many ranks there are, as in --world 8",
+            )
+    rank = int(os.environ.get("RANK", 0)) if rank < 0 else rank
+    world = int(os.environ.get("WORLD_SIZE", 1)) if world_size < 0 else world_size
+    started = current_rank()
+    if len(_current) > 1 and (rank, world) != (started.rank, started.world):
+        raise StepError(
+            f"init_process_group makes rank {rank} of {world}",
+            expected=f"rank {started.rank} of {started.world}, which is recorded",
+            do=f"Let it read RANK and WORLD_SIZE, or record with world {world} and rank {rank}",
+        )
+    for name in ("device_id", "pg_options"):
+        kwargs.pop(name, None)
+    _initialize("fake", store=OneRankStore(), rank=rank, world_size=world, timeout=timeout, **kwargs)
+
+
+@contextlib.contextmanager
+def _groups_alone() -> Iterator[None]:
+    """Make every process group a fake one, and let nothing wait for another rank."""
+    from torch.distributed import distributed_c10d
+
+    helper: Any = vars(distributed_c10d)["_new_process_group_helper"]
+
+    def make_fake(size: Any, rank: Any, ranks: Any, _backend: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs |= {"backend_options": None, "device_id": None}
+        return helper(size, rank, ranks, dist.Backend("fake"), *args, **kwargs)
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    instead = {
+        "init_process_group": _initialize_fake, "TCPStore": OneRankStore, "FileStore": OneRankStore,
+        "monitored_barrier": nothing, **OBJECT_COLLECTIVES,
+    }  # fmt: skip
+    names = "torch.distributed.device_mesh", "torch.distributed.rendezvous"
+    modules = [dist, distributed_c10d, *(sys.modules[name] for name in names if name in sys.modules)]
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            present = {name: value for name, value in instead.items() if name in vars(module)}
+            stack.enter_context(patched(module, **present))
+        stack.enter_context(patched(distributed_c10d, _new_process_group_helper=make_fake))
+        stack.enter_context(_data_parallel_alone())
+        stack.enter_context(_shapes_propagated_unseen())
+        yield
 
 
 @contextlib.contextmanager
@@ -113,29 +216,54 @@ def _data_parallel_alone() -> Iterator[None]:
     from torch.nn.parallel import distributed
 
     begin = distributed.DistributedDataParallel.__init__
+    register = distributed.DistributedDataParallel.register_comm_hook
 
     def begin_alone(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self.register_comm_hook(None, _reduced)
+        register(self, None, _reduced)
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
     with (
         patched(distributed, _verify_param_shape_across_processes=nothing, _sync_module_states=nothing),
-        patched(distributed.DistributedDataParallel, __init__=begin_alone),
+        # a hook of the user's would wait for work without results
+        patched(distributed.DistributedDataParallel, __init__=begin_alone, register_comm_hook=nothing),
         # which orders the buckets anew after the first backward pass, as many bytes, and reads numbers from tensors
         patched(Reducer, _rebuild_buckets=lambda _: False),
     ):
         yield
 
 
-def _shapes_propagated_unseen() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which `DTensor` finds the global shapes of results under a fake mode of its own: it takes one
-    that is active, and a recording would count its tensors."""
+@contextlib.contextmanager
+def _shapes_propagated_unseen() -> Iterator[None]:
+    """Let `DTensor` find shapes unseen: the global ones of results under a fake mode of its own (it takes one that is
+    active, and a recording would count its tensors), the indices of strided shards with real numbers. Also within
+    `Module._apply`, where a recording hides the class of fake tensors.
+    """
     from torch.distributed.tensor import _sharding_prop as propagation
+    from torch.distributed.tensor import placement_types
 
     detect: Any = vars(propagation)["detect_fake_mode"]
-    return patched(propagation, detect_fake_mode=here_alone(lambda *_: None, detect))
+    propagator = propagation.ShardingPropagator
+    propagate: Any = vars(propagator)["_propagate_tensor_meta_non_cached"]
+
+    def propagate_fake(*args: Any) -> Any:
+        with patched(fake_tensor, FakeTensor=FakeTensor):
+            return propagate(*args)
+
+    strided = placement_types._StridedShard
+    indices: Any = vars(strided)["local_shard_size_and_offset"]
+
+    def real_indices(*args: Any, **kwargs: Any) -> Any:
+        with no_modes():
+            return indices(*args, **kwargs)
+
+    with (
+        patched(strided, local_shard_size_and_offset=real_indices),
+        patched(propagation, detect_fake_mode=here_alone(lambda *_: None, detect)),
+        patched(propagator, _propagate_tensor_meta_non_cached=propagate_fake),
+    ):
+        yield
 
 
 def _reduced(_state, bucket):  # pyright: ignore  # torch reads annotations, and takes these words alone

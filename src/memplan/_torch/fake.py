@@ -16,6 +16,7 @@ import torch
 import torch._subclasses
 import torch._subclasses.fake_tensor as fake_tensor
 from torch._ops import HigherOrderOperator
+from torch._prims import rng_prims
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -51,6 +52,8 @@ READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 
+_DTENSOR_RANDOM = getattr(rng_prims, "run_dtensor_rng_op", None)
+"""Draws a shard's random numbers on a card, from the state that the ranks share. Not in torch 2.11."""
 _WAIT = "_c10d_functional::wait_tensor"
 """Returns its argument; the fake implementation returns another tensor, which compilers need."""
 # In place, elementwise, never resizing: with operands of the result's own shape there is nothing to propagate.
@@ -371,7 +374,8 @@ class FakeMode(FakeTensorMode):
             return self._dispatch_locked(func, types, args, kwargs or {})
 
     def _higher_order(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
-        """Run an op inside of one that keeps or sets the state of random numbers, as compiled checkpoints have them."""
+        """Run an op inside of one that keeps or sets the state of random numbers, as compiled checkpoints and `DTensor`
+        have them."""
         with self:
             if func is run_and_save_rng_state:
                 op, *args = args
@@ -379,6 +383,9 @@ class FakeMode(FakeTensorMode):
                 return torch.empty(size, dtype=torch.uint8, device=_CPU), op(*args, **kwargs)
             if func is run_with_rng_state:
                 _, op, *args = args
+                return op(*args, **kwargs)
+            if func is _DTENSOR_RANDOM:
+                _, _, op, *args = args
                 return op(*args, **kwargs)
         raise NotImplementedError(f"{func.name()} on tensors without data")
 
@@ -403,6 +410,8 @@ class FakeMode(FakeTensorMode):
         if self._inside:  # called by the fake implementation of another op, which is the one to observe
             return self._fake_result(func, types, args, kwargs)
         device = kwargs.get("device")
+        if device is not None and device != _CPU and torch.device(device).type == "cpu":  # "cpu:0", which is no other
+            kwargs = {**kwargs, "device": _CPU}
         if self.placing is not None and device is not None and torch.device(device).type == "cuda":
             with self.placing(torch.device(device)):
                 return self._dispatch_locked(func, types, args, {**kwargs, "device": _CPU})

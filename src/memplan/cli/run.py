@@ -11,7 +11,7 @@ import click
 
 from memplan._text import printable
 from memplan.cli.explain import does_not_fit, warn_of_branches
-from memplan.cli.options import StepArguments, Whole, debug_option, top_option
+from memplan.cli.options import StepArguments, Whole, debug_option, rank_options, top_option
 from memplan.cli.outputs import Outputs, check_contribute, contribute_option, output_options
 from memplan.cli.progress import progress
 from memplan.errors import InputError
@@ -31,12 +31,14 @@ would write, save, send or start is held back and listed.
   memplan run --device rtx4090 examples/train.py --batch-size 64
   memplan run --device h100 --input 64x3x32x32 --input "64:int64<10" examples/train.py
   memplan run -m package.train --epochs 3
+  memplan run --world 8 --device h100 train.py
   memplan run --measure --device cuda examples/train.py
   memplan run --lines examples/train.py examples/train.py
 
 memplan's own options come before the script. --input describes the batch where the data are not on this machine.
 Functions that the script decorates with memplan.profile are shown line by line; --lines FILE.py[:FUNCTION] does so
 for others, without a decorator.
+--world runs it as one of the ranks that torchrun starts: torchrun --nproc-per-node 8 train.py is --world 8.
 memplan check, largest and fit take a script, too: memplan largest --script examples/train.py --device rtx4090.
 
 \b
@@ -78,6 +80,7 @@ def unprotected_option(command: Any) -> Any:
     help="Let it write files, connect and start programs; nothing is removed, and checkpoints need --measure.",
 )
 @unprotected_option
+@rank_options
 @click.option("--show-output", "shows", is_flag=True, help="Show what it prints.")
 @click.option(
     "--limit", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
@@ -147,11 +150,13 @@ def request_of(values: dict[str, Any]) -> Request:
     from memplan.integrations.scripts.loaders import Rules
     from memplan.integrations.scripts.request import Request
     from memplan.trace.naming.parsing import named
+    from memplan.trace.recording.session import check_rank
     from memplan.trace.spec import spec
 
     arguments = StepArguments("", assume=values["assume"], cudnn=values["cudnn"])
     if values["inputs"] and values["kwargs"]:
         raise InputError("--input and --kwarg", expected="a batch that is a list, or a dict", do="Leave one out")
+    check_rank(values.get("world"), values.get("rank", 0))
     if values.get("phases") and values["places"]:
         raise InputError("--lines with --phases", expected="lines of two updates, or phases", do="Leave one out")
     if values.get("phases") and values["steps"] is not None:
@@ -164,7 +169,8 @@ def request_of(values: dict[str, Any]) -> Request:
         command, values["device"], values["steps"] or 2, values["really"], rules, writes=values["writes"],
         unprotected=values["unprotected"], shows=values["shows"], limit=values["limit"],
         contribute=contribute, phases=values.get("phases", False), assume=tuple(arguments.assumed.items()),
-        cudnn=arguments.environment, lines=tuple(map(parse_lines_option, values.get("places", ()))),
+        cudnn=arguments.environment, world=values.get("world"), rank=values.get("rank", 0),
+        lines=tuple(map(parse_lines_option, values.get("places", ()))),
     )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ def target_or_script(values: dict[str, Any]) -> Request | None:
             "script": script, "arguments": arguments, "is_module": False, "device": values["device"], "steps": None,
             "inputs": values["inputs"], "kwargs": values["kwargs"], "batch": values["batch"], "really": False,
             "writes": False, "unprotected": unprotected, "shows": False, "limit": 300.0,
-            "contribute": None, "assume": values["assume"], "cudnn": step.cudnn,
+            "contribute": None, "assume": values["assume"], "cudnn": step.cudnn, "world": step.world,
+            "rank": step.rank,
         }
     )  # fmt: skip

@@ -125,7 +125,9 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         steps: how often the step runs.
         known: extends the target's semantics (see `Known`).
     """
-    alone = nullcontext() if target.world is None else _torch.one_rank_of(target.world, target.rank)
+    alone = nullcontext()
+    if target.world is not None and not isinstance(build, Program):  # a program makes its groups itself
+        alone = _torch.one_rank_of(target.world, target.rank)
     with recording_suspended(), alone:  # the step itself may record something
         trace = _record_compiled(target, known, build, steps)
         if target.world is None:

@@ -6,11 +6,10 @@ import concurrent.futures.process
 import multiprocessing.pool
 import multiprocessing.process
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
-
-from torch.nn.parallel import DistributedDataParallel
 
 from memplan import _torch
 from memplan._frames import callers
@@ -34,12 +33,13 @@ class _Executor(concurrent.futures.ThreadPoolExecutor):
 
 
 @contextmanager
-def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
+def in_one_process(folder: str, *, values: bool, world: int | None = None, rank: int = 0) -> Iterator[None]:
     """Run pools in threads, limit process groups to this process, and refuse processes that a script starts.
 
     Args:
         folder: of the script's own code.
         values: whether tensors have values that collective operations reduce; if not, process groups are fake.
+        world, rank: be this rank of so many, as torchrun starts it, in fake process groups.
     """
 
     def refuse(*_: Any) -> NoReturn:
@@ -53,14 +53,6 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
             where=script_line(folder),
         )  # fmt: skip
 
-    def refuse_wrapper(*_: Any, **__: Any) -> NoReturn:
-        raise StepError(
-            "DistributedDataParallel reduces gradients in C++, on values that a recording does not have",
-            expected="a model without it, which one rank does not need",
-            do="Leave it out where the world size is 1; --measure runs the script for real",
-            where=script_line(folder),
-        )
-
     # the class stays, since scripts subclass it, and runs in threads
     make_pool, of_threads = multiprocessing.pool.Pool.__init__, vars(multiprocessing.pool.ThreadPool)
 
@@ -71,9 +63,9 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
         make_pool(pool, processes if threads else 1, initializer, initargs)
 
     with ExitStack() as stack:
-        if not values:
-            stack.enter_context(_torch.patched(DistributedDataParallel, __init__=refuse_wrapper))
-        stack.enter_context(_torch.own_process_groups(fake=not values))
+        _forget_ranks()
+        stack.callback(_forget_ranks)
+        stack.enter_context(_torch.own_process_groups(fake=not values, world=world, rank=rank))
         for owner, new in (
             (multiprocessing.process.BaseProcess, {"start": refuse}),
             (os, {"fork": refuse} if hasattr(os, "fork") else {}),
@@ -86,3 +78,11 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
         ):
             stack.enter_context(_torch.patched(owner, **new))
         yield
+
+
+def _forget_ranks() -> None:
+    """Let Accelerate ask again which rank this is: it keeps the answer, as long as the process lives, with a process
+    group that ended with the script's last run."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)

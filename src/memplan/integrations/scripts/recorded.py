@@ -6,10 +6,12 @@ import errno
 import inspect
 import os
 import socket
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from memplan import _torch
 from memplan.errors import InputError, MemplanError, StepError
 from memplan.integrations.scripts.planned import planned
 from memplan.integrations.scripts.request import Ran, Request
@@ -22,7 +24,8 @@ from memplan.trace.program_facts import RunPart
 from memplan.trace.record import record
 from memplan.trace.recording.boundaries import Programs
 from memplan.trace.recording.followed.line_watch import following
-from memplan.trace.recording.session import RUNS
+from memplan.trace.recording.place import format_frame, frame_of_error
+from memplan.trace.recording.session import RUNS, rank_note
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
@@ -54,7 +57,10 @@ def run_request(request: Request, view: View, give_up: GiveUp) -> Ran:
             else:
                 trace = _trace_of(script, request)
     except StepError as error:
-        raise error if error.__cause__ is None else _script_error(error) from error.__cause__
+        if error.__cause__ is None:
+            error.where = error.where or format_frame(frame_of_error(error))
+            raise
+        raise _script_error(error, request) from error.__cause__
     ran = Ran(request.command, trace, script.facts(trace))
     if request.room is None:
         return ran
@@ -77,9 +83,15 @@ def run_request(request: Request, view: View, give_up: GiveUp) -> Ran:
 def _trace_of(script: Script, request: Request) -> Trace:
     """Measure or record a script."""
     if request.really:
-        return measure(script, device=request.device, steps=request.steps, contribute=request.contribute)
-    assume = dict(request.assume)
-    return record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
+        trace = measure(script, device=request.device, steps=request.steps, contribute=request.contribute)
+        if request.world is None:
+            return trace
+        note = rank_note(request.world, request.rank, _torch.number_of_groups())
+        return replace(trace, notes=(*trace.notes, note))
+    return record(
+        script, device=request.device, steps=request.steps, assume=dict(request.assume), cudnn=request.cudnn,
+        world=request.world, rank=request.rank,
+    )  # fmt: skip
 
 
 _BATCHES = 6, 96
@@ -107,11 +119,19 @@ def _has_two_updates(parts: Sequence[RunPart], batches: int) -> bool:
     return data is None or updates >= 2 or (own[0].length or batches) <= batches
 
 
-def _script_error(error: StepError) -> StepError:
+def _script_error(error: StepError, request: Request) -> StepError:
     """Return the error of a step with advice for a script; an error that already has other advice stays as it is."""
     if error.expected != RUNS:
         return error
     cause = error.__cause__
+    variable = None if request.world is not None or cause is None else _torchrun_variable(cause)
+    if variable is not None:
+        started = StepError(
+            f"the script reads {variable}, which torchrun sets", expected="the number of ranks",
+            do="It starts under torchrun: say how many ranks there are, as in --world 8",
+        )  # fmt: skip
+        started.layer, started.where = error.layer, error.where
+        return started
     missing = isinstance(cause, OSError)
     data = "; if only its data are not here, describe the batch: --input 32x3x224x224"
     if missing and (isinstance(cause, _OFFLINE_ERRORS) or cause.errno in _UNREACHABLE):
@@ -120,9 +140,22 @@ def _script_error(error: StepError) -> StepError:
         do = "If it is a library that writes this file, let it: --allow-writes; else run it under python"
     else:
         do = "Run it under python" + data * missing + "; --measure runs it here for real"
+    if _torch.unanswered_collectives():
+        operation = _torch.unanswered_collectives()[0]
+        do = f"{operation} got nothing from the rank that sends: record that one, as with --rank 0. {do}"
     script_error = StepError(error.found, expected="a script that runs as far as its second update", do=do)
     script_error.layer, script_error.where = error.layer, error.where
     return script_error
+
+
+def _torchrun_variable(cause: BaseException) -> str | None:
+    """Return the variable of torchrun's that a line failed to read, as in ``int(os.environ.get("LOCAL_RANK"))``."""
+    if not isinstance(cause, (KeyError, TypeError, ValueError)):
+        return None
+    frames = traceback.extract_tb(cause.__traceback__)
+    texts = [*map(str, cause.args), *(str(frame.line) for frame in frames[-2:])]
+    names = sorted(_torch.TORCHRUN_VARIABLES, key=len, reverse=True)
+    return next((name for name in names if name not in os.environ and any(name in text for text in texts)), None)
 
 
 class _ScriptOfBatch(Programs):

@@ -53,6 +53,9 @@ class Request:
     """Whether to follow the script through its phases, instead of ``steps`` updates."""
     batches: int | None = None
     """Of a script followed through its phases: length that no loader exceeds; None: its own."""
+    world: int | None = None
+    """Number of ranks, of which the script is one that torchrun starts; None: it runs as under python."""
+    rank: int = 0
     lines: tuple[Followed, ...] = ()
     """Functions to follow line by line, in addition to decorated functions."""
 

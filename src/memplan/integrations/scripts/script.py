@@ -82,7 +82,7 @@ class Script:
             library_imports_unrecorded(folder),
             view.one_run(effects),
             checkpoints.hooked(),
-            in_one_process(folder, values=request.really),
+            in_one_process(folder, values=request.really, world=request.world, rank=request.rank),
             effects.auditing(),
         ):
             run.run()

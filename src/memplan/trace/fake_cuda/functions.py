@@ -16,7 +16,7 @@ from memplan import _torch
 from memplan.devices import Device
 from memplan.errors import StepError
 from memplan.trace.fake_cuda.graphs import Graphs
-from memplan.trace.fake_cuda.residence import Card
+from memplan.trace.fake_cuda.residence import Card, card_of_rank
 from memplan.trace.fake_cuda.streams import Event, OnDevice, Streams
 from memplan.trace.recording.place import format_frame, user_frame
 
@@ -45,8 +45,8 @@ def emulated_functions(card: Card, device: Device) -> dict[str, Answer]:
         **Graphs(card).functions(),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
+        "device_count": lambda: _torch.current_rank().local_world,
+        "current_device": lambda: card_of_rank().index,
         "device": OnDevice,
         "device_of": OnDevice,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -134,7 +134,7 @@ def installed(card: Card, device: Device) -> Iterator[None]:
     known = emulated_functions(card, device)
     accelerator = known | {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "current_device_index": lambda: 0, "current_device_idx": lambda: 0,
+        "current_device_index": known["current_device"], "current_device_idx": known["current_device"],
         "set_device_index": _no_op, "set_device_idx": _no_op, "device_index": OnDevice,
         "empty_host_cache": _no_op,
     }  # fmt: skip

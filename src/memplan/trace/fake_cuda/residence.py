@@ -16,6 +16,8 @@ from memplan.trace.records import HOST, ON_CARD, Call
 
 CUDA = torch.device(ON_CARD)
 CPU = torch.device(HOST)
+_NODE = [CUDA]
+"""The cards of a node, by their number: as objects that stay the same."""
 
 
 OnCard = Literal["unknown", "named", "everything"]
@@ -126,18 +128,28 @@ class Card:
         self.calls.append(Call(self.ledger.clock, kind))
 
 
+def card_of_rank() -> torch.device:
+    """Return the device that tensors on the card show: ``cuda:N`` of the Nth rank of a node, ``cuda:0`` without ranks.
+    It is the same object each time."""
+    index = _torch.current_rank().local_rank
+    while len(_NODE) <= index:
+        _NODE.append(torch.device("cuda", len(_NODE)))
+    return _NODE[index]
+
+
 def device_of_argument(device: Any) -> torch.device:
     """The `torch.device` that a device argument names ("cuda", 0, a device); an integer is a CUDA index.
 
     Raises:
-        DeviceError: a second card.
+        DeviceError: another card than the recorded rank's.
     """
     target = CUDA if isinstance(device, int) and not isinstance(device, bool) else torch.device(device)
     index = device if isinstance(device, int) else target.index
-    if target.type == "cuda" and index:
+    own = card_of_rank().index
+    if target.type == "cuda" and index not in (None, own):
         raise DeviceError(
             f"device cuda:{index}",
-            expected="one card, cuda:0: a recording knows one",
+            expected=f"one card, cuda:{own}: a recording knows one",
             do="Record the part of the step that runs on each card by itself",
         )
     return target

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memplan.trace.fake_cuda.residence import CUDA, Card
+from memplan.trace.fake_cuda.residence import Card, card_of_rank
 
 
 class Stream:
@@ -17,7 +17,17 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         type(self).count += 1
         self.stream_id = self.cuda_stream = type(self).count
-        self.device, self.device_index, self.device_type, self.priority = CUDA, 0, 1, priority
+        self.device_type, self.priority = 1, priority
+
+    @property
+    def device(self) -> torch.device:
+        """The card. A recording's default stream is there before it is known which rank of several it is."""
+        return card_of_rank()
+
+    @property
+    def device_index(self) -> int:
+        """The card's number."""
+        return self.device.index
 
     def wait_event(self, event: Any) -> None:
         """Do nothing: no time passes."""
@@ -45,7 +55,7 @@ class Event:
     """Replaces `torch.cuda.Event`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = CUDA
+        self.device = card_of_rank()
 
     def record(self, stream: Any = None) -> None:
         """Do nothing: no time passes."""

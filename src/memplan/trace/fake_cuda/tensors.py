@@ -10,7 +10,7 @@ import torch
 
 from memplan import _torch
 from memplan._bytes import ALLOCATOR_BLOCK
-from memplan.trace.fake_cuda.residence import CPU, CUDA, Card, device_of_argument
+from memplan.trace.fake_cuda.residence import CPU, CUDA, Card, card_of_rank, device_of_argument
 
 _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
 
@@ -31,7 +31,7 @@ def installed(card: Card) -> Iterator[None]:
                 type=_method(emulated.type),
                 is_cuda=property(lambda x: not card.inside() and card.holds(x)),
                 is_cpu=property(lambda x: card.inside() or not card.holds(x)),
-                get_device=lambda x: 0 if card.holds(x) else -1,
+                get_device=lambda x: card_of_rank().index if card.holds(x) else -1,
                 pin_memory=_method(emulated.pin_memory),
                 is_pinned=lambda x, *_, **__: False,
                 record_stream=_method(emulated.record_stream),
@@ -52,12 +52,12 @@ class _Tensors:
 
     def device(self, tensor: torch.Tensor) -> torch.device | None:
         """The emulated ``tensor.device``; None to use the real one."""
-        return CUDA if not self._card.within_compiled and self._card.holds(tensor) else None
+        return card_of_rank() if not self._card.within_compiled and self._card.holds(tensor) else None
 
     def named_device(self, device: Any) -> torch.device:
         """The device of an argument in the user's code. A CUDA device is noted as named by the step."""
         target = device_of_argument(device)
-        if target.type == "cuda" and device is not CUDA:  # the user only passed on a tensor's own device
+        if target.type == "cuda" and device is not card_of_rank():  # the user only passed on a tensor's own device
             self._card.note_cuda_named()
         return target
 
@@ -108,7 +108,7 @@ class _Tensors:
         """`torch.Tensor.cuda`."""
         if not self._card.inside():
             self._card.note_cuda_named()
-        return self.to(tensor, CUDA if device is None else device, **kwargs)
+        return self.to(tensor, card_of_rank() if device is None else device, **kwargs)
 
     def cpu(self, tensor: Any, **kwargs: Any) -> Any:
         """`torch.Tensor.cpu`. Copies even if the step never names CUDA: a step for a card calls it for that."""

@@ -99,12 +99,8 @@ def choose_target(
     """
     target = _target(device)
     library = None if target.card is None else find_cudnn(cudnn)
-    notes = target.notes
-    if world is None and rank:
-        raise UsageError(f"rank {rank} without a world", expected="the number of ranks, too", do="Give world")
-    if world is not None:
-        _check_rank(world, rank)
-    return replace(target, notes=notes, assumed=checked_shares(assumed), cudnn=library, world=world, rank=rank)
+    check_rank(world, rank)
+    return replace(target, assumed=checked_shares(assumed), cudnn=library, world=world, rank=rank)
 
 
 def rank_note(world: int, rank: int, groups: int) -> str:
@@ -120,8 +116,12 @@ def rank_note(world: int, rank: int, groups: int) -> str:
     return f"{text}; NCCL's own memory is not counted: 0.5 to 1.6 GB for {count}, as users reported"
 
 
-def _check_rank(world: int, rank: int) -> None:
+def check_rank(world: int | None, rank: int) -> None:
     """Raise UsageError unless there is such a rank, and no process group yet."""
+    if world is None:
+        if rank:
+            raise UsageError(f"rank {rank} without a world", expected="the number of ranks, too", do="Give world")
+        return
     if isinstance(world, bool) or world < 1 or not 0 <= rank < world:
         raise UsageError(
             f"rank {rank} of {world}", expected="a world of at least 1, and a rank from 0 to the last", do="Correct it"

@@ -1,0 +1,142 @@
+"""What a rank of torch.distributed gets from other ranks that are not there: objects and keys of a store."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from memplan.errors import StepError
+
+_unanswered: list[str] = []
+
+
+def unanswered_collectives() -> tuple[str, ...]:
+    """Return the names of the collective operations so far in which this process should have received an object of
+    another rank, and kept its own."""
+    return tuple(_unanswered)
+
+
+def _refuse_wait(call: str) -> NoReturn:
+    raise StepError(
+        f"{call} waits for another rank, and there is none",
+        expected="ranks that meet in collective operations, which do nothing here",
+        do="Leave it out where one rank is recorded; or if it waits for rank 0, record that one: --rank 0",
+    )
+
+
+_stores: list[Any] = []
+"""All stores: torch's own prefix of one holds its C++ part alone, which calls these methods as long as they live."""
+
+if dist.is_available():
+
+    class OneRankStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
+        """A store that no other rank writes to: a key that this one has not set is refused, not waited for."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+            self._values: dict[str, bytes] = {}
+            _stores.append(self)
+
+        def set(self, key: str, value: Any) -> None:
+            """See `torch.distributed.Store`, as for the others."""
+            self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+        def get(self, key: str) -> bytes:
+            if key not in self._values:
+                _refuse_wait(f"store.get({key!r})")
+            return self._values[key]
+
+        def add(self, key: str, value: int) -> int:
+            total = int(self._values.get(key, b"0")) + value
+            self._values[key] = str(total).encode()
+            return total
+
+        def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:  # noqa: D102
+            expected = expected_value.encode() if isinstance(expected_value, str) else bytes(expected_value)
+            if self._values.get(key, b"") == expected:
+                self.set(key, desired_value)
+            return self._values.get(key, expected)
+
+        def check(self, keys: list[str]) -> bool:
+            return all(key in self._values for key in keys)
+
+        def wait(self, keys: list[str], timeout: Any = None) -> None:
+            for key in keys:
+                if key not in self._values:
+                    _refuse_wait(f"store.wait([{key!r}])")
+
+        def delete_key(self, key: str) -> bool:
+            return self._values.pop(key, None) is not None
+
+        def num_keys(self) -> int:
+            return len(self._values)
+
+        def set_timeout(self, timeout: Any) -> None:
+            """Do nothing: nothing is waited for."""
+
+        def append(self, key: str, value: Any) -> None:
+            value = value.encode() if isinstance(value, str) else bytes(value)
+            self._values[key] = self._values.get(key, b"") + value
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            return [self.get(key) for key in keys]
+
+        def multi_set(self, keys: list[str], values: list[Any]) -> None:
+            for key, value in zip(keys, values, strict=True):
+                self.set(key, value)
+
+        def has_extended_api(self) -> bool:
+            return True
+
+
+def _is_sender(rank: int | None, group: Any, group_rank: int | None) -> bool:
+    """Return whether this rank is the source, or the destination, of a collective operation in ``group``."""
+    if group_rank is not None:
+        return dist.get_rank(group) == group_rank
+    return dist.get_rank() == (rank or 0)
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Take each other rank's object as this one's."""
+    object_list[:] = [copy.deepcopy(obj) for _ in object_list]
+
+
+def _gather_object(
+    obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None, group: Any = None,
+    group_dst: int | None = None,
+) -> None:  # fmt: skip
+    if object_gather_list is not None and _is_sender(dst, group, group_dst):
+        _all_gather_object(object_gather_list, obj)
+
+
+def _broadcast_object_list(
+    object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
+) -> None:
+    if not _is_sender(src, group, group_src):
+        _unanswered.append("broadcast_object_list")
+
+
+def _scatter_object_list(
+    scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, src: int | None = None,
+    group: Any = None, group_src: int | None = None,
+) -> None:  # fmt: skip
+    if _is_sender(src, group, group_src) and scatter_object_input_list is not None:
+        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
+    else:
+        _unanswered.append("scatter_object_list")
+
+
+def _recv_object_list(object_list: list[Any], *_: Any, **__: Any) -> int:
+    _unanswered.append("recv_object_list")
+    return -1
+
+
+OBJECT_COLLECTIVES: dict[str, Any] = {
+    "all_gather_object": _all_gather_object, "gather_object": _gather_object,
+    "broadcast_object_list": _broadcast_object_list, "scatter_object_list": _scatter_object_list,
+    "recv_object_list": _recv_object_list, "send_object_list": lambda *_, **__: None,
+}  # fmt: skip
+"""Replacements for the collective operations on objects: where all ranks send, the others send what this one does;
+where one sends to this one, objects stay as they are, and the operation is noted."""
