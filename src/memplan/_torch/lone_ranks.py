@@ -53,7 +53,7 @@ if dist.is_available():
             self._values[key] = str(total).encode()
             return total
 
-        def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:  # noqa: D102
+        def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
             expected = expected_value.encode() if isinstance(expected_value, str) else bytes(expected_value)
             if self._values.get(key, b"") == expected:
                 self.set(key, desired_value)
