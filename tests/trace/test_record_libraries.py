@@ -248,3 +248,62 @@ def test_what_a_library_registers_while_a_step_is_recorded_is_for_torch_itself()
 
     memplan.record(build, device="cpu")
     assert list(kinds[0]._TORCH_FN_TABLE[kinds[0]]) == [nn.functional.linear]
+
+
+def _torchao_training(name: str, device: str = "cpu") -> Callable[[], Step]:
+    optimizers = pytest.importorskip("torchao.optim")
+
+    def build() -> Step:
+        model, x = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device), torch.randn(16, 256)
+        x = x.to(device)
+        return _train(model, partial(getattr(optimizers, name), lr=1e-3), lambda: model(x).square().mean())
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_states_of_torchao_are_tensors_within_tensors(name: str) -> None:
+    """Codes and scales, which a wrapper has inside; recorded, and measured by memplan as by torch's profiler."""
+    build = _torchao_training(name)
+    with torch.compiler.set_stance("force_eager"):
+        recorded = memplan.record(build, device="cpu")
+        assert memplan.simulate(recorded).peak_allocated == measured_peak(build)
+        assert memplan.simulate(memplan.measure(build)).peak_allocated == measured_peak(build)
+    states = sum(s.bytes for s in recorded.storages if s.cause == "optimizer_state" and s.dtype[0] in "uf")
+    elements, bits, block = 2 * 256 * 512, 4 if "4" in name else 8, 128 if "4" in name else 256
+    codes = 2 * elements * bits // 8
+    assert states == pytest.approx(codes + 2 * elements // block * 4, rel=0.1)  # biases are in float32, and tables
+
+
+def test_states_of_torchao_on_a_card() -> None:
+    def states(name: str) -> int:
+        recorded = memplan.record(_torchao_training(name, "cuda"), device="h100")
+        kept = [s for s in recorded.counted if s.cause == "optimizer_state" and s.died is None]
+        return sum(storage.bytes for storage in kept)
+
+    with torch.compiler.set_stance("force_eager"):
+        elements = 2 * 256 * 512
+        assert states("AdamW8bit") == pytest.approx(2 * elements * (1 + 4 / 256), rel=0.05)
+        assert states("AdamW4bit") == pytest.approx(2 * elements * (1 / 2 + 4 / 128), rel=0.05)
+
+
+def test_measuring_changes_states_within_wrappers_once() -> None:
+    """A measurement runs the steps twice, and undoes the first run: of a wrapper, what is inside of it."""
+    optimizers = pytest.importorskip("torchao.optim")
+
+    def codes(run: Callable[[Step], Any]) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, x = nn.Linear(256, 256), torch.randn(16, 256)
+        optimizer = optimizers.AdamW8bit(model.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        step()
+        run(step)
+        return optimizer.state[model.weight]["exp_avg"].codes
+
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(codes(lambda step: memplan.measure(lambda: step)), codes(lambda step: [step(), step()]))
