@@ -48,7 +48,7 @@ class OutsideState:
 
     def restore(self) -> None:
         """Restore everything saved. Call it after the recording."""
-        with torch.no_grad():
+        with torch.inference_mode():  # a step may have made some of the tensors in that mode
             for content, saved in self._contents.values():
                 content.copy_(saved)
         for tensor, gradient in self._gradients.values():
