@@ -86,7 +86,7 @@ def test_weights_that_train_stay_in_float32() -> None:
     assert found(build) == []
 
 
-def teaching(*, moving: bool) -> Build:
+def teaching(*, follow: Callable[[torch.Tensor, torch.Tensor], Any] | None) -> Build:
     """A teacher under autocast, whose weights are those at the beginning or follow the student's."""
 
     def build() -> Callable[[], Any]:
@@ -101,10 +101,10 @@ def teaching(*, moving: bool) -> Build:
                 loss = (student(x) - target).float().square().mean()
             loss.backward()
             optimizer.step()
-            if moving:
+            if follow is not None:
                 with torch.no_grad():
                     for mean, weight in zip(teacher.parameters(), student.parameters(), strict=True):
-                        mean.lerp_(weight, 0.01)
+                        follow(mean, weight)
 
         return step
 
@@ -112,8 +112,9 @@ def teaching(*, moving: bool) -> Build:
 
 
 def test_a_moving_average_needs_float32_and_a_fixed_teacher_does_not() -> None:
-    assert found(teaching(moving=True)) == []
-    assert [finding.severity for finding in found(teaching(moving=False))] == ["warning"]
+    assert found(teaching(follow=lambda mean, weight: mean.lerp_(weight, 0.01))) == []
+    assert found(teaching(follow=lambda mean, weight: mean.copy_(weight))) == []
+    assert [finding.severity for finding in found(teaching(follow=None))] == ["warning"]
 
 
 def test_an_inference_is_told_so_without_a_warning() -> None:

@@ -51,14 +51,13 @@ def find(subject: Subject) -> list[Finding]:
 def _casts_of_frozen(trace: Trace) -> dict[int, list[Op]]:
     """Map each frozen weight in float32 to the ops of the steps that cast it to half precision. Weights that anything
     else reads or writes are left out."""
-    steps = [op for op in trace.ops if op.step >= 0]
-    readers, written = readers_of(steps), {number for op in steps for number in op.writes}
+    readers = readers_of(op for op in trace.ops if op.step >= 0)  # an op reads what it changes in place
     differentiated = {op.gradient_of for op in trace.ops}
     return {
         storage.id: readers[storage.id]
         for storage in trace.counted
         if storage.cause == "weight" and storage.dtype == "float32" and storage.id not in trace.optimized
-        and storage.id in readers and storage.id not in written
+        and storage.id in readers
         and all(_is_cast(trace, op) and op.index not in differentiated for op in readers[storage.id])
     }  # fmt: skip
 
