@@ -139,3 +139,18 @@ def test_a_second_backward_needs_the_graph() -> None:
         return step
 
     assert found(build) == []
+
+
+def test_autocast_under_no_grad_has_no_graph() -> None:
+    """It casts weights with grad, as it may keep the copies for later calls; what is computed from them has none."""
+
+    def build() -> Callable[[], Any]:
+        model, x = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), torch.randn(64, 512)
+
+        def step() -> None:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                model(x)
+
+        return step
+
+    assert found(build) == []

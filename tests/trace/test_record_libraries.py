@@ -197,6 +197,7 @@ def test_weights_of_four_bits_are_unpacked_for_each_product(nested: bool) -> Non
     assert not any("gemm_4bit" in assumption.text for assumption in recorded.assumptions)
 
 
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit", "PagedAdamW8bit", "Lion8bit", "SGD8bit"])
 def test_states_of_eight_bits_are_unpacked_for_each_update(name: str) -> None:
     """bitsandbytes: weights above 4,096 elements have states of eight bits, and biases such of float32."""
@@ -248,3 +249,202 @@ def test_what_a_library_registers_while_a_step_is_recorded_is_for_torch_itself()
 
     memplan.record(build, device="cpu")
     assert list(kinds[0]._TORCH_FN_TABLE[kinds[0]]) == [nn.functional.linear]
+
+
+def _torchao_training(name: str, device: str = "cpu") -> Callable[[], Step]:
+    optimizers = pytest.importorskip("torchao.optim")
+
+    def build() -> Step:
+        model, x = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device), torch.randn(16, 256)
+        x = x.to(device)
+        return _train(model, partial(getattr(optimizers, name), lr=1e-3), lambda: model(x).square().mean())
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_states_of_torchao_are_tensors_within_tensors(name: str) -> None:
+    """Codes and scales, which a wrapper has inside; recorded, and measured by memplan as by torch's profiler."""
+    build = _torchao_training(name)
+    with torch.compiler.set_stance("force_eager"):
+        recorded = memplan.record(build, device="cpu")
+        assert memplan.simulate(recorded).peak_allocated == measured_peak(build)
+        assert memplan.simulate(memplan.measure(build)).peak_allocated == measured_peak(build)
+    states = sum(s.bytes for s in recorded.storages if s.cause == "optimizer_state" and s.dtype[0] in "uf")
+    elements, bits, block = 2 * 256 * 512, 4 if "4" in name else 8, 128 if "4" in name else 256
+    codes = 2 * elements * bits // 8
+    assert states == pytest.approx(codes + 2 * elements // block * 4, rel=0.1)  # biases are in float32, and tables
+
+
+def test_states_of_torchao_on_a_card() -> None:
+    def states(name: str) -> int:
+        recorded = memplan.record(_torchao_training(name, "cuda"), device="h100")
+        kept = [s for s in recorded.counted if s.cause == "optimizer_state" and s.died is None]
+        return sum(storage.bytes for storage in kept)
+
+    with torch.compiler.set_stance("force_eager"):
+        elements = 2 * 256 * 512
+        assert states("AdamW8bit") == pytest.approx(2 * elements * (1 + 4 / 256), rel=0.05)
+        assert states("AdamW4bit") == pytest.approx(2 * elements * (1 / 2 + 4 / 128), rel=0.05)
+
+
+def test_measuring_changes_states_within_wrappers_once() -> None:
+    """A measurement runs the steps twice, and undoes the first run: of a wrapper, what is inside of it."""
+    optimizers = pytest.importorskip("torchao.optim")
+
+    def codes(run: Callable[[Step], Any]) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, x = nn.Linear(256, 256), torch.randn(16, 256)
+        optimizer = optimizers.AdamW8bit(model.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        step()
+        run(step)
+        return optimizer.state[model.weight]["exp_avg"].codes
+
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(codes(lambda step: memplan.measure(lambda: step)), codes(lambda step: [step(), step()]))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_training(recipe: str) -> None:
+    """torchao's products of float8 are torch's, which the CPU emulates in float32."""
+    float8 = pytest.importorskip("torchao.float8")
+
+    def build() -> Step:
+        model, x = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)), torch.randn(64, 128)
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        model, x = float8.convert_to_float8_training(model.bfloat16(), config=config), x.bfloat16()
+        return _train(model, torch.optim.AdamW, lambda: model(x).float().square().mean())
+
+    assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == pytest.approx(
+        measured_peak(build), rel=1e-4
+    )
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+@pytest.mark.parametrize("train", [True, False])
+def test_layers_of_eight_bits(threshold: float, train: bool) -> None:
+    """bitsandbytes: its quantization while the model moves to its device, and products of integers in evaluation."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def build() -> Step:
+        layer = bitsandbytes.nn.Linear8bitLt(256, 512, has_fp16_weights=False, threshold=threshold)
+        model = nn.Sequential(nn.Linear(256, 256), layer.requires_grad_(False), nn.ReLU(), nn.Linear(512, 64))
+        model, x = model.to("cpu").train(train), torch.randn(64, 256)
+        if train:
+            return _train(model, torch.optim.AdamW, lambda: model(x).square().mean())
+
+        def step() -> None:
+            with torch.no_grad():
+                model(x)
+
+        return step
+
+    recorded, measured = memplan.record(build, device="cpu"), memplan.measure(build)
+    assert memplan.simulate(recorded).peak_allocated == measured_peak(build)
+    steps = [[step.peak_allocated for step in memplan.simulate(trace).steps] for trace in (recorded, measured)]
+    assert steps[0] == steps[1]
+    assert not any("bitsandbytes" in assumption.text for assumption in recorded.assumptions)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_weights_of_four_bits_in_bfloat16(rows: int) -> None:
+    """The product takes the workspace that one of a plain layer takes."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def build() -> Step:
+        layer = bitsandbytes.nn.Linear4bit(512, 1024, quant_type="nf4", compute_dtype=torch.bfloat16).to("cpu")
+        x = torch.randn(rows, 512, dtype=torch.bfloat16)
+
+        def step() -> None:
+            with torch.no_grad():
+                layer(x)
+
+        return step
+
+    memplan.record(build, device="cpu")  # fills the tables without data
+    recorded, measured = memplan.record(build, device="cpu"), memplan.measure(build)
+    tables = 1024 + 15 * 4 + 16 * 8
+    peaks = [memplan.simulate(trace).steps[1].peak_allocated for trace in (recorded, measured)]
+    assert peaks[0] == pytest.approx(peaks[1], abs=tables)
+
+
+def test_unpacked_scales_live_until_the_product_on_a_card() -> None:
+    """bitsandbytes/backends/cuda/ops.py: `_dequant_linear_fallback` holds them, and their sum with the offset."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    elements, rows = 1024 * 1024, 4096
+
+    def peak(nested: bool) -> int:
+        def build() -> Step:
+            layer = bitsandbytes.nn.Linear4bit(1024, 1024, bias=False, compress_statistics=nested, quant_type="nf4")
+            layer, x = layer.requires_grad_(False).to("cpu").to("cuda"), torch.randn(rows, 1024).cuda()
+
+            def step() -> None:
+                with torch.no_grad():
+                    layer(x)
+
+            return step
+
+        return memplan.simulate(memplan.record(build, device="h100")).steps[1].peak_allocated
+
+    scales = elements // 64
+    plain = 4 * scales
+    nested = scales + 4 * scales // 256 + 2 * 4 * scales  # packed with scales of its own; unpacked, and with the offset
+    assert peak(True) - peak(False) == pytest.approx(nested - plain, abs=4096)  # codes and the offset
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_layers_of_hqq(bits: int) -> None:
+    quantize = pytest.importorskip("hqq.core.quantize")
+
+    def build() -> Step:
+        config = quantize.BaseQuantizeConfig(nbits=bits, group_size=64)
+        layer = quantize.HQQLinear(nn.Linear(256, 512), config, compute_dtype=torch.float32, device="cpu")
+        model, x = nn.Sequential(nn.Linear(256, 256), layer, nn.ReLU(), nn.Linear(512, 64)), torch.randn(64, 256)
+        return _train(model, torch.optim.AdamW, lambda: model(x).square().mean())
+
+    recorded, measured = memplan.record(build, device="cpu"), memplan.measure(build)
+    assert memplan.simulate(recorded).peak_allocated == measured_peak(build)
+    steps = [[step.peak_allocated for step in memplan.simulate(trace).steps] for trace in (recorded, measured)]
+    assert steps[0] == steps[1]
+
+
+def test_measuring_restores_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        table = torch.zeros(8)
+
+    def step() -> None:
+        with torch.inference_mode():
+            table.add_(1)
+
+    memplan.measure(lambda: step)
+    assert table.tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize(("name", "bytes_of_two"), [("PagedAdamW", 8), ("PagedAdamW8bit", 2)])
+def test_paged_states_on_a_card_lie_outside_of_it(name: str, bytes_of_two: int) -> None:
+    """bitsandbytes/optim/optimizer.py: those of 100,000 elements or more are in CUDA's managed memory."""
+    optimizers = pytest.importorskip("bitsandbytes").optim
+    elements = 512 * 512
+
+    def trace(optimizer: Any) -> memplan.Trace:
+        def build() -> Step:
+            model, x = nn.Linear(512, 512, bias=False).cuda(), torch.randn(8, 512).cuda()
+            return _train(model, optimizer, lambda: model(x).square().mean())
+
+        return memplan.record(build, device="h100")
+
+    paged = trace(getattr(optimizers, name))
+    on_host = [s for s in paged.storages if s.cause == "optimizer_state" and s.device == "cpu"]
+    assert sum(storage.bytes for storage in on_host) == bytes_of_two * elements
+    kept = trace(getattr(optimizers, name.removeprefix("Paged")))
+    less = memplan.simulate(kept).steps[1].peak_allocated - memplan.simulate(paged).steps[1].peak_allocated
+    assert less == bytes_of_two * elements
+    assert any("managed memory" in assumption.text for assumption in paged.assumptions)
+    assert not any("HOST" in assumption.text for assumption in paged.assumptions)

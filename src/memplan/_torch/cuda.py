@@ -45,7 +45,15 @@ def tensor_devices_reported(
         groups: dict[Any, Any] = group(lists, *args, **kwargs)
         return {(value[0][0][0].device if value[0][0] else key[0], key[1]): value for key, value in groups.items()}
 
+    wrapper = torch.Tensor._make_wrapper_subclass
+
+    def wrapper_on_the_host(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        """Make a tensor around others, on the CPU as they are."""
+        on_host = device is not None and torch.device(device).type == "cuda"
+        return wrapper(*args, device=torch.device("cpu") if on_host else device, **kwargs)
+
     with (
+        patched_throughout(torch.Tensor, _make_wrapper_subclass=staticmethod(wrapper_on_the_host)),
         patched_throughout(torch.Tensor, device=reporting_property(plain)),
         patched_throughout(FakeTensor, device=reporting_property(fake)),
         patched_throughout(torch._C, _group_tensors_by_device_and_dtype=group_and_report),

@@ -1,11 +1,12 @@
 """Operators of libraries that are made of others, where a recording has to see these.
 
 An operator that a library registers is one op with a result. Where its implementation is Python that calls further ops,
-their results are its temporaries, so it is run by them. Seen in bitsandbytes 0.50: ``gemm_4bit``, and its ``default``
-implementation (backends/default/ops.py), which CUDA takes too but for few rows (backends/cuda/ops.py);
-on the CPU ``quantize_4bit`` and the optimizers' updates (backends/default/ops.py, backends/cpu/ops.py);
-``name2qmap`` of ``bitsandbytes.functional``, ``_code_4bit_cache`` of ``bitsandbytes.backends.utils`` and
-``_get_4bit_quantize_bounds`` of ``bitsandbytes.backends.default.ops``. Seen in
+their results are its temporaries, so it is run by them; so are torch's products of float8, which the CPU emulates
+(torch 2.13). Seen in bitsandbytes 0.50: ``gemm_4bit``, and its ``default`` implementation (backends/default/ops.py),
+which CUDA takes too but for few rows (backends/cuda/ops.py); on the CPU ``quantize_4bit``, the products of
+``Linear8bitLt`` and the optimizers' updates (backends/default/ops.py, backends/cpu/ops.py);
+``name2qmap``, ``get_paged``, ``fill`` and ``prefetch_tensor`` of ``bitsandbytes.functional``, ``_code_4bit_cache`` of
+``bitsandbytes.backends.utils`` and ``_get_4bit_quantize_bounds`` of ``bitsandbytes.backends.default.ops``. Seen in
 torchao 0.18: ``_TORCH_FN_TABLE`` of ``TorchAOBaseTensor``, class -> function of torch -> its implementation.
 """
 
@@ -20,9 +21,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
 
-from memplan._patched import original_of
+from memplan._patched import original_of, patched
 
 _FEW_ROWS = 8
 """Rows below which a kernel of bitsandbytes multiplies packed weights. Up to 1,536 that depends on the card and the
@@ -45,10 +45,47 @@ def _gemm_4bit(
     if x.numel() < _FEW_ROWS * x.shape[-1] and x.device.type == "cuda":
         return NotImplemented
     library: Any = torch.ops.bitsandbytes
+    unpacked = None
     if packed_scales is not None and offset is not None:
-        scales = library.dequantize_blockwise.default(packed_scales, scales, code, 256, torch.float32) + offset
+        unpacked = library.dequantize_blockwise.default(packed_scales, scales, code, 256, torch.float32)
+        scales = unpacked + offset
+    if x.device.type == "cpu":
+        del unpacked  # on a card they live on until the product is there
     weight = library.dequantize_4bit.default(packed, scales, block, kind, shape, x.dtype)
-    return functional.linear(x, weight, bias)
+    return torch.ops.aten.linear.default.decompose(x, weight, bias)  # below autograd, it would arrive whole
+
+
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Any:
+    """Multiply float8 matrices as the CPU emulates it, in float32 (aten/src/ATen/native/Blas.cpp, without AMX)."""
+    if a.device.type != "cpu":
+        return NotImplemented
+    b = b.contiguous()
+    out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
+    wide_a, wide_b = a.float() * scale_a, b.float() * scale_b
+    product = wide_a @ wide_b
+    if bias is not None:
+        product.add_(bias)
+    return out.copy_(product if out.dtype == torch.float32 else product.to(out.dtype))
+
+
+def _int8_vectorwise_quant(x: Tensor, threshold: float = 0.0) -> Any:
+    """Quantize rows on the CPU. Which columns have outliers above a threshold depends on values: none are assumed."""
+    if threshold == 0.0 or x.device.type != "cpu":
+        return _as_on_the_cpu("int8_vectorwise_quant")(x, threshold)
+    outliers = x.abs() >= threshold
+    largest = torch.max(x.abs(), dim=1).values.float()
+    quantized = torch.round(x * (127.0 / largest.unsqueeze(-1))).to(torch.int8)
+    del outliers
+    return quantized, largest, torch.empty(0, dtype=torch.int64)
 
 
 def _as_on_the_cpu(name: str) -> Callable[..., Any]:
@@ -71,9 +108,17 @@ MADE_OF_TORCH = ("quantize_4bit", "optimizer_update_8bit_blockwise", "optimizer_
 """Operators of bitsandbytes made of torch's on the CPU, and whose kernels on a card take their results alone."""
 
 
+_PRODUCTS_OF_INT8 = (
+    "int8_vectorwise_dequant", "int8_mixed_scaled_mm", "int8_scaled_mm", "int8_linear_matmul", "int8_mm_dequant",
+)  # fmt: skip
+"""Operators of bitsandbytes made of torch's on the CPU, and by kernels of its own on a card."""
+
+
 COMPOSED: dict[str, Callable[..., Any]] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit,
-    **{f"bitsandbytes::{name}": _as_on_the_cpu(name) for name in MADE_OF_TORCH},
+    **{f"bitsandbytes::{name}": _as_on_the_cpu(name) for name in (*MADE_OF_TORCH, *_PRODUCTS_OF_INT8)},
+    "bitsandbytes::int8_vectorwise_quant": _int8_vectorwise_quant,
+    "aten::_scaled_mm": _scaled_mm,
 }
 """Qualified name of an operator -> a function that computes it by others; NotImplemented: by a kernel of its own."""
 
@@ -97,6 +142,27 @@ def tables_as_without_recording() -> Iterator[None]:
         default = sys.modules.get("bitsandbytes.backends.default.ops")
         if default is not None and hasattr(default, "_get_4bit_quantize_bounds"):
             cast(Any, default)._get_4bit_quantize_bounds.cache_clear()  # whether they have data is not to be seen
+
+
+@contextmanager
+def managed_memory(allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Iterator[None]:
+    """Within this context, bitsandbytes, if it is imported, takes memory that CUDA manages by
+    ``allocate(shape, dtype)``, which returns zeros; nothing is moved in it."""
+    functional: Any = sys.modules.get("bitsandbytes.functional")
+    if functional is None or not hasattr(functional, "get_paged"):
+        yield
+        return
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        tensor: Any = allocate(shape, dtype)
+        tensor.is_paged, tensor.page_deviceid = True, 0
+        return tensor
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    with patched(functional, get_paged=get_paged, fill=nothing, prefetch_tensor=nothing):
+        yield
 
 
 def _register_originals(kind: Any) -> None:

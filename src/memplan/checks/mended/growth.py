@@ -96,6 +96,14 @@ class _LiveGraphs:
 
 
 def in_graph(trace: Trace, op: Op) -> bool:
-    """Return whether an op reads the result of another op that requires a gradient. Under no_grad only weights do."""
+    """Return whether an op reads the result of another op that requires a gradient. Under no_grad only weights do, and
+    autocast's copies of them."""
     operands = [trace.storages[r.storage] for r in op.reads if r.name in op.needs_grad]
-    return any(storage.cause != "weight" and storage.op is not None for storage in operands)
+    return any(
+        storage.cause != "weight" and storage.op is not None and not _casts_weight(trace, trace.ops[storage.op])
+        for storage in operands
+    )
+
+
+def _casts_weight(trace: Trace, op: Op) -> bool:
+    return op.name == "aten._to_copy.default" and all(trace.storages[r.storage].cause == "weight" for r in op.reads)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+
+from memplan import _torch
 from memplan.devices import Device, catalogue
 from memplan.trace.fake_cuda import functions, tensors
 from memplan.trace.fake_cuda.residence import Card
+from memplan.trace.records import HOST
 from memplan.trace.semantics.cuda import autocast, composites
 
 
@@ -35,6 +40,21 @@ def installed(card: Card, device: Device, chosen: Callable[[str, str], None]) ->
     with ExitStack() as stack:
         stack.enter_context(functions.installed(card, device))
         stack.enter_context(tensors.installed(card))
+        stack.enter_context(_torch.managed_memory(partial(_managed, card, chosen)))
         cast = stack.enter_context(autocast.installed(card.holds))
         replaced = stack.enter_context(composites.installed(card.holds, device.architecture, chosen, others))
         yield Composites(replaced.instead, replaced.whole, cast.taking_apart, replaced.differing)
+
+
+def _managed(
+    card: Card, chosen: Callable[[str, str], None], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return zeros in memory that CUDA manages: outside of torch's allocator, so on the host to a recording."""
+    chosen(
+        "bitsandbytes",
+        "paged states are in CUDA's managed memory, which torch's allocator does not count: they are counted on the "
+        "host, though the driver keeps them on the card while there is room",
+    )
+    tensor = torch.zeros(shape, dtype=dtype)
+    card.ledger.entry(tensor, None).device = HOST
+    return tensor

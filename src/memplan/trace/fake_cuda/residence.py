@@ -63,9 +63,11 @@ class Card:
         return self._inside() or threading.get_ident() != self._thread
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage is recorded as on the card; never in another thread than the recording's."""
+        """Whether a tensor's storage, or that of a tensor inside of it, is recorded as on the card; never in another
+        thread than the recording's."""
         if threading.get_ident() != self._thread:
             return False
+        tensor = next(iter(_torch.inner_tensors(tensor).values()), tensor)
         if self.within_compiled and not self._is_own(tensor):
             return True
         try:

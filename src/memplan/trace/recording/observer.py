@@ -30,10 +30,11 @@ _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 _CLONE = "aten.clone.default"
 _EQUAL = ("aten.equal.default", "aten.allclose.default")
 _ONES = "aten.ones_like.default"
-# CUDA allows these to read both devices: copies, indices and lengths on the host, step counters of optimizers
+# CUDA allows these to read both devices: copies, indices and lengths on the host, step counters of optimizers,
+# states in managed memory
 _MAY_MIX_DEVICES = (
     "aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused",
-    "aten._pack_padded_sequence", "aten._ctc_loss",
+    "aten._pack_padded_sequence", "aten._ctc_loss", "bitsandbytes.optimizer_update",
 )  # fmt: skip
 _LIFT = "aten.lift_fresh.default"
 _NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero

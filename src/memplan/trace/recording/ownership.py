@@ -115,8 +115,8 @@ class Ownership:
         """Register the tensors of optimizer states."""
         for optimizer in self._place.live_optimizers():
             for state in optimizer.state.values():
-                for tensor in _torch.tree_leaves(state):
-                    if isinstance(tensor, torch.Tensor):
-                        entry = self._ledger.find(tensor)
-                        if entry is not None:
-                            self.states.add(entry.id)
+                tensors = [leaf for leaf in _torch.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+                for part in (part for tensor in tensors for part in _torch.inner_tensors(tensor).values()):
+                    entry = self._ledger.find(part)
+                    if entry is not None:
+                        self.states.add(entry.id)

@@ -48,7 +48,7 @@ class OutsideState:
 
     def restore(self) -> None:
         """Restore everything saved. Call it after the recording."""
-        with torch.no_grad():
+        with torch.inference_mode():  # a step may have made some of the tensors in that mode
             for content, saved in self._contents.values():
                 content.copy_(saved)
         for tensor, gradient in self._gradients.values():
@@ -76,14 +76,16 @@ class OutsideState:
         return entry is None or entry.op is None
 
     def _save_content(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor's whole storage, if it existed before the run and is not saved yet."""
-        if tensor.layout != torch.strided or not self._is_outside(tensor):
-            return
-        storage = tensor.untyped_storage()
-        key = _torch.storage_key(storage)
-        if key not in self._contents:
-            content = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self._contents[key] = content, content.clone()
+        """Copy a tensor's whole storage, if it existed before the run and is not saved yet; of a wrapper, those
+        inside."""
+        for part in _torch.inner_tensors(tensor).values():
+            if part.layout != torch.strided or not self._is_outside(part):
+                continue
+            storage = part.untyped_storage()
+            key = _torch.storage_key(storage)
+            if key not in self._contents:
+                content = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self._contents[key] = content, content.clone()
 
     def _save_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Save an optimizer's state and options before its first update. Tensors in the state are not copied here: ops

@@ -1,0 +1,134 @@
+"""Check: activations of a half-precision model in float32, since some of its weights or buffers are kept in that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from memplan._bytes import format_bytes
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.mended.changed_step import Change, Remaker, module_at
+from memplan.checks.mended.growth import HELD_FOR_GOOD
+from memplan.checks.mended.savings import live_at_peak, matters, peak_of, rows_of
+from memplan.checks.op_names import base_name
+from memplan.trace.records import Op, Storage
+from memplan.trace.trace import Trace
+
+ID = "promoted-stream"
+TITLE = "Weights in float32 promote the activations of a half-precision model"
+
+_CAST = "_to_copy"
+_HALF = ("bfloat16", "float16")
+_OWN = ("weight", "buffer")
+
+
+def find(subject: Subject) -> list[Finding]:
+    """Return at most one finding, about all weights and buffers in float32 whose ops have results in float32."""
+    trace = subject.trace
+    promoting = _promoting(trace)
+    dtype = _half_dtype(trace, promoting)
+    if subject.remaker is None or dtype is None:
+        return []
+    lowered, mended = _mended(subject.remaker, trace, promoting, dtype)
+    size = peak_of(trace) - peak_of(mended) if mended is not None else 0
+    if mended is None or not matters(trace, min(size, _activations(trace) - _activations(mended))):
+        return []
+    first_ops = {op.writes[0]: op for number in reversed(lowered) for op in promoting[number]}
+    rows = rows_of(trace, [trace.storages[n] for n in first_ops], {n: op.index for n, op in first_ops.items()})
+    kept = sum(trace.storages[number].bytes for number in lowered)
+    message = (
+        f"{len(lowered)} weights and buffers are in float32 in a model that computes in {dtype}, and so are the "
+        f"results of their layers and what is added to these: {format_bytes(size)} more at the peak than with all in "
+        f"{dtype}, {format_bytes(kept // 2)} of it in the weights themselves"
+    )
+    advice = (
+        f"Keep norms, embeddings and the head in {dtype}, too (model.to(torch.{dtype}); norms compute in float32 "
+        "inside anyway): peft's prepare_model_for_kbit_training casts them to float32",
+        f"Or cast what such a layer returns back to {dtype}, where its weights have to stay in float32",
+    )
+    names = sorted(trace.storages[number].name for number in lowered)
+    details = {"names": names, "dtype": dtype, "stored": kept, "layers": rows}
+    return [Finding(ID, "warning", rows[0]["layer"], rows[0]["where"], size, message, advice, details)]
+
+
+def _promoting(trace: Trace) -> dict[int, list[Op]]:
+    """Map weights and buffers in float32 to the forward ops of the first step that read them and have results of their
+    own in float32: no casts, and no views."""
+    promoting: dict[int, list[Op]] = {}
+    for op in trace.ops:
+        if op.phase != "forward" or op.step != 0 or base_name(op.name) == _CAST or not op.writes:
+            continue
+        result = trace.storages[op.writes[0]]
+        if result.dtype == "float32" and result.op == op.index:
+            for number in {operand.storage for operand in op.reads}:
+                storage = trace.storages[number]
+                if storage.cause in _OWN and storage.dtype == "float32" and storage.name:
+                    promoting.setdefault(number, []).append(op)
+    return promoting
+
+
+def _half_dtype(trace: Trace, promoting: dict[int, list[Op]]) -> str | None:
+    """Return the data type in half precision that the model computes in, if most of it does.
+
+    Its weights are stored in half precision or quantized. Those that autocast casts (masters of mixed precision, or
+    adapters) and those that are multiplied in float32 are fewer.
+    """
+    forward = [op for op in trace.ops if op.phase == "forward" and op.step == 0]
+    lower = masters = 0
+    for number in {operand.storage for op in forward for operand in op.reads}:
+        storage = trace.storages[number]
+        if storage.cause in _OWN and storage.dtype not in ("float32", "float64", "int64", "bool"):
+            lower += math.prod(storage.shape)
+    cast = {
+        op.reads[0].storage
+        for op in forward
+        if base_name(op.name) == _CAST and op.reads and op.writes and trace.storages[op.writes[0]].dtype in _HALF
+    }
+    for number in cast | {number for number in promoting if _is_multiplied(trace.storages[number], promoting[number])}:
+        storage = trace.storages[number]
+        if storage.cause == "weight" and storage.dtype == "float32":
+            masters += math.prod(storage.shape)
+    results = [trace.storages[number] for op in forward for number in op.writes]
+    computed = {dtype: sum(storage.bytes for storage in results if storage.dtype == dtype) for dtype in _HALF}
+    dtype = max(_HALF, key=lambda name: computed[name])
+    return dtype if promoting and lower > masters and computed[dtype] else None
+
+
+def _is_multiplied(storage: Storage, ops: Iterable[Op]) -> bool:
+    """Return whether a weight is one of a product or a convolution: not of a norm, and not of an embedding, even if a
+    head shares that."""
+    return len(storage.shape) > 1 and not any(base_name(op.name) == "embedding" for op in ops)
+
+
+def _mended(
+    remaker: Remaker, trace: Trace, promoting: dict[int, list[Op]], dtype: str
+) -> tuple[Sequence[int], Trace | None]:
+    """Return the storages that are cast to half precision, and the step with them so: all, or without those that are
+    multiplied, before which the model may cast explicitly. No trace if neither step runs."""
+    everything = list(promoting)
+    others = [number for number in everything if not _is_multiplied(trace.storages[number], promoting[number])]
+    for numbers in (everything, others) if len(others) < len(everything) else (everything,):
+        mended = remaker.record(_lowered([trace.storages[number].name for number in numbers], dtype))
+        if isinstance(mended, Trace):
+            return numbers, mended
+    return everything, None
+
+
+def _lowered(names: Iterable[str], dtype: str) -> Change:
+    """Return a change that casts these parameters and buffers."""
+
+    def change(modules: dict[str, nn.Module]) -> None:
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            tensor = getattr(module_at(modules, path), attribute)
+            tensor.data = tensor.data.to(getattr(torch, dtype))
+
+    return change
+
+
+def _activations(trace: Trace) -> int:
+    """Return the bytes at the peak that are no weights, gradients of these, or states of an optimizer."""
+    return sum(storage.bytes for storage in live_at_peak(trace) if storage.cause not in HELD_FOR_GOOD)
