@@ -472,7 +472,8 @@ def _write(known: Mapping[str, dict[str, Any]], versions: str) -> None:
     for row in rows():
         if row.name not in known:
             continue
-        result = {key: value for key, value in known[row.name].items() if key != "note"} | {"source": row.source}
+        result: dict[str, Any] = {key: value for key, value in known[row.name].items() if key != "note"}
+        result["source"] = row.source
         if "same" in result:
             result["same_is"] = row.script_why or "; ".join(change.why for change in row.changes)
         off = abs(result.get("same_error", result["recipe_error"])) > LIMIT
