@@ -20,7 +20,7 @@ _RECIPE_OPTIONS = (
     ),
     click.Option(
         ["--recipe"], metavar="NAME",
-        help="With --model, what is trained: full, freeze:layers=2, lora:r=16,targets=all, dora. Default: full.",
+        help="With --model, what is trained: full, freeze:layers=2, lora:r=16,targets=all, dora, qlora. Default: full.",
     ),
     click.Option(["--seq"], type=Whole(min=1), metavar="N", help="With --model: tokens of a sequence. Default: 1024."),
     click.Option(["--checkpointing"], is_flag=True, help="With --model: checkpoint each block."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.errors import InputError
-from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Recipe, recipe_of
+from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Qlora, Recipe, recipe_of
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Recipe, rec
         ("LoRA", Lora()),
         ("lora:r=16,alpha=32,dropout=0.05,targets=all", Lora(16, 32, 0.05, "all")),
         ("dora:r=4", Dora(4)),
+        ("qlora:r=4,prepare=false", Qlora(4, prepare=False)),
     ],
 )
 def test_recipes_are_read(text: str, recipe: Recipe) -> None:
@@ -32,8 +33,9 @@ def test_names_of_layers_are_joined_by_a_plus() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lroa", "there is no recipe 'lroa'. Expected one of full, freeze, lora, dora.* Did you mean lora"),
-        ("qlora:r=8", "there is no recipe 'qlora'.* quantized weights are not recorded yet"),
+        ("lroa", "there is no recipe 'lroa'. Expected one of full, freeze, lora, dora, qlora.* Did you mean lora"),
+        ("qlora:kind=int4", "qlora:kind=int4. Expected nf4 or fp4"),
+        ("qlora:double=2", "qlora:double=2. Expected true or false"),
         ("lora:rank=8", "the recipe lora has no argument 'rank'. Expected one of r, alpha, dropout, targets"),
         ("full:r=8", "the recipe full has no argument 'r'. Expected none"),
         ("lora:r=0", "lora:r=0. Expected a whole number from 1"),

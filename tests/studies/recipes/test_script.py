@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,10 @@ MODELS = {
         "BertForMaskedLM", vocab_size=320, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=64,
     ),
+    "BERT for classes": small(
+        "BertForSequenceClassification", vocab_size=320, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+    ),
     "ViT": small(
         "ViTForImageClassification", hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         image_size=32, patch_size=8, num_channels=3, num_labels=10,
@@ -77,6 +83,45 @@ def test_the_recorded_peak_is_the_run_of_the_printed_script(recipe: str, checkpo
     options = Options(2, 32, dtype="float32", checkpointing=checkpointing)
     recorded, measured = peaks(script_of(llama(tmp_path), recipe_of(recipe), options), tmp_path)
     assert recorded == measured
+
+
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing"), [("qlora:r=4,targets=all", True), *slow(("qlora:r=4,prepare=false", False))]
+)
+def test_weights_of_four_bits_are_recorded_as_they_run(recipe: str, checkpointing: bool, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    script = script_of(llama(tmp_path), recipe_of(recipe), Options(2, 32, dtype="fp32", checkpointing=checkpointing))
+    peaks(script, tmp_path)  # the first makes the tables of bitsandbytes
+    recorded, measured = peaks(script, tmp_path)
+    assert recorded == measured
+
+
+def explained_alone(script: str, folder: Path) -> dict[str, int]:
+    """Bytes by cause on a card, of a process of its own: bitsandbytes makes tables after a recording for the CPU that
+    one for a card does not answer."""
+    path = folder / "train.py"
+    path.write_text(script, encoding="utf-8")
+    command = [sys.executable, "-m", "memplan", "explain", f"{path}:build", "--device", "rtx4090", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)["by_cause"]
+
+
+def test_packed_weights_are_half_a_byte_on_a_card(tmp_path: Path) -> None:
+    """By hand: what is packed takes half a byte and a scale for 64 values; scales of fp32, or of a byte and one more
+    for 256."""
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+    model = small("LlamaForCausalLM", vocab_size=320, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    packed = 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    rest = 2 * (2 * 320 * 1024 + 5 * 1024)  # embeddings, the head, norms
+    for double, scales in ((False, 4 / 64), (True, 1 / 64 + 4 / 64 / 256)):
+        recipe = recipe_of(f"qlora:r=1,double={str(double).lower()},prepare=false")
+        script = script_of(model, recipe, Options(1, 16, "none"))
+        explained = explained_alone(script, tmp_path)
+        adapters = 2 * 2 * 2 * 1024 * 4  # of queries and values, fp32
+        expected = packed * (0.5 + scales) + rest + adapters
+        held = explained["weight"] + explained["input"]  # scales are no parameters
+        assert held == pytest.approx(expected, rel=0.002)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -121,6 +166,18 @@ def test_models_that_cannot_be_made_are_refused() -> None:
         script_of(small("LlavaForConditionalGeneration"), recipe_of("full"), Options())
     with pytest.raises(InputError, match=r"transformers .* has no MineForCausalLM"):
         script_of(small("MineForCausalLM"), recipe_of("full"), Options())
+
+
+def test_a_model_without_linear_layers_is_not_packed() -> None:
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(InputError, match="small has no linear layer to pack to four bits"):
+        script_of(MODELS["GPT-2"], recipe_of("qlora"), Options())
+
+
+def test_bitsandbytes_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memplan.studies.recipes.script.find_spec", lambda name: name != "bitsandbytes" or None)
+    with pytest.raises(InputError, match=r"bitsandbytes is not installed here.* pip install bitsandbytes"):
+        script_of(llama(tmp_path), recipe_of("qlora"), Options())
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``."""
+"""What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``, ``qlora``."""
 
 from __future__ import annotations
 
@@ -56,8 +56,27 @@ class Dora(Lora):
     """Low-rank adapters with a magnitude of their own for each output."""
 
 
+@dataclass(frozen=True)
+class Qlora(Lora):
+    """Low-rank adapters of a model whose linear layers are packed to four bits by bitsandbytes."""
+
+    kind: str = "nf4"
+    double: bool = True
+    """Pack the scales of the packed weights, too."""
+    prepare: bool = True
+    """Cast the rest to fp32 and checkpoint, as peft's ``prepare_model_for_kbit_training``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in ("nf4", "fp4"):
+            raise InputError(f"qlora:kind={self.kind}", expected="nf4 or fp4", do="Name one")
+        for name in ("double", "prepare"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"qlora:{name}={getattr(self, name)}", expected="true or false", do="Give one")
+
+
 Recipe = Full | Freeze | Lora
-_KINDS: dict[str, type[Recipe]] = {"full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora}
+_KINDS: dict[str, type[Recipe]] = {"full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora, "qlora": Qlora}
 
 
 def recipe_of(text: str) -> Recipe:
@@ -76,14 +95,11 @@ def recipe_of(text: str) -> Recipe:
         raise InputError(
             f"there is no recipe {name!r}",
             expected=f"one of {', '.join(_KINDS)}, as in lora:r=16",
-            do=_NO_QLORA if name.strip().lower() == "qlora" else offer(name, _KINDS),
+            do=offer(name, _KINDS),
         )
     arguments: dict[str, Any] = keywords(options, "--recipe") if options else {}
     check_arguments(kind, arguments, title=f"the recipe {name}", option="--recipe")
     return kind(**arguments)
-
-
-_NO_QLORA = "Explain lora: quantized weights are not recorded yet"
 
 
 def _require_whole(name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from memplan.errors import InputError
 from memplan.studies.recipes.models import Model
-from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Recipe
+from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Qlora, Recipe
 from memplan.trace.naming.parsing import offer
 from memplan.trace.naming.step_parts import optimizer_of
 from memplan.trace.spec import dtype_of
@@ -53,6 +53,10 @@ class _Task:
 
 _IDS = "ids = torch.randint(config.vocab_size, (batch, sequence), device=device)"
 _TEXT = (_IDS, 'inputs = {"input_ids": ids, "labels": ids}')
+_CLASSES = (
+    _IDS,
+    'inputs = {"input_ids": ids, "labels": torch.randint(config.num_labels, (batch,), device=device)}',
+)
 _IMAGES = (
     "sizes = (batch, config.num_channels, config.image_size, config.image_size)",
     "labels = torch.randint(config.num_labels, (batch,), device=device)",
@@ -67,6 +71,7 @@ _TASKS = {
     "ForCausalLM": _Task("AutoModelForCausalLM", _TEXT),
     "LMHeadModel": _Task("AutoModelForCausalLM", _TEXT),
     "ForMaskedLM": _Task("AutoModelForMaskedLM", _TEXT),
+    "ForSequenceClassification": _Task("AutoModelForSequenceClassification", _CLASSES),
     "ForImageClassification": _Task("AutoModelForImageClassification", _IMAGES),
     "WhisperForConditionalGeneration": _Task("AutoModelForSpeechSeq2Seq", _SPEECH),
 }
@@ -101,9 +106,15 @@ def script_of(model: Model, recipe: Recipe, options: Options) -> str:
     sequence = _sequence(model, task, options.sequence)
     if isinstance(recipe, Lora):
         _require("peft")
+        if isinstance(recipe, Qlora):
+            _require("bitsandbytes")
         _check_targets(model, recipe, config, task)
     names = sorted((task.factory, "AutoConfig" if model.path is not None else config.__name__))
-    imports = ["from peft import LoraConfig, get_peft_model"] if isinstance(recipe, Lora) else []
+    prepares = isinstance(recipe, Qlora) and recipe.prepare
+    tools = ", ".join(["LoraConfig", "get_peft_model", *["prepare_model_for_kbit_training"] * prepares])
+    imports = [f"from peft import {tools}"] if isinstance(recipe, Lora) else []
+    if isinstance(recipe, Qlora):
+        imports.insert(0, "from bitsandbytes.nn import Linear4bit, Params4bit")
     return _SCRIPT.format(
         imports="\n".join([*imports, f"from transformers import {', '.join(names)}"]),
         arguments=f"batch={options.batch}" + ("" if sequence is None else f", sequence={sequence}"),
@@ -120,9 +131,17 @@ def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Ta
     if task.has_sequence:
         yield "config.use_cache = False"
     yield f"dtype = {dtype_of(options.dtype)}"
-    yield "with torch.device(device):"
-    yield f"    model = {task.factory}.from_config(config, dtype=dtype)"
-    if options.checkpointing:
+    make = f"model = {task.factory}.from_config(config, dtype=dtype)"
+    if isinstance(recipe, Qlora):
+        yield f"{make}  # in the host's memory: layers are packed as they move"
+        yield from _packing_lines(recipe)
+    else:
+        yield "with torch.device(device):"
+        yield f"    {make}"
+    if isinstance(recipe, Qlora) and recipe.prepare:
+        checkpoints = f'{options.checkpointing}, {{"use_reentrant": False}}'
+        yield f"model = prepare_model_for_kbit_training(model, {checkpoints})"
+    elif options.checkpointing:
         yield "model.gradient_checkpointing_enable()"
     yield from _recipe_lines(recipe)
     yield "model.train()"
@@ -153,6 +172,20 @@ def _call(begin: str, arguments: Mapping[str, Any]) -> Iterator[str]:
         yield f"{begin}("
         yield from textwrap.wrap(values, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
         yield ")"
+
+
+def _packing_lines(recipe: Qlora) -> Iterator[str]:
+    """Yield the lines that pack linear layers but the last, as transformers does with ``load_in_4bit``."""
+    yield f'packing = {{"compress_statistics": {recipe.double}, "quant_type": "{recipe.kind}"}}'
+    yield "kept = model.get_output_embeddings()"
+    yield "for name, part in list(model.named_modules()):"
+    yield "    if type(part) is torch.nn.Linear and part is not kept:"
+    yield "        sizes = part.in_features, part.out_features, part.bias is not None"
+    yield '        packed = Linear4bit(*sizes, compute_dtype=dtype, device="meta")'
+    yield "        packed.weight = Params4bit(part.weight.data, requires_grad=False, module=packed, **packing)"
+    yield "        packed.bias = part.bias"
+    yield "        model.set_submodule(name, packed)"
+    yield "model.to(device).is_loaded_in_4bit = True"
 
 
 def _recipe_lines(recipe: Recipe) -> Iterator[str]:
@@ -195,7 +228,7 @@ def _require(library: str) -> None:
     if find_spec(library) is None:
         raise InputError(
             f"{library} is not installed here", expected="the library that makes the model of a recipe",
-            do="Install it: pip install 'memplan[recipes]'",
+            do="Install it: pip install " + ("bitsandbytes" if library == "bitsandbytes" else "'memplan[recipes]'"),
         )  # fmt: skip
 
 
@@ -250,7 +283,7 @@ def _check_targets(model: Model, recipe: Lora, config_class: Any, task: _Task) -
     kind = config_class.model_type
     if recipe.targets == "default" and kind not in defaults:
         raise InputError(f"peft has no default layers for {kind}", expected="the layers to adapt", do="Add targets=all")
-    if not recipe.target_names:
+    if not recipe.target_names and not isinstance(recipe, Qlora):
         return
     if model.path is None:
         config = config_class(**model.config)
@@ -258,6 +291,12 @@ def _check_targets(model: Model, recipe: Lora, config_class: Any, task: _Task) -
         config = transformers.AutoConfig.from_pretrained(model.path, local_files_only=True)
     with torch.device("meta"):
         made = getattr(transformers, task.factory).from_config(config)
+    kept = made.get_output_embeddings()
+    if isinstance(recipe, Qlora) and not any(type(m) is torch.nn.Linear and m is not kept for m in made.modules()):
+        raise InputError(
+            f"{model.name} has no linear layer to pack to four bits",
+            expected="a model of torch.nn.Linear layers: GPT-2's are Conv1D", do="Explain lora",
+        )  # fmt: skip
     parts = {
         name.rpartition(".")[2] for name, part in made.named_modules()
         if isinstance(part, (torch.nn.Linear, torch.nn.Embedding, transformers.pytorch_utils.Conv1D))
