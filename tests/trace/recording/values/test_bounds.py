@@ -213,34 +213,35 @@ def test_at_most_two_booleans_are_distinct() -> None:
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 
 
+LENGTHS = [12, 10, 10, 7, 6, 5, 4, 4, 3, 2]
+LONGEST = LENGTHS[0]
+
+
 @pytest.mark.slow
 def test_sequences_of_a_share_are_padded_to_the_longest() -> None:
-    build = packed(
-        nn.GRU, lambda: torch.tensor([LONGEST, 2, 2, 2, 1, 1, 1, 1, 1, 1]) + torch.randint(0, 1, (10,)), False
-    )
+    lengths = torch.tensor([50, 7, 7, 6, 6, 6, 5, 5, 4, 4])
+    build = packed(nn.GRU, lambda: lengths + torch.randint(0, 1, (10,)), False, longest=50)
     line = memplan.record(build).assumptions[0].where
     assert line is not None
     predicted = memplan.simulate(memplan.record(build, assume={line: 0.2})).peak_allocated
     assert predicted == pytest.approx(measured_peak(build), rel=0.1)
 
 
-def packed(kind: Callable[..., nn.RNNBase], lengths: Callable[[], Any], in_order: bool) -> Build:
+def packed(
+    kind: Callable[..., nn.RNNBase], lengths: Callable[[], Any], in_order: bool, longest: int = LONGEST
+) -> Build:
     def build() -> Callable[[], None]:
         net = kind(16, 8, batch_first=True, num_layers=2, bidirectional=True)
-        x, known = torch.randn(10, LONGEST, 16), lengths()
+        x, known = torch.randn(10, longest, 16), lengths()
 
         def step() -> None:
             net.zero_grad()
             out, _ = net(pack_padded_sequence(x, known, batch_first=True, enforce_sorted=in_order))
-            pad_packed_sequence(out, batch_first=True, total_length=LONGEST + 3)[0].sum().backward()
+            pad_packed_sequence(out, batch_first=True, total_length=longest + 3)[0].sum().backward()
 
         return step
 
     return build
-
-
-LENGTHS = [12, 10, 10, 7, 6, 5, 4, 4, 3, 2]
-LONGEST = LENGTHS[0]
 
 
 @pytest.mark.parametrize(
