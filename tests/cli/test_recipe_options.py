@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> str:
     """A small Llama, as a config.json."""
     values = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
-        "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 160, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     }  # fmt: skip
     path = tmp_path / "config.json"
@@ -81,6 +81,7 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert re.search(message, result.output)
 
 
+@pytest.mark.usefixtures("scripts_here")
 def test_fit_plans_the_script(config: str) -> None:
     arguments = ["--model", config, "--seq", "128", "--batch", "8", "--dtype", "fp32", "--device", "cpu"]
     explained = json.loads(run("explain", *arguments, "--json", "-").stdout)

@@ -12,6 +12,8 @@ from environment import slow
 import memplan
 from memplan.cli import main
 
+here = pytest.mark.usefixtures("scripts_here")
+"""What the process of a script adds is seen by tests without this mark, and in tests/integrations/scripts."""
 SCRIPT = """
 import argparse
 import torch
@@ -62,6 +64,7 @@ def test_a_module(script: str, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["script"]["batches"][0]["size"] == 16
 
 
+@here
 def test_its_trace_is_explained_again(script: str) -> None:
     assert _invoke("run", "--device", "rtx4090", "--trace", "step.json", script).exit_code == 0
     done = _invoke("explain", "step.json")
@@ -75,12 +78,14 @@ def test_its_own_answer_to_wrong_arguments(script: str) -> None:
     assert "train.py: error: unrecognized arguments: --batch-sice 3" in done.stderr
 
 
+@here
 def test_its_help(script: str) -> None:
     done = _invoke("run", script, "--help")
     assert done.exit_code == 0
     assert "usage: train.py" in done.stderr
 
 
+@here
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,6 +103,7 @@ def test_bad_input_is_one_line(script: str, arguments: list[str], message: str) 
     assert done.stderr.count("\n") == 1
 
 
+@here
 def test_the_largest_batch_is_the_largest(script: str) -> None:
     """The same as the largest that a build with an argument for the batch has."""
     done = _invoke("largest", "--script", script, "--device", "cpu", "--budget", "4MiB", "--json", "-")
@@ -144,6 +150,7 @@ def test_bad_scripts_of_other_commands(script: str, arguments: list[str], messag
     assert message in done.stderr
 
 
+@here
 def test_check_takes_a_script(script: str) -> None:
     """Four convolutions without padding lose a border."""
     layers = ", ".join(["nn.Conv2d(1, 8, 3)"] + ["nn.Conv2d(8, 8, 3)"] * 3)
@@ -155,6 +162,7 @@ def test_check_takes_a_script(script: str) -> None:
     assert "4 pixels on each side" in done.stdout
 
 
+@here
 @pytest.mark.parametrize(
     ("budget", "code", "said"),
     [
@@ -187,6 +195,7 @@ def test_a_target_without_a_callable_is_not_run(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+@here
 @pytest.mark.parametrize("command", ["fit", "largest"])
 def test_a_budget_that_is_a_card_is_what_a_script_is_recorded_for(script: str, command: str) -> None:
     """For the CPU a script that names CUDA cannot be recorded."""
@@ -216,6 +225,7 @@ torch.save(model.state_dict(), "model.pt")
 """
 
 
+@here
 def test_phases_are_rows_with_what_all_batches_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(PHASES, encoding="utf-8")
@@ -242,6 +252,7 @@ def test_phases_exclude_lines_and_a_number_of_updates(
     assert f"{option[0]} with --phases" in done.output
 
 
+@here
 def test_an_evaluation_with_gradients_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("Train.py").write_text(PHASES.replace("torch.no_grad()", "torch.enable_grad()"), encoding="utf-8")

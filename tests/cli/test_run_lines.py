@@ -94,6 +94,7 @@ def test_decorated_functions_are_shown_without_being_asked_for(folder: Path) -> 
     assert TABLE in done.stdout
 
 
+@pytest.mark.usefixtures("scripts_here")
 def test_lines_of_a_file_are_as_measured(folder: Path) -> None:
     predicted = lines(folder, "--device", "cpu", "--lines", "train.py")
     assert set(predicted) == {"<module>", "Net.__init__", "Net.forward", "main", "train_step"}
@@ -127,6 +128,7 @@ def test_a_place_that_is_not_there_is_told_before_anything_runs(folder: Path, pl
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("scripts_here")
 def test_a_place_of_which_nothing_ran_is_told(folder: Path) -> None:
     (folder / "other.py").write_text("def never(): ...\n", encoding="utf-8")
     done = run(folder, "--device", "cpu", "--lines", "other.py", "train.py")

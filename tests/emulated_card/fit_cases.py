@@ -13,8 +13,8 @@ from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from verification.fitting import quick
 
-import memplan
 from memplan._bytes import ALLOCATOR_BLOCK
 from memplan.errors import BudgetError, DeviceError, VerificationError
 from memplan.planning.cost import op_timing
@@ -70,7 +70,7 @@ def _all_ops_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: 
 def bounds(**options: Any) -> tuple[int, int]:
     """The peaks of the smallest plan of the language model, and of its step without one."""
     x, y = words()
-    plan = memplan.plan(language_model(), x, targets=y, loss=tokens_loss, budget="20 GiB", **options)
+    plan = quick.plan(language_model(), x, targets=y, loss=tokens_loss, budget="20 GiB", **options)
     return plan.floor, plan.eager_peak
 
 
@@ -88,12 +88,12 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-def test_a_step_fits_in_less_with_the_same_bits() -> None:
+def test_a_step_fits_in_less_with_the_same_bits_and_takes_what_was_predicted() -> None:
     budget, model, (x, y) = between(0.4), language_model(), words()
     expected = gradients(model, lambda: tokens_loss(model(x), y))
     model.zero_grad(set_to_none=True)
     before, numbers = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=1)
+    fitted = quick.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=1)
     proof = fitted.proof
     assert fitted.changed
     assert proof.same
@@ -109,17 +109,12 @@ def test_a_step_fits_in_less_with_the_same_bits() -> None:
     assert found.keys() == expected.keys()
     assert all(one.device.type == "cuda" and torch.equal(one, expected[name]) for name, one in found.items())
 
-
-def test_what_is_allocated_is_what_was_predicted() -> None:
-    model, (x, y) = language_model(), words()
-    budget = between(0.4)
-    fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=1)
-    assert fitted.loss is not None
+    # what is allocated is what was predicted
     model.zero_grad(set_to_none=True)
     own = sum(-(-t.numel() * t.element_size() // 512) * 512 for t in (*model.parameters(), x, y))
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated() - own
-    fitted.loss(x, y).backward()
+    loss(x, y).backward()
     taken = torch.cuda.max_memory_allocated() - others
     libraries = fitted.plan.resident["workspace"]  # of which an emulated card has none
     assert libraries == 8_519_680  # both passes run in one thread; as torch documents it for this card
@@ -127,12 +122,12 @@ def test_what_is_allocated_is_what_was_predicted() -> None:
     assert abs(predicted - taken) <= 0.01 * taken
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [*slow(False), True])
 def test_the_optimizer_is_part_of_it(early: bool) -> None:
     model, (x, y) = language_model(), words()
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "early": early}
     budget = between(0.5, **options)
-    fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=0, **options)
+    fitted = quick.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=0, **options)
     assert fitted.proof.same
     assert fitted.proof.peak <= budget
     trained = sum(-(-one.numel() * 4 // 512) * 512 for one in model.parameters())
@@ -145,8 +140,8 @@ def test_values_wait_in_host_memory_where_that_is_cheaper() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(512, 512), nn.Tanh()))).cuda()
     x = torch.randn(8192, 512, device="cuda")
-    budget = memplan.plan(model, x, budget="20 GiB").floor
-    fitted = memplan.fit(model, x, budget=budget, pairs=0)
+    budget = quick.plan(model, x, budget="20 GiB").floor
+    fitted = quick.fit(model, x, budget=budget, pairs=0)
     # the emulated card computes as slowly as this processor, and copies as fast as a real one's link
     assert fitted.plan.count("offload") > 0
     assert fitted.proof.same
@@ -157,7 +152,7 @@ def test_values_wait_in_host_memory_where_that_is_cheaper() -> None:
 def test_lower_precision_is_held_against_float64() -> None:
     model, (x, y) = language_model(), words()
     budget = between(0.3)
-    fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=0, allow="lossy")
+    fitted = quick.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=0, allow="lossy")
     assert fitted.proof.same
     assert fitted.proof.peak <= budget
 
@@ -166,15 +161,15 @@ def test_lower_precision_is_held_against_float64() -> None:
 def test_a_budget_that_is_too_small_is_refused_with_one_that_is_not() -> None:
     model, (x, y) = language_model(), words()
     with pytest.raises(BudgetError) as error:
-        memplan.fit(model, x, targets=y, loss=tokens_loss, budget="18 MiB", pairs=0)
+        quick.fit(model, x, targets=y, loss=tokens_loss, budget="18 MiB", pairs=0)
     least = error.value.smallest_budget
-    fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=least, pairs=0)
+    fitted = quick.fit(model, x, targets=y, loss=tokens_loss, budget=least, pairs=0)
     assert fitted.proof.peak <= least
 
 
 def test_a_step_that_fits_stays_as_it_is() -> None:
     model, (x, y) = language_model(), words()
-    fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget="1 GiB", pairs=0)
+    fitted = quick.fit(model, x, targets=y, loss=tokens_loss, budget="1 GiB", pairs=0)
     assert not fitted.changed
     assert fitted.proof.peak == fitted.proof.reference_peak
 
@@ -211,9 +206,9 @@ class Chance(nn.Module):
 def test_a_step_that_differs_from_run_to_run_is_held_against_rounding() -> None:
     torch.manual_seed(0)
     model, x = Chance().cuda(), torch.randn(512, 64, device="cuda")
-    plan = memplan.plan(model, x, budget="20 GiB")
+    plan = quick.plan(model, x, budget="20 GiB")
     budget = (plan.floor + plan.eager_peak) // 2
-    fitted = memplan.fit(model, x, budget=budget, pairs=0)
+    fitted = quick.fit(model, x, budget=budget, pairs=0)
     assert fitted.proof.same
     assert fitted.proof.grade == "reordered"
 
@@ -238,8 +233,8 @@ class Norms(nn.Module):
 @pytest.mark.slow
 def test_running_statistics_are_updated_once() -> None:
     model, x = Norms().cuda(), torch.randn(65536, 64, device="cuda")
-    plan = memplan.plan(model, x, budget="20 GiB")
-    fitted = memplan.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
+    plan = quick.plan(model, x, budget="20 GiB")
+    fitted = quick.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
     assert fitted.changed
     assert False in _SEEN  # while it was captured: cuDNN's norm would change them unseen
     assert torch.backends.cudnn.enabled
@@ -300,8 +295,8 @@ class OtherNorms(nn.Module):
 def test_norms_that_are_torchs_own_in_the_plan_alone_are_proven_beside_torchs_own() -> None:
     torch.manual_seed(0)
     model, x = OtherNorms().cuda(), torch.randn(8192, 64, device="cuda")
-    plan = memplan.plan(model, x, budget="20 GiB")
-    fitted = memplan.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
+    plan = quick.plan(model, x, budget="20 GiB")
+    fitted = quick.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
     proof = fitted.proof
     assert proof.same
     assert proof.grade == "exact"
@@ -318,7 +313,7 @@ def test_a_wrong_plan_is_refused_where_bits_are_not_eager_modes(
     """The step that a plan is held against has to run without it."""
     torch.manual_seed(0)
     model, x = globals()[made]().cuda(), torch.randn(8192, 64, device="cuda")
-    plan = memplan.plan(model, x, budget="20 GiB")
+    plan = quick.plan(model, x, budget="20 GiB")
     run = Engine.run
 
     def wrong(engine: Engine, *args: Any) -> Any:
@@ -327,7 +322,7 @@ def test_a_wrong_plan_is_refused_where_bits_are_not_eager_modes(
     monkeypatch.setattr(Engine, "run", wrong)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     with pytest.raises(VerificationError, match="NOT the same: the output is"):
-        memplan.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
+        quick.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
 
 
@@ -366,9 +361,9 @@ class Cancelling(nn.Module):
 def test_what_tf32_would_hide_is_compared_without(fits: bool) -> None:
     torch.manual_seed(0)
     model, x = Cancelling().cuda(), torch.randn(8192, 64, device="cuda")
-    plan = memplan.plan(model, x, budget="20 GiB")
+    plan = quick.plan(model, x, budget="20 GiB")
     assert plan.floor < plan.eager_peak
-    fitted = memplan.fit(model, x, budget="1 GiB" if fits else (plan.floor + plan.eager_peak) // 2, pairs=0)
+    fitted = quick.fit(model, x, budget="1 GiB" if fits else (plan.floor + plan.eager_peak) // 2, pairs=0)
     assert fitted.changed != fits
     proof = fitted.proof
     assert proof.same
@@ -383,7 +378,7 @@ def test_what_there_is_no_room_for_is_proven_with_fewer_samples(monkeypatch: pyt
     model, (x, y) = language_model(), words()
     budget = between(0.5)
     monkeypatch.setattr(free_memory, "available", lambda _: budget)
-    fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=0)
+    fitted = quick.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=0)
     assert fitted.proof.same
     assert fitted.proof.cut is not None
     assert fitted.proof.cut.samples < 16
@@ -393,6 +388,6 @@ def test_a_step_on_two_devices_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].cuda()
     with pytest.raises(DeviceError, match=r"0\.weight on cpu and 1\.weight on cuda:0"):
-        memplan.fit(model, torch.randn(2, 4), budget="1 MiB")
+        quick.fit(model, torch.randn(2, 4), budget="1 MiB")
     with pytest.raises(DeviceError, match="input 0 on cuda:0"):
-        memplan.fit(nn.Linear(4, 4), torch.randn(2, 4, device="cuda"), budget="1 MiB")
+        quick.fit(nn.Linear(4, 4), torch.randn(2, 4, device="cuda"), budget="1 MiB")

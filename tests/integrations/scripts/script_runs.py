@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
+import pickle
+import sys
 import textwrap
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import memplan
 from memplan.errors import MemplanError
+from memplan.integrations.scripts.answer import read_answer, text_of_error, text_of_run
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
-from memplan.integrations.scripts.request import Request
+from memplan.integrations.scripts.recorded import run_request
+from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
 from memplan.integrations.scripts.script import Script
 from memplan.integrations.scripts.views import View
 from memplan.trace.program_facts import Facts
@@ -40,6 +49,34 @@ def run(
 def script_of(path: str, *arguments: str, rules: Rules | None = None, **options: Any) -> Script:
     """Return a script that is not run yet."""
     return Script(Request(Command(path, arguments), rules=rules or Rules(), **options), View(), _give_up)
+
+
+def run_here(request: Request, warn: Callable[[str], None] = lambda _: None) -> Ran:
+    """Do what `run_script` does, without a process for the script: for tests of what is made of its answer.
+
+    The request is pickled and the answer goes through its text, as between processes. Nothing holds back what the
+    script writes.
+    """
+    request.command.checked()
+    request = pickle.loads(pickle.dumps(request))
+    printed = io.StringIO()
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(sys, "argv", [request.command.place]),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        try:
+            text = text_of_run(run_request(request, View(), _give_up), None)
+        except MemplanError as error:
+            text = text_of_error(error)
+    try:
+        ran, _ = read_answer(text.encode(), request)
+    except ScriptEnded as error:
+        error.said = printed.getvalue()
+        raise
+    lines = sum(1 for line in printed.getvalue().splitlines() if line.strip())
+    return replace(ran, facts=replace(ran.facts, lines=lines, protection="none"))
 
 
 class GaveUp(BaseException):

@@ -20,10 +20,14 @@ import pytest
 from click.testing import CliRunner
 from environment import slow
 from integrations.scripts.sandbox.supervised import NEITHER, NO_NAMESPACES
+from integrations.scripts.script_runs import run_here
 
 import memplan
+from memplan._json import Unreadable
 from memplan.cli import main
 from memplan.errors import InputError, StepError, UsageError
+from memplan.integrations.scripts import process
+from memplan.integrations.scripts.answer import read_answer
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.process import run_script
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
@@ -103,7 +107,8 @@ def test_an_exit_before_the_first_model(tmp_path: Path, ending: str, code: int |
         assert (caught.value.code, caught.value.said) == (code, "said before\n")
 
 
-def test_an_exit_with_a_message_says_it(tmp_path: Path) -> None:
+def test_an_exit_with_a_message_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "run_script", run_here)
     done = _command(tmp_path, "import sys\nsys.exit('no config: set DATA_DIR')\n")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "no config: set DATA_DIR\n")
 
@@ -287,7 +292,7 @@ model.share_memory(); batch = torch.randn(8, 64).share_memory_()
 
 @pytest.mark.parametrize(
     ("kernel", "options"),
-    [(None, []), (None, ["--measure"]), (NO_NAMESPACES, []), *slow((NO_NAMESPACES, ["--measure"]))],
+    [(None, []), (NO_NAMESPACES, []), *slow((None, ["--measure"]), (NO_NAMESPACES, ["--measure"]))],
 )
 def test_what_processes_would_share_is_there(
     tmp_path: Path, kernel: Callable[[], None] | None, options: list[str]
@@ -510,13 +515,18 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        *[b"cposix\nsystem\n(Vtouch here\ntR.", b'{"facts": {}}\n{}'],
-        *slow(b"{}", b"[]", b'{"error": 1}', b"\xff" * 99),
-    ],
-)
+NO_ANSWERS = [b"cposix\nsystem\n(Vtouch here\ntR.", b'{"facts": {}}\n{}', b"{}", b"[]", b'{"error": 1}', b"\xff" * 99]
+
+
+@pytest.mark.parametrize("data", NO_ANSWERS)
+def test_what_is_no_answer_is_unreadable(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Unreadable):
+        read_answer(data, Request(Command("script.py")))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("data", [NO_ANSWERS[0], *slow(*NO_ANSWERS[1:])])
 def test_an_answer_is_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StepError, match="no answer that can be read"):
@@ -535,7 +545,7 @@ def test_the_last_of_what_it_prints_is_kept(tmp_path: Path) -> None:
 def test_processes_are_refused(tmp_path: Path) -> None:
     text = LOOP.replace("print", "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)\nprint")
     with pytest.raises(StepError, match=r"starts processes of its own.*script\.py:7"):
-        run_script(Request(_written(tmp_path, text), device="cpu"))
+        run_here(Request(_written(tmp_path, text), device="cpu"))
 
 
 def test_a_loop_that_meets_no_model_is_ended_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,7 +559,7 @@ KINDS = [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,), (s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the supervisor is Linux's")
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 4 else pytest.mark.slow) for n in range(100)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n in (1, 2) else pytest.mark.slow) for n in range(100)])
 def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
     chosen, kinds = random.Random(seed), KINDS[seed % len(KINDS)]
     scratch, mark = tmp_path / "tmp", f"memplan-test-{uuid.uuid4()}"

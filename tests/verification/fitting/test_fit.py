@@ -33,7 +33,7 @@ def resnet() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Any]]:
 
 def gpt() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Any]]:
     torch.manual_seed(0)
-    return SmallGPT(), *GPT_INPUTS, token_loss
+    return SmallGPT(layers=1), *GPT_INPUTS, token_loss
 
 
 SMALL = "0.48 MiB"

@@ -213,31 +213,35 @@ def test_at_most_two_booleans_are_distinct() -> None:
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 
 
+LENGTHS = [12, 10, 10, 7, 6, 5, 4, 4, 3, 2]
+LONGEST = LENGTHS[0]
+
+
 @pytest.mark.slow
 def test_sequences_of_a_share_are_padded_to_the_longest() -> None:
-    build = packed(nn.GRU, lambda: torch.tensor([50, 7, 7, 6, 6, 6, 5, 5, 4, 4]) + torch.randint(0, 1, (10,)), False)
+    lengths = torch.tensor([50, 7, 7, 6, 6, 6, 5, 5, 4, 4])
+    build = packed(nn.GRU, lambda: lengths + torch.randint(0, 1, (10,)), False, longest=50)
     line = memplan.record(build).assumptions[0].where
     assert line is not None
     predicted = memplan.simulate(memplan.record(build, assume={line: 0.2})).peak_allocated
     assert predicted == pytest.approx(measured_peak(build), rel=0.1)
 
 
-def packed(kind: Callable[..., nn.RNNBase], lengths: Callable[[], Any], in_order: bool) -> Build:
+def packed(
+    kind: Callable[..., nn.RNNBase], lengths: Callable[[], Any], in_order: bool, longest: int = LONGEST
+) -> Build:
     def build() -> Callable[[], None]:
         net = kind(16, 8, batch_first=True, num_layers=2, bidirectional=True)
-        x, known = torch.randn(10, 50, 16), lengths()
+        x, known = torch.randn(10, longest, 16), lengths()
 
         def step() -> None:
             net.zero_grad()
             out, _ = net(pack_padded_sequence(x, known, batch_first=True, enforce_sorted=in_order))
-            pad_packed_sequence(out, batch_first=True, total_length=60)[0].sum().backward()
+            pad_packed_sequence(out, batch_first=True, total_length=longest + 3)[0].sum().backward()
 
         return step
 
     return build
-
-
-LENGTHS = [50, 40, 40, 20, 10, 9, 8, 8, 6, 5]
 
 
 @pytest.mark.parametrize(
@@ -250,19 +254,19 @@ def test_sequences_of_known_lengths_are_exact(kind: Callable[..., nn.RNNBase], i
 
 
 def test_sequences_of_unknown_lengths_are_taken_as_long_as_the_longest() -> None:
-    build = packed(nn.LSTM, lambda: torch.randint(1, 51, (10,)), False)
+    build = packed(nn.LSTM, lambda: torch.randint(1, LONGEST + 1, (10,)), False)
     predicted = memplan.simulate(memplan.record(build)).peak_allocated
-    assert predicted == measured_peak(packed(nn.LSTM, lambda: torch.randint(50, 51, (10,)), False))
+    assert predicted == measured_peak(packed(nn.LSTM, lambda: torch.randint(LONGEST, LONGEST + 1, (10,)), False))
     assert predicted >= max(measured_peak(build) for _ in range(5))
 
 
 def test_padding_gives_what_torch_gives() -> None:
     from memplan._torch import patches
 
-    x = torch.randn(10, 50, 3)
+    x = torch.randn(10, LONGEST, 3)
     given = pack_padded_sequence(x, LENGTHS, batch_first=True)
     for first in (True, False):
-        for total in (None, 60):
+        for total in (None, LONGEST + 3):
             ours = patches._pad_packed_sequence(given.data, given.batch_sizes, first, -1.0, total)
             torchs = torch._VF._pad_packed_sequence(given.data, given.batch_sizes, first, -1.0, total or -1)  # pyright: ignore[reportAttributeAccessIssue]
             assert torch.equal(ours[0], torchs[0])
