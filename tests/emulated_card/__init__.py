@@ -42,9 +42,7 @@ def run(cases: Path, which: str, folder: Path) -> None:
         which: marks of those to run, as for ``pytest -m``.
         folder: for what is compiled.
     """
-    library = folder / "card.so"
-    if not library.exists():
-        _compile(library)
+    library = compiled(folder)
     text = _CHILD.format(
         here=str(HERE), root=str(HERE.parents[1]), library=str(library), cases=[str(cases)], which=which,
         config=str(HERE.parents[1] / "pyproject.toml"),
@@ -53,6 +51,14 @@ def run(cases: Path, which: str, folder: Path) -> None:
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # memplan's own would be marked for rewriting after it was imported
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def compiled(folder: Path) -> Path:
+    """Return the library of the card, compiled in a folder if it is not there."""
+    library = folder / "card.so"
+    if not library.exists():
+        _compile(library)
+    return library
 
 
 def _compile(library: Path) -> None:

@@ -162,6 +162,7 @@ from memplan._torch.optimizers import (
     scaling_seen,
 )
 from memplan._torch.patches import (
+    around_batches,
     around_started_threads,
     compiled_modules_seen,
     eager_instead_of_compiled,

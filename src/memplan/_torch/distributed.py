@@ -4,7 +4,7 @@ Everything here was seen in torch 2.13; what sets up no rank (`own_process_group
 Private names: ``torch.distributed.distributed_c10d._new_process_group_helper`` and ``_world``,
 ``torch.nn.parallel.distributed._verify_param_shape_across_processes`` and ``_sync_module_states``,
 ``torch._C._distributed_c10d.Reducer._rebuild_buckets``, and of ``torch.distributed.tensor._sharding_prop``
-``detect_fake_mode`` and ``ShardingPropagator._propagate_tensor_meta_non_cached``; ``_StridedShard``.
+``detect_fake_mode``; ``torch.distributed.tensor.placement_types._StridedShard``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._subclasses.fake_tensor as fake_tensor
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore
@@ -237,20 +235,11 @@ def _data_parallel_alone() -> Iterator[None]:
 @contextlib.contextmanager
 def _shapes_propagated_unseen() -> Iterator[None]:
     """Let `DTensor` find shapes unseen: the global ones of results under a fake mode of its own (it takes one that is
-    active, and a recording would count its tensors), the indices of strided shards with real numbers. Also within
-    `Module._apply`, where a recording hides the class of fake tensors.
-    """
+    active, and a recording would count its tensors), the indices of strided shards with real numbers."""
     from torch.distributed.tensor import _sharding_prop as propagation
     from torch.distributed.tensor import placement_types
 
     detect: Any = vars(propagation)["detect_fake_mode"]
-    propagator = propagation.ShardingPropagator
-    propagate: Any = vars(propagator)["_propagate_tensor_meta_non_cached"]
-
-    def propagate_fake(*args: Any) -> Any:
-        with patched(fake_tensor, FakeTensor=FakeTensor):
-            return propagate(*args)
-
     strided = placement_types._StridedShard
     indices: Any = vars(strided)["local_shard_size_and_offset"]
 
@@ -261,7 +250,6 @@ def _shapes_propagated_unseen() -> Iterator[None]:
     with (
         patched(strided, local_shard_size_and_offset=real_indices),
         patched(propagation, detect_fake_mode=here_alone(lambda *_: None, detect)),
-        patched(propagator, _propagate_tensor_meta_non_cached=propagate_fake),
     ):
         yield
 

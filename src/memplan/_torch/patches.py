@@ -87,6 +87,16 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 
 
 @contextlib.contextmanager
+def around_batches(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Make iterators of data loaders return ``load(iterator, fetch)`` as their next batch, where ``fetch()`` loads
+    it."""
+    kind = torch.utils.data.dataloader._BaseDataLoaderIter
+    following = kind.__next__
+    with patched(kind, __next__=lambda iterator: load(iterator, lambda: following(iterator))):
+        yield
+
+
+@contextlib.contextmanager
 def eager_instead_of_compiled(
     notify: Callable[[], None], around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 ) -> Iterator[None]:

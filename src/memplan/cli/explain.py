@@ -13,6 +13,7 @@ from memplan.cli.options import (
     Described,
     StepArguments,
     describe,
+    host_option,
     load_trace,
     rank_options,
     step_options,
@@ -76,10 +77,12 @@ a recording does not have.
     help="Lengths of sequences, or sizes of images, and their shares of all batches: 512:0.6,2048:0.4; "
     "or a file with a length a line.",
 )  # fmt: skip
+@host_option
 @output_options
 def command(
     really: bool,
     top: int,
+    host: str | None,
     weights: str | None,
     activations: str | None,
     lengths: str | None,
@@ -91,6 +94,13 @@ def command(
     if values["target"] is None:
         raise InputError("no TARGET", expected=f"one: {FORM}; or --model llama-3.1-8b, say", do="Name one")
     arguments = StepArguments(**values)
+    from memplan.explanation.host import read_host
+
+    room = read_host(host, measured=really)
+    if room is not None and (lengths is not None or weights is not None or activations is not None):
+        raise InputError(
+            "--host with --lengths, --weights or --activations", expected="one of them", do="Leave out --host"
+        )
     if weights is not None or activations is not None:
         from memplan.cli.quantize import quantize
 
@@ -99,10 +109,10 @@ def command(
         from memplan.cli.lengths import explain_lengths
 
         return explain_lengths(arguments, lengths, outputs, top, measured=really)
-    if (saved := _read_saved(arguments, really, outputs)) is not None:
+    if (saved := _read_saved(arguments, really, host, outputs)) is not None:
         return _show(saved, outputs, top)
     # recording a model of billions of parameters at two more batches takes twice as long as the answer
-    trace, explanation = _explain(arguments, really, scales=recipe is None)
+    trace, explanation = _explain(arguments, really, room, scales=recipe is None)
     if recipe is not None:
         explanation = replace(explanation, title=recipe.title, source=recipe.script)
     from memplan.reports.explain import report
@@ -119,10 +129,11 @@ recipe_option(command)
 
 def does_not_fit(explanation: Explanation) -> bool:
     """Return whether the verdict is that the step does not fit on its card."""
-    return explanation.card is not None and explanation.card.verdict.answer == "does not fit"
+    on_host = explanation.host is None or explanation.host.fits
+    return not on_host or (explanation.card is not None and explanation.card.verdict.answer == "does not fit")
 
 
-def _read_saved(arguments: StepArguments, really: bool, outputs: Outputs) -> Explanation | None:
+def _read_saved(arguments: StepArguments, really: bool, host: str | None, outputs: Outputs) -> Explanation | None:
     """Read a target that is a file with an explanation, as --json writes it. Return None for other targets.
 
     Raises:
@@ -142,7 +153,8 @@ def _read_saved(arguments: StepArguments, really: bool, outputs: Outputs) -> Exp
         return None
     explanation = Explanation.from_dict(data, arguments.target)
     other_options = {
-        "--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot, "--perfetto": outputs.perfetto,
+        "--measure": really, "--host": host, "--trace": outputs.trace,
+        "--snapshot": outputs.snapshot, "--perfetto": outputs.perfetto,
     }  # fmt: skip
     surplus = [*arguments.changed_options(), *(option for option, value in other_options.items() if value)]
     if surplus:
@@ -168,13 +180,15 @@ def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
-def _explain(arguments: StepArguments, really: bool, scales: bool) -> tuple[Trace, Explanation]:
+def _explain(
+    arguments: StepArguments, really: bool, host: int | None, scales: bool
+) -> tuple[Trace, Explanation]:  # fmt: skip
     """Record the target's step, run it, or load its trace, and explain it."""
     if is_trace(arguments.target):
-        return _explain_file(arguments, really)
+        return _explain_file(arguments, really, host)
     with progress(f"{'running' if really else 'recording'} {arguments.target}"), contained(arguments.target):
         try:
-            return _explain_target(describe(arguments), arguments, really, scales)
+            return _explain_target(describe(arguments), arguments, really, host, scales)
         except DataDependentError as error:
             raise DataDependentError(error.found, expected=error.expected, do=_MEASURE) from error
         except StepError as error:
@@ -185,7 +199,7 @@ _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measur
 
 
 def _explain_target(
-    described: Described, arguments: StepArguments, really: bool, scales: bool
+    described: Described, arguments: StepArguments, really: bool, host: int | None, scales: bool
 ) -> tuple[Trace, Explanation]:
     """Explain the step of a target from a recording or, with ``really``, from a run; with ``scales`` how it grows."""
     from memplan.explanation.explain import explain_build, explain_trace
@@ -193,7 +207,8 @@ def _explain_target(
 
     if really:
         trace = measure(described.build(), device=arguments.device)
-        return trace, explain_trace(trace, title=arguments.target, train=None if arguments.train else False)
+        train = None if arguments.train else False
+        return trace, explain_trace(trace, title=arguments.target, train=train, host=host)
     target = arguments.recorded_for()
 
     def build_of_step(batch: int | None, train: bool) -> Build:
@@ -202,17 +217,19 @@ def _explain_target(
 
     return explain_build(
         build_of_step, target, train=arguments.train, batch=described.batch if scales else None, title=arguments.target,
-        settings=arguments.settings,
+        settings=arguments.settings, host=host,
     )  # fmt: skip
 
 
-def _explain_file(arguments: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+def _explain_file(arguments: StepArguments, really: bool, host: int | None) -> tuple[Trace, Explanation]:
     """Explain a saved trace."""
     from memplan.explanation.explain import explain_trace
+    from memplan.explanation.host import read_host
 
     trace = load_trace(arguments, *(["--measure"] if really else []))
+    host = read_host(host, measured=trace.origin != "recorded")
     trains = any(op.phase == "backward" for op in trace.ops)
-    return trace, explain_trace(trace, title=arguments.target, train=trains, settings=arguments.settings)
+    return trace, explain_trace(trace, title=arguments.target, train=trains, settings=arguments.settings, host=host)
 
 
 def warn_of_branches(explanation: Explanation) -> int:

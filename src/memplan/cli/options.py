@@ -72,6 +72,13 @@ def top_option(default: int, what: str) -> Callable[[Decorated], Decorated]:
     )  # fmt: skip
 
 
+def host_option(function: Decorated) -> Decorated:
+    """Add ``--host``, whose value `memplan.explanation.host.read_host` reads."""
+    return click.option(
+        "--host", metavar="SIZE", help="Budget of the host's memory, such as 32GiB: whether it is kept, too."
+    )(function)
+
+
 def _target_arguments(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
     """Raise UsageError for arguments after the target that do not follow ``--``."""
     if value and not ctx.find_root().obj:

@@ -11,7 +11,7 @@ import click
 
 from memplan._text import printable
 from memplan.cli.explain import does_not_fit, warn_of_branches
-from memplan.cli.options import StepArguments, Whole, debug_option, rank_options, top_option
+from memplan.cli.options import StepArguments, Whole, debug_option, host_option, rank_options, top_option
 from memplan.cli.outputs import Outputs, check_contribute, contribute_option, output_options
 from memplan.cli.progress import progress
 from memplan.errors import InputError
@@ -96,6 +96,7 @@ def unprotected_option(command: Any) -> Any:
     "--lines", "places", multiple=True, metavar="FILE.py[:FUNCTION]",
     help="Show a file's functions, or one of them, line by line.",
 )  # fmt: skip
+@host_option
 @debug_option
 @top_option(12, "Layers")
 @output_options
@@ -104,23 +105,26 @@ def unprotected_option(command: Any) -> Any:
 def command(
     top: int,
     settings: str | None,
+    host: str | None,
     outputs: Outputs,
     **values: Any,
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.explanation.explain import explain_trace
+    from memplan.explanation.host import read_host
     from memplan.integrations.line_profiles.places import unused_options
     from memplan.reports.run import dumps, report
     from memplan.reports.terminal import show
     from memplan.studies.runs.whole_run import whole_run
 
     check_contribute(values["contribute"], values["device"] if values["really"] else None)
+    room = read_host(host, measured=values["really"])
     request = request_of(values)
     ran = run(request)
     whole, trace = None, ran.trace
     if request.phases:
         whole, trace = whole_run(ran.trace, ran.facts, title=ran.command.name, settings=settings)
-    explanation = explain_trace(trace, title=ran.command.name, settings=settings)
+    explanation = explain_trace(trace, title=ran.command.name, settings=settings, host=room)
     comparison = _compare_with_prediction(request, ran, settings) if ran.trace.counters else None
     as_json = partial(dumps, str(ran.command), ran.facts, explanation, comparison, whole)
     outputs.write(ran.trace, explanation, as_json, settings)

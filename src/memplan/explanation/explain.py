@@ -15,9 +15,10 @@ from memplan._bytes import format_bytes
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.by_line import line_profiles
-from memplan.explanation.card import card_use, levels_at
+from memplan.explanation.card import card_use, context_of, levels_at
 from memplan.explanation.grad import with_eager_note, with_training_note
 from memplan.explanation.holders import holders_at
+from memplan.explanation.host import host_need, read_host
 from memplan.explanation.layers import layer_rows, origin_word, saved_rows, tick_of_most_saved
 from memplan.explanation.model import Explanation, PeakRow, headline
 from memplan.explanation.over_time import course_of
@@ -56,6 +57,7 @@ def explain(
     cudnn: Environment = None,
     world: int | None = None,
     rank: int = 0,
+    host: str | int | None = None,
     show_output: bool = False,
 ) -> Explanation:
     """Explain where the memory of a step goes, before it runs.
@@ -76,6 +78,8 @@ def explain(
         settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (which is not read); by default torch's.
         assume: for ops whose result size depends on values (``x[mask]``, `nonzero`, `unique`), a map from source line
             (``"train.py:31"``) to the selected share, from 0 to 1; by default 1, with a note in the result.
+        host: budget of the host's memory, such as "32 GiB"; the result's ``host`` says whether it is kept, and which
+            of both memories is exceeded first.
         cudnn, world, rank, show_output: as for `memplan.record`: which cuDNN chooses the workspaces of convolutions on
             a card; which rank of how many the step is; whether prints of the step are shown.
 
@@ -93,7 +97,8 @@ def explain(
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     if isinstance(what, Trace):
         _refuse_options(options)
-        return explain_trace(what, settings=settings)
+        room = read_host(host, measured=what.origin != "recorded")
+        return explain_trace(what, settings=settings, host=room)
     target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, rank)
     with output_shown() if show_output else nullcontext():
         return explain_build(
@@ -102,6 +107,7 @@ def explain(
                 on_card=target.card is not None,
             ),
             target, train=train, batch=options.batch, title=_title(what), settings=settings,
+            host=read_host(host),
         )[1]  # fmt: skip
 
 
@@ -113,6 +119,7 @@ def explain_build(
     batch: int | None,
     title: str,
     settings: str | None,
+    host: int | None = None,
 ) -> tuple[Trace, Explanation]:
     """Record a step and explain it, with what the training step would keep if it is inference, and its scaling.
 
@@ -123,10 +130,13 @@ def explain_build(
         batch: its batch size; None if it has none that can be changed.
         title: its name in the explanation.
         settings: of the caching allocator.
+        host: budget of the host's memory in bytes.
     """
     trace = record_for(build_of_step(None, train), target)
     # a ``build`` may run no backward pass, too
-    explanation = explain_trace(trace, title=title, train=None if train else False, card=target.card, settings=settings)
+    explanation = explain_trace(
+        trace, title=title, train=None if train else False, card=target.card, settings=settings, host=host
+    )
     if not train:
         explanation = with_training_note(explanation, build_of_step(None, True), target)
     if COMPILED in trace.notes:
@@ -147,6 +157,7 @@ def explain_trace(
     train: bool | None = None,
     card: Device | None = None,
     settings: str | None = None,
+    host: int | None = None,
 ) -> Explanation:
     """Explain a recorded or measured step.
 
@@ -156,6 +167,7 @@ def explain_trace(
         train: whether it trains; by default whether it has backward ops.
         card: the card it was recorded for; by default looked up in the catalogue by the trace's device.
         settings: of the caching allocator, as in ``PYTORCH_ALLOC_CONF``; by default torch's.
+        host: budget of the host's memory in bytes.
     """
     train = any(op.phase == "backward" for op in trace.ops) if train is None else train
     if card is None:
@@ -178,7 +190,7 @@ def explain_trace(
         layers=tuple(layer_rows(trace, saved, step.start, step.end)),
         saved=tuple(saved),
         saved_bytes=sum(row.bytes for row in saved if row.counted),
-        peak=_peak_op(trace, timeline),
+        peak=_op_at(trace, timeline.peak_tick, timeline.peak_allocated),
         holders=holders_at(trace, timeline.peak_tick),
         sentence=headline(_by_cause(trace, step.peak_tick), step.peak_allocated, timeline.peak_allocated),
         scaling=None,
@@ -187,7 +199,11 @@ def explain_trace(
         card=card_use(recorded, timeline, card, settings) if card is not None else None,
         lines=line_profiles(trace, timeline),
         course=course_of(trace, timeline, settings),
-    )
+        host=host_need(
+            recorded, timeline, card, 0 if card is None else context_of(trace, card), host,
+            lambda tick: _op_at(trace, tick, 0),
+        ),
+    )  # fmt: skip
 
 
 def _catalogue_card(name: str) -> Device | None:
@@ -234,13 +250,13 @@ def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
     return totals
 
 
-def _peak_op(trace: Trace, timeline: Timeline) -> PeakRow | None:
-    """Return the last op that began before the peak, or None if the peak is earlier than all ops."""
-    before = list(takewhile(lambda op: op.start < timeline.peak_tick, trace.ops))
+def _op_at(trace: Trace, tick: int, size: int) -> PeakRow | None:
+    """Return the last op that began before a tick, with ``size`` bytes; None if the tick is earlier than all ops."""
+    before = list(takewhile(lambda op: op.start < tick, trace.ops))
     if not before:
         return None
     op = before[-1]
-    return PeakRow(origin_word(op, trace), op.layer, op.where, op.phase, op.step, timeline.peak_allocated)
+    return PeakRow(origin_word(op, trace), op.layer, op.where, op.phase, op.step, size)
 
 
 def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from memplan._text import format_share
 from memplan.cudnn.questions import ExecutionPlan
 from memplan.explanation.course import Course
 from memplan.explanation.line_profile import LineProfile
+from memplan.simulation.host import HostUse
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
 
@@ -205,6 +206,25 @@ class CardUse:
     """What holds the allocated peak in 95 % of steps, where workspaces are expected; None where all are known."""
 
 
+@dataclass(frozen=True, slots=True)
+class HostNeed:
+    """What a step or a run takes of the host's memory, and whether that is within a budget.
+
+    ``first`` is the memory that is exceeded first, "" if neither is; without a budget the host's has no limit.
+    """
+
+    use: HostUse
+    peak: PeakRow | None
+    """The op that runs at the host's peak; None if that is before all ops."""
+    budget: int | None
+    first: Literal["", "host", "card"]
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it is within the budget; True without one."""
+        return self.budget is None or self.use.peak.bytes <= self.budget
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Saved, Displayed):
     """Where the memory of a step goes. All numbers are bytes.
@@ -243,6 +263,8 @@ class Explanation(Saved, Displayed):
     """The memory timeline by cause, and the storages live at the peak."""
     source: str = ""
     """The script that was written for a model and a recipe, and recorded; empty for other steps."""
+    host: HostNeed | None = None
+    """The host's memory, for a recorded step: on a card, with workers of loaders, or if a budget is given."""
 
     def _plain(self) -> dict[str, Any]:
         plain = Saved._plain(self)

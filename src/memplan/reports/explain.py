@@ -18,7 +18,7 @@ from memplan.explanation.model import (
     scaling_sentence,
     workspace_sentence,
 )
-from memplan.reports import card, line_tables
+from memplan.reports import card, host, line_tables
 from memplan.reports.document import (
     Code,
     Document,
@@ -55,6 +55,7 @@ def report(explanation: Explanation, top: int = 12) -> Document:
         _head(explanation),
         [_by_cause(explanation)],
         [] if explanation.card is None else card.parts(explanation.card),
+        host.parts(explanation),
         [_holders_table(explanation, top)] if explanation.holders else [],
         [_by_layer(explanation, top), _legend(explanation)] if explanation.layers else [],
         Section(tuple(_reasons(explanation, top)), "Why the most is saved"),
@@ -70,6 +71,7 @@ def at_peak(explanation: Explanation, top: int = 12) -> Document:
         None,
         [_by_cause(explanation)],
         [] if explanation.card is None else card.parts(explanation.card),
+        host.parts(explanation),
         [_holders_table(explanation, top)] if explanation.holders else [],
         _remarks(explanation),
     )

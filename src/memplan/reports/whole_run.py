@@ -83,6 +83,7 @@ def _table(run: WholeRun, top: int) -> Table:
         Field("mostly", lambda phase: LABELS[next(iter(phase.causes), "temporary")], shrinks_to=10, drop=4),
         number_field("left by\nearlier", lambda phase: sum(phase.left.values()), drop=1),
         number_field("at its\nend", lambda phase: phase.stays, drop=2),
+        number_field("host", lambda phase: phase.host, drop=5),
     ]
     return table_of(run.phases, fields, top)
 

@@ -9,7 +9,10 @@ from typing import Any
 from memplan._json import MOST_BYTES, Unreadable, row_of
 
 _HEAD = ("origin", "device", "torch", "steps", "end", "notes", "other_kernels", "calls", "assumptions")
-_OPTIONAL = ("counters", "engines", "measured", "expected", "lines", "passes", "collected", "optimized", "ungraded")
+_OPTIONAL = (
+    "counters", "engines", "measured", "expected", "lines", "passes", "collected", "optimized", "ungraded", "loaders",
+    "host",
+)  # fmt: skip
 """Sections that are omitted when empty."""
 
 
@@ -99,6 +102,17 @@ def check(trace: Any) -> None:
         end + 1,
     )
     _within("ticks of the collector", trace.collected, end + 1)
+    _within(
+        "ticks of loaders",
+        (
+            tick
+            for use in trace.loaders
+            for tick in (use.start, use.end or 0, *use.exhausted, *(tick for load in use.loads for tick in load))
+        ),
+        end + 1,
+    )
+    _within("storages on the host", (entry.storage for entry in trace.host), storages)
+    _within("storages of data sets", (storage for use in trace.loaders for storage in use.tensors), storages)
     _within("optimized storages", (*trace.optimized, *trace.ungraded), storages)
     _within("ops of forms", (form.op for form in trace.forms), ops)
     views = (view for form in trace.forms for view in (*(view for _, view in form.reads), *form.writes))

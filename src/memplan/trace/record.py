@@ -22,6 +22,7 @@ from memplan.trace.own_streams import recording_thread
 from memplan.trace.recording.boundaries import Program, Runs
 from memplan.trace.recording.causes import StepParts, finish, trace_of
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
+from memplan.trace.recording.loading import LoaderWatch
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
@@ -337,7 +338,8 @@ class _Recording(ObservedRun):
         self._differing: set[tuple[int, int]] = set()
         self._parts: StepParts | None = None
         self._lines: LineWatch | None = None
-        self._running = Running(target, self._suspended)
+        self._loading = LoaderWatch(self.observer.ledger, pins=target.card is not None)
+        self._running = Running(target, self._suspended, loading=self._loading)
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self.observer.ledger, inside, self._mode.owns, on_card)
@@ -428,6 +430,7 @@ class _Recording(ObservedRun):
             stack.enter_context(place.following())
             self._lines = stack.enter_context(watching(lambda: observer.ledger.clock))
             stack.enter_context(recording_runs(self._running))
+            stack.enter_context(self._loading.watching())
             try:
                 run_steps(build, steps, observer, self)
             except _Unsettled:
@@ -444,7 +447,7 @@ class _Recording(ObservedRun):
             self._parts, origin="recorded", device=self._target.name, notes=notes,
             assumptions=self._scalars.assumed.rows(), calls=tuple(self._card.calls) if self._card is not None else (),
             other_kernels=tuple(other.name for other in catalogue() if other.architecture in self._differing),
-            collected=tuple(self.collected),
+            collected=tuple(self.collected), loaders=self._loading.rows(), host=self._loading.host(),
         )  # fmt: skip
         queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
         if not queries or self._target.cudnn is None or self._target.card is None:

@@ -181,6 +181,53 @@ class ExpectedSize:
     high: int
 
 
+HostKind = Literal["pinned", "shared"]
+"""Memory of the host beside torch's CPU allocator's: page-locked for copies to a card; shared by processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostStorage:
+    """A storage on the host that torch's CPU allocator does not give."""
+
+    storage: int
+    kind: HostKind
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderUse:
+    """A pass over a data loader (with persistent workers: all passes), as the script makes it.
+
+    A recording loads its batches in one process; the loader's own workers hold ``workers * prefetch`` more.
+    """
+
+    where: str | None
+    """``file:line`` that iterates over it."""
+    start: int
+    end: int | None
+    """Ticks at which its workers start and end; None: with the recording."""
+    workers: int
+    prefetch: int
+    """Batches that each worker loads ahead."""
+    start_method: str
+    """Of the workers: fork, spawn, forkserver; "" without workers."""
+    pinned: bool
+    """Whether batches are copied to pinned memory."""
+    data_set: int
+    """Number of its data set."""
+    arrays: int
+    """Bytes of numpy's arrays in the data set, which no storage counts."""
+    tensors: tuple[int, ...]
+    """Storages on the host of tensors in the data set."""
+    batch: tuple[int, ...]
+    """Bytes of the storages of its largest batch."""
+    loads: tuple[tuple[int, int], ...]
+    """Ticks ``start < tick <= end`` of loading each batch."""
+    exhausted: tuple[int, ...]
+    """Ticks at which all batches were loaded; with persistent workers, more loads can follow."""
+    length: int | None
+    """Number of its batches; None if unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Assumption:
     """Something the recording had to assume, and where.

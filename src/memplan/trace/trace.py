@@ -21,7 +21,9 @@ from memplan.trace.records import (
     ExpectedSize,
     Form,
     FunctionLines,
+    HostStorage,
     Layer,
+    LoaderUse,
     Op,
     Returned,
     Storage,
@@ -84,6 +86,10 @@ class Trace(Saved, Displayed):
     """Recordings: storages of the parameters that optimizers update and that require a gradient."""
     ungraded: tuple[int, ...] = ()
     """Those of ``optimized`` that had no gradient at any update."""
+    loaders: tuple[LoaderUse, ...] = ()
+    """Recordings: passes over data loaders, in the order of their beginnings."""
+    host: tuple[HostStorage, ...] = ()
+    """Recordings: storages on the host in pinned or shared memory, in order."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:

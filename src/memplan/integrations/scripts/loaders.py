@@ -17,6 +17,7 @@ from memplan.integrations.scripts.loaded import new_tensors, shapes_of
 from memplan.integrations.scripts.trainer_schedule import TrainerSchedule
 from memplan.trace.program_facts import Batch
 from memplan.trace.recording.loads import as_recorded
+from memplan.trace.recording.session import running_recording
 from memplan.trace.records import HOST
 from memplan.trace.spec import realize
 
@@ -212,8 +213,13 @@ class Batches:
         return getattr(self.__dict__["iterator"], name)
 
     def __next__(self) -> Any:
+        running = running_recording()
+        watch = None if running is None else running.loading
         try:
-            batch = self._loaders.next_batch(self)
+            if watch is None:
+                batch = self._loaders.next_batch(self)
+            else:
+                batch = watch.load(self.loader, lambda: self._loaders.next_batch(self), self, self.length)
         except StopIteration:
             self._loaders.exhausted(self)
             raise

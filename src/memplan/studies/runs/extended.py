@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from memplan.studies.runs.phases import PhaseSpan
 from memplan.trace.program_facts import RunPart
-from memplan.trace.records import Storage
+from memplan.trace.records import HOST, HostKind, HostStorage, LoaderUse, Storage
 from memplan.trace.trace import Trace
 
 _MOST = 1_000_000
@@ -70,9 +70,14 @@ class _Period:
         return _lives_after(self.recorded[-1][place], self.end)
 
     @property
+    def kept(self) -> list[Storage]:
+        """Return the storages that the first recorded period left and that are still allocated."""
+        return [storage for place, storage in enumerate(self.recorded[-1]) if self.is_kept(place)]
+
+    @property
     def growth(self) -> int:
-        """Return the bytes that the first recorded period left and that are still allocated."""
-        return sum(storage.bytes for place, storage in enumerate(self.recorded[-1]) if self.is_kept(place))
+        """Return their bytes."""
+        return sum(storage.bytes for storage in self.kept)
 
     @property
     def grows(self) -> bool:
@@ -110,7 +115,8 @@ def extended(
         if repeats:
             trace = _inserted(trace, span, period, repeats)
         if period.grows and repeats:
-            grown[number] = period.growth // period.batches
+            on_device = [s for s in period.kept if trace.device == HOST or s.device != HOST]
+            grown[number] = sum(storage.bytes for storage in on_device) // period.batches
     return trace, grown
 
 
@@ -196,6 +202,8 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
     added: list[Storage] = []
     expected = {size.storage: size for size in trace.expected}
     more_expected = []
+    kinds: dict[int, HostKind] = {entry.storage: entry.kind for entry in trace.host}
+    more_host: list[HostStorage] = []
     for place, storage in enumerate(period.storages):
         for repeat in range(1, shown + 1):
             died = period.death(place, repeat, shown)
@@ -204,6 +212,8 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
                 size = round(size * smaller.get(storage.id, 1))
             new = len(trace.storages) + len(added)
             added.append(replace(storage, id=new, bytes=size, born=storage.born + repeat * length, died=died))
+            if storage.id in kinds:
+                more_host.append(HostStorage(new, kinds[storage.id]))
             if storage.id in expected:
                 more_expected.append(replace(expected[storage.id], storage=new))
     for place, first in enumerate(period.recorded[-1]) if shown < repeats else ():
@@ -211,6 +221,8 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
             size, end = (repeats - shown) * first.bytes, None if first.died is None else later(first.died)
             new = len(trace.storages) + len(added)
             added.append(replace(first, id=new, bytes=size, born=period.end + shift, died=end))
+            if first.id in kinds:
+                more_host.append(HostStorage(new, kinds[first.id]))
     gathered = _gathered(trace, span, period, repeats)
     for number, size in gathered.items():
         storages[number] = replace(storages[number], bytes=size)
@@ -235,6 +247,8 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
         ),
         collected=tuple(map(later, trace.collected)),
         expected=(*trace.expected, *more_expected),
+        host=(*trace.host, *more_host),
+        loaders=tuple(_longer_use(use, period, shown, later) for use in trace.loaders),
         lines=(),
     )  # fmt: skip
 
@@ -261,6 +275,20 @@ def _last_shares(
             missing = round(len(numbers) / batches * (1 - span.last_share))
             shares |= dict.fromkeys(numbers[len(numbers) - missing :], 0.0)
     return shares
+
+
+def _longer_use(use: LoaderUse, period: _Period, shown: int, later: Callable[[int], int]) -> LoaderUse:
+    """Return what a loader holds, with the batches of ``shown`` further periods."""
+    loads = [(later(start + 1) - 1, later(end)) for start, end in use.loads]
+    loads += [
+        (start + repeat * period.length, end + repeat * period.length)
+        for start, end in use.loads if period.start <= start and end <= period.end
+        for repeat in range(1, shown + 1)
+    ]  # fmt: skip
+    end = None if use.end is None else later(use.end)
+    return replace(
+        use, start=later(use.start), end=end, loads=tuple(sorted(loads)), exhausted=tuple(map(later, use.exhausted))
+    )
 
 
 def _of_batch(storage: Storage, samples: int | None) -> bool:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from memplan._display import Displayed
 from memplan._json import Saved
+from memplan.simulation.host import host_use
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import StepPeak, Timeline
 from memplan.studies.runs.extended import extended
@@ -47,6 +48,8 @@ class RunPhase:
     """What each further batch keeps."""
     builds_graph: bool = False
     """Whether it evaluates with gradients enabled."""
+    host: int = 0
+    """Peak of the host's memory, with loaders' workers."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,6 +78,8 @@ class WholeRun(Saved, Displayed):
     """What the second pass over the training data, with all that comes before the third, kept more than the first."""
     ending: Ending
     """How the recording ended."""
+    host: int = 0
+    """Peak of the host's memory, beside the card's."""
 
 
 def whole_run(trace: Trace, facts: Facts, *, title: str, settings: str | None = None) -> tuple[WholeRun, Trace]:
@@ -90,14 +95,15 @@ def whole_run(trace: Trace, facts: Facts, *, title: str, settings: str | None = 
     spans = phases_of(parts)
     longer, grown = extended(trace, parts, spans)
     timeline = simulate(longer, settings=settings)
-    phases = [_phase("build", longer, timeline, (timeline.build,))]
+    host = host_use(longer)
+    phases = [replace(_phase("build", longer, timeline, (timeline.build,)), host=host.build.bytes)]
     for number, span in enumerate(spans):
         peaks = [timeline.steps[part] for part in span.parts]
         phase = _phase(span.kind, longer, timeline, peaks, longer.steps[span.parts[0]])
         phases.append(
             replace(
                 phase, where=span.where, batches=len(span.batches), length=span.length,
-                per_batch=grown.get(number, 0),
+                per_batch=grown.get(number, 0), host=max(host.steps[part].bytes for part in span.parts),
                 builds_graph=span.kind == "evaluate" and any(parts[part].graph_calls for part in span.parts),
             )
         )  # fmt: skip
@@ -108,7 +114,7 @@ def whole_run(trace: Trace, facts: Facts, *, title: str, settings: str | None = 
         emptied = simulate(replace(longer, calls=calls), settings=settings).peak_reserved
     run = WholeRun(
         title, trace.device, tuple(phases), timeline.peak_allocated, timeline.peak_reserved, emptied,
-        _per_epoch(longer, timeline, spans, facts), facts.ending,
+        _per_epoch(longer, timeline, spans, facts), facts.ending, host.peak.bytes,
     )  # fmt: skip
     return run, longer
 

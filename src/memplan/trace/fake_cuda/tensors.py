@@ -11,6 +11,7 @@ import torch
 from memplan import _torch
 from memplan._bytes import ALLOCATOR_BLOCK
 from memplan.trace.fake_cuda.residence import CPU, CUDA, Card, card_of_rank, device_of_argument
+from memplan.trace.recording.session import running_recording
 
 _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
 
@@ -33,7 +34,7 @@ def installed(card: Card) -> Iterator[None]:
                 is_cpu=property(lambda x: card.inside() or not card.holds(x)),
                 get_device=lambda x: card_of_rank().index if card.holds(x) else -1,
                 pin_memory=_method(emulated.pin_memory),
-                is_pinned=lambda x, *_, **__: False,
+                is_pinned=lambda x, *_, **__: _is_pinned(x),
                 record_stream=_method(emulated.record_stream),
                 **methods,
             )
@@ -71,12 +72,12 @@ class _Tensors:
             device = kwargs.get("device")
             if card.inside():  # torch's own call within an op
                 return make(*args, **kwargs)
-            kwargs.pop("pin_memory", None)  # refused without a GPU; pinned memory is the host's
+            pins = kwargs.pop("pin_memory", None)  # refused without a GPU
             if device is None:
                 if args and isinstance(args[0], torch.Tensor):  # as `zeros_like`: on the argument's device
                     return make(*args, **kwargs)
                 with card.placing(CPU):  # a default device, if set, is applied within
-                    return make(*args, **kwargs)
+                    return _pinned(make(*args, **kwargs)) if pins else make(*args, **kwargs)
             place = self.named_device(device)
             if place.type not in ("cuda", "cpu"):  # "meta"
                 return make(*args, **kwargs)
@@ -85,7 +86,7 @@ class _Tensors:
             # `torch.as_tensor` may return its argument, which may be on the other device
             if isinstance(value, torch.Tensor) and self._moves(value, place):
                 return self._move(value, place)
-            return value
+            return _pinned(value) if pins and place.type == "cpu" else value
 
         make_on_device.__name__ = getattr(make, "__name__", "made")
         return make_on_device
@@ -130,7 +131,7 @@ class _Tensors:
             return tensor
         self._card.note_cuda_named()
         with self._card.placing(CPU):
-            return tensor.clone()
+            return _pinned(tensor.clone())
 
     def data_ptr(self, tensor: torch.Tensor) -> int:
         """Emulate `torch.Tensor.data_ptr`: equal for the same place in a storage, which graphed callables compare, and
@@ -160,6 +161,19 @@ class _Tensors:
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _DeviceCopy.apply(tensor, self._card, place, target.dtype, layout)
         return _copy_to(tensor, self._card, place, target.dtype, layout)
+
+
+def _pinned(tensor: Any) -> Any:
+    """Return a new tensor, noted as in pinned memory of the host."""
+    running = running_recording()
+    if running is not None and running.loading is not None:
+        running.loading.mark(tensor, "pinned")
+    return tensor
+
+
+def _is_pinned(tensor: Any) -> bool:
+    running = running_recording()
+    return running is not None and running.loading is not None and running.loading.is_pinned(tensor)
 
 
 def _method(bound: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,9 @@ from memplan.trace.records import (
     Counters,
     Form,
     FunctionLines,
+    HostStorage,
     Layer,
+    LoaderUse,
     Op,
     Operand,
     Returned,
@@ -64,12 +66,14 @@ def trace_of(
     other_kernels: tuple[str, ...] = (),
     counters: tuple[Counters, ...] = (),
     collected: tuple[int, ...] = (),
+    loaders: tuple[LoaderUse, ...] = (),
+    host: tuple[HostStorage, ...] = (),
 ) -> Trace:
     """Return the Trace of the parts, for this version of torch."""
     return Trace(
         **{part.name: getattr(parts, part.name) for part in fields(parts)}, origin=origin, device=device,
         torch=torch.__version__, notes=notes, assumptions=assumptions, calls=calls, other_kernels=other_kernels,
-        counters=counters, collected=collected,
+        counters=counters, collected=collected, loaders=loaders, host=host,
     )  # fmt: skip
 
 

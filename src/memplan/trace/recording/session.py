@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import os
 import random
 import re
@@ -31,6 +30,7 @@ from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.followed.line_watch import unwatched
+from memplan.trace.recording.loading import LoaderWatch
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
 from memplan.trace.recording.values.bounds import checked_shares
@@ -254,6 +254,8 @@ class Running:
     thread: int = field(default_factory=threading.get_ident)
     notes: dict[str, None] = field(default_factory=dict[str, None])
     """Notes about these calls, for the trace."""
+    loading: LoaderWatch | None = None
+    """Follows the loaders, in a recording."""
 
 
 _running: list[Running | None] = []
@@ -435,16 +437,22 @@ def _weighted_in_order(self: Any) -> Iterator[int]:
 def _loaded_in_order() -> Iterator[None]:
     """Load data in this process instead of workers, and in order where torch would shuffle, sample or split it.
 
-    Hooks and fake tensors cannot be sent to workers, whose memory is no part of the step. The order of samples depends
-    on random values that a recording does not have, and does not matter to memory.
+    Hooks and fake tensors cannot be sent to workers. The order of samples depends on random values that a recording
+    does not have, and does not matter to memory.
     """
-    init = DataLoader.__init__
+    iterate = DataLoader.__iter__
 
-    def init_here(self: Any, *args: Any, **kwargs: Any) -> None:
-        arguments = inspect.signature(init).bind(self, *args, **kwargs).arguments
-        for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
-            arguments.pop(name, None)
-        init(**arguments)
+    def iterate_here(self: Any) -> Any:
+        workers, timeout = self.num_workers, self.timeout
+        self.num_workers = self.timeout = 0
+        try:
+            iterator = iterate(self)
+        finally:
+            self.num_workers, self.timeout = workers, timeout
+        running = running_recording()
+        if running is not None and running.loading is not None:
+            running.loading.iterates(self, iterator)
+        return iterator
 
     samplers = (
         (RandomSampler, lambda self: (number % len(self.data_source) for number in range(self.num_samples))),
@@ -452,7 +460,10 @@ def _loaded_in_order() -> Iterator[None]:
         (SubsetRandomSampler, lambda self: iter(self.indices)),
     )
     with ExitStack() as patches:
-        patches.enter_context(_torch.patched(DataLoader, __init__=init_here))
+        # libraries that make another loader of one read its number of workers, so that it stays
+        patches.enter_context(
+            _torch.patched(DataLoader, __iter__=iterate_here, check_worker_number_rationality=lambda self: None)
+        )
         in_order = lambda number, **_: _InOrder(number)  # noqa: E731
         patches.enter_context(_torch.patched(dataset, randperm=in_order))  # by which random_split shuffles
         for sampler, order in samplers:

@@ -1,0 +1,293 @@
+"""Memory of the host over time: tensors, pinned and shared memory, and the processes of data loaders."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Literal, get_args
+
+from memplan.trace.live_bytes import peak_live_bytes
+from memplan.trace.records import HOST, LoaderUse, Storage
+from memplan.trace.trace import Trace
+
+HostTerm = Literal["tensors", "pinned", "shared", "loading", "kept", "arrays", "workers", "python"]
+"""Tensors of torch's CPU allocator; blocks of pinned memory; shared memory (``/dev/shm``); samples of which workers
+make a batch; the same of earlier batches, which malloc keeps in the other workers; numpy's arrays in data sets; the
+workers' own memory; the process with torch imported."""
+TERMS: tuple[HostTerm, ...] = get_args(HostTerm)
+
+PYTHON = 146_660 << 10
+"""Anonymous memory of a process that has imported torch (2.13.0+cpu, Python 3.11, x86-64): ``Pss_Anon`` of
+/proc/PID/smaps_rollup, measured by benchmarks/host_memory.py. Other imports take more."""
+CUDA_BUILD = 128_400 << 10
+"""What a build for CUDA takes more (2.11.0+cu130, importing torch alone), without CUDA's own context on the host."""
+_OPTIMIZER = 70_150 << 10
+"""What `torch.optim.Optimizer` adds: its first instance imports ``torch._dynamo``."""
+_WORKERS = {"fork": 11_660 << 10, "spawn": 148_220 << 10, "forkserver": 147_730 << 10}
+"""The same of a worker, by start method. A fork shares its parent's pages until either writes to them, as
+reference counts do. Other methods import torch again."""
+_HELPERS = {"fork": 0, "spawn": 5_870 << 10, "forkserver": 11_730 << 10}
+"""The same of the processes that start them and count their resources, once."""
+_PAGE = 4096
+_MALLOC_RETURNS = 32 << 20
+"""Bytes from which glibc's malloc returns a freed block to the system at once: M_MMAP_THRESHOLD grows to the size of
+freed blocks, up to DEFAULT_MMAP_THRESHOLD_MAX on 64 bits (man 3 mallopt)."""
+
+
+@dataclass(frozen=True)
+class HostPeak:
+    """The host's memory where most of it is taken, in bytes."""
+
+    bytes: int
+    tick: int
+    terms: dict[HostTerm, int]
+    """They add up to ``bytes``; terms of 0 bytes are left out."""
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """The host's memory while a step or a run is built and runs, in bytes."""
+
+    peak: HostPeak
+    build: HostPeak
+    steps: tuple[HostPeak, ...]
+    """Peaks before the first step, and of each step; ``peak`` is the largest."""
+    shared: int
+    """The most of ``/dev/shm`` at any time."""
+    pinned_tensors: int
+    """The most that tensors in pinned memory take at any time, of the ``pinned`` blocks."""
+    exceeded: int | None = None
+    """The first tick at which it is more than a budget."""
+
+
+def pinned_block(size: int) -> int:
+    """Return the bytes of the block that torch's allocator of pinned memory gives for a request.
+
+    It rounds to powers of two (`CachingHostAllocator.h`, with ``pinned_max_round_threshold_mb`` as it is by default).
+
+    Example:
+        >>> pinned_block(573_000_000)
+        1073741824
+    """
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def ahead(use: LoaderUse) -> int:
+    """Return the number of batches that a loader's workers have loaded beside the one in use."""
+    most = use.workers * use.prefetch
+    return most if use.length is None else max(min(most, use.length - 1), 0)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the bytes of a term; of ``pinned``, one block is requested (or freed, if negative)."""
+
+    tick: int
+    term: HostTerm
+    size: int
+
+
+def host_use(trace: Trace, budget: int | None = None) -> HostUse:
+    """Return what a step or a run takes of the host's memory.
+
+    Pinned blocks are reused, and given back at no time. A block whose tensor was freed counts as free, though copies
+    to the card may still read it. Prefetched batches count as loaded all the time: the step takes longer than loading.
+
+    Args:
+        trace: a recorded step or run.
+        budget: bytes that it may take.
+    """
+    # frees first: what is moved at a tick is not held twice
+    changes = sorted((*_of_storages(trace), *_of_loaders(trace)), key=lambda change: (change.tick, change.size > 0))
+    total = PYTHON + _build_of(trace) + _OPTIMIZER * any(op.phase == "optimizer" for op in trace.ops)
+    levels: dict[HostTerm, int] = {**dict.fromkeys(TERMS, 0), "python": total}
+    exceeded = 0 if budget is not None and total > budget else None
+    used, blocks = dict[int, int](), dict[int, int]()  # number of pinned blocks by size: in use, and of all
+    pinned = most_pinned = most_shared = 0
+    peaks = list[HostPeak]()
+    place = 0
+    for start, end in pairwise((0, *trace.steps, trace.end + 1)):
+        highest, tick, terms = total, start, dict(levels)
+        while place < len(changes) and changes[place].tick < end:
+            change = changes[place]
+            place += 1
+            size = change.size
+            if change.term == "pinned":
+                pinned += size
+                block = pinned_block(abs(size))
+                used[block] = used.get(block, 0) + (1 if size > 0 else -1)
+                size = block if used[block] > blocks.get(block, 0) else 0
+                blocks[block] = max(blocks.get(block, 0), used[block])
+            levels[change.term] += size
+            total += size
+            most_pinned, most_shared = max(most_pinned, pinned), max(most_shared, levels["shared"])
+            if budget is not None and exceeded is None and total > budget:
+                exceeded = change.tick
+            if total > highest:
+                highest, tick, terms = total, change.tick, dict(levels)
+        peaks.append(HostPeak(highest, tick, {name: size for name, size in terms.items() if size}))
+    return HostUse(
+        max(peaks, key=lambda peak: peak.bytes), peaks[0], tuple(peaks[1:]), most_shared, most_pinned, exceeded
+    )
+
+
+def _build_of(trace: Trace) -> int:
+    """Return what the build of torch that a recorded device needs takes more than that for the CPU."""
+    return 0 if trace.device == HOST else CUDA_BUILD
+
+
+def _of_storages(trace: Trace) -> Iterator[_Change]:
+    """Yield allocations and frees of storages on the host, without those that workers make."""
+    kinds: dict[int, HostTerm] = {entry.storage: entry.kind for entry in trace.host}
+    with_workers = [use for use in trace.loaders if use.workers]
+    loads = sorted(load for use in with_workers for load in use.loads)
+    births = sorted(storage.born for storage in trace.storages)
+    moves = _moved_to_shared(trace)
+    forks = [use for use in with_workers if use.start_method == "fork"]
+    writes = _writes(trace) if forks else {}
+    for storage in _on_host(trace):
+        term, born = kinds.get(storage.id, "tensors"), storage.born
+        load = _load_at(loads, born)
+        if load is not None:
+            if term == "tensors":
+                continue
+            # a worker fills the place of the batch when the loop has let go of the one before
+            place = bisect_right(births, load[1])
+            born = births[place] if place < len(births) else trace.end
+            if storage.died is not None and storage.died <= born:
+                continue
+        if not storage.bytes:
+            continue
+        if term == "tensors" and (moved := moves.get(storage.id)) is not None:
+            yield from _held("tensors", storage.bytes, born, moved)
+            yield from _held("shared", _pages(storage.bytes), moved, storage.died)
+            continue
+        yield from _held(term, _pages(storage.bytes) if term == "shared" else storage.bytes, born, storage.died)
+        if term == "tensors":
+            for start, end in _snapshots(storage, forks, writes.get(storage.id, [])).items():
+                yield from _held("workers", storage.bytes, start, end)
+
+
+def _held(term: HostTerm, size: int, start: int, end: int | None) -> Iterator[_Change]:
+    """Yield the changes of a size that is held from one tick to another; None: to the end."""
+    if size and start != end:
+        yield _Change(start, term, size)
+        if end is not None:
+            yield _Change(end, term, -size)
+
+
+def _moved_to_shared(trace: Trace) -> dict[int, int]:
+    """Return the ticks at which tensors of data sets are moved to shared memory: to be sent to workers that are not
+    forked."""
+    moves = dict[int, int]()
+    for use in trace.loaders:
+        if use.start_method not in ("", "fork"):
+            for storage in use.tensors:
+                moves.setdefault(storage, use.start)
+    return moves
+
+
+def _writes(trace: Trace) -> dict[int, list[int]]:
+    """Return the ticks at which ops write in place, in order, by storage."""
+    writes = dict[int, list[int]]()
+    for op in trace.ops:
+        if op.name.split(".")[1].endswith("_"):
+            for storage in op.writes:
+                writes.setdefault(storage, []).append(op.start)
+    return writes
+
+
+def _snapshots(storage: Storage, forks: list[LoaderUse], writes: list[int]) -> dict[int, int | None]:
+    """Return when forked workers hold a storage's pages alone: from the tick at which the main process frees it or
+    writes to it, which copies the pages, to the end of the workers."""
+    held = dict[int, int | None]()
+    for use in forks:
+        if not storage.born <= use.start or (storage.died is not None and storage.died <= use.start):
+            continue
+        place = bisect_right(writes, use.start)
+        ends = [tick for tick in (storage.died, *writes[place : place + 1]) if tick is not None]
+        if not ends or (use.end is not None and use.end <= min(ends)):
+            continue
+        start = min(ends)
+        ends = (use.end, held.get(start, use.end))
+        held[start] = None if None in ends else max(end for end in ends if end is not None)
+    return held
+
+
+def _of_loaders(trace: Trace) -> Iterator[_Change]:
+    """Yield what loaders and their data sets hold beside the storages of the recording."""
+    data_sets = set[int]()
+    on_host = sorted(_on_host(trace), key=lambda storage: storage.born)
+    marked = {entry.storage for entry in trace.host}
+    for use in trace.loaders:
+        if use.data_set not in data_sets:
+            data_sets.add(use.data_set)
+            yield from _held("arrays", use.arrays, use.start, None)
+        if use.workers:
+            spawned = use.start_method != "fork"
+            yield from _held("arrays", use.workers * use.arrays * spawned, use.start, use.end)
+            imports = spawned * _build_of(trace)
+            processes = use.workers * (_WORKERS[use.start_method] + imports) + _HELPERS[use.start_method]
+            yield from _held("workers", processes, use.start, use.end)
+        making = _making(use, on_host, marked)
+        kept = _making(use, on_host, marked, _MALLOC_RETURNS)
+        idle = use.start
+        for _, loads in groupby(use.loads, key=lambda load: bisect_right(use.exhausted, load[0])):
+            (start, first), *_ = loads
+            end = next((tick for tick in use.exhausted if tick >= first), use.end)
+            yield from _held("kept", use.workers * kept, idle, start)
+            yield from _queue(use, start, first, end)
+            if use.workers:
+                yield from _held("loading", use.workers * making, start, first)
+                yield from _held("loading", making, first, end)
+                yield from _held("kept", (use.workers - 1) * kept, first, end)
+            if end is None:
+                break
+            idle = end
+        else:  # workers wait for another pass
+            yield from _held("kept", use.workers * kept, idle, use.end)
+
+
+def _queue(use: LoaderUse, start: int, first: int, end: int | None) -> Iterator[_Change]:
+    """Yield the batches loaded ahead in a pass that gets its first batch at a tick. Workers have loaded all of them
+    before that is pinned; later, a batch is in shared memory while it is copied to its pinned block."""
+    batches = ahead(use)
+    batch = sum(map(_pages, use.batch))
+    if not use.pinned:
+        yield from _held("shared", batches * batch, start, end)
+        return
+    if use.workers:
+        yield from _held("shared", max(batches, 1) * batch, start, first)
+        yield from _held("shared", batch, first, end)
+    for size in use.batch:
+        for _ in range(batches):
+            yield from _held("pinned", size, first, end)
+
+
+def _making(use: LoaderUse, on_host: list[Storage], marked: set[int], below: int = 1 << 62) -> int:
+    """Return the most bytes that storages ``below`` a size take at once while a batch is made, beside the batch itself
+    (and its pinned copy)."""
+    peaks = [0]
+    for start, end in use.loads:
+        first = bisect_right(on_host, start, key=lambda storage: storage.born)
+        last = bisect_right(on_host, end, key=lambda storage: storage.born)
+        made = (storage for storage in on_host[first:last] if storage.id not in marked and storage.bytes < below)
+        peaks.append(peak_live_bytes(made))
+    return max(max(peaks) - use.pinned * sum(size for size in use.batch if size < below), 0)
+
+
+def _on_host(trace: Trace) -> Iterable[Storage]:
+    return trace.storages if trace.device == HOST else (s for s in trace.storages if s.device == HOST)
+
+
+def _load_at(loads: list[tuple[int, int]], tick: int) -> tuple[int, int] | None:
+    """Return the load ``start < tick <= end``, of those in order, or None."""
+    place = bisect_right(loads, (tick - 1, 1 << 62)) - 1
+    return loads[place] if place >= 0 and loads[place][0] < tick <= loads[place][1] else None
+
+
+def _pages(size: int) -> int:
+    """Return a file's bytes in whole pages."""
+    return -(-size // _PAGE) * _PAGE

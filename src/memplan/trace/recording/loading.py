@@ -1,0 +1,234 @@
+"""What data loaders hold on the host: batches of their workers, pinned batches, arrays of their data sets."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader
+
+from memplan import _torch
+from memplan.trace.recording.ledger import Ledger
+from memplan.trace.recording.place import format_frame, user_frame
+from memplan.trace.records import HOST, HostKind, HostStorage, LoaderUse
+
+_DEPTH = 6
+"""Depth of attributes and containers to which a data set is searched for arrays."""
+_MOST = 100_000
+"""Objects of a data set at most that are searched."""
+
+
+class LoaderWatch:
+    """Follows the loaders of a recording.
+
+    Args:
+        ledger: of the recording.
+        pins: whether there is a card, so that loaders with ``pin_memory=True`` pin.
+    """
+
+    def __init__(self, ledger: Ledger, *, pins: bool) -> None:
+        self._ledger = ledger
+        self._pins = pins
+        self._loads = False
+        """Whether a batch is being loaded."""
+        self._passes: list[_Pass] = []
+        self._data_sets: list[Callable[[], Any]] = []
+        """Weak references to data sets, which a script may free: a list cannot have one, and is held by its id()."""
+        self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """Iterator -> its loader; both hold the data set."""
+        self.kinds: dict[int, HostKind] = {}
+        """Storage -> the kind of its memory on the host, if that is not torch's CPU allocator's."""
+
+    def mark(self, tensor: torch.Tensor, kind: HostKind) -> None:
+        """Note the kind of host memory that a tensor lies in."""
+        entry = self._ledger.find(tensor)
+        if entry is not None:
+            self.kinds[entry.id] = kind
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in pinned memory."""
+        entry = self._ledger.find(tensor)
+        return entry is not None and self.kinds.get(entry.id) == "pinned"
+
+    def iterates(self, loader: Any, iterator: Any) -> None:
+        """Note that an iterator over a loader was made."""
+        self._loaders[iterator] = loader
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this context, batches of all loaders are noted."""
+
+        def load(iterator: Any, fetch: Callable[[], Any]) -> Any:
+            loader = self._loaders.get(iterator)
+            return fetch() if loader is None else self.load(loader, fetch, iterator)
+
+        with _torch.around_batches(load):
+            yield
+
+    def load(self, loader: Any, fetch: Callable[[], Any], iterator: Any, length: int | None = None) -> Any:
+        """Return the batch that ``fetch`` returns, and note what it takes. Calls within the call note nothing.
+
+        Args:
+            loader: from which the batch comes.
+            fetch: loads it, or raises StopIteration.
+            iterator: the pass over the loader, which ends with it at the latest.
+            length: of the loader; None: what it says itself.
+        """
+        if self._loads or not isinstance(loader, DataLoader):
+            return fetch()
+        pass_ = self._pass_of(loader, iterator)
+        start, self._loads = self._ledger.clock, True
+        try:
+            batch = fetch()
+        except StopIteration:
+            pass_.exhausted.append(self._ledger.clock)
+            if not pass_.persistent:
+                pass_.end_with(self._ledger.clock)
+            raise
+        finally:
+            self._loads = False
+        pass_.length = pass_.length if length is None else length
+        pass_.loads.append((start, self._ledger.clock))
+        sizes = self._note_batch(batch, pass_, start)
+        if sum(sizes) > sum(pass_.batch):
+            pass_.batch = sizes
+        return batch
+
+    def _pass_of(self, loader: Any, iterator: Any) -> _Pass:
+        """Return the pass over a loader that an iterator makes; persistent workers make one of all passes."""
+        persistent = loader.num_workers > 0 and loader.persistent_workers
+        source = loader if persistent else iterator
+        for pass_ in self._passes:
+            if pass_.source() is source and pass_.end is None:
+                return pass_
+        pass_ = _Pass(loader, self._number_of(loader.dataset), self._pins, self._ledger.clock)
+        pass_.persistent = persistent
+        pass_.arrays, pass_.tensors = self._contents_of(loader.dataset)
+        pass_.source = weakref.ref(source, lambda _: pass_.end_with(self._ledger.clock))
+        self._passes.append(pass_)
+        return pass_
+
+    def _number_of(self, data_set: Any) -> int:
+        """Return the number of a data set, a new one for a new data set."""
+        try:
+            key, reference = data_set, weakref.ref(data_set)
+        except TypeError:
+            key = id(data_set)
+            reference = lambda: key  # noqa: E731
+        for number, known in enumerate(self._data_sets):
+            if known() is key or (isinstance(key, int) and known() == key):
+                return number
+        self._data_sets.append(reference)
+        return len(self._data_sets) - 1
+
+    def _note_batch(self, batch: Any, pass_: _Pass, start: int) -> tuple[int, ...]:
+        """Return the bytes of a batch's storages. New ones are noted as shared or pinned memory."""
+        sizes = dict[int, int]()
+        for leaf in _torch.tree_leaves(_as_plain(batch)):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            entry = self._ledger.find(leaf)
+            if entry is None:
+                continue
+            sizes[entry.id] = leaf.untyped_storage().nbytes()
+            if entry.born > start and entry.device == HOST and (pass_.pinned or pass_.workers):
+                self.kinds[entry.id] = "pinned" if pass_.pinned else "shared"
+        return tuple(sizes.values())
+
+    def _contents_of(self, data_set: Any) -> tuple[int, tuple[int, ...]]:
+        """Return the bytes of numpy's arrays in a data set, with tensors that share memory with such, as the ledger
+        does not count them; and its other tensors' storages on the host."""
+        seen = set[int]()
+        total, storages = 0, set[int]()
+        found: list[tuple[Any, int]] = [(data_set, 0)]
+        while found and len(seen) < _MOST:
+            value, depth = found.pop()
+            if id(value) in seen or depth > _DEPTH:
+                continue
+            seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                entry = self._ledger.find(value)
+                if entry is not None and entry.foreign:
+                    total += value.untyped_storage().nbytes()
+                elif entry is not None and entry.device == HOST:
+                    storages.add(entry.id)
+            elif isinstance(value, numpy.ndarray):
+                owner = value
+                while isinstance(owner.base, numpy.ndarray):
+                    owner = owner.base
+                if id(owner) not in seen or owner is value:
+                    seen.add(id(owner))
+                    total += 0 if isinstance(owner, numpy.memmap) else owner.nbytes
+            elif isinstance(value, dict):
+                found += [(part, depth + 1) for part in value.values()]
+            elif isinstance(value, (list, tuple)):
+                found += [(part, depth + 1) for part in value]
+            elif not isinstance(value, (torch.nn.Module, type)) and hasattr(value, "__dict__"):
+                found += [(part, depth + 1) for part in vars(value).values()]
+        return total, tuple(sorted(storages))
+
+    def rows(self) -> tuple[LoaderUse, ...]:
+        """Return the passes over loaders, in the order of their beginnings."""
+        return tuple(pass_.row() for pass_ in self._passes if pass_.loads)
+
+    def host(self) -> tuple[HostStorage, ...]:
+        """Return the storages in pinned or shared memory."""
+        return tuple(HostStorage(storage, kind) for storage, kind in sorted(self.kinds.items()))
+
+
+class _Pass:
+    """A pass over a loader."""
+
+    def __init__(self, loader: Any, data_set: int, pins: bool, tick: int) -> None:
+        self.source: Callable[[], Any] = lambda: None
+        """Returns what the pass ends with, the iterator or, with persistent workers, the loader; None after its end."""
+        self.persistent = False
+        """Whether its workers outlive exhausted iterators."""
+        self.where = format_frame(user_frame())
+        self.start = tick
+        self.end: int | None = None
+        self.workers: int = loader.num_workers
+        self.prefetch: int = (loader.prefetch_factor or 0) if self.workers else 0
+        self.method = _start_method(loader) if self.workers else ""
+        self.pinned = bool(loader.pin_memory) and pins
+        self.data_set = data_set
+        self.arrays = 0
+        self.tensors: tuple[int, ...] = ()
+        self.batch: tuple[int, ...] = ()
+        self.loads: list[tuple[int, int]] = []
+        self.exhausted: list[int] = []
+        self.length = _length(loader)
+
+    def end_with(self, tick: int) -> None:
+        """Note the end of the pass, once."""
+        self.end = tick if self.end is None else self.end
+
+    def row(self) -> LoaderUse:
+        """Return the record of the pass."""
+        return LoaderUse(
+            self.where, self.start, self.end, self.workers, self.prefetch, self.method, self.pinned, self.data_set,
+            self.arrays, self.tensors, self.batch, tuple(self.loads), tuple(self.exhausted), self.length,
+        )  # fmt: skip
+
+
+def _as_plain(batch: Any) -> Any:
+    """Return a mapping of any class as a dict: torch's pytrees know only that."""
+    return dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
+
+
+def _start_method(loader: Any) -> str:
+    """Return how a loader starts its workers: fork, spawn or forkserver."""
+    context = loader.multiprocessing_context or torch.multiprocessing
+    return str(context.get_start_method())
+
+
+def _length(loader: Any) -> int | None:
+    """Return the number of batches of a loader; None for a stream: a data set can refuse its length in any way."""
+    try:
+        return len(loader)
+    except Exception:
+        return None
