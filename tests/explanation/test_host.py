@@ -29,8 +29,8 @@ def test_a_measured_step_has_no_budget_of_the_host() -> None:
     def small() -> object:
         return lambda: torch.zeros(3).sum()
 
+    trace = memplan.measure(small, device="cpu")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="measured step"):
-        trace = memplan.measure(small, device="cpu")  # pyright: ignore[reportArgumentType]
         memplan.explain(trace, host="8 GiB")
 
 
