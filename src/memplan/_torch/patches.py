@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.modules.module as _modules
 import torch.optim.optimizer as _optimizers
+import torch.utils.data.dataloader as _dataloader
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -90,7 +91,7 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 def around_batches(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
     """Make iterators of data loaders return ``load(iterator, fetch)`` as their next batch, where ``fetch()`` loads
     it."""
-    kind = torch.utils.data.dataloader._BaseDataLoaderIter
+    kind = _dataloader._BaseDataLoaderIter
     following = kind.__next__
     with patched(kind, __next__=lambda iterator: load(iterator, lambda: following(iterator))):
         yield
