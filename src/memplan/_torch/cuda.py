@@ -47,10 +47,14 @@ def tensor_devices_reported(
 
     wrapper = torch.Tensor._make_wrapper_subclass
 
-    def wrapper_on_the_host(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+    def wrapper_on_the_host(*args: Any, **kwargs: Any) -> Any:
         """Make a tensor around others, on the CPU as they are."""
-        on_host = device is not None and torch.device(device).type == "cuda"
-        return wrapper(*args, device=torch.device("cpu") if on_host else device, **kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device(kwargs["device"])
+        return wrapper(*map(on_the_host, args), **{name: on_the_host(value) for name, value in kwargs.items()})
+
+    def on_the_host(value: Any) -> Any:
+        return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
     with (
         patched_throughout(torch.Tensor, _make_wrapper_subclass=staticmethod(wrapper_on_the_host)),

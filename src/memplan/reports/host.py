@@ -20,7 +20,7 @@ _LABELS: dict[HostTerm, str] = {
     "workers": "loaders' worker processes",
     "python": "Python and torch",
 }
-_SMALL = 1 << 20
+_SMALL = 64 << 20
 """Bytes beside Python and torch up to which the host's memory is not shown if there is no budget for it."""
 _DOCKER_SHM = 64 << 20
 """Size of ``/dev/shm`` in a container without ``--shm-size`` (docs.docker.com, "docker container run")."""

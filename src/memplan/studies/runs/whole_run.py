@@ -60,8 +60,8 @@ class WholeRun(Saved, Displayed):
 
     Example:
         >>> run = memplan.whole_run("train.py", device="rtx4090")
-        >>> [(phase.kind, phase.stays) for phase in run.phases]
-        [('build', 20992), ('train', 17102336), ('save', 17060352)]
+        >>> [(phase.kind, phase.length) for phase in run.phases]
+        [('build', None), ('train', 10), ('save', None)]
     """
 
     FORMAT: ClassVar[str] = "memplan.run"
