@@ -142,7 +142,8 @@ def test_steps_lead_to_the_last_place_in_few_recordings(
     right = last_of(lambda position: sum(rounded(law(position)) for law in laws) <= limit)
     assert (found.last, found.following) == (right, right + 1)
     assert {right, right + 1} - {0} <= {one.position for one in found.samples}
-    assert len(found.samples) <= 40, [(one.position, one.fits) for one in found.samples]
+    # by doubling and halving alone it would be up to twice the 30 bits of the largest position
+    assert len(found.samples) <= 60, [(one.position, one.fits) for one in found.samples]
 
 
 def in_pools(sizes: list[int]) -> int:
