@@ -202,9 +202,12 @@ def find_layouts(
     )  # fmt: skip
 
 
-def _order(row: LayoutBytes) -> tuple[bool, float, int]:
-    rate = float(f"{row.rate:.3g}")  # of what is as fast, the smallest first
-    return (not row.fits, -rate if row.fits else row.needs or math.inf, row.needs)
+def _order(row: LayoutBytes) -> tuple[bool, float, int, float, int]:
+    """Sort what fits by its rate; of what is as fast by these bounds, larger micro-batches first, which real kernels
+    run better, then what sends less. Sort what does not fit by its need."""
+    if not row.fits:
+        return True, row.needs or math.inf, 0, 0.0, 0
+    return False, -float(f"{row.rate:.3g}"), -row.layout.micro_batch, row.sending, row.needs
 
 
 class _Study:
