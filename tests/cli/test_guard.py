@@ -214,7 +214,7 @@ def test_only_a_cudnn_that_is_named_is_asked(
 ) -> None:
     found: list[object] = []
 
-    def choose(device: str, assume: object, cudnn: object) -> None:
+    def choose(device: str, assume: object, cudnn: object, *rank: object) -> None:
         found.append(cudnn)
         raise DeviceError("enough")
 
@@ -272,3 +272,13 @@ def test_a_baseline_of_a_former_version_is_read_where_no_workspace_is_cudnns(mod
     assert former != now
     file.write_text(former)
     assert run().exit_code == 0
+
+
+def test_ranks_of_several_have_baselines_of_their_own(models: Path) -> None:
+    for options in ((), ("--world", "8"), ("--world", "8", "--rank", "3")):
+        assert run("--update", *options, target="models.py:build").exit_code == 0
+        assert run(*options, target="models.py:build").exit_code == 0
+    assert {one["options"] for one in json.loads(Path("memory.json").read_text())["steps"]} == {
+        "", "--world 8 --rank 0", "--world 8 --rank 3"
+    }  # fmt: skip
+    assert run("--world", "4", target="models.py:build").exit_code == 2

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from environment import slow
 from models.sharded_steps import Block, Transformer, step_of
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from truth.cpu_allocator import measured_peak
 
 import memplan
@@ -141,3 +146,34 @@ def test_the_memory_of_communicators_is_noted(way: str, world: int, groups: str)
     note = next(note for note in memplan.record(step_of(way), world=world).notes if note.startswith("rank 0 of"))
     assert groups in note
     assert ("NCCL" in note) == bool(groups)
+
+
+def test_the_largest_batch_of_a_rank_and_its_limit() -> None:
+    """A rank that shards its weights has room for more samples than one that copies them."""
+
+    def build(batch: int, sharded: bool) -> Callable[[], None]:
+        dist.init_process_group("nccl")
+        model: Any = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
+        if sharded:
+            for module in (*model, model):
+                fully_shard(module, mesh=init_device_mesh("cuda", (8,)))
+        else:
+            model = DistributedDataParallel(model)
+        update, data = torch.optim.AdamW(model.parameters()), torch.zeros(batch, 1024, device="cuda")
+
+        def step() -> None:
+            model(data).sum().backward()
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    options: dict[str, Any] = {"budget": "1200 MiB", "device": "h100", "world": 8}
+    copied, shared = (
+        memplan.largest(functools.partial(build, sharded=sharded), "batch", **options) for sharded in (False, True)
+    )
+    assert shared > copied > 0
+    peak = simulate(memplan.record(lambda: build(copied, False), device="h100", world=8)).peak_allocated
+    memplan.assert_peak(lambda: build(copied, False), at_most=peak, device="h100", world=8)
+    with pytest.raises(AssertionError):
+        memplan.assert_peak(lambda: build(copied, False), at_most=peak - 1, device="h100", world=8)

@@ -14,6 +14,7 @@ from memplan.cli.options import (
     StepArguments,
     describe,
     load_trace,
+    rank_options,
     remove_parameters,
     result_options,
     step_options,
@@ -55,6 +56,7 @@ step that cannot be recorded, no baseline of it, or one of another torch.
 
 @click.command("guard", help=HELP)
 @step_options
+@rank_options
 @click.option("--baseline", "baseline_file", metavar="FILE", required=True, help="The baseline, as --update writes it.")
 @click.option(
     "--tolerance", default="1%", show_default=True, metavar="SIZE",
@@ -179,7 +181,9 @@ def _record_target(arguments: StepArguments) -> Trace:
 
     with progress(f"recording {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
-        target = choose_target(arguments.device, arguments.assumed, _named_cudnn(arguments))
+        target = choose_target(
+            arguments.device, arguments.assumed, _named_cudnn(arguments), arguments.world, arguments.rank
+        )
         try:
             return record_for(described.build(on_card=target.card is not None), target)
         except StepError as error:
@@ -211,6 +215,8 @@ def options_text(arguments: StepArguments) -> str:
         value = getattr(arguments, field)
         texts = value if isinstance(value, tuple) else () if value in (None, True) else (value,)
         words += ["--no-train" if text is False else f"--{option} {text}" for text in texts]
+    if arguments.world is not None:
+        words.append(f"--world {arguments.world} --rank {arguments.rank}")
     return " ".join(words)
 
 

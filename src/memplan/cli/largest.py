@@ -9,7 +9,15 @@ import click
 
 from memplan._text import whole_number
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import StepArguments, Whole, result_options, step_options, subject_of, with_input_advice
+from memplan.cli.options import (
+    StepArguments,
+    Whole,
+    rank_options,
+    result_options,
+    step_options,
+    subject_of,
+    with_input_advice,
+)
 from memplan.cli.progress import line
 from memplan.cli.recipe_options import recipe_option, take_recipe
 from memplan.cli.run import run
@@ -53,6 +61,7 @@ can be recorded.
 
 @click.command("largest", help=HELP)
 @step_options
+@rank_options
 @click.option(
     "--axis",
     default="batch",
@@ -89,7 +98,12 @@ def command(
     if recipe is not None and axis == "sequence" and recipe.positions is not None:
         most = min(most or recipe.positions, recipe.positions)  # a recording does not raise beyond them
     volume = _window(window, overlap, window_batch)
-    room = room_of(arguments.device, budget, margin, workspace, arguments.assumed, arguments.environment)  # pyright: ignore[reportArgumentType]
+    if planned and arguments.world is not None:
+        raise InputError("--fit with --world", expected="a step of one process", do="Leave one out")
+    room = room_of(
+        arguments.device, budget, margin, workspace, arguments.assumed, arguments.environment, arguments.world,  # pyright: ignore[reportArgumentType]
+        arguments.rank,
+    )  # fmt: skip
     if request is not None:
         if axis != "batch" or divisible != 1 or aspect or planned or volume:
             raise InputError(

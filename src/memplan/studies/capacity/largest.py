@@ -194,6 +194,8 @@ def largest(
     window: Window | None = None,
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
+    world: int | None = None,
+    rank: int = 0,
 ) -> int:
     """Find the largest batch, size, patch or sequence that fits a card or a budget, by recordings alone.
 
@@ -214,6 +216,7 @@ def largest(
         workspace: which bound to count of cuDNN workspaces known as an interval: "high" or "low".
         fit: find the largest after planning (`memplan.plan`).
         window: a `memplan.studies.axes.sliding_window.Window`, to infer a volume in patches.
+        world, rank: the step is one rank of several, as for `explain`.
 
     Raises:
         BudgetError: not even the smallest value fits; with the largest parts of its need.
@@ -226,7 +229,9 @@ def largest(
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(refuse_trace(what), options, window=window.checked() if window is not None else None)
     device = device_of(what) if device is None and budget is None else device
-    room = room_of(device, budget, margin, workspace, assume, cudnn)
+    if fit and world is not None:
+        raise InputError("fit with a world", expected="a step of one process", do="Leave one out")
+    room = room_of(device, budget, margin, workspace, assume, cudnn, world, rank)
     search = find_largest(
         subject, axis, room, divisible=divisible, aspect=aspect, most=most, fit=fit, settings=settings
     )

@@ -78,6 +78,8 @@ def room_of(
     case: Case = "high",
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
+    world: int | None = None,
+    rank: int = 0,
 ) -> Room:
     """Return the limit set by a card, a budget, or a budget on a card.
 
@@ -85,7 +87,7 @@ def room_of(
         device: a card, or "cpu".
         budget: bytes ("20 GiB"), or the name of a card.
         margin: share of the limit to leave free: 0.05, "5%".
-        case, assume, cudnn: as for `memplan.largest`.
+        case, assume, cudnn, world, rank: as for `memplan.largest`.
 
     Raises:
         InputError: no card and no budget, or the margin is no share.
@@ -95,7 +97,7 @@ def room_of(
     if budget is not None and isinstance(budget := read_budget(budget), Device):
         budget, card = None, budget.name
         device = card if device is None else device
-    target = choose_target(device, assume, cudnn)
+    target = choose_target(device, assume, cudnn, world, rank)
     if budget is None:
         if target.card is None and card is not None:
             raise InputError(

@@ -39,6 +39,8 @@ def assert_peak(
     settings: str | None = None,
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
+    world: int | None = None,
+    rank: int = 0,
 ) -> Explanation:
     """Assert that a step's predicted peak is within a limit, without running it.
 
@@ -47,8 +49,8 @@ def assert_peak(
         inputs: what the module is called with.
         at_most: the limit of allocated bytes: "2 GiB", or a number of bytes.
         reserved: the limit of bytes reserved by the caching allocator. At least one of the two limits is required.
-        kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume, cudnn: as for
-            `memplan.explain`. The test depends on the machine unless it names a device.
+        kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume, cudnn,
+            world, rank: as for `memplan.explain`. The test depends on the machine unless it names a device.
 
     Returns:
         The Explanation of the step.
@@ -76,6 +78,7 @@ def assert_peak(
     explanation = explain(
         what, *inputs, kwargs=kwargs, targets=targets, loss=loss, optimizer=optimizer, device=device,
         autocast=autocast, train=train, dtype=dtype, settings=settings, assume=assume, cudnn=cudnn,
+        world=world, rank=rank,
     )  # fmt: skip
     check_peak(explanation, bounds)
     return explanation
