@@ -64,6 +64,7 @@ def _phases(script: Path, *options: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(script, folder)
         command = [sys.executable, "-m", "memplan.cli", "run", "--phases", "--json", "-", "--device", "cpu"]
+        command += ["--limit", "900"]
         done = subprocess.run(
             [*command, *options, script.name], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, check=False,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.cli import main
-from memplan.errors import InputError, TargetError
+from memplan.errors import InputError, StepError, TargetError
 from memplan.studies.layouts.layout import layouts_of
 
 LENGTH = 64
@@ -141,6 +141,17 @@ def test_a_target_that_is_no_module() -> None:
         memplan.layouts(lambda: lambda: None, world=2, device="h100")
     with pytest.raises(InputError, match="a card"):
         memplan.layouts(Block, "1x8x128", world=2, device="cpu")
+
+
+def test_errors_of_the_target_are_said_as_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    def broken() -> nn.Module:
+        raise ValueError("no weights")
+
+    with pytest.raises(StepError, match="broken raised ValueError: no weights"):
+        memplan.layouts(broken, "1x8", world=2, device="h100")
+    with pytest.raises(StepError, match="reduction dim"):
+        memplan.layouts(lambda: nn.Linear(8, 8), "1x7", world=2, device="h100")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_command_prints_the_fastest_that_fits() -> None:

@@ -15,7 +15,7 @@ from memplan._display import Displayed
 from memplan._json import Written, named
 from memplan.devices.interconnects import between_machines, within_machine
 from memplan.devices.model import Device
-from memplan.errors import InputError, MemplanError, TargetError
+from memplan.errors import InputError, MemplanError, StepError, TargetError
 from memplan.studies.axes.subject import Maker, Subject
 from memplan.studies.layouts.layout import Layout, layouts_of
 from memplan.studies.layouts.wrapped import (
@@ -220,8 +220,17 @@ class _Study:
         self._subject, self._target, self._card = subject, target, card
         self._settings = settings
         self._make = Maker(subject.what, subject.arguments, subject.changes)
-        with _torch.fake_tensors():
-            model = self._make()
+        try:
+            with _torch.fake_tensors():
+                model = self._make()
+        except MemplanError:
+            raise
+        except Exception as error:  # the user's code
+            raise StepError(
+                f"{subject.title} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                expected="a callable that makes a module",
+                do="Mend it where it raises the same without memplan",
+            ) from error
         if not isinstance(model, nn.Module):
             raise TargetError(
                 f"{subject.title} makes {type(model).__name__}",
@@ -253,7 +262,7 @@ class _Study:
         if len(figures) < len(recorded):
             error = next(one for one in recorded if isinstance(one, MemplanError))
             self.errors.append(error)
-            return self.unrecorded(layout, error.found)
+            return LayoutBytes(layout, 0, 0, 0, False, False, 0.0, 0.0, error.found)
         last = figures[-1]
         allocated = self._extrapolated([one.peak for one in figures])
         reserved, needs = (size + allocated - last.peak for size in (last.reserved, last.needs))
