@@ -177,3 +177,21 @@ def test_the_largest_batch_of_a_rank_and_its_limit() -> None:
     memplan.assert_peak(lambda: build(copied, False), at_most=peak, device="h100", world=8)
     with pytest.raises(AssertionError):
         memplan.assert_peak(lambda: build(copied, False), at_most=peak - 1, device="h100", world=8)
+
+
+def test_layers_move_to_the_index_of_a_card_and_synchronize_their_statistics() -> None:
+    """As torch's tutorials of DDP have it: ``.to(local_rank)``."""
+
+    def build() -> Callable[[], None]:
+        dist.init_process_group("nccl")
+        local = int(os.environ["LOCAL_RANK"])
+        net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()).to(local)
+        model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(net), device_ids=[local])
+        images = torch.zeros(8, 3, 32, 32).to(local)
+        return lambda: model(images).sum().backward()
+
+    trace = memplan.record(build, device="h100", world=4, rank=2)
+    size = 8 * 16 * 32 * 32 * 4
+    saved = [storage for storage in trace.counted if storage.cause == "saved" and storage.bytes == size]
+    assert len(saved) == 2 * len(trace.steps)  # the norm's input and the activation's result
+    assert {storage.device for storage in trace.storages if storage.cause == "weight"} == {"cuda:0"}

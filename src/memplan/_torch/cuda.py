@@ -56,7 +56,18 @@ def tensor_devices_reported(
     def on_the_host(value: Any) -> Any:
         return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
+    move = torch.nn.Module.to
+
+    def move_to_index(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Move a module; an integer is the index of a CUDA device."""
+        named = {name: device_of_index(value) for name, value in kwargs.items()}
+        return move(module, *map(device_of_index, args), **named)
+
+    def device_of_index(value: Any) -> Any:
+        return torch.device("cuda", value) if isinstance(value, int) and not isinstance(value, bool) else value
+
     with (
+        patched(torch.nn.Module, to=move_to_index),
         patched_throughout(torch.Tensor, _make_wrapper_subclass=staticmethod(wrapper_on_the_host)),
         patched_throughout(torch.Tensor, device=reporting_property(plain)),
         patched_throughout(FakeTensor, device=reporting_property(fake)),

@@ -4,7 +4,8 @@ Everything here was seen in torch 2.13; what sets up no rank (`own_process_group
 Private names: ``torch.distributed.distributed_c10d._new_process_group_helper`` and ``_world``,
 ``torch.nn.parallel.distributed._verify_param_shape_across_processes`` and ``_sync_module_states``,
 ``torch._C._distributed_c10d.Reducer._rebuild_buckets``, and of ``torch.distributed.tensor._sharding_prop``
-``detect_fake_mode``; ``torch.distributed.tensor.placement_types._StridedShard``.
+``detect_fake_mode``; ``torch.distributed.tensor.placement_types._StridedShard``,
+``torch.nn.modules.batchnorm._BatchNorm``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.modules.batchnorm as batchnorm
 
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore
@@ -202,6 +204,8 @@ def _groups_alone() -> Iterator[None]:
             stack.enter_context(patched(module, **present))
         stack.enter_context(patched(distributed_c10d, _new_process_group_helper=make_fake))
         stack.enter_context(_data_parallel_alone())
+        # whose ops have no kernels without a GPU; the tensors of the input's size are the same
+        stack.enter_context(patched(torch.nn.SyncBatchNorm, forward=batchnorm._BatchNorm.forward))
         stack.enter_context(_shapes_propagated_unseen())
         yield
 
