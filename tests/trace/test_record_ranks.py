@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,6 +180,21 @@ def test_the_largest_batch_of_a_rank_and_its_limit() -> None:
     memplan.assert_peak(lambda: build(copied, False), at_most=peak, device="h100", world=8)
     with pytest.raises(AssertionError):
         memplan.assert_peak(lambda: build(copied, False), at_most=peak - 1, device="h100", world=8)
+
+
+def test_a_rank_leaves_factories_as_they_were() -> None:
+    """In a process of its own, as torch looks them up once."""
+    code = (
+        "import memplan, torch\n"
+        "from models.sharded_steps import step_of\n"
+        "memplan.record(step_of('fsdp'), world=2)\n"
+        "memplan.record(lambda: lambda: torch.tensor([0.0] * 7, device='cuda'), device='h100')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_layers_move_to_the_index_of_a_card_and_synchronize_their_statistics() -> None:

@@ -20,6 +20,7 @@ from memplan._torch.patches import patched
 
 _LIKE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 _NAMESPACES = (torch, torch.fft, torch.nested)
+default_device._device_constructors()  # torch keeps the functions that it finds first: torch's own, not patched ones
 
 
 @contextlib.contextmanager
