@@ -81,7 +81,7 @@ def test_commands_that_a_page_shows_exist(page: Path) -> None:
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         known |= {"--help", "-h"}
         own = rest[: rest.index("--")] if "--" in rest else rest
-        script = [place for place, word in enumerate(own) if name == "run" and word.endswith(".py")]
+        script = [place for place, word in enumerate(own) if name == "run" and (word == "-m" or word.endswith(".py"))]
         own = own[: script[0]] if script else own  # what follows are the script's arguments
         assert [word for word in own if word.startswith("--") and word not in known] == [], arguments
 
