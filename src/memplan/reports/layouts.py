@@ -10,8 +10,8 @@ from memplan.reports.document import Document, Field, Part, document, name_field
 from memplan.studies.layouts.layouts import LayoutBytes, Layouts
 
 _BOUNDS = (
-    "batch: samples of a rank at a time. a step: at least as long as its FLOPs take at the card's rate, and what a "
-    "rank sends at its links' (sent, where that is longer). per s: samples of all ranks, at most."
+    "batch: samples of a rank at a time. a step: at least as long as its kernels take at the card's rates (FLOPs or "
+    "bytes), or what a rank sends at its links' (sent, where that is longer). per s: samples of all ranks, at most."
 )
 
 

@@ -21,7 +21,7 @@ from memplan.simulation.simulate import live_at
 from memplan.studies.axes.ranges import parts_of
 from memplan.studies.comparisons.comparison import CAST_COPIES, STEP, Decided, LayerPart, Side
 from memplan.studies.comparisons.pruned_weights import masks_of
-from memplan.studies.comparisons.step_time import rates_for, step_time
+from memplan.studies.step_time import rates_for, step_time
 from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import Point, Sweep
 from memplan.trace.live_bytes import peak_live_bytes

@@ -16,25 +16,19 @@ from memplan._json import Written, named
 from memplan.devices.interconnects import between_machines, within_machine
 from memplan.devices.model import Device
 from memplan.errors import InputError, MemplanError, StepError, TargetError
+from memplan.planning.graph.roofline import rates_of
 from memplan.studies.axes.subject import Maker, Subject
 from memplan.studies.layouts.layout import Layout, layouts_of
-from memplan.studies.layouts.wrapped import (
-    Blocks,
-    Wrapped,
-    blocks_of,
-    checkpointed_blocks,
-    counted_flops,
-    rank_options,
-    shortened,
-)
-from memplan.studies.sweeps.points import Bytes, record_point
+from memplan.studies.layouts.wrapped import Blocks, Wrapped, blocks_of, rank_options
+from memplan.studies.step_time import step_time
+from memplan.studies.sweeps.points import record_point
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, Target, choose_target, public
-from memplan.trace.step import StepOptions, build_of
+from memplan.trace.step import StepOptions
 
 _FEW = 3, 5
-"""Numbers of blocks that are recorded, where a module has more than the second and one more. From three on, sharded
-blocks add as many bytes each: the next one's weights are gathered while one runs. Two more, as kinds may alternate."""
+"""Numbers of blocks that are recorded of a module with more than six. From three on, each sharded block adds as many
+bytes, as the next one's weights are gathered while one runs; two more, as blocks of two kinds may alternate."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +42,13 @@ class LayoutBytes:
     """With the CUDA context."""
     fits: bool
     recorded: bool
-    """Whether all of the module was recorded; else its bytes are extrapolated from fewer blocks."""
+    """Whether all of the module was recorded; else its figures are extrapolated from fewer blocks."""
+    flops: int
+    """FLOPs of a rank's step."""
     compute: float
-    """Seconds of a step by FLOPs alone, at the card's rate."""
+    """Seconds of a rank's step by a roofline of its kernels (`memplan.studies.step_time`)."""
     sending: float
-    """Seconds of a step by the bytes that a rank sends alone, at the rate of its slowest link."""
+    """Seconds that a rank sends in a step, at the rate of its slowest link."""
     reason: str = ""
     """Why it was not recorded; empty where it was."""
 
@@ -92,7 +88,7 @@ class Layouts(Written, Displayed):
         return next((row for row in self.rows if row.fits), None)
 
     def _plain(self) -> dict[str, Any]:
-        names = ("allocated", "reserved", "needs", "fits", "recorded", "compute", "sending", "rate", "reason")
+        names = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "rate", "reason")
         rows = [
             named(row.layout, "title", "replicas", "shards", "micro_batch", "reshard", "checkpoint")
             | named(row, *names)
@@ -125,8 +121,8 @@ def layouts(
     """Compare ways to train a module with several cards: copies, shards, checkpoints, micro-batches.
 
     Each layout is one rank's training step under `DistributedDataParallel` or `fully_shard` in a fake process group.
-    Of a module with many equal blocks two and four are recorded, and the rest is extrapolated; the first layout of the
-    result is recorded whole.
+    Of a module with many equal blocks three and five are recorded, and the rest is extrapolated; the fastest layout
+    that fits is recorded whole.
 
     Args:
         what: a module, or a callable that makes one.
@@ -175,39 +171,49 @@ def find_layouts(
         raise InputError(f"device {target.name}", expected="a card, which a rank has to itself", do="Name one: h100")
     study = _Study(subject, target, card, world, per_node, link, settings)
     rows: list[LayoutBytes] = []
-    too_large = set[Layout]()
+    reasons: dict[Layout, str] = {}
     for layout in layouts_of(world, per_node, sorted(set(micro_batches))):
-        alike = replace(layout, micro_batch=0)
-        if alike in too_large:
-            rows.append(study.unrecorded(layout, "a smaller micro-batch does not fit"))
+        any_batch = replace(layout, micro_batch=0)
+        if any_batch in reasons:
+            rows.append(study.unrecorded(layout, reasons[any_batch]))
             continue
         progress(f"{layout.title}, {layout.micro_batch} at a time")
-        rows.append(study.row(layout))
-        if not rows[-1].fits:
-            too_large.add(alike)
+        rows.append(row := study.row(layout))
+        if not row.fits:
+            reasons[any_batch] = row.reason or "a smaller micro-batch does not fit"
     if study.errors and all(row.reason for row in rows):
         raise study.errors[0]
-    rows.sort(key=_order)
-    for number, row in enumerate(rows):
-        if not row.fits or row.recorded:
-            break
-        progress(f"{row.layout.title}, whole")
-        rows[number] = row = study.row(row.layout, whole=True)
+    # Extrapolated reserved bytes are too high where fragments do not grow with the blocks.
+    candidates = sorted((row for row in rows if row.allocated and row.allocated <= card.capacity), key=_speed)
+    for row in candidates:
+        if not row.recorded:
+            progress(f"{row.layout.title}, whole")
+            whole = study.row(row.layout, whole=True)
+            rows[rows.index(row)] = row = whole
         if row.fits:
             break
-    rows.sort(key=_order)
+    rows.sort(key=lambda row: (not row.fits, _speed(row) if row.fits else (row.needs or math.inf,)))
     return Layouts(
         title or subject.title, target.name, world, per_node, card.capacity, study.blocks.number if study.blocks else 0,
         study.links, tuple(rows), study.notes,
     )  # fmt: skip
 
 
-def _order(row: LayoutBytes) -> tuple[bool, float, int, float, int]:
-    """Sort what fits by its rate; of what is as fast by these bounds, larger micro-batches first, which real kernels
-    run better, then what sends less. Sort what does not fit by its need."""
-    if not row.fits:
-        return True, row.needs or math.inf, 0, 0.0, 0
-    return False, -float(f"{row.rate:.3g}"), -row.layout.micro_batch, row.sending, row.needs
+def _speed(row: LayoutBytes) -> tuple[float, ...]:
+    """Sort by rate; of what is as fast, larger micro-batches first, which real kernels run better, then what sends
+    less."""
+    return -float(f"{row.rate:.3g}"), -row.layout.micro_batch, row.sending, row.needs
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Bytes, FLOPs and seconds of one recording."""
+
+    allocated: int
+    reserved: int
+    needs: int
+    flops: int
+    seconds: float
 
 
 class _Study:
@@ -238,108 +244,72 @@ class _Study:
                 do="Name a callable that makes the module; memplan explain --world takes a build that shards by itself",
             )
         self.blocks: Blocks | None = blocks_of(model)
-        self._parameters = sum(p.numel() for p in model.parameters())
-        self._bytes = sum(
-            p.numel() * (subject.options.dtype or p.dtype).itemsize  # pyright: ignore[reportAttributeAccessIssue]  # checked
-            for p in model.parameters()
-        )
+        self._weights = _sizes(model, subject.options)
         self._per_node = per_node
         self.links = within_machine(card)[0], round(link or between_machines(card)[0])
-        self._flops: dict[bool, float] = {}
-        """FLOPs of a step for each sample, by whether blocks are checkpointed."""
         self.errors: list[MemplanError] = []
         self.notes: tuple[str, ...] = ()
-        self._few = self.blocks is not None and len(self.blocks.paths) == 1 and self.blocks.number > _FEW[1] + 1
+        self._few = self.blocks is not None and self.blocks.alike and self.blocks.number > _FEW[1] + 1
 
     def row(self, layout: Layout, *, whole: bool = False) -> LayoutBytes:
         """Record a layout: all of the module, or some of its blocks."""
-        held = self._held(layout)
-        if held > self._card.capacity:
-            return replace(self.unrecorded(layout, "weights and gradients alone do not fit"), needs=held)
+        least = self._weights.least // layout.shards
+        if least > self._card.capacity:
+            return replace(self.unrecorded(layout, "weights and gradients alone do not fit"), needs=least)
         few = self._few and not whole
-        recorded = [self._record(layout, number) for number in (_FEW if few else (None,))]
-        figures = [one for one in recorded if isinstance(one, Bytes)]
-        if len(figures) < len(recorded):
-            error = next(one for one in recorded if isinstance(one, MemplanError))
-            self.errors.append(error)
-            return LayoutBytes(layout, 0, 0, 0, False, False, 0.0, 0.0, error.found)
-        last = figures[-1]
-        allocated = self._extrapolated([one.peak for one in figures])
-        reserved, needs = (size + allocated - last.peak for size in (last.reserved, last.needs))
+        recordings: list[_Figures] = []
+        for number in _FEW if few else (None,):
+            recording = self._record(layout, number)
+            if isinstance(recording, MemplanError):
+                if few:  # a module may need all of its blocks: a list of skips, a loop over a given number
+                    self._few = False
+                    return self.row(layout)
+                self.errors.append(recording)
+                return self.unrecorded(layout, recording.found)
+            recordings.append(recording)
+        last = recordings[-1]
+        allocated = round(self._extrapolated([recording.allocated for recording in recordings]))
+        reserved, needs = (size + allocated - last.allocated for size in (last.reserved, last.needs))
         return LayoutBytes(
-            layout, allocated, reserved, needs, needs <= self._card.capacity, not few, self._compute(layout),
-            self._sending(layout),
+            layout, allocated, reserved, needs, needs <= self._card.capacity, not few,
+            round(self._extrapolated([recording.flops for recording in recordings])),
+            self._extrapolated([recording.seconds for recording in recordings]), self._sending(layout),
         )  # fmt: skip
 
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
         """Return the row of a layout that was not recorded."""
-        return LayoutBytes(layout, 0, 0, 0, False, False, self._compute(layout), self._sending(layout), reason)
+        return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, self._sending(layout), reason)
 
-    def _held(self, layout: Layout) -> int:
-        """Return the bytes of a rank's weights, and of their gradients as large as these."""
-        return 2 * self._bytes // layout.shards
-
-    def _extrapolated(self, sizes: list[int]) -> int:
-        """Return the bytes with all blocks, by a line through those with few."""
-        if len(sizes) == 1:
-            return sizes[0]
+    def _extrapolated(self, values: Sequence[float]) -> float:
+        """Return the value with all blocks, by a line through those with few."""
+        if len(values) == 1:
+            return values[0]
         assert self.blocks is not None, "only then are few recorded"
-        (first, second), (low, high) = _FEW, sizes
-        return high + (self.blocks.number - second) * (high - low) // (second - first)
+        (first, second), (low, high) = _FEW, values
+        return high + (self.blocks.number - second) * (high - low) / (second - first)
 
-    def _record(self, layout: Layout, number: int | None) -> Bytes | MemplanError:
+    def _record(self, layout: Layout, number: int | None) -> _Figures | MemplanError:
         options = self._subject.options
         compute = options.autocast if isinstance(options.autocast, torch.dtype) and layout.shards > 1 else None
         dtype = options.dtype if isinstance(options.dtype, torch.dtype) else None
         wrapped = Wrapped(self._make, layout, dtype, compute, self.blocks, number)
         subject = replace(self._subject, what=wrapped, arguments={}, changes=(), options=rank_options(options, layout))
-        outcome = record_point(subject, self._target, self._settings)
-        if number is None:
-            self.notes = outcome.notes
-        if outcome.bytes is not None:
-            return outcome.bytes
-        assert outcome.error is not None
-        return outcome.error
-
-    def _compute(self, layout: Layout) -> float:
-        """Return the seconds of a step by its FLOPs."""
-        if layout.checkpoint not in self._flops:
-            counts = [
-                self._counted(number, checkpointed=layout.checkpoint) for number in (_FEW if self._few else (None,))
-            ]
-            self._flops[layout.checkpoint] = self._extrapolated(counts)
-        return layout.micro_batch * self._flops[layout.checkpoint] / self._rate()
-
-    def _counted(self, number: int | None, *, checkpointed: bool) -> int:
-        """Return the FLOPs of one sample's step with some of the blocks."""
-
-        def make() -> nn.Module:
-            model = self._make()
-            if self.blocks is not None and number is not None:
-                shortened(model, self.blocks, number)
-            return checkpointed_blocks(model, self.blocks) if checkpointed else model
-
-        options = replace(self._subject.options.with_batch(1), optimizer=None, autocast=None)
-        try:
-            return counted_flops(build_of(make, options))
-        except Exception:  # the user's code: then there is no time to compare by
-            return 0
-
-    def _rate(self) -> float:
-        """Return the FLOP/s of the dtype that products run in."""
-        options, rates = self._subject.options, self._card.flops
-        dtype = options.autocast or options.dtype or torch.float32
-        name = str(dtype).removeprefix("torch.")
-        return rates.get(name) or rates.get("float16") or rates["float32"]
+        outcome = record_point(subject, self._target, self._settings, keep=True)
+        if outcome.bytes is None:
+            assert outcome.error is not None
+            return outcome.error
+        assert outcome.trace is not None
+        self.notes = outcome.notes
+        time = step_time(outcome.trace, rates_of(self._card))
+        flops, seconds = (time.flops, time.seconds) if time is not None else (0, 0.0)
+        return _Figures(outcome.bytes.peak, outcome.bytes.reserved, outcome.bytes.needs, flops, seconds)
 
     def _sending(self, layout: Layout) -> float:
         """Return the seconds of a step by what a rank sends, in rings: a gather or a reduction to shards of n bytes by
         r ranks sends n (r - 1) / r, a reduction to all twice that (NVIDIA/nccl-tests, PERFORMANCE.md)."""
-        options = self._subject.options
-        own = self._bytes
-        half = layout.shards > 1 and options.autocast is not None
-        sent = self._parameters * 2 if half else own
-        reduced = self._parameters * 4 if half else own
+        half = layout.shards > 1 and self._subject.options.autocast is not None
+        sent = self._weights.number * 2 if half else self._weights.bytes
+        reduced = self._weights.trained_number * 4 if half else self._weights.trained_bytes
 
         def ring(size: float, ranks: int, spread: int) -> float:
             return size * (ranks - 1) / ranks / (self.links[0] if spread <= self._per_node else self.links[1])
@@ -352,3 +322,34 @@ class _Study:
         if layout.replicas > 1:
             seconds += ring(2 * reduced / layout.shards, layout.replicas, ranks)
         return seconds
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Numbers and bytes of a module's parameters, and of those that are trained."""
+
+    number: int
+    bytes: int
+    trained_number: int
+    trained_bytes: int
+
+    @property
+    def least(self) -> int:
+        """Bytes of the parameters and their gradients."""
+        return self.bytes + self.trained_bytes
+
+
+def _sizes(model: nn.Module, options: StepOptions) -> _Weights:
+    """Return the sizes of a module's parameters, in the dtype that the options convert them to."""
+
+    dtype = options.dtype if isinstance(options.dtype, torch.dtype) else None
+
+    def itemsize(parameter: nn.Parameter) -> int:
+        return (dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype).itemsize
+
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    numbers = [
+        (sum(p.numel() for p in some), sum(p.numel() * itemsize(p) for p in some)) for some in (parameters, trained)
+    ]
+    return _Weights(*numbers[0], *numbers[1])

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from memplan.errors import TargetError
 from memplan.studies.layouts.layout import Layout
-from memplan.trace.recording.boundaries import Runs
 from memplan.trace.step import CUDA, StepOptions
 
 
@@ -26,6 +25,8 @@ class Blocks:
     paths: tuple[str, ...]
     """Of the lists."""
     number: int
+    alike: bool
+    """Whether they are in one list and their parameters and buffers have the same names, sizes and dtypes."""
 
     def of(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks in a module."""
@@ -46,7 +47,16 @@ def blocks_of(model: nn.Module) -> Blocks | None:
     kind = max(sizes, key=lambda kind: sizes[kind], default=None)
     if kind is None or not sizes[kind]:
         return None
-    return Blocks(tuple(lists[kind]), sum(1 for path in lists[kind] for _ in model.get_submodule(path).children()))
+    blocks = [block for path in lists[kind] for block in model.get_submodule(path).children()]
+    return Blocks(
+        tuple(lists[kind]), len(blocks), len(lists[kind]) == 1 and len({_form(block) for block in blocks}) == 1
+    )
+
+
+def _form(block: nn.Module) -> tuple[tuple[object, ...], ...]:
+    """Return what blocks that take as many bytes have in common."""
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
 
 
 def shortened(model: nn.Module, blocks: Blocks, number: int) -> nn.Module:
@@ -127,20 +137,6 @@ class Wrapped:
             fully_shard(child, **options)
         fully_shard(model, **options)
         return model
-
-
-def counted_flops(build: Runs) -> int:
-    """Return the FLOPs of a step, by torch's own formulas (`torch.utils.flop_counter`)."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from memplan import _torch
-
-    assert callable(build)
-    with _torch.fake_tensors():
-        step = build()
-        with FlopCounterMode(display=False) as counter:
-            step()
-    return counter.get_total_flops()
 
 
 def rank_options(options: StepOptions, layout: Layout) -> StepOptions:

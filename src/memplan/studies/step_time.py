@@ -23,7 +23,8 @@ from memplan.trace.trace import Trace
 _ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward over those of its forward: five matrix products after two."""
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-_NAMESPACES = ("aten", "prims")
+_NAMESPACES = ("aten", "prims", "fsdp", "c10d", "_c10d_functional")
+"""Of torch's own ops. Of a collective one only the bytes that it reads and writes count, not the time on a link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memplan
 from memplan.planning.graph.roofline import CPU
-from memplan.studies.comparisons.step_time import rates_for, step_time
+from memplan.studies.step_time import rates_for, step_time
 
 
 class Checkpointed(nn.Module):
