@@ -102,6 +102,30 @@ def test_views_take_no_time() -> None:
     assert found.bytes == copied + changed
 
 
+def test_copies_into_a_part_move_that_part_and_empty_tensors_nothing() -> None:
+    def build() -> Callable[[], None]:
+        bucket = torch.zeros(1 << 20)
+        parts = [torch.ones(1 << 10, requires_grad=True) for _ in range(4)]
+
+        def copy(part: torch.Tensor) -> None:
+            assert part.grad is not None
+            bucket[: 1 << 10].copy_(part.grad)
+
+        for part in parts:
+            part.register_post_accumulate_grad_hook(copy)
+
+        def step() -> None:
+            torch.empty(1 << 20)
+            for part in parts:
+                (part * 2).sum().backward()
+
+        return step
+
+    found = step_time(memplan.record(build, device="cpu", steps=1), CPU)
+    assert found is not None
+    assert found.bytes < 4 * 16 * 4096  # a dozen tensors of a part's size each, and never the bucket
+
+
 def test_it_is_near_what_a_plan_says() -> None:
     """The same formula on another graph: captured by AOTAutograd rather than recorded."""
     model = SmallResNet()

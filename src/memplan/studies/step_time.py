@@ -62,7 +62,7 @@ def _works(trace: Trace) -> Iterator[Work]:
     flops: dict[int, int] = {}
     forward_flops: dict[tuple[str, str], int] = {}
     for op in trace.ops:
-        if op.step != 0 or op.phase == "build" or _is_view(op):
+        if op.step != 0 or op.phase == "build" or _runs_no_kernel(op):
             continue
         form = forms.get(op.index)
         if form is not None:
@@ -72,11 +72,15 @@ def _works(trace: Trace) -> Iterator[Work]:
         elif op.gradient_of is not None:
             flops[op.index] = _backward_flops(op, trace.ops[op.gradient_of], flops)
         is_foreign = op.name.partition(".")[0] not in _NAMESPACES
-        yield Work(flops.get(op.index, 0), _bytes_moved(trace, op, form), _rate_dtype(trace, op), is_foreign)
+        source = None if op.gradient_of is None else forms.get(op.gradient_of)
+        bytes_moved = _bytes_moved(trace, op, form, source)
+        yield Work(flops.get(op.index, 0), bytes_moved, _rate_dtype(trace, op), is_foreign)
 
 
-def _is_view(op: Op) -> bool:
-    """Return whether an op runs no kernel: it is not in-place, and its outputs alias its inputs."""
+def _runs_no_kernel(op: Op) -> bool:
+    """Return whether an op runs no kernel: its result is not initialized, or it makes views and writes nothing."""
+    if op.name.split(".")[1:2] in (["empty"], ["empty_like"], ["empty_strided"], ["new_empty"], ["new_empty_strided"]):
+        return True
     torch_op = _torch_op(op.name)
     mutable = torch_op is not None and _torch.is_mutable(torch_op)
     return not mutable and set(op.writes) <= {read.storage for read in op.reads}
@@ -126,13 +130,21 @@ def _backward_flops(op: Op, source: Op, flops: dict[int, int]) -> int:
     return int(forward * _ATTENTION_BACKWARD) if "attention" in base else 0
 
 
-def _bytes_moved(trace: Trace, op: Op, form: Form | None) -> int:
-    """Return the bytes that an op reads and writes; of views, only the elements that they cover."""
-    if form is None:
-        storages = [*{read.storage for read in op.reads}, *dict.fromkeys(op.writes)]
-        return sum(trace.storages[number].bytes for number in storages)
-    reads = {view.storage: view for _, view in form.reads}
-    return sum(_view_bytes(trace, view) for view in (*reads.values(), *form.writes))
+def _bytes_moved(trace: Trace, op: Op, form: Form | None, source: Form | None) -> int:
+    """Return the bytes that an op reads and writes; of views, only the elements that they cover.
+
+    ``source`` is the form of the op whose gradient it computes: what both read, they read in the same views.
+    """
+    if form is not None:
+        reads = {view.storage: view for _, view in form.reads}
+        return sum(_view_bytes(trace, view) for view in (*reads.values(), *form.writes))
+    storages = [*{read.storage for read in op.reads}, *dict.fromkeys(op.writes)]
+    sizes = {number: trace.storages[number].bytes for number in storages}
+    if source is not None:
+        sizes |= {view.storage: _view_bytes(trace, view) for _, view in source.reads if view.storage in sizes}
+    if op.name.startswith("aten.copy_."):  # into a part of a bucket, or from one
+        return 2 * min(sizes.values(), default=0)
+    return sum(sizes[number] for number in storages)
 
 
 def _view_bytes(trace: Trace, view: View) -> int:

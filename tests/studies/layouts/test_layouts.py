@@ -102,8 +102,8 @@ def test_time_is_that_of_flops_and_of_what_is_sent() -> None:
     """A linear layer's training step takes three products; a ring sends (r - 1) / r of what it gathers."""
     tokens, width = 32768, 8192  # products of such sizes are bound by FLOPs
     result = memplan.layouts(
-        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(12))), f"{tokens}x{width}",
-        world=8, device="h100", optimizer="sgd", autocast="bf16", micro_batch=(tokens,),
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(12))),
+        f"{tokens}x{width}", world=8, device="h100", optimizer="sgd", autocast="bf16", micro_batch=(tokens,),
     )  # fmt: skip
     product = 2 * tokens * width * width
     flops = (3 * 12 - 1) * product  # the first layer's input needs no gradient
@@ -113,7 +113,7 @@ def test_time_is_that_of_flops_and_of_what_is_sent() -> None:
     assert rows["FSDP2 8, recomputed"].flops == flops + 12 * product
     rate = 989.4e12  # H100 SXM5, dense bfloat16: NVIDIA's data sheet has 1,979 TFLOP/s with sparsity
     for row in rows.values():
-        assert 1 <= row.compute / (row.flops / rate) < 1.2, row.layout.title
+        assert 1 <= row.compute / (row.flops / rate) < 1.3, row.layout.title
     assert rows["FSDP2 8"].sending == pytest.approx((2 * 2 + 4) * weights * 7 / 8 / 450e9, rel=1e-6)
     assert rows["FSDP2 8, kept"].sending == pytest.approx((2 + 4) * weights * 7 / 8 / 450e9, rel=1e-6)
     assert rows["DDP 8"].sending == pytest.approx(2 * 4 * weights * 7 / 8 / 450e9, rel=1e-6)
