@@ -58,7 +58,7 @@ def test_workers_hold_their_batches_in_shared_memory() -> None:
     use = training("cuda", num_workers=2, prefetch_factor=3)
     assert use.shared == (2 * 3 + 1) * BATCH
     # the samples of a batch in each worker, which at the peak one of them makes
-    assert (use.peak.terms["loading"], use.peak.terms["kept"]) == (BATCH, BATCH)
+    assert (use.peak.terms["loading"], use.peak.terms["cached"]) == (BATCH, BATCH)
     assert use.peak.bytes == sum(use.peak.terms.values())
 
 
@@ -162,7 +162,7 @@ def test_persistent_workers_hold_batches_only_during_a_pass() -> None:
     peak = host_use(memplan.record(build, device="cpu")).peak  # pyright: ignore[reportArgumentType]
     assert peak.terms["tensors"] >= 256 << 20
     assert peak.terms["shared"] == BATCH  # the variable of the loop
-    assert peak.terms["kept"] == 2 * BATCH
+    assert peak.terms["cached"] == 2 * BATCH
     assert peak.terms["workers"]
     assert "loading" not in peak.terms
 

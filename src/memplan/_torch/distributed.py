@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.modules.batchnorm as batchnorm
 
 from memplan._torch.eager import no_modes
-from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore
+from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_ranks
 from memplan._torch.patches import here_alone, patched
 from memplan.errors import StepError
 
@@ -88,6 +88,8 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
         if world is not None:
             stack.enter_context(_started_by_torchrun(Rank(rank, world)))
         if fake or world is not None:
+            if not begun:
+                forget_ranks()
             stack.enter_context(_groups_alone())
         try:
             yield

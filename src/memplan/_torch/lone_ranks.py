@@ -12,6 +12,12 @@ from memplan.errors import StepError
 _unanswered: list[str] = []
 
 
+def forget_ranks() -> None:
+    """Forget what former ranks of this process were not sent, and their stores."""
+    _unanswered.clear()
+    _stores.clear()
+
+
 def unanswered_collectives() -> tuple[str, ...]:
     """Return the names of the collective operations so far in which this process should have received an object of
     another rank, and kept its own."""

@@ -15,7 +15,7 @@ _LABELS: dict[HostTerm, str] = {
     "pinned": "pinned blocks",
     "shared": "shared memory (/dev/shm)",
     "loading": "samples in loaders' workers",
-    "kept": "freed samples in other workers",
+    "cached": "freed samples in other workers",
     "arrays": "numpy arrays of data sets",
     "workers": "loaders' worker processes",
     "python": "Python and torch",

@@ -12,7 +12,7 @@ from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.records import HOST, LoaderUse, Storage
 from memplan.trace.trace import Trace
 
-HostTerm = Literal["tensors", "pinned", "shared", "loading", "kept", "arrays", "workers", "python"]
+HostTerm = Literal["tensors", "pinned", "shared", "loading", "cached", "arrays", "workers", "python"]
 """Tensors of torch's CPU allocator; blocks of pinned memory; shared memory (``/dev/shm``); samples of which workers
 make a batch; the same of earlier batches, which malloc keeps in the other workers; numpy's arrays in data sets; the
 workers' own memory; the process with torch imported."""
@@ -161,16 +161,16 @@ def _of_storages(trace: Trace) -> Iterator[_Change]:
         if not storage.bytes:
             continue
         if term == "tensors" and (moved := moves.get(storage.id)) is not None:
-            yield from _held("tensors", storage.bytes, born, moved)
-            yield from _held("shared", _pages(storage.bytes), moved, storage.died)
+            yield from _live("tensors", storage.bytes, born, moved)
+            yield from _live("shared", _pages(storage.bytes), moved, storage.died)
             continue
-        yield from _held(term, _pages(storage.bytes) if term == "shared" else storage.bytes, born, storage.died)
+        yield from _live(term, _pages(storage.bytes) if term == "shared" else storage.bytes, born, storage.died)
         if term == "tensors":
             for start, end in _snapshots(storage, forks, writes.get(storage.id, [])).items():
-                yield from _held("workers", storage.bytes, start, end)
+                yield from _live("workers", storage.bytes, start, end)
 
 
-def _held(term: HostTerm, size: int, start: int, end: int | None) -> Iterator[_Change]:
+def _live(term: HostTerm, size: int, start: int, end: int | None) -> Iterator[_Change]:
     """Yield the changes of a size that is held from one tick to another; None: to the end."""
     if size and start != end:
         yield _Change(start, term, size)
@@ -224,30 +224,30 @@ def _of_loaders(trace: Trace) -> Iterator[_Change]:
     for use in trace.loaders:
         if use.data_set not in data_sets:
             data_sets.add(use.data_set)
-            yield from _held("arrays", use.arrays, use.start, None)
+            yield from _live("arrays", use.arrays, use.start, None)
         if use.workers:
             spawned = use.start_method != "fork"
-            yield from _held("arrays", use.workers * use.arrays * spawned, use.start, use.end)
+            yield from _live("arrays", use.workers * use.arrays * spawned, use.start, use.end)
             imports = spawned * _build_of(trace)
             processes = use.workers * (_WORKERS[use.start_method] + imports) + _HELPERS[use.start_method]
-            yield from _held("workers", processes, use.start, use.end)
+            yield from _live("workers", processes, use.start, use.end)
         making = _making(use, on_host, marked)
-        kept = _making(use, on_host, marked, _MALLOC_RETURNS)
+        cached = _making(use, on_host, marked, _MALLOC_RETURNS)
         idle = use.start
         for _, loads in groupby(use.loads, key=lambda load: bisect_right(use.exhausted, load[0])):
             (start, first), *_ = loads
             end = next((tick for tick in use.exhausted if tick >= first), use.end)
-            yield from _held("kept", use.workers * kept, idle, start)
+            yield from _live("cached", use.workers * cached, idle, start)
             yield from _queue(use, start, first, end)
             if use.workers:
-                yield from _held("loading", use.workers * making, start, first)
-                yield from _held("loading", making, first, end)
-                yield from _held("kept", (use.workers - 1) * kept, first, end)
+                yield from _live("loading", use.workers * making, start, first)
+                yield from _live("loading", making, first, end)
+                yield from _live("cached", (use.workers - 1) * cached, first, end)
             if end is None:
                 break
             idle = end
         else:  # workers wait for another pass
-            yield from _held("kept", use.workers * kept, idle, use.end)
+            yield from _live("cached", use.workers * cached, idle, use.end)
 
 
 def _queue(use: LoaderUse, start: int, first: int, end: int | None) -> Iterator[_Change]:
@@ -256,14 +256,14 @@ def _queue(use: LoaderUse, start: int, first: int, end: int | None) -> Iterator[
     batches = ahead(use)
     batch = sum(map(_pages, use.batch))
     if not use.pinned:
-        yield from _held("shared", batches * batch, start, end)
+        yield from _live("shared", batches * batch, start, end)
         return
     if use.workers:
-        yield from _held("shared", max(batches, 1) * batch, start, first)
-        yield from _held("shared", batch, first, end)
+        yield from _live("shared", max(batches, 1) * batch, start, first)
+        yield from _live("shared", batch, first, end)
     for size in use.batch:
         for _ in range(batches):
-            yield from _held("pinned", size, first, end)
+            yield from _live("pinned", size, first, end)
 
 
 def _making(use: LoaderUse, on_host: list[Storage], marked: set[int], below: int = 1 << 62) -> int:

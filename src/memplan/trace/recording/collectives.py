@@ -38,6 +38,8 @@ def collective_storages(ops: Sequence[Op], weights: Set[int]) -> Collective:
         ops: of the trace, in order.
         weights: storages of parameters.
     """
+    if not any(op.name.startswith(_LIBRARIES) for op in ops):
+        return Collective(frozenset(), frozenset(), frozenset())
     sent, gathered, gradients = set[int](), set[int](), set[int]()
     casts = set[int]()
     computed_with = set[int]()
