@@ -189,6 +189,10 @@ class StepError(RecordingError):
     """The user's own build or step raised an error: it is the ``__cause__`` of this one."""
 
 
+class EndlessError(RecordingError):
+    """A step with a value's branch taken the other way ran far more ops than before, as a loop that values end."""
+
+
 class BackwardError(MemplanError, RuntimeError):
     """A backward pass that cannot be run as it was asked for; autograd refuses most of these, too."""
 

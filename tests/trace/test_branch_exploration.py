@@ -84,6 +84,25 @@ def test_a_way_that_ends_in_an_exception_is_a_note() -> None:
     assert not [one for one in trace.assumptions if one.kind == "branch"]
 
 
+def test_a_loop_that_a_value_ends_is_not_followed_for_ever() -> None:
+    def build() -> Callable[[], None]:
+        x = torch.randn(64)
+
+        def step() -> None:
+            total = x.sum()
+            while True:
+                total = total + x.max()
+                if total > 100:
+                    break
+
+        return step
+
+    trace = memplan.record(build, steps=1)
+    (loop,) = loud(trace.assumptions)
+    assert "WHETHER A LOOP GOES ON" in loop.text
+    assert len(trace.ops) < 100
+
+
 def test_more_branches_than_are_explored_are_reported() -> None:
     def build() -> Callable[[], None]:
         x = torch.randn(10)

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import NamedTuple
 
 from memplan._bytes import format_bytes
-from memplan.errors import RecordingError
+from memplan.errors import EndlessError, RecordingError
 from memplan.trace.live_bytes import peak_live_bytes
 from memplan.trace.recording.place import Line, format_frame
 from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides
@@ -157,6 +157,8 @@ class _Exploration:
         base, other = self._tried.get(choice, (None, None))
         if base is None or other is None or (isinstance(other.outcome, Trace) and not other.reaches(choice)):
             return Assumption("branch", _ONE_WAY, where)
+        if isinstance(other.outcome, EndlessError):
+            return Assumption("branch", _ENDLESS, where)
         if isinstance(other.outcome, RecordingError):
             return Assumption("scalar", _ENDS.format(how=shorten(other.outcome.found, 120, placeholder=" ...")), where)
         least, most = sorted((base.peak, other.peak))
@@ -197,6 +199,7 @@ class _Exploration:
 
 
 _ENDS = "a value decides a branch: the other way {how}"
+_ENDLESS = "a value DECIDES WHETHER A LOOP GOES ON, which was recorded as it ends: what more rounds take IS NOT BOUNDED"
 _SAME_PEAK = "a value decides a branch: the peak is the same either way ({most})"
 _ONE_WAY = "a value DECIDES A BRANCH, which was recorded one way only: what the other way takes IS NOT BOUNDED"
 _ROUNDS = "; it is decided {times} times in a step, which are all taken to go the same way"

@@ -167,8 +167,9 @@ def _record_branches(target: Target, known: Known, build: Runs, steps: int, comp
     recording, trace = _record_on_device(target, known, build, steps, compiled)
 
     def record_again(overrides: Overrides) -> Recorded:
+        most_ops = _FACTOR * len(trace.ops) + _MORE
         other, outcome = _record(
-            target, recording.on_card, known, build, steps, compiled, overrides, recording.counts, is_first=False
+            target, recording.on_card, known, build, steps, compiled, overrides, recording.counts, most_ops=most_ops
         )
         return Recorded(outcome, overrides, other.decisions)
 
@@ -205,6 +206,9 @@ _MAX_COUNTS = 32
 """Selections at most whose size is inferred from other shapes: each takes another recording."""
 _MAX_GUARDS = 8
 """Branches at most that are overridden because the first direction raises an exception."""
+_FACTOR, _MORE = 3, 20_000
+"""A step whose branch goes the other way is recorded up to three times the ops of the first recording and 20,000 more.
+A loop that a value ends, as in generation, would else not end."""
 
 
 def _record(
@@ -217,7 +221,7 @@ def _record(
     overrides: Overrides = frozenset(),
     counts: Mapping[Execution, int] | None = None,
     *,
-    is_first: bool = True,
+    most_ops: int | None = None,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
     """Record a step. Where an unknown value led to an exception, correct what was assumed of it and record again.
 
@@ -225,12 +229,13 @@ def _record(
     reads, whose largest possible value may not fit, take the smallest; a branch that ends in a ``raise`` or
     ``assert`` takes its other direction.
 
-    ``counts``: executions of lines -> number of elements that values select there. ``is_first``: whether scalar reads
-    may take their smallest value; else ``overrides`` decide.
+    ``counts``: executions of lines -> number of elements that values select there. ``most_ops``: of a recording again,
+    whose scalar reads do not take their smallest value: ``overrides`` decide.
     """
     first, first_misfit, counts = None, None, dict(counts or {})
     while True:
         recording = _Recording(target, on_card, known, overrides, counts, compiled)
+        recording.observer.most_ops = most_ops
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
@@ -249,7 +254,7 @@ def _record(
                 counts[at] = count
                 continue
             smallest = recording.smallest_values - overrides
-            if is_first and smallest and not raised_explicitly:
+            if most_ops is None and smallest and not raised_explicitly:
                 first_misfit, overrides = first_misfit or error, overrides | smallest
                 continue
             error = error if raised_explicitly else first_misfit or error

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.errors import DeviceError, StepError
+from memplan.errors import DeviceError, EndlessError, StepError
 from memplan.trace.recording.call_forms import Forms
 from memplan.trace.recording.engine_forms import EngineForms
 from memplan.trace.recording.formula_forms import form_of
@@ -139,6 +139,8 @@ class Observer:
         self._on_assumption = None if events is None else events.result_assumed
         self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         """Returns the fake tensor of a real one from outside of the recording."""
+        self.most_ops: int | None = None
+        """Number of ops at which a recording is given up."""
         self.card: Residence | None = None
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
@@ -215,6 +217,8 @@ class Observer:
         card, the ledger's device and stream are the op's meanwhile.
         """
         index = len(self.notes)
+        if self.most_ops is not None and index >= self.most_ops:
+            raise EndlessError(f"the step runs more than {self.most_ops:,} ops")
         ledger = self.ledger
         reads, needs, on_card = self._operands(signature, args, kwargs)
         if signature.name == _UNSCALE:
