@@ -184,7 +184,7 @@ def accuracy(arrays: dict[str, Any], answered: Answered) -> dict[str, Any]:
     rows = network.probabilities(np.array([model.features(question) for question in questions]))
     right, with_tensors, inside, widths = list[bool](), list[float](), list[bool](), list[float]()
     for question, row, took in zip(questions, rows, answered.workspaces[numbers], strict=True):
-        expected = model._expected(question, network.formulas, row)
+        expected = model._expected(question, network.formulas, row, None)
         tensors = sum(prod(sizes) for sizes in (question.x, question.w, question.y)) * (
             {"float32": 4, "float64": 8}.get(question.dtype, 2)
         )
