@@ -23,9 +23,12 @@ from memplan._torch.cuda import (
     tensor_devices_reported,
 )
 from memplan._torch.distributed import (
+    SHARDING_STATE,
     TORCHRUN_VARIABLES,
     current_rank,
     has_process_group,
+    is_data_parallel,
+    is_distributed,
     number_of_groups,
     one_rank_of,
     own_process_groups,

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.modules.batchnorm as batchnorm
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_ranks
@@ -67,6 +69,24 @@ _current: list[Rank] = [Rank()]
 def current_rank() -> Rank:
     """Return the rank that is recorded now; the only one of one where none was requested."""
     return _current[-1]
+
+
+SHARDING_STATE = "__composable_api_state_key"
+"""Beginning of the attribute in which `fully_shard` keeps a module's state. Seen in torch 2.11 and 2.13."""
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Return whether a module trains another one on several ranks: `DistributedDataParallel`, FSDP's first version."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return isinstance(module, DistributedDataParallel) or (
+        fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+    )
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a `DTensor`."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 @contextlib.contextmanager

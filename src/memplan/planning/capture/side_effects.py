@@ -37,6 +37,11 @@ _COMPARED_BY_VALUE = (int, float, bool, str, bytes, complex, torch.Size, torch.d
 _COMPARED_BY_IDENTITY = (torch.Tensor, nn.Module, type)
 
 
+_SHARD_LATER = (
+    "Fit the module first, then wrap what is fitted: fully_shard(fitted.model), DistributedDataParallel(fitted.model)"
+)
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """Raise UsageError if an inner module has hooks, which planned steps would not call. Hooks with which torch
     computes a weight (weight norm) are allowed."""
@@ -97,9 +102,12 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     """Check that parameters, buffers and inputs are plain tensors, or that the model is fake.
 
     Raises:
-        InputError: a tensor is a subclass, quantized, sparse, or has no data; or a fake model has tensors that are
-            neither parameters nor buffers.
+        InputError: the model is wrapped for data parallelism; a tensor is a subclass, quantized, sparse, or has no
+            data; or a fake model has tensors that are neither parameters nor buffers.
     """
+    for module in model.modules():
+        if _torch.is_data_parallel(module):
+            raise InputError(f"The model is {type(module).__name__}", expected="the module in it", do=_SHARD_LATER)
     fake = is_fake(model)
     if fake:
         _refuse_unregistered(model)
@@ -110,11 +118,11 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         kind = _torch.peculiarity(tensor)
         if kind is not None:
             lazy = not _torch.has_shape(tensor)
-            called = "Call the model once before, also where a function makes it" if lazy else None
+            do = "Call the model once before, also where a function makes it" if lazy else None
             raise InputError(
                 f"{name} is {kind}",
                 expected="parameters that are made" if lazy else "dense tensors with data, of torch's own classes",
-                do=called,
+                do=_SHARD_LATER if _torch.is_distributed(tensor) else do,
             )
 
 
@@ -227,12 +235,13 @@ _TRANSFORMERS_FLAG = "_output_capturing_hooks_installed"
 
 def recomputed_attributes(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's attributes whose changes are no side effects: each forward pass computes them from
-    parameters (the weight of weight norm), or transformers sets them."""
+    parameters (the weight of weight norm), or transformers or `fully_shard` sets them."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
     hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))
     names = (str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks)
-    return frozenset({_TRANSFORMERS_FLAG, *names})
+    sharding = (name for name in vars(module) if name.startswith(_torch.SHARDING_STATE))
+    return frozenset({_TRANSFORMERS_FLAG, *names, *sharding})
 
 
 class _Snapshot:
