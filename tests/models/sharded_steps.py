@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -116,6 +123,18 @@ def one_dimension() -> DeviceMesh:
     return mesh_of(dist.get_world_size(), names=("data",))
 
 
+def flat(strategy: str = "FULL_SHARD", *, late: bool = False, **options: Any) -> FullyShardedDataParallel:
+    """Sharded by the first generation of FSDP, which makes one flat parameter of each block's."""
+    with torch.device("meta" if late else "cpu"):
+        model = Transformer()
+    if late:
+        options["param_init_fn"] = lambda module: module.to_empty(device="cpu", recurse=False)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=ShardingStrategy[strategy],
+        device_id=torch.device("cpu"), **options,
+    )  # fmt: skip
+
+
 def compiled_blocks(model: Transformer) -> Transformer:
     for block in model.blocks:
         block.compile()
@@ -123,6 +142,7 @@ def compiled_blocks(model: Transformer) -> Transformer:
 
 
 LOWER = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FLAT_LOWER = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: DistributedDataParallel(Transformer()),
     "ddp views": lambda: DistributedDataParallel(Transformer(), gradient_as_bucket_view=True, bucket_cap_mb=1),
@@ -133,6 +153,13 @@ WAYS: dict[str, Callable[[], Any]] = {
     "fsdp bf16": lambda: sharded(Transformer(), mesh=one_dimension(), mp_policy=LOWER),
     "fsdp checkpointed": lambda: sharded(Transformer(checkpointed=True), mesh=one_dimension()),
     "fsdp compiled": lambda: sharded(compiled_blocks(Transformer()), mesh=one_dimension()),
+    "fsdp1": flat,
+    "fsdp1 kept": lambda: flat("SHARD_GRAD_OP"),
+    "fsdp1 kept, own parameters": lambda: flat("SHARD_GRAD_OP", use_orig_params=True),
+    "fsdp1 copied": lambda: flat("NO_SHARD", use_orig_params=True, mixed_precision=FLAT_LOWER),
+    "fsdp1 bf16": lambda: flat(mixed_precision=FLAT_LOWER),
+    "fsdp1 bf16, own parameters": lambda: flat(mixed_precision=FLAT_LOWER, use_orig_params=True),
+    "fsdp1 from meta": lambda: flat(late=True, use_orig_params=True),
     "hsdp": lambda: sharded(Transformer(), mesh=mesh_of(2, dist.get_world_size() // 2, names=("copy", "shard"))),
     "tensor": lambda: in_tensors(Transformer(), mesh_of(dist.get_world_size(), names=("tensor",))),
     "two dimensions": lambda: in_two(Transformer()),

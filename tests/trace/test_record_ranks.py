@@ -18,7 +18,8 @@ from environment import slow
 from models.sharded_steps import Block, Transformer, step_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from truth.cpu_allocator import measured_peak
 
@@ -31,6 +32,7 @@ from memplan.simulation.simulate import simulate
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning"),
 ]
 
 
@@ -55,10 +57,12 @@ def real_peak(build: Callable[[], Callable[[], Any]], world: int) -> int:
     ("way", "world"),
     [
         ("fsdp", 2), ("tensor", 2), ("ddp", 2), ("two dimensions", 4), ("fsdp bf16", 4),
-        ("fsdp from meta", 2),
+        ("fsdp from meta", 2), ("fsdp1", 4), ("fsdp1 kept, own parameters", 2),
         *slow(
             ("fsdp", 4), ("fsdp kept", 2), ("fsdp bf16", 2), ("fsdp checkpointed", 2), ("hsdp", 4), ("tensor", 4),
             ("ddp views", 2), ("ddp static", 4), ("fsdp compiled", 2),
+            ("fsdp1 kept", 2), ("fsdp1 copied", 2), ("fsdp1 bf16", 4), ("fsdp1 bf16, own parameters", 2),
+            ("fsdp1 from meta", 2),
         ),
     ],
 )  # fmt: skip
@@ -149,6 +153,34 @@ def test_the_memory_of_communicators_is_noted(way: str, world: int, groups: str)
     note = next(note for note in memplan.record(step_of(way), world=world).notes if note.startswith("rank 0 of"))
     assert groups in note
     assert ("NCCL" in note) == bool(groups)
+
+
+def test_flat_parameters_lie_on_the_card_of_an_index_or_on_the_host() -> None:
+    def build(offload: bool) -> Callable[[], None]:
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(dist.get_rank())
+        model = FullyShardedDataParallel(
+            Transformer(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.cuda.current_device(),
+            sync_module_states=True, cpu_offload=CPUOffload(offload),
+        )  # fmt: skip
+        update, tokens = torch.optim.AdamW(model.parameters()), torch.zeros(2, 64, dtype=torch.int64, device="cuda")
+
+        def step() -> None:
+            model(tokens).sum().backward()
+            model.clip_grad_norm_(1.0)
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    card, host = (
+        memplan.explain(functools.partial(build, offload), device="h100", world=2, rank=1).by_cause_most
+        for offload in (False, True)
+    )
+    assert (card["weight"], card["optimizer_state"]) == (PARAMETERS // 2, PARAMETERS)
+    # the root's, those of a block, and those of the block before, which are gathered ahead
+    assert card["gathered_weight"] == host["gathered_weight"] == PARAMETERS - BLOCK
+    assert host.get("weight", 0) == host.get("optimizer_state", 0) == 0
 
 
 def test_the_largest_batch_of_a_rank_and_its_limit() -> None:

@@ -5,7 +5,8 @@ Private names: ``torch.distributed.distributed_c10d._new_process_group_helper`` 
 ``torch.nn.parallel.distributed._verify_param_shape_across_processes`` and ``_sync_module_states``,
 ``torch._C._distributed_c10d.Reducer._rebuild_buckets``, and of ``torch.distributed.tensor._sharding_prop``
 ``detect_fake_mode``; ``torch.distributed.tensor.placement_types._StridedShard``,
-``torch.nn.modules.batchnorm._BatchNorm``.
+``torch.nn.modules.batchnorm._BatchNorm``; of ``torch.distributed.fsdp._flat_param`` ``_data_ptr_allocated`` and
+``_same_storage``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.modules.batchnorm as batchnorm
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_ranks
@@ -226,6 +229,7 @@ def _groups_alone() -> Iterator[None]:
             stack.enter_context(patched(module, **present))
         stack.enter_context(patched(distributed_c10d, _new_process_group_helper=make_fake))
         stack.enter_context(_data_parallel_alone())
+        stack.enter_context(_flat_parameters_alone())
         # whose ops have no kernels without a GPU; the tensors of the input's size are the same
         stack.enter_context(patched(torch.nn.SyncBatchNorm, forward=batchnorm._BatchNorm.forward))
         stack.enter_context(_shapes_propagated_unseen())
@@ -254,6 +258,42 @@ def _data_parallel_alone() -> Iterator[None]:
         patched(distributed.DistributedDataParallel, __init__=begin_alone, register_comm_hook=nothing),
         # which orders the buckets anew after the first backward pass, as many bytes, and reads numbers from tensors
         patched(Reducer, _rebuild_buckets=lambda _: False),
+    ):
+        yield
+
+
+class _IndexOfCard(TorchFunctionMode):
+    """Take ``torch.device(1)`` as a CUDA device, as it is where there is a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device and args and isinstance(args[0], int) and torch.accelerator.current_accelerator():
+            return torch.device("cuda", args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _flat_parameters_alone() -> Iterator[None]:
+    """Let `FullyShardedDataParallel` begin on the index of a card, and tell storages apart that have no address."""
+    from torch.distributed.fsdp import _flat_param as flat
+    from torch.distributed.fsdp import fully_sharded_data_parallel as sharded
+
+    begin = sharded.FullyShardedDataParallel.__init__
+
+    def begin_on_index(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _IndexOfCard():
+            begin(self, *args, **kwargs)
+
+    def storage(tensor: Any) -> int:
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+    with (
+        patched(FakeTensor, data_ptr=lambda tensor: storage(tensor) + tensor.storage_offset() * tensor.element_size()),
+        patched(sharded.FullyShardedDataParallel, __init__=begin_on_index),
+        patched(
+            flat,
+            _data_ptr_allocated=lambda tensor: tensor.untyped_storage().size() > 0,
+            _same_storage=lambda a, b: storage(a) == storage(b),
+        ),
     ):
         yield
 
