@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -23,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -90,8 +93,8 @@ def sharded(model: Transformer, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def in_tensors(model: Transformer, mesh: DeviceMesh) -> Any:
-    """Tensor parallel with sequences sharded between its products."""
+def in_tensors(model: Transformer, mesh: DeviceMesh, *, whole_logits: bool = True) -> Any:
+    """Tensor parallel with sequences sharded between its products, and logits whole or sharded."""
     whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     for block in model.blocks:
         parallelize_module(block, mesh, {
@@ -100,9 +103,12 @@ def in_tensors(model: Transformer, mesh: DeviceMesh) -> Any:
             "attention.o": RowwiseParallel(output_layouts=Shard(1)), "mlp.up": ColwiseParallel(),
             "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
         })  # fmt: skip
+    head = ColwiseParallel(
+        input_layouts=Shard(1), output_layouts=Replicate() if whole_logits else Shard(-1), use_local_output=whole_logits
+    )
     return parallelize_module(model, mesh, {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "head": head,
     })  # fmt: skip
 
 
@@ -151,6 +157,9 @@ WAYS: dict[str, Callable[[], Any]] = {
     "fsdp from meta": made_late,
     "fsdp kept": lambda: sharded(Transformer(), mesh=one_dimension(), reshard_after_forward=False),
     "fsdp bf16": lambda: sharded(Transformer(), mesh=one_dimension(), mp_policy=LOWER),
+    "fsdp on the host": lambda: sharded(
+        Transformer(), mesh=one_dimension(), offload_policy=CPUOffloadPolicy(pin_memory=False)
+    ),
     "fsdp checkpointed": lambda: sharded(Transformer(checkpointed=True), mesh=one_dimension()),
     "fsdp compiled": lambda: sharded(compiled_blocks(Transformer()), mesh=one_dimension()),
     "fsdp1": flat,
@@ -162,19 +171,44 @@ WAYS: dict[str, Callable[[], Any]] = {
     "fsdp1 from meta": lambda: flat(late=True, use_orig_params=True),
     "hsdp": lambda: sharded(Transformer(), mesh=mesh_of(2, dist.get_world_size() // 2, names=("copy", "shard"))),
     "tensor": lambda: in_tensors(Transformer(), mesh_of(dist.get_world_size(), names=("tensor",))),
+    "tensor loss": lambda: in_tensors(Transformer(), one_dimension(), whole_logits=False),
     "two dimensions": lambda: in_two(Transformer()),
 }
+
+
+@contextlib.contextmanager
+def unsynchronized(model: Any) -> Iterator[None]:
+    """Gradients of whole weights stay on each rank, as where they are accumulated."""
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
 
 
 def step_of(way: str) -> Callable[[], Callable[[], None]]:
     def build() -> Callable[[], None]:
         dist.init_process_group("gloo")
-        model = WAYS[way]()
-        update = torch.optim.AdamW(model.parameters())
+        model = WAYS[way.removesuffix(", twice").removesuffix(", states sharded")]()
+        if way.endswith(", states sharded"):
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns when it is imported
+
+            update: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+        else:
+            update = torch.optim.AdamW(model.parameters())
         tokens, labels = torch.zeros(2, 4, 64, dtype=torch.int64)
 
+        def pass_over() -> None:
+            with loss_parallel() if way == "tensor loss" else contextlib.nullcontext():
+                F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+
         def step() -> None:
-            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+            if way.endswith(", twice"):
+                with unsynchronized(model):
+                    pass_over()
+            pass_over()
             update.step()
             update.zero_grad()
 

@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
 
 
@@ -57,12 +58,14 @@ def real_peak(build: Callable[[], Callable[[], Any]], world: int) -> int:
     ("way", "world"),
     [
         ("fsdp", 2), ("tensor", 2), ("ddp", 2), ("two dimensions", 4), ("fsdp bf16", 4),
-        ("fsdp from meta", 2), ("fsdp1", 4), ("fsdp1 kept, own parameters", 2),
+        ("fsdp from meta", 2), ("fsdp1", 4), ("fsdp1 kept, own parameters", 2), ("tensor loss", 2),
+        ("ddp, states sharded", 4),
         *slow(
             ("fsdp", 4), ("fsdp kept", 2), ("fsdp bf16", 2), ("fsdp checkpointed", 2), ("hsdp", 4), ("tensor", 4),
             ("ddp views", 2), ("ddp static", 4), ("fsdp compiled", 2),
             ("fsdp1 kept", 2), ("fsdp1 copied", 2), ("fsdp1 bf16", 4), ("fsdp1 bf16, own parameters", 2),
-            ("fsdp1 from meta", 2),
+            ("fsdp1 from meta", 2), ("tensor loss", 4), ("ddp, states sharded", 2), ("fsdp on the host", 2),
+            ("fsdp, twice", 2), ("fsdp bf16, twice", 2), ("fsdp1, twice", 2), ("fsdp1 bf16, twice", 4),
         ),
     ],
 )  # fmt: skip
@@ -140,6 +143,18 @@ def test_gradients_are_sent_in_buckets_unless_they_are_views_of_them() -> None:
     assert (copied["communication"], copied["parameter_gradient"]) == (PARAMETERS, PARAMETERS)
     assert (views["communication"], views["parameter_gradient"]) == (0, PARAMETERS)
     assert copied["gathered_weight"] == 0
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_buckets_of_gradients_lie_on_the_card(views: bool) -> None:
+    def build() -> Callable[[], None]:
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(Transformer().cuda(), gradient_as_bucket_view=views)
+        tokens = torch.zeros(2, 64, dtype=torch.int64, device="cuda")
+        return lambda: model(tokens).sum().backward()
+
+    card = memplan.explain(build, device="h100", world=2).by_cause_most
+    assert card["communication"] + card["parameter_gradient"] == (1 if views else 2) * PARAMETERS
 
 
 def test_activations_that_are_gathered_are_sent_and_are_no_weights() -> None:

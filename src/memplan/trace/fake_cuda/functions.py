@@ -6,7 +6,7 @@ import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +158,7 @@ def installed(card: Card, device: Device) -> Iterator[None]:
         stack.enter_context(_torch.patched(torch, Generator=_Generator))
         stack.enter_context(_torch.raw_streams_of_cuda())
         stack.enter_context(_torch.patched(torch.nn.DataParallel, scatter=_scatter))
+        stack.enter_context(_buckets_on_card(card))
         if torch.version.cuda is None:
             stack.enter_context(_torch.patched(torch.version, cuda="12.8"))
         yield
@@ -178,6 +179,18 @@ def _scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
     """`torch.nn.DataParallel` over one card: all inputs go there."""
     to_card = lambda leaf: leaf.to("cuda") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
     return (_torch.tree_map(to_card, tuple(inputs)),), (_torch.tree_map(to_card, dict(kwargs or {})),)
+
+
+def _buckets_on_card(card: Card) -> AbstractContextManager[None]:
+    """`DistributedDataParallel` allocates its buckets where its parameters are, without a tensor that says so."""
+    parallel = torch.nn.parallel.DistributedDataParallel
+    begin = parallel.__init__
+
+    def begin_on_card(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        with card.placing(next((p.device for p in module.parameters()), torch.device("cpu"))):
+            begin(self, module, *args, **kwargs)
+
+    return _torch.patched(parallel, __init__=begin_on_card)
 
 
 def _replacements(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str, Any]:
