@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def test_one_for_a_card_too() -> None:
     assert any(s.low == 0 for s in recorded.storages)
     assert [call.kind for call in recorded.calls] == ["empty_cache"]
     assert Trace.from_json(recorded.to_json()) == recorded
+    waiting = tuple(replace(storage, used_on=(-1,)) for storage in recorded.storages)  # as memplan.measure has it
+    assert Trace.from_json(replace(recorded, storages=waiting).to_json()).storages == waiting
 
 
 def _changed(trace: memplan.Trace, change: Any) -> str:

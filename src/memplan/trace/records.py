@@ -108,8 +108,8 @@ class Storage:
     stream: int = 0
     """On a card: the stream whose pool it comes from. Of a private pool of CUDA graphs: the stream, plus the number of
     the pool (from 1) times `PRIVATE_POOL`."""
-    used_on: tuple[int, ...] = ()
-    """Other streams that use it (`record_stream`): when freed, it is reused only after their work."""
+    used_on: tuple[SignedInt, ...] = ()
+    """Other streams that use it (`record_stream`), -1 if unknown: when freed, it is reused only after their work."""
 
 
 PRIVATE_POOL = 1 << 12
