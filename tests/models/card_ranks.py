@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models.sharded_steps import Block, Transformer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -16,8 +17,6 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-
-from models.sharded_steps import Block, Transformer
 
 LENGTH = 512
 
@@ -72,7 +71,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-def step_of(way: str, world: int, *rotation_and_backend: str) -> Callable[[], None]:
+def step_of(way: str, world: int, rotation: str = "", backend: str = "") -> Callable[[], None]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         dist.init_process_group("nccl")
     elif not dist.is_initialized():
@@ -84,7 +83,7 @@ def step_of(way: str, world: int, *rotation_and_backend: str) -> Callable[[], No
 
     def step() -> None:
         tokens, labels = torch.zeros(2, 4, LENGTH, dtype=torch.int64, device="cuda")
-        with in_context(*rotation_and_backend, [tokens, labels]) if way == "context" else contextlib.nullcontext():
+        with in_context(rotation, backend, [tokens, labels]) if way == "context" else contextlib.nullcontext():
             F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
         update.step()
         update.zero_grad()
