@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from truth.cpu_allocator import measured_peak
+from truth.rank_peak import measured_peak_of_rank
 
 import memplan
 from memplan import _torch
@@ -35,23 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
-
-
-def real_peak(build: Callable[[], Callable[[], Any]], world: int) -> int:
-    """Bytes that torch's profiler sees while a rank runs with real tensors; garbage goes after each step, as in a
-    recording."""
-
-    def collected() -> Callable[[], None]:
-        step = build()
-
-        def run() -> None:
-            step()
-            gc.collect()
-
-        return run
-
-    with _torch.one_rank_of(world, 0):
-        return measured_peak(collected)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +53,7 @@ def real_peak(build: Callable[[], Callable[[], Any]], world: int) -> int:
 )  # fmt: skip
 def test_a_rank_is_what_it_is_with_real_tensors(way: str, world: int) -> None:
     predicted = simulate(memplan.record(step_of(way), world=world)).peak_allocated
-    assert predicted == pytest.approx(real_peak(step_of(way), world), rel=1e-3)
+    assert predicted == pytest.approx(measured_peak_of_rank(step_of(way), world), rel=1e-3)
 
 
 def test_a_larger_world_shards_more_and_a_replica_does_not() -> None:

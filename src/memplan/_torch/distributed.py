@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_ranks
 from memplan._torch.patches import here_alone, patched
+from memplan._torch.pipelines import stages_alone
 from memplan.errors import StepError
 
 _NODE = 8
@@ -230,6 +231,7 @@ def _groups_alone() -> Iterator[None]:
         stack.enter_context(patched(distributed_c10d, _new_process_group_helper=make_fake))
         stack.enter_context(_data_parallel_alone())
         stack.enter_context(_flat_parameters_alone())
+        stack.enter_context(stages_alone())
         # whose ops have no kernels without a GPU; the tensors of the input's size are the same
         stack.enter_context(patched(torch.nn.SyncBatchNorm, forward=batchnorm._BatchNorm.forward))
         stack.enter_context(_shapes_propagated_unseen())
