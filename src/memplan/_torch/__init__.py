@@ -26,6 +26,7 @@ from memplan._torch.distributed import (
     SHARDING_STATE,
     TORCHRUN_VARIABLES,
     current_rank,
+    exchanges_checked,
     has_process_group,
     is_data_parallel,
     is_distributed,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,6 +261,28 @@ def _data_parallel_alone() -> Iterator[None]:
         # which orders the buckets anew after the first backward pass, as many bytes, and reads numbers from tensors
         patched(Reducer, _rebuild_buckets=lambda _: False),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def exchanges_checked(check: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """Call ``check`` with the sizes of the parts that `all_to_all_single` is to send or receive."""
+
+    def checked(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for sizes in (*args, *kwargs.values()):
+                if isinstance(sizes, (list, tuple)):
+                    check(sizes)
+            return exchange(*args, **kwargs)
+
+        return here_alone(call, exchange)
+
+    names = "all_to_all_single", "all_to_all_single_autograd"
+    within = "torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"
+    with contextlib.ExitStack() as stack:
+        for module in (sys.modules[name] for name in within if name in sys.modules):
+            present = {name: checked(vars(module)[name]) for name in names if name in vars(module)}
+            stack.enter_context(patched(module, **present))
         yield
 
 

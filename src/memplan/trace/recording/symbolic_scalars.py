@@ -6,7 +6,7 @@ import linecache
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -222,6 +222,7 @@ class ScalarPolicy:
             )
             split = _torch.here_alone(_splitting_at(torch.tensor_split), torch.tensor_split)
             stack.enter_context(_torch.patched(torch, tensor_split=split))
+            stack.enter_context(_torch.exchanges_checked(_check_parts))
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.fakes_dressed())
             stack.enter_context(_torch.files_mapped_without_data())
@@ -401,6 +402,18 @@ def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
         left -= more
     result[-1] += left  # what is known does not add up to the whole
     return result
+
+
+def _check_parts(sizes: Sequence[Any]) -> None:
+    """Refuse parts of an exchange between ranks whose sizes are read from tensors: what is assumed of each need not add
+    up, here and on the other ranks."""
+    if any(map(is_symbolic, sizes)):
+        raise DataDependentError(
+            "all_to_all_single sends as much as a tensor's values say, and recording has no values",
+            expected="parts whose sizes follow from shapes, as those of experts with a capacity",
+            do="Record even routing: leave the sizes out, or take the number of tokens over the number of ranks",
+            where=format_frame(user_frame()),
+        )
 
 
 def _splitting_at(split: Callable[..., Any]) -> Callable[..., Any]:
