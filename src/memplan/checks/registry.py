@@ -20,6 +20,7 @@ from memplan.checks import (
     promoted_stream,
     uneven_arithmetic,
     unread_gradients,
+    unreduced_gradients,
     untrained_parameters,
     workspace_surprise,
 )
@@ -35,6 +36,7 @@ _MODULES = (
     left_behind,
     idle_state,
     unread_gradients,
+    unreduced_gradients,
     idle_checkpoint,
     in_place_clone,
     expanded_cast,

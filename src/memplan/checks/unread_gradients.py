@@ -11,7 +11,7 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.changed_step import Change, module_at
-from memplan.checks.mended.savings import matters, peak_of, readers_of, saving
+from memplan.checks.mended.savings import matters, peak_of, readers_of, saving, writers_of_whole_gradients
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
@@ -23,7 +23,8 @@ def find(subject: Subject) -> list[Finding]:
     """Return a finding for gradients of parameters that no optimizer updates, and one for gradients that stay allocated
     after the update that read them."""
     trace = subject.trace
-    gradients = [s for s in trace.counted if s.cause == "parameter_gradient"]
+    reduced = writers_of_whole_gradients(trace.ops)  # whose shards the optimizer reads
+    gradients = [s for s in trace.counted if s.cause == "parameter_gradient" and s.id not in reduced]
     if not trace.optimized or not gradients:
         return []
     readers = readers_of(op for op in trace.ops if op.phase == "optimizer")

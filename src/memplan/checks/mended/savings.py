@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,3 +109,24 @@ def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int])
             sizes[op.layer, op.where] = sizes.get((op.layer, op.where), 0) + storage.bytes
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return [{"layer": layer, "where": where, "bytes": size} for (layer, where), size in ordered]
+
+
+def writers_of_whole_gradients(ops: Sequence[Op]) -> dict[int, list[int]]:
+    """Map each storage that is reduced to shards of the ranks, itself or a copy of it, to the ticks at which ops of the
+    backward pass change it."""
+    sources: dict[int, set[int]] = {}
+    reduced = set[int]()
+    for op in ops:
+        reads, writes = {operand.storage for operand in op.reads}, set(op.writes)
+        if op.name.startswith("fsdp.chunk_cat") or "reduce_scatter" in op.name:
+            whole = reads - writes
+            reduced |= whole.union(*(sources.get(number, set()) for number in whole))
+        elif op.phase == "backward" and op.name.startswith(("aten._to_copy.", "aten.copy_.", "aten.div.")):
+            for number in writes:
+                sources.setdefault(number, set()).update(reads - writes)
+    changes: dict[int, list[int]] = {number: [] for number in reduced}
+    for op in ops:
+        if op.phase == "backward":
+            for number in reduced.intersection(op.writes):
+                changes[number].append(op.start)
+    return changes
