@@ -49,6 +49,22 @@ def test_questions_about_the_device() -> None:
     assert seen["accelerator"] == torch.device("cuda")
 
 
+def test_the_generator_of_a_card_is_found_by_its_index() -> None:
+    """As Megatron-core keeps a state for each kind of rank."""
+    seen: list[bool] = []
+
+    def step() -> None:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.get_state()
+        torch.cuda.manual_seed(7)
+        generator.set_state(state)
+        seen.append(bool(torch.equal(torch.cuda.get_rng_state(), state)))
+
+    run(step)
+    assert all(seen)
+    assert seen
+
+
 def test_memory_queries_count_what_is_live() -> None:
     seen: list[int] = []
 

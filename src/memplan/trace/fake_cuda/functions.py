@@ -156,6 +156,9 @@ def installed(card: Card, device: Device) -> Iterator[None]:
         stack.enter_context(_torch.checkpoints_for_cuda())
         stack.enter_context(_torch.histories_replaced(lambda name: _refusal(torch.cuda.memory, name)))
         stack.enter_context(_torch.patched(torch, Generator=_Generator))
+        # libraries look up a card's generator by its index, whose state is the host's here, as `get_rng_state` has it
+        generators = (torch.default_generator,) * torch.cuda.device_count()
+        stack.enter_context(_torch.patched(torch.cuda, default_generators=generators))
         stack.enter_context(_torch.raw_streams_of_cuda())
         stack.enter_context(_torch.patched(torch.nn.DataParallel, scatter=_scatter))
         stack.enter_context(_buckets_on_card(card))
