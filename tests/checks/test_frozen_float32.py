@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from models.sharded_steps import LOWER, Transformer, one_dimension, sharded
 from torch import nn
 from truth.cpu_allocator import measured_peak
+from truth.rank_peak import measured_peak_of_rank
 
 import memplan
 
@@ -128,3 +131,33 @@ def test_an_inference_is_told_so_without_a_warning() -> None:
         return step
 
     assert [finding.severity for finding in found(build)] == ["info"]
+
+
+def sharded_finetuning(dtype: torch.dtype) -> Build:
+    """Frozen blocks that FSDP gathers in bfloat16, whatever their shards are stored in."""
+
+    def build() -> Callable[[], Any]:
+        dist.init_process_group("gloo")
+        model = Transformer()
+        model.blocks.requires_grad_(False).to(dtype)
+        sharded(model, mesh=one_dimension(), mp_policy=LOWER)
+        optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+        tokens = torch.zeros(4, 64, dtype=torch.int64)
+
+        def step() -> None:
+            model(tokens).float().logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return build
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+def test_shards_of_frozen_weights_that_are_gathered_in_half_precision() -> None:
+    wide, narrow = sharded_finetuning(torch.float32), sharded_finetuning(torch.bfloat16)
+    (finding,) = (finding for finding in memplan.check(wide, world=2) if finding.id == ID)
+    spared = measured_peak_of_rank(wide, 2) - measured_peak_of_rank(narrow, 2)
+    assert finding.bytes == pytest.approx(spared, rel=0.05)
+    assert ID not in {other.id for other in memplan.check(narrow, world=2)}

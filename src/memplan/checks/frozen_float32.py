@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
@@ -14,6 +15,8 @@ ID = "frozen-float32"
 TITLE = "Frozen weights are stored in float32 and only read in half precision"
 
 _CAST = "aten._to_copy.default"
+_INTO_BUFFER = "aten._foreach_copy_.default"
+"""As FSDP packs the shards that it gathers."""
 _HALF = ("bfloat16", "float16")
 
 
@@ -23,8 +26,8 @@ def find(subject: Subject) -> list[Finding]:
     casts = _casts_of_frozen(trace)
     changed: dict[int, Storage | None] = {}
     for number, ops in casts.items():
-        weight, copies = trace.storages[number], [trace.storages[op.writes[0]] for op in ops]
-        changed[number] = replace(weight, bytes=weight.bytes // 2, dtype=copies[0].dtype)
+        weight, copies = trace.storages[number], [trace.storages[op.writes[0]] for op in ops if op.name == _CAST]
+        changed[number] = replace(weight, bytes=weight.bytes // 2, dtype=_dtype(trace, ops))
         changed.update((copy.id, None) for copy in copies)
     size = saving(trace, changed)
     if not matters(trace, size):
@@ -32,14 +35,14 @@ def find(subject: Subject) -> list[Finding]:
     weights = [trace.storages[number] for number in casts]
     rows = rows_of(trace, weights, {number: ops[0].index for number, ops in casts.items()})
     stored = sum(weight.bytes for weight in weights)
-    dtype = trace.storages[next(iter(casts.values()))[0].writes[0]].dtype
+    dtype = _dtype(trace, next(iter(casts.values())))
     message = (
         f"{len(casts)} frozen weights are stored in float32 ({format_bytes(stored)}), and a step reads only copies of "
         f"them in {dtype}: stored as these, they take {format_bytes(size)} less at the peak"
     )
     advice = (
         f"Make or load the frozen modules in {dtype} (from_pretrained(..., dtype=torch.{dtype})), and keep those that "
-        "train in float32: autocast has nothing to cast then, and the products are the same. Converted after loading, "
+        "train in float32: nothing is cast then, and the products are the same. Converted after loading, "
         "both forms are there for a moment",
     )
     # in inference nothing trains, but the recorded step may be the evaluation of a training run
@@ -51,7 +54,9 @@ def find(subject: Subject) -> list[Finding]:
 def _casts_of_frozen(trace: Trace) -> dict[int, list[Op]]:
     """Map each frozen weight in float32 to the ops of the steps that cast it to half precision. Weights that anything
     else reads or writes are left out."""
-    readers = readers_of(op for op in trace.ops if op.step >= 0)  # an op reads what it changes in place
+    readers = readers_of(  # an op reads what it changes in place
+        op for op in trace.ops if op.step >= 0 and not op.name.startswith("aten.view.")
+    )
     differentiated = {op.gradient_of for op in trace.ops}
     return {
         storage.id: readers[storage.id]
@@ -63,6 +68,15 @@ def _casts_of_frozen(trace: Trace) -> dict[int, list[Op]]:
 
 
 def _is_cast(trace: Trace, op: Op) -> bool:
-    """Return whether an op makes a copy in half precision."""
+    """Return whether an op makes a copy in half precision, or writes it into a buffer."""
+    if op.name == _INTO_BUFFER:
+        return _dtype(trace, [op]) in _HALF
     result = trace.storages[op.writes[0]] if op.name == _CAST and op.writes else None
     return result is not None and result.dtype in _HALF and result.op == op.index
+
+
+def _dtype(trace: Trace, casts: Sequence[Op]) -> str:
+    """Return the dtype that the first of the casts writes."""
+    (op, *_) = casts
+    number = op.writes[0] if op.name == _CAST else next(read.storage for read in op.reads if read.name == "self")
+    return trace.storages[number].dtype

@@ -60,7 +60,7 @@ def test_the_generator_of_a_card_is_found_by_its_index() -> None:
         seen.append(state.shape == torch.cuda.get_rng_state().shape)
 
     run(step)
-    assert seen == [True, True]
+    assert set(seen) == {True}
 
 
 def test_memory_queries_count_what_is_live() -> None:
