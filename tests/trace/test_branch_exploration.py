@@ -103,6 +103,30 @@ def test_a_loop_that_a_value_ends_is_not_followed_for_ever() -> None:
     assert len(trace.ops) < 100
 
 
+def test_a_loop_that_values_may_end_and_a_length_does_is_followed_to_that_length() -> None:
+    """As generation does: rows are done by a token of theirs, and all of them at the largest length."""
+
+    def build(never_done: bool = False) -> Callable[[], None]:
+        weight = torch.randn(512, 512)
+
+        def step() -> None:
+            unfinished, states, done = torch.ones(4, dtype=torch.long), [], False
+            x = torch.randn(4, 512)
+            while not done:
+                x = x @ weight
+                states.append(x)
+                too_long = torch.full((4,), len(states) >= 6, dtype=torch.bool)
+                unfinished = unfinished & ~(too_long | (x.argmax(-1) == (-1 if never_done else 3)))
+                done = bool(unfinished.max() == 0)
+
+        return step
+
+    trace = memplan.record(build, steps=1)
+    longest = measured_peak(lambda: build(never_done=True))
+    assert memplan.simulate(trace).peak_allocated == pytest.approx(longest, rel=1e-3)
+    assert "one way the step takes" in trace.assumptions[0].text
+
+
 def test_more_branches_than_are_explored_are_reported() -> None:
     def build() -> Callable[[], None]:
         x = torch.randn(10)

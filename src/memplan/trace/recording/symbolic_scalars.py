@@ -160,7 +160,9 @@ class ScalarPolicy:
 
     def _range(self, tensor: torch.Tensor, observer: Observer) -> Range | None:
         """Return the range of a tensor's values; None if unknown or too wide."""
-        values = None if tensor.dtype is torch.bool else observer.ranges.of(tensor)
+        values = observer.ranges.of(tensor)
+        if values is not None and tensor.dtype is torch.bool:
+            return values if values[0] == values[1] else None
         return None if values is None or max(map(abs, values)) > _LARGEST else values
 
     def _value(self, bound: Range | None, *, whole: bool) -> Number:

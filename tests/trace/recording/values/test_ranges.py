@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.trace.recording.values.ranges import RULES, Call, Range, rule_of
+from memplan.trace.recording.values.ranges import (
+    RULES,
+    Call,
+    Range,
+    _stored,  # pyright: ignore[reportPrivateUsage]
+    rule_of,
+)
 
 N, X = torch.tensor([3, -7, 5, 0, 9, 2]), torch.tensor([0.5, -2.5, 3.25, -0.5, 1.0, 7.0])
 M, AT, P = N > 2, torch.tensor([1, 1, 5, 0]), torch.tensor([3, 7, 5])
@@ -46,6 +52,18 @@ SAMPLES: Mapping[str, Callable[[], Any]] = {
         N.clone().clamp_max_(1), torch.minimum(N, P.sum()), torch.max(N, N - 8), torch.min(N, N - 8), X.floor(),
         X.clone().floor_(), X.ceil(), X.clone().ceil_(), X.round(), X.clone().round_(), X.round(decimals=1), X.trunc(),
         N.abs(), P.neg(), torch.max(N, N - 8, out=torch.zeros_like(N)),
+    ],
+    "compared": lambda: [
+        op(a, b)
+        for op in (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
+        for a, b in ((N, 4), (N, 9), (N, 10), (N, -7), (N, -8), (N, N), (N, N + 17), (N, X), (P * 0, 0), (P * 0 + 3, 3))
+    ] + [
+        a & b for a in (M, M | True, M & False, N - N.min(), N * 0) for b in (M, M | True, M & False)
+    ] + [
+        M | ~M, M | False, ~M, ~(M | True), M.logical_not(), torch.full((3,), True), torch.full((3,), False),
+        (~M).any(0), M.all(0), M.any(), (M & False).all(), M[:0].any(), torch.ones(2, dtype=torch.bool),
+        torch.zeros(2, dtype=torch.bool), N.to(torch.bool), (N + 9).to(torch.bool), (N * 0).to(torch.bool),
+        (M & False).max() == 0, M.clone().fill_(True), M.clone().logical_and_(~M),
     ],
     "indices": lambda: [
         N.argmax(), N.view(2, 3).argmin(1), N.argsort(), N.view(2, 3).argsort(0), N.sort(), N.view(2, 3).sort(0),
@@ -97,6 +115,8 @@ class Checked(TorchDispatchMode):
             said = rule(call)  # raises where it is not made for the form of the arguments
             several = said if isinstance(said, list) else [said]
             for one, values in zip(_tensors(result), several, strict=False):
+                if values is not None and one.dtype is torch.bool:
+                    values = _stored(values, one.dtype)
                 if values is not None and one.numel() and not one.is_complex():
                     low, high = one.min().item(), one.max().item()
                     assert values[0] - 1 < low if one.dtype is torch.long else values[0] <= low + 1e-6, (func, said)

@@ -1,7 +1,7 @@
 """Between which numbers the elements of a tensor lie, where a recording can tell.
 
 `torch.randint(1, 91, ...)` is at most 90, a mask of 400 elements sums to 400 at most, an index lies within its
-dimension.
+dimension. A loop that generates tokens ends where a mask of what is done becomes all true.
 """
 
 from __future__ import annotations
@@ -189,6 +189,42 @@ def _distinct(call: Call) -> list[Range | None]:
     return [call.of(0), (0, max(count - 1, 0)), (1, max(count, 1))]
 
 
+def _compared(holds: Callable[[Number, Number], bool], *, at_corners: bool = True) -> Rule:
+    """Return the rule of a comparison, which is as certain as it is for all values in both ranges.
+
+    ``at_corners``: whether it then is the same at the ends of both; equality also needs both to be single values.
+    """
+
+    def rule(call: Call) -> Range | None:
+        first, second = call.of(0), call.of(1)
+        if first is None or second is None:
+            return None
+        if not at_corners:
+            apart = first[1] < second[0] or second[1] < first[0]
+            alone = first == second and first[0] == first[1]
+            return (holds(0, 1), holds(0, 1)) if apart else (holds(0, 0), holds(0, 0)) if alone else (0, 1)
+        return corners(holds, first, second)
+
+    return rule
+
+
+def _both(call: Call) -> Range | None:
+    """Bits that both operands have: of numbers that are not negative at most the smaller one."""
+    first, second = call.of(0), call.of(1)
+    if first is None or second is None or min(*first, *second) < 0:
+        return None
+    truths = max(*first, *second) <= 1
+    return min(first[0], second[0]) * truths, min(first[1], second[1])
+
+
+def _either(call: Call) -> Range | None:
+    return corners(max, call.of(0), call.of(1)) if call.result.dtype is torch.bool else None
+
+
+def _negated(call: Call) -> Range | None:
+    return corners(operator.sub, (1, 1), call.of(0)) if call.args[0].dtype is torch.bool else None
+
+
 def _unknown(call: Call) -> None:
     return None
 
@@ -243,6 +279,16 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _distinct),
     "repeat_interleave": _same(0),
     "repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
+    **dict.fromkeys(("any", "all"), lambda call: call.of(0) if call.args[0].numel() else None),
+    "bitwise_and": _both,
+    "bitwise_or": _either,
+    "bitwise_not": _negated,
+    "eq": _compared(operator.eq, at_corners=False),
+    "ne": _compared(operator.ne, at_corners=False),
+    "lt": _compared(operator.lt),
+    "le": _compared(operator.le),
+    "gt": _compared(operator.gt),
+    "ge": _compared(operator.ge),
     **dict.fromkeys(("sigmoid", "_softmax", "bernoulli"), lambda call: (0.0, 1.0)),
     **dict.fromkeys(("rand", "rand_like"), _unit),
     "uniform": _uniform,
@@ -259,8 +305,10 @@ class ValueRanges:
 
     def of(self, tensor: torch.Tensor) -> Range | None:
         """Return the range of a tensor's elements; None if it is unknown."""
-        if tensor.dtype is torch.bool:
-            return 0, 1
+        values = self._known(tensor)
+        return (0, 1) if values is None and tensor.dtype is torch.bool else values
+
+    def _known(self, tensor: torch.Tensor) -> Range | None:
         if tensor.is_complex() or tensor.layout != torch.strided or not _torch.has_shape(tensor):
             return None
         known = tensor.constant if isinstance(tensor, _torch.FakeTensor) else tensor
@@ -332,8 +380,11 @@ def _computed(rule: Rule, call: Call) -> Range | list[Range | None] | None:
 
 def _stored(values: Range, dtype: torch.dtype) -> Range | None:
     """Return the range after a cast, which rounds or truncates; None if an integer would wrap around."""
-    if not all(map(math.isfinite, values)) or dtype is torch.bool or dtype.is_complex:
+    if not all(map(math.isfinite, values)) or dtype.is_complex:
         return None
+    if dtype is torch.bool:
+        truth = int(values[0] != 0)
+        return (truth, truth) if values[0] * values[1] > 0 or values[0] == values[1] == 0 else None
     if dtype.is_floating_point:
         with _torch.no_modes():
             low, high = torch.tensor(values, dtype=torch.float64).to(dtype).tolist()
