@@ -1,4 +1,5 @@
-"""What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``, ``qlora``."""
+"""What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``, ``qlora``; or which
+of trl's trainers trains it: ``sft``, ``dpo:r=16``."""
 
 from __future__ import annotations
 
@@ -75,8 +76,42 @@ class Qlora(Lora):
                 raise InputError(f"qlora:{name}={getattr(self, name)}", expected="true or false", do="Give one")
 
 
-Recipe = Full | Freeze | Lora
-_KINDS: dict[str, type[Recipe]] = {"full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora, "qlora": Qlora}
+@dataclass(frozen=True)
+class Trained:
+    """A step of one of trl's trainers: of all parameters, or with ``r`` of low-rank adapters."""
+
+    r: int = 0
+    """Rank of the adapters; 0: none, every parameter is trained."""
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: str = "default"
+    """As of `Lora`."""
+
+    def __post_init__(self) -> None:
+        if self.r != 0:
+            _ = self.adapters
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The adapters that are trained, None where all parameters are."""
+        return Lora(self.r, self.alpha, self.dropout, self.targets) if self.r != 0 else None
+
+
+@dataclass(frozen=True)
+class Sft(Trained):
+    """trl's SFTTrainer: the loss of the next token."""
+
+
+@dataclass(frozen=True)
+class Dpo(Trained):
+    """trl's DPOTrainer: chosen and rejected answers in one batch, and a reference: a second model, or with adapters
+    the model without them."""
+
+
+Recipe = Full | Freeze | Lora | Trained
+_KINDS: dict[str, type[Recipe]] = {
+    "full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora, "qlora": Qlora, "sft": Sft, "dpo": Dpo,
+}  # fmt: skip
 
 
 def recipe_of(text: str) -> Recipe:
