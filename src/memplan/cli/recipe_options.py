@@ -21,7 +21,7 @@ _RECIPE_OPTIONS = (
     click.Option(
         ["--recipe"], metavar="NAME",
         help="With --model, what is trained: full, freeze:layers=2, lora:r=16,targets=all, dora, qlora; by trl's "
-        "trainers sft, dpo, or with adapters sft:r=16, dpo:r=16. Default: full.",
+        "trainers sft, dpo, grpo:generations=8, or with adapters sft:r=16. Default: full.",
     ),
     click.Option(["--seq"], type=Whole(min=1), metavar="N", help="With --model: tokens of a sequence. Default: 1024."),
     click.Option(["--checkpointing"], is_flag=True, help="With --model: checkpoint each block."),
@@ -83,7 +83,7 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
             f"{', '.join(wrong)} with --model", expected="a target and its options, or a model", do="Leave it out"
         )
     options = Options(
-        values["batch"] or 1, sequence, values["optimizer"] or "adamw", values["dtype"] or "bfloat16",
+        values["batch"], sequence, values["optimizer"] or "adamw", values["dtype"] or "bfloat16",
         values["autocast"], checkpointing, values.get("device") not in (None, "cpu"),
     )  # fmt: skip
     with CapturedOutput().capturing():  # what importing transformers prints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -37,8 +38,10 @@ def peaks(script: str, folder: Path) -> tuple[int, int, int]:
     (folder / "train.py").write_text(script, encoding="utf-8")
     build = runpy.run_path(str(folder / "train.py"))["build"]
     before, found, _ = script.partition("    model, optimizer = ")
+    before = before.replace(" rollout_func=rollout,", "")  # transformers generates all tokens
     assert found
-    (folder / "loop.py").write_text(f"{before}    settings.max_steps = 2\n    return trainer.train\n", encoding="utf-8")
+    end = "    settings.max_steps, settings.save_strategy = 2, 'no'\n    return trainer.train\n"
+    (folder / "loop.py").write_text(before + end, encoding="utf-8")
     loop = runpy.run_path(str(folder / "loop.py"))["build"]
     traces = memplan.record(build), memplan.measure(build), memplan.measure(loop, steps=1)
     recorded, measured, trained = (memplan.simulate(trace).peak_allocated for trace in traces)
@@ -56,6 +59,7 @@ def peaks(script: str, folder: Path) -> tuple[int, int, int]:
             ("sft", Options(2, 32, dtype="fp32", autocast="bf16")),
             ("dpo", Options(2, 32, "sgd:lr=0.1", "fp32")),
             ("dpo:r=4", Options(2, 32, dtype="fp32", checkpointing=True)),
+            ("grpo:generations=4,r=4", Options(2, 32, dtype="fp32", checkpointing=True)),
         ),
     ],
 )
@@ -63,6 +67,38 @@ def test_the_recorded_peak_is_that_of_the_trainer(recipe: str, options: Options,
     recorded, measured, trained = peaks(script_of(llama(tmp_path), recipe_of(recipe), options), tmp_path)
     assert recorded == measured
     assert recorded == pytest.approx(trained, rel=0.001)
+
+
+@pytest.mark.parametrize("recipe", ["grpo:generations=2,r=4", *slow("grpo:generations=2", "grpo:generations=2,beta=0")])
+def test_answers_that_are_generated_are_recorded_as_they_run(recipe: str, tmp_path: Path) -> None:
+    """The trainer's own loop has masks of answers that end at different tokens, or none."""
+    script = script_of(llama(tmp_path), recipe_of(recipe), Options(2, 32, dtype="fp32"))
+    recorded, measured, trained = peaks(script, tmp_path)
+    assert recorded == measured
+    assert recorded == pytest.approx(trained, rel=0.01)
+
+
+@pytest.mark.slow
+def test_where_the_cache_is_largest_the_first_and_the_last_token_have_the_peak_of_all(tmp_path: Path) -> None:
+    options = Options(1, 96, "none", dtype="fp32", checkpointing=True)
+    script = script_of(llama(tmp_path), recipe_of("grpo:generations=64,prompt=4,r=1"), options)
+    peaks = []
+    for name, text in (
+        ("ends", script),
+        ("all", re.sub(r"sample\(policy\(ids\[:, :prompt.*?del cache", _GENERATE, script, flags=re.DOTALL)),
+    ):
+        path = tmp_path / f"{name}.py"
+        path.write_text(re.sub("for _ in range.accumulation.", "for _ in range(2)", text), encoding="utf-8")
+        build = runpy.run_path(str(path))["build"]
+        trace = memplan.measure(build, steps=1)
+        peaks.append(memplan.simulate(trace).peak_allocated)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.001)
+
+
+_GENERATE = """policy.generate(
+                ids[:, :prompt], attention_mask=torch.ones_like(ids[:, :prompt]),
+                max_new_tokens=sequence - prompt, eos_token_id=None, pad_token_id=1,
+            )"""
 
 
 def test_with_adapters_the_reference_is_the_model_without_them(tmp_path: Path) -> None:
@@ -94,6 +130,19 @@ def test_a_card_needs_the_kernels_of_the_loss(tmp_path: Path, monkeypatch: pytes
     assert "SFTTrainer" in script_of(llama(tmp_path), recipe_of("sft"), Options())
     with pytest.raises(InputError, match=r"triton is not installed here.* pip install triton"):
         script_of(llama(tmp_path), recipe_of("sft"), Options(on_card=True))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("sft", Options(1, 2), r"--seq 2\. Expected a prompt and an answer"),
+        ("grpo:prompt=31", Options(8, 32), r"--seq 32\. Expected a prompt and an answer"),
+        ("grpo:generations=8", Options(3, 32), r"--batch 3 of 8 generations\. Expected a divisor or a multiple"),
+    ],
+)
+def test_sizes_that_a_trainer_refuses_are_refused(recipe: str, options: Options, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        script_of(llama(tmp_path), recipe_of(recipe), options)
 
 
 def test_models_that_are_no_language_models_are_refused() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from memplan.errors import InputError
-from memplan.studies.recipes.recipe import Dora, Lora, Qlora, Recipe, Trained
+from memplan.studies.recipes.recipe import Dora, Grpo, Lora, Qlora, Recipe, Trained
 from memplan.trace.naming.step_parts import optimizer_of
 
 _WIDTH = 72
@@ -21,7 +21,8 @@ _EXTRA = ("transformers", "peft")
 class Options:
     """What a training step has besides its model and recipe."""
 
-    batch: int = 1
+    batch: int | None = None
+    """None: 1, or all answers of grpo."""
     sequence: int | None = None
     """None: 1024, or the longest that the model takes."""
     optimizer: str = "adamw"
@@ -34,16 +35,23 @@ class Options:
     """Whether it is to run on a card: there trl runs kernels of Triton, without which its loss takes more memory."""
 
 
-def call_lines(begin: str, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a call with keyword arguments."""
-    values = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    whole = f"{begin}({values})"
+def call_lines(begin: str, arguments: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a call with arguments as they are written."""
+    values = list(arguments)
+    whole = f"{begin}({', '.join(values)})"
     if len(whole) <= _WIDTH:
         yield whole
-    else:
-        yield f"{begin}("
-        yield from textwrap.wrap(values, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
-        yield ")"
+        return
+    yield f"{begin}("
+    solid = ", ".join(value.replace(" ", "\0") for value in values)  # lines break between arguments alone
+    for line in textwrap.wrap(solid, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4):
+        yield line.replace("\0", " ")
+    yield ")"
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments as they are written in a call."""
+    return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
 def adapter_lines(recipe: Lora) -> Iterator[str]:
@@ -53,7 +61,7 @@ def adapter_lines(recipe: Lora) -> Iterator[str]:
         values["target_modules"] = recipe.target_names or "all-linear"
     if isinstance(recipe, Dora):
         values["use_dora"] = True
-    yield from call_lines("adapters = LoraConfig", values)
+    yield from call_lines("adapters = LoraConfig", written(values))
 
 
 def optimizer_call(text: str) -> str | None:
@@ -86,3 +94,8 @@ def required(recipe: Recipe, on_card: bool = False) -> list[str]:
     libraries = ["trl", "datasets", *["triton"] * on_card] if isinstance(recipe, Trained) else []
     libraries += ["peft"] * isinstance(adapters, Lora)
     return libraries + ["bitsandbytes"] * isinstance(recipe, Qlora)
+
+
+def default_batch(recipe: Recipe) -> int:
+    """The batch of a script for which none is named."""
+    return recipe.generations if isinstance(recipe, Grpo) else 1

@@ -1,5 +1,5 @@
 """What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``, ``qlora``; or which
-of trl's trainers trains it: ``sft``, ``dpo:r=16``."""
+of trl's trainers trains it: ``sft``, ``dpo:r=16``, ``grpo``."""
 
 from __future__ import annotations
 
@@ -108,9 +108,30 @@ class Dpo(Trained):
     the model without them."""
 
 
+@dataclass(frozen=True)
+class Grpo(Trained):
+    """trl's GRPOTrainer: answers are generated, compared with those of a reference, and trained on."""
+
+    generations: int = 8
+    """Answers to a prompt, all generated at once."""
+    prompt: int = 0
+    """Tokens of the prompt, the rest of the sequence is the answer; 0: a quarter."""
+    beta: float = 0.04
+    """Weight of the distance to the reference; 0: there is none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.generations, bool) or not isinstance(self.generations, int) or self.generations < 2:
+            raise InputError(f"grpo:generations={self.generations}", expected="2 or more", do="Give so many")
+        if self.prompt != 0:
+            _require_whole("grpo:prompt", self.prompt)
+        if isinstance(self.beta, bool) or not isinstance(self.beta, (int, float)) or self.beta < 0:
+            raise InputError(f"grpo:beta={self.beta}", expected="a number from 0", do="Give one")
+
+
 Recipe = Full | Freeze | Lora | Trained
 _KINDS: dict[str, type[Recipe]] = {
-    "full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora, "qlora": Qlora, "sft": Sft, "dpo": Dpo,
+    "full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora, "qlora": Qlora, "sft": Sft, "dpo": Dpo, "grpo": Grpo,
 }  # fmt: skip
 
 

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplan.errors import InputError
-from memplan.studies.recipes.lines import Options, adapter_lines, call_lines, optimizer_call, require, required
+from memplan.studies.recipes.lines import (
+    Options,
+    adapter_lines,
+    call_lines,
+    default_batch,
+    optimizer_call,
+    require,
+    required,
+    written,
+)
 from memplan.studies.recipes.models import Model
 from memplan.studies.recipes.recipe import Freeze, Full, Lora, Qlora, Recipe, Trained
-from memplan.studies.recipes.trainers import trainer_imports, trainer_lines
+from memplan.studies.recipes.trainers import check_sizes, trainer_imports, trainer_lines
 from memplan.trace.naming.parsing import offer
 from memplan.trace.spec import dtype_of
 
@@ -89,6 +98,7 @@ def script_of(model: Model, recipe: Recipe, options: Options) -> str:
     adapters = recipe.adapters if isinstance(recipe, Trained) else recipe
     if isinstance(recipe, Trained):
         _check_text(model, task, recipe)
+        check_sizes(recipe, options.batch, sequence)
     for library in required(recipe, options.on_card):
         require(library)
     if isinstance(adapters, Lora):
@@ -97,7 +107,8 @@ def script_of(model: Model, recipe: Recipe, options: Options) -> str:
     imports = trainer_imports(recipe, names) if isinstance(recipe, Trained) else _imports(recipe, names)
     return _SCRIPT.format(
         imports="\n".join(imports),
-        arguments=f"batch={options.batch}" + ("" if sequence is None else f", sequence={sequence}"),
+        arguments=f"batch={options.batch or default_batch(recipe)}"
+        + ("" if sequence is None else f", sequence={sequence}"),
         body=textwrap.indent("\n".join(_body(model, recipe, options, config.__name__, task)), " " * 4),
     )
 
@@ -117,7 +128,7 @@ def _imports(recipe: Recipe, names: list[str]) -> Iterator[str]:
 def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Task) -> Iterator[str]:
     """Yield the lines of ``build``."""
     if model.path is None:
-        yield from call_lines(f"config = {config}", model.config)
+        yield from call_lines(f"config = {config}", written(model.config))
     else:
         yield f"config = AutoConfig.from_pretrained({model.path!r}, local_files_only=True)"
     if task.has_sequence:
