@@ -34,9 +34,10 @@ if str(ROOT / "src") not in sys.path:  # where memplan is not installed
 import memplan  # noqa: E402
 from memplan.devices.context import expected_context  # noqa: E402
 from memplan.devices.lookup import find  # noqa: E402
+from memplan.studies.recipes.lines import Options  # noqa: E402
 from memplan.studies.recipes.models import Model, find_model  # noqa: E402
 from memplan.studies.recipes.recipe import recipe_of  # noqa: E402
-from memplan.studies.recipes.script import Options, script_of  # noqa: E402
+from memplan.studies.recipes.script import script_of  # noqa: E402
 
 LIMIT = 0.03
 MIB, GIB = 2**20, 2**30

@@ -20,7 +20,8 @@ _RECIPE_OPTIONS = (
     ),
     click.Option(
         ["--recipe"], metavar="NAME",
-        help="With --model, what is trained: full, freeze:layers=2, lora:r=16,targets=all, dora, qlora. Default: full.",
+        help="With --model, what is trained: full, freeze:layers=2, lora:r=16,targets=all, dora, qlora; by trl's "
+        "trainers sft, dpo, grpo:generations=8, or with adapters sft:r=16. Default: full.",
     ),
     click.Option(["--seq"], type=Whole(min=1), metavar="N", help="With --model: tokens of a sequence. Default: 1024."),
     click.Option(["--checkpointing"], is_flag=True, help="With --model: checkpoint each block."),
@@ -65,9 +66,10 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
                 do="Add --model llama-3.1-8b",
             )
         return None
+    from memplan.studies.recipes.lines import Options
     from memplan.studies.recipes.models import find_model
     from memplan.studies.recipes.recipe import recipe_of
-    from memplan.studies.recipes.script import Options, script_of
+    from memplan.studies.recipes.script import script_of
     from memplan.trace.held_output import CapturedOutput
 
     given = {
@@ -81,8 +83,8 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
             f"{', '.join(wrong)} with --model", expected="a target and its options, or a model", do="Leave it out"
         )
     options = Options(
-        values["batch"] or 1, sequence, values["optimizer"] or "adamw", values["dtype"] or "bfloat16",
-        values["autocast"], checkpointing,
+        values["batch"], sequence, values["optimizer"] or "adamw", values["dtype"] or "bfloat16",
+        values["autocast"], checkpointing, values.get("device") not in (None, "cpu"),
     )  # fmt: skip
     with CapturedOutput().capturing():  # what importing transformers prints
         model = find_model(name)

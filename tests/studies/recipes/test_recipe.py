@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.errors import InputError
-from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Qlora, Recipe, recipe_of
+from memplan.studies.recipes.recipe import Dora, Dpo, Freeze, Full, Lora, Qlora, Recipe, Sft, recipe_of
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,8 @@ from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Qlora, Reci
         ("lora:r=16,alpha=32,dropout=0.05,targets=all", Lora(16, 32, 0.05, "all")),
         ("dora:r=4", Dora(4)),
         ("qlora:r=4,prepare=false", Qlora(4, prepare=False)),
+        ("sft", Sft()),
+        ("dpo:r=16,targets=all", Dpo(16, targets="all")),
     ],
 )
 def test_recipes_are_read(text: str, recipe: Recipe) -> None:
@@ -44,6 +46,8 @@ def test_names_of_layers_are_joined_by_a_plus() -> None:
         ("lora:dropout=1", "a share from 0 to less than 1"),
         ("lora:targets=q_proj+", "options"),
         ("lora:targets=3", "names joined by"),
+        ("dpo:r=-1", "a whole number from 1"),
+        ("sft:r=4,dropout=1", "a share from 0 to less than 1"),
         ("freeze:layers=-1", "a whole number from 1"),
         ("lora:16", "options '16'. Expected name=value"),
     ],

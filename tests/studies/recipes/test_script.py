@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,10 @@ from environment import slow
 
 import memplan
 from memplan.errors import InputError, MemplanError
+from memplan.studies.recipes.lines import Options
 from memplan.studies.recipes.models import Model, find_model
 from memplan.studies.recipes.recipe import Lora, recipe_of
-from memplan.studies.recipes.script import Options, script_of
+from memplan.studies.recipes.script import script_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -96,20 +95,12 @@ def test_weights_of_four_bits_are_recorded_as_they_run(recipe: str, checkpointin
     assert recorded == measured
 
 
-def explained_alone(script: str, folder: Path) -> dict[str, int]:
-    """Bytes by cause on a card, of a process of its own: bitsandbytes makes tables after a recording for the CPU that
-    one for a card does not answer."""
-    path = folder / "train.py"
-    path.write_text(script, encoding="utf-8")
-    command = [sys.executable, "-m", "memplan", "explain", f"{path}:build", "--device", "rtx4090", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)["by_cause"]
-
-
-def test_packed_weights_are_half_a_byte_on_a_card(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["lora", "qlora"])
+def test_packed_weights_are_half_a_byte_on_a_card(first: str, tmp_path: Path) -> None:
     """By hand: what is packed takes half a byte and a scale for 64 values; scales of fp32, or of a byte and one more
-    for 256."""
+    for 256. Also after a recording for the CPU in the same process."""
     pytest.importorskip("bitsandbytes")
+    peaks(script_of(llama(tmp_path), recipe_of(first), Options(1, 16, "none", "fp32")), tmp_path)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
     model = small("LlamaForCausalLM", vocab_size=320, num_hidden_layers=2, max_position_embeddings=64, **sizes)
     packed = 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
@@ -117,7 +108,9 @@ def test_packed_weights_are_half_a_byte_on_a_card(tmp_path: Path) -> None:
     for double, scales in ((False, 4 / 64), (True, 1 / 64 + 4 / 64 / 256)):
         recipe = recipe_of(f"qlora:r=1,double={str(double).lower()},prepare=false")
         script = script_of(model, recipe, Options(1, 16, "none"))
-        explained = explained_alone(script, tmp_path)
+        (tmp_path / "train.py").write_text(script, encoding="utf-8")
+        build = runpy.run_path(str(tmp_path / "train.py"))["build"]
+        explained = memplan.explain(build, device="rtx4090").by_cause
         adapters = 2 * 2 * 2 * 1024 * 4  # of queries and values, fp32
         expected = packed * (0.5 + scales) + rest + adapters
         held = explained["weight"] + explained["input"]  # scales are no parameters
@@ -175,12 +168,12 @@ def test_a_model_without_linear_layers_is_not_packed() -> None:
 
 
 def test_bitsandbytes_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.studies.recipes.script.find_spec", lambda name: name != "bitsandbytes" or None)
+    monkeypatch.setattr("memplan.studies.recipes.lines.find_spec", lambda name: name != "bitsandbytes" or None)
     with pytest.raises(InputError, match=r"bitsandbytes is not installed here.* pip install bitsandbytes"):
         script_of(llama(tmp_path), recipe_of("qlora"), Options())
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.studies.recipes.script.find_spec", lambda name: None if name == "peft" else name)
+    monkeypatch.setattr("memplan.studies.recipes.lines.find_spec", lambda name: None if name == "peft" else name)
     with pytest.raises(InputError, match=r"peft is not installed here.* pip install 'memplan\[recipes\]'"):
         script_of(llama(tmp_path), Lora(), Options())

@@ -209,3 +209,21 @@ def test_what_a_build_sets_of_cudnn_is_put_back(together: bool) -> None:
     before = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cudnn.conv.fp32_precision
     memplan.record(build, device="h100", cudnn=False)
     assert (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cudnn.conv.fp32_precision) == before
+
+
+def test_a_recording_leaves_no_device_with_accelerate() -> None:
+    """Accelerate keeps the first device that it sees as long as the process lives."""
+    state = pytest.importorskip("accelerate.state")
+    seen: list[str] = []
+
+    def build() -> Callable[[], None]:
+        seen.append(state.PartialState().device.type)
+        return lambda: None
+
+    before = dict(state.PartialState._shared_state)
+    memplan.record(build, device="cpu")
+    memplan.record(build, device="rtx4090")
+    memplan.measure(build)
+    assert seen[0] == seen[-1] == "cpu"
+    assert "cuda" in seen
+    assert dict(state.PartialState._shared_state) == before

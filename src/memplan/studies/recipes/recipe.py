@@ -1,4 +1,5 @@
-"""What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``, ``qlora``."""
+"""What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``, ``qlora``; or which
+of trl's trainers trains it: ``sft``, ``dpo:r=16``, ``grpo``."""
 
 from __future__ import annotations
 
@@ -75,8 +76,63 @@ class Qlora(Lora):
                 raise InputError(f"qlora:{name}={getattr(self, name)}", expected="true or false", do="Give one")
 
 
-Recipe = Full | Freeze | Lora
-_KINDS: dict[str, type[Recipe]] = {"full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora, "qlora": Qlora}
+@dataclass(frozen=True)
+class Trained:
+    """A step of one of trl's trainers: of all parameters, or with ``r`` of low-rank adapters."""
+
+    r: int = 0
+    """Rank of the adapters; 0: none, every parameter is trained."""
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: str = "default"
+    """As of `Lora`."""
+
+    def __post_init__(self) -> None:
+        if self.r != 0:
+            _ = self.adapters
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The adapters that are trained, None where all parameters are."""
+        return Lora(self.r, self.alpha, self.dropout, self.targets) if self.r != 0 else None
+
+
+@dataclass(frozen=True)
+class Sft(Trained):
+    """trl's SFTTrainer: the loss of the next token."""
+
+
+@dataclass(frozen=True)
+class Dpo(Trained):
+    """trl's DPOTrainer: chosen and rejected answers in one batch, and a reference: a second model, or with adapters
+    the model without them."""
+
+
+@dataclass(frozen=True)
+class Grpo(Trained):
+    """trl's GRPOTrainer: answers are generated, compared with those of a reference, and trained on."""
+
+    generations: int = 8
+    """Answers to a prompt, all generated at once."""
+    prompt: int = 0
+    """Tokens of the prompt, the rest of the sequence is the answer; 0: a quarter."""
+    beta: float = 0.04
+    """Weight of the distance to the reference; 0: there is none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.generations, bool) or not isinstance(self.generations, int) or self.generations < 2:
+            raise InputError(f"grpo:generations={self.generations}", expected="2 or more", do="Give so many")
+        if self.prompt != 0:
+            _require_whole("grpo:prompt", self.prompt)
+        if isinstance(self.beta, bool) or not isinstance(self.beta, (int, float)) or self.beta < 0:
+            raise InputError(f"grpo:beta={self.beta}", expected="a number from 0", do="Give one")
+
+
+Recipe = Full | Freeze | Lora | Trained
+_KINDS: dict[str, type[Recipe]] = {
+    "full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora, "qlora": Qlora, "sft": Sft, "dpo": Dpo, "grpo": Grpo,
+}  # fmt: skip
 
 
 def recipe_of(text: str) -> Recipe:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from memplan.errors import InputError
+from memplan.studies.recipes.lines import (
+    Options,
+    adapter_lines,
+    call_lines,
+    default_batch,
+    optimizer_call,
+    require,
+    required,
+    written,
+)
 from memplan.studies.recipes.models import Model
-from memplan.studies.recipes.recipe import Dora, Freeze, Full, Lora, Qlora, Recipe
+from memplan.studies.recipes.recipe import Freeze, Full, Lora, Qlora, Recipe, Trained
+from memplan.studies.recipes.trainers import check_sizes, trainer_imports, trainer_lines
 from memplan.trace.naming.parsing import offer
-from memplan.trace.naming.step_parts import optimizer_of
 from memplan.trace.spec import dtype_of
 
-_WIDTH = 72
 _SEQUENCE = 1024
 
 _SCRIPT = """\
-import torch
 {imports}
 
 
@@ -78,21 +84,6 @@ _TASKS = {
 """End of an architecture's name -> its task."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a training step has besides its model and recipe."""
-
-    batch: int = 1
-    sequence: int | None = None
-    """None: 1024, or the longest that the model takes."""
-    optimizer: str = "adamw"
-    """As `memplan.explain` takes it: ``sgd:lr=0.1``, ``none``."""
-    dtype: str = "bfloat16"
-    """Of the weights."""
-    autocast: str | None = None
-    checkpointing: bool = False
-
-
 def script_of(model: Model, recipe: Recipe, options: Options) -> str:
     """Return a script whose ``build(batch, sequence)`` returns the training step; run as a program, it takes two.
 
@@ -100,44 +91,64 @@ def script_of(model: Model, recipe: Recipe, options: Options) -> str:
         InputError: transformers or peft is not installed, or this transformers has no such architecture; a sequence
             that the model cannot have; layers that it does not have; an optimizer that is not torch's.
     """
-    _require("transformers")
+    require("transformers")
     task = _task_of(model)
     config = _config_class(model)
     sequence = _sequence(model, task, options.sequence)
-    if isinstance(recipe, Lora):
-        _require("peft")
-        if isinstance(recipe, Qlora):
-            _require("bitsandbytes")
-        _check_targets(model, recipe, config, task)
-    names = sorted((task.factory, "AutoConfig" if model.path is not None else config.__name__))
-    prepares = isinstance(recipe, Qlora) and recipe.prepare
-    tools = ", ".join(["LoraConfig", "get_peft_model", *["prepare_model_for_kbit_training"] * prepares])
-    imports = [f"from peft import {tools}"] if isinstance(recipe, Lora) else []
-    if isinstance(recipe, Qlora):
-        imports.insert(0, "from bitsandbytes.nn import Linear4bit, Params4bit")
+    adapters = recipe.adapters if isinstance(recipe, Trained) else recipe
+    if isinstance(recipe, Trained):
+        _check_text(model, task, recipe)
+        check_sizes(recipe, options.batch, sequence)
+    for library in required(recipe, options.on_card):
+        require(library)
+    if isinstance(adapters, Lora):
+        _check_targets(model, adapters, config, task)
+    names = [task.factory, "AutoConfig" if model.path is not None else config.__name__]
+    imports = trainer_imports(recipe, names) if isinstance(recipe, Trained) else _imports(recipe, names)
     return _SCRIPT.format(
-        imports="\n".join([*imports, f"from transformers import {', '.join(names)}"]),
-        arguments=f"batch={options.batch}" + ("" if sequence is None else f", sequence={sequence}"),
+        imports="\n".join(imports),
+        arguments=f"batch={options.batch or default_batch(recipe)}"
+        + ("" if sequence is None else f", sequence={sequence}"),
         body=textwrap.indent("\n".join(_body(model, recipe, options, config.__name__, task)), " " * 4),
     )
 
 
+def _imports(recipe: Recipe, names: list[str]) -> Iterator[str]:
+    """Yield the lines that import what a plain loop uses, ``names`` of transformers among them."""
+    yield "import torch"
+    if isinstance(recipe, Qlora):
+        yield "from bitsandbytes.nn import Linear4bit, Params4bit"
+    if isinstance(recipe, Lora):
+        prepares = isinstance(recipe, Qlora) and recipe.prepare
+        tools = ["LoraConfig", "get_peft_model", *["prepare_model_for_kbit_training"] * prepares]
+        yield f"from peft import {', '.join(tools)}"
+    yield f"from transformers import {', '.join(sorted(names))}"
+
+
 def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Task) -> Iterator[str]:
-    """Yield the lines of ``build`` that make the model, the optimizer and the step."""
+    """Yield the lines of ``build``."""
     if model.path is None:
-        yield from _call(f"config = {config}", model.config)
+        yield from call_lines(f"config = {config}", written(model.config))
     else:
         yield f"config = AutoConfig.from_pretrained({model.path!r}, local_files_only=True)"
     if task.has_sequence:
         yield "config.use_cache = False"
     yield f"dtype = {dtype_of(options.dtype)}"
-    make = f"model = {task.factory}.from_config(config, dtype=dtype)"
+    make = f"{task.factory}.from_config(config, dtype=dtype)"
+    if isinstance(recipe, Trained):
+        yield from trainer_lines(recipe, options, make)
+    else:
+        yield from _loop_lines(recipe, options, make, task)
+
+
+def _loop_lines(recipe: Recipe, options: Options, make: str, task: _Task) -> Iterator[str]:
+    """Yield the lines that make the model, the optimizer and the step of a plain loop."""
     if isinstance(recipe, Qlora):
-        yield f"{make}  # in the host's memory: layers are packed as they move"
+        yield f"model = {make}  # in the host's memory: layers are packed as they move"
         yield from _packing_lines(recipe)
     else:
         yield "with torch.device(device):"
-        yield f"    {make}"
+        yield f"    model = {make}"
     if isinstance(recipe, Qlora) and recipe.prepare:
         checkpoints = f'{options.checkpointing}, {{"use_reentrant": False}}'
         yield f"model = prepare_model_for_kbit_training(model, {checkpoints})"
@@ -145,7 +156,7 @@ def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Ta
         yield "model.gradient_checkpointing_enable()"
     yield from _recipe_lines(recipe)
     yield "model.train()"
-    optimizer = _optimizer(options.optimizer)
+    optimizer = optimizer_call(options.optimizer)
     if optimizer is not None:
         yield "trained = [p for p in model.parameters() if p.requires_grad]"
         yield f"optimizer = {optimizer}"
@@ -160,18 +171,6 @@ def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Ta
     if optimizer is not None:
         yield "    optimizer.step()"
     yield f"    {'model' if optimizer is None else 'optimizer'}.zero_grad()\n"
-
-
-def _call(begin: str, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a call with keyword arguments."""
-    values = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    whole = f"{begin}({values})"
-    if len(whole) <= _WIDTH:
-        yield whole
-    else:
-        yield f"{begin}("
-        yield from textwrap.wrap(values, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
-        yield ")"
 
 
 def _packing_lines(recipe: Qlora) -> Iterator[str]:
@@ -199,37 +198,8 @@ def _recipe_lines(recipe: Recipe) -> Iterator[str]:
             yield f"for block in blocks[-{recipe.layers}:]:"
             yield "    block.requires_grad_(True)"
         case Lora():
-            values: dict[str, Any] = {"r": recipe.r, "lora_alpha": recipe.alpha, "lora_dropout": recipe.dropout}
-            if recipe.targets != "default":
-                values["target_modules"] = recipe.target_names or "all-linear"
-            if isinstance(recipe, Dora):
-                values["use_dora"] = True
-            yield from _call("adapters = LoraConfig", values)
+            yield from adapter_lines(recipe)
             yield "model = get_peft_model(model, adapters)"
-
-
-def _optimizer(text: str) -> str | None:
-    """Return the call that makes an optimizer of torch, None for ``none``."""
-    factory = optimizer_of(text, "--optimizer")
-    if factory is None:
-        return None
-    assert isinstance(factory, functools.partial), "a name was resolved"
-    if not factory.func.__module__.startswith("torch.optim"):
-        raise InputError(
-            f"--optimizer {text} of a recipe", expected="an optimizer of torch.optim, such as adamw",
-            do="Name one, or write the script: the report prints it",
-        )  # fmt: skip
-    options = "".join(f", {name}={value!r}" for name, value in factory.keywords.items())
-    return f"torch.optim.{factory.func.__name__}(trained{options})"
-
-
-def _require(library: str) -> None:
-    """Raise InputError for a library that is not installed."""
-    if find_spec(library) is None:
-        raise InputError(
-            f"{library} is not installed here", expected="the library that makes the model of a recipe",
-            do="Install it: pip install " + ("bitsandbytes" if library == "bitsandbytes" else "'memplan[recipes]'"),
-        )  # fmt: skip
 
 
 def _task_of(model: Model) -> _Task:
@@ -242,6 +212,15 @@ def _task_of(model: Model) -> _Task:
         expected=f"an architecture whose name ends with {', '.join(_TASKS)}",
         do="Write a build for it: see memplan explain --help",
     )
+
+
+def _check_text(model: Model, task: _Task, recipe: Trained) -> None:
+    """Raise InputError for a model that trl does not train."""
+    if task.factory != "AutoModelForCausalLM":
+        raise InputError(
+            f"the recipe {type(recipe).__name__.lower()}, and {model.name} is a {model.architecture}",
+            expected="a causal language model", do="Explain full or lora",
+        )  # fmt: skip
 
 
 def _config_class(model: Model) -> Any:

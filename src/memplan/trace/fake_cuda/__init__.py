@@ -12,7 +12,7 @@ import torch
 
 from memplan import _torch
 from memplan.devices import Device, catalogue
-from memplan.trace.fake_cuda import functions, tensors
+from memplan.trace.fake_cuda import functions, tensors, triton_kernels
 from memplan.trace.fake_cuda.residence import Card
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cuda import autocast, composites
@@ -40,6 +40,7 @@ def installed(card: Card, device: Device, chosen: Callable[[str, str], None]) ->
     with ExitStack() as stack:
         stack.enter_context(functions.installed(card, device))
         stack.enter_context(tensors.installed(card))
+        stack.enter_context(triton_kernels.installed())
         stack.enter_context(_torch.managed_memory(partial(_managed, card, chosen)))
         cast = stack.enter_context(autocast.installed(card.holds))
         replaced = stack.enter_context(composites.installed(card.holds, device.architecture, chosen, others))

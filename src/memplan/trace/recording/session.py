@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import re
+import sys
 import threading
 import traceback
 import warnings
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, ParamSpec, TypeVar
 
 import numpy
@@ -320,6 +322,7 @@ def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
         _torch.without_anomaly_checks(),
         collector_held(),
         _settings_restored(),
+        _accelerate_restored(),
         _loaded_in_order(),
         unwatched(),
         nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
@@ -409,6 +412,26 @@ def _settings_restored() -> Iterator[None]:
             cudnn.allow_tf32 = tf32
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def _accelerate_restored() -> Iterator[None]:
+    """Restore what Accelerate keeps as long as the process lives: the device above all, which a later recording for
+    another device must not find."""
+    before = [dict(state) for state in _accelerate_states()]
+    try:
+        yield
+    finally:
+        for state, kept in zip_longest(_accelerate_states(), before, fillvalue=dict[str, Any]()):
+            state.clear()
+            state.update(kept)
+
+
+def _accelerate_states() -> list[dict[str, Any]]:
+    """The dictionaries that all instances of each of Accelerate's states share; [] while it is not imported."""
+    module = sys.modules.get("accelerate.state")
+    classes = () if module is None else (module.PartialState, module.AcceleratorState, module.GradientState)
+    return [kind._shared_state for kind in classes]
 
 
 def _allowed_tf32() -> bool | None:

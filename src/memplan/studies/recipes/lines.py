@@ -1,0 +1,101 @@
+"""Lines that scripts of all recipes share."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from memplan.errors import InputError
+from memplan.studies.recipes.recipe import Dora, Grpo, Lora, Qlora, Recipe, Trained
+from memplan.trace.naming.step_parts import optimizer_of
+
+_WIDTH = 72
+_EXTRA = ("transformers", "peft")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a training step has besides its model and recipe."""
+
+    batch: int | None = None
+    """None: 1, or all answers of grpo."""
+    sequence: int | None = None
+    """None: 1024, or the longest that the model takes."""
+    optimizer: str = "adamw"
+    """As `memplan.explain` takes it: ``sgd:lr=0.1``, ``none``."""
+    dtype: str = "bfloat16"
+    """Of the weights."""
+    autocast: str | None = None
+    checkpointing: bool = False
+    on_card: bool = False
+    """Whether it is to run on a card: there trl runs kernels of Triton, without which its loss takes more memory."""
+
+
+def call_lines(begin: str, arguments: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a call with arguments as they are written."""
+    values = list(arguments)
+    whole = f"{begin}({', '.join(values)})"
+    if len(whole) <= _WIDTH:
+        yield whole
+        return
+    yield f"{begin}("
+    solid = ", ".join(value.replace(" ", "\0") for value in values)  # lines break between arguments alone
+    for line in textwrap.wrap(solid, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4):
+        yield line.replace("\0", " ")
+    yield ")"
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments as they are written in a call."""
+    return [f"{name}={value!r}" for name, value in arguments.items()]
+
+
+def adapter_lines(recipe: Lora) -> Iterator[str]:
+    """Yield the lines that describe a recipe's adapters."""
+    values: dict[str, Any] = {"r": recipe.r, "lora_alpha": recipe.alpha, "lora_dropout": recipe.dropout}
+    if recipe.targets != "default":
+        values["target_modules"] = recipe.target_names or "all-linear"
+    if isinstance(recipe, Dora):
+        values["use_dora"] = True
+    yield from call_lines("adapters = LoraConfig", written(values))
+
+
+def optimizer_call(text: str) -> str | None:
+    """Return the call that makes an optimizer of torch, None for ``none``."""
+    factory = optimizer_of(text, "--optimizer")
+    if factory is None:
+        return None
+    assert isinstance(factory, functools.partial), "a name was resolved"
+    if not factory.func.__module__.startswith("torch.optim"):
+        raise InputError(
+            f"--optimizer {text} of a recipe", expected="an optimizer of torch.optim, such as adamw",
+            do="Name one, or write the script: the report prints it",
+        )  # fmt: skip
+    options = "".join(f", {name}={value!r}" for name, value in factory.keywords.items())
+    return f"torch.optim.{factory.func.__name__}(trained{options})"
+
+
+def require(library: str) -> None:
+    """Raise InputError for a library that is not installed."""
+    if find_spec(library) is None:
+        raise InputError(
+            f"{library} is not installed here", expected="the library that makes the model of a recipe",
+            do="Install it: pip install " + ("'memplan[recipes]'" if library in _EXTRA else library),
+        )  # fmt: skip
+
+
+def required(recipe: Recipe, on_card: bool = False) -> list[str]:
+    """The libraries that a recipe's script imports besides torch and transformers, and on a card runs kernels of."""
+    adapters = recipe.adapters if isinstance(recipe, Trained) else recipe
+    libraries = ["trl", "datasets", *["triton"] * on_card] if isinstance(recipe, Trained) else []
+    libraries += ["peft"] * isinstance(adapters, Lora)
+    return libraries + ["bitsandbytes"] * isinstance(recipe, Qlora)
+
+
+def default_batch(recipe: Recipe) -> int:
+    """The batch of a script for which none is named."""
+    return recipe.generations if isinstance(recipe, Grpo) else 1

@@ -1,0 +1,178 @@
+"""Write scripts of trl's trainers: their own data loaders, losses and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memplan.errors import InputError
+from memplan.studies.recipes.lines import Options, adapter_lines, call_lines, optimizer_call
+from memplan.studies.recipes.recipe import Dpo, Grpo, Sft, Trained
+from memplan.trace.spec import dtype_of
+
+_MIXED = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+@dataclass(frozen=True)
+class _Trainer:
+    """A trainer of trl, and what its script has of its own."""
+
+    name: str
+    """Of its class, and with Config instead of Trainer of its settings'."""
+    before: tuple[str, ...]
+    """Lines that make its data and functions."""
+    settings: tuple[str, ...] = ("max_length=sequence",)
+    arguments: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> str:
+        """Name of the settings' class."""
+        return self.name.replace("Trainer", "Config")
+
+
+_ROLLOUT = '''
+def reward(completions, **_):
+    return [0.0] * len(completions)
+
+def sample(output):
+    torch.multinomial(output.logits[:, -1].float().softmax(-1), 1)
+
+def rollout(prompts, trainer):
+    """Generate the first and the last token of the answers: in between, the cache alone grows."""
+    rows, last = len(prompts), sequence - prompt
+    ids = torch.zeros(rows, sequence - 1, dtype=torch.int64, device=device)
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as policy, torch.no_grad():
+        sample(policy(ids[:, :prompt], use_cache=True, logits_to_keep=1))
+        cache = policy(ids[:1, 1:], use_cache=True, logits_to_keep=1).past_key_values
+        cache.batch_repeat_interleave(rows)
+        sample(policy(ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1))
+        del cache
+    answers = [[0] * last] * (rows - 1) + [[0] * (last - 1)]  # of two lengths, so that they are padded
+    return {"prompt_ids": [[0] * prompt] * rows, "completion_ids": answers, "logprobs": None}
+'''
+
+
+def _trainer_of(recipe: Trained) -> _Trainer:
+    match recipe:
+        case Sft():
+            return _Trainer("SFTTrainer", ('rows = Dataset.from_dict({"input_ids": [[0] * sequence] * batch})',))
+        case Dpo():
+            answers = (
+                'answers = [" a" * (sequence - 1)] * batch  # of one word each, after a prompt of one',
+                'rows = Dataset.from_dict({"prompt": ["a"] * batch, "chosen": answers, "rejected": answers})',
+            )
+            arguments = ("ref_model=reference",) if recipe.adapters is None else ()
+            return _Trainer("DPOTrainer", answers, arguments=arguments)
+        case Grpo():
+            sizes = (
+                f"generations, prompt = {recipe.generations}, {recipe.prompt or 'sequence // 4'}",
+                "accumulation = max(1, generations // batch)",
+                'rows = Dataset.from_dict({"prompt": ["a" + " a" * (prompt - 1)]})',
+            )
+            settings = (
+                "num_generations=generations", "gradient_accumulation_steps=accumulation",
+                "max_completion_length=sequence - prompt", f"beta={0.0 if _adds_reference(recipe) else recipe.beta}",
+            )  # fmt: skip
+            imports = ("from trl.models import unwrap_model_for_generation",)
+            if _adds_reference(recipe):
+                imports += ("from trl.trainer.utils import add_fused_lm_head",)
+            return _Trainer(
+                "GRPOTrainer", (*sizes, *_ROLLOUT.splitlines(), ""), settings,
+                ("reward_funcs=reward", "rollout_func=rollout"), imports,
+            )  # fmt: skip
+        case _:
+            raise AssertionError(recipe)
+
+
+def _adds_reference(recipe: Trained) -> bool:
+    """Whether the script gives the trainer a reference that it would load by the name of its weights."""
+    return isinstance(recipe, Grpo) and recipe.adapters is None and recipe.beta > 0
+
+
+def check_sizes(recipe: Trained, batch: int | None, sequence: int | None) -> None:
+    """Raise InputError for a sequence too short for a prompt and an answer, or a batch that grpo cannot fill."""
+    prompt = recipe.prompt if isinstance(recipe, Grpo) else 1
+    if sequence is not None and sequence < max(prompt, 1) + 2:
+        raise InputError(f"--seq {sequence}", expected="a prompt and an answer of two tokens", do="Lengthen it")
+    if (
+        isinstance(recipe, Grpo)
+        and batch is not None
+        and max(batch, recipe.generations) % min(batch, recipe.generations)
+    ):
+        raise InputError(
+            f"--batch {batch} of {recipe.generations} generations", expected="a divisor or a multiple of them",
+            do="Choose one",
+        )  # fmt: skip
+
+
+def trainer_imports(recipe: Trained, names: list[str]) -> list[str]:
+    """The lines that import what a trainer's script uses, ``names`` of transformers among them."""
+    trainer = _trainer_of(recipe)
+    return [
+        "import tempfile",
+        "",
+        "import torch",
+        "from datasets import Dataset",
+        *["from peft import LoraConfig"] * (recipe.adapters is not None),
+        "from tokenizers import Tokenizer, models, pre_tokenizers",
+        f"from transformers import {', '.join(sorted([*names, 'PreTrainedTokenizerFast']))}",
+        f"from trl import {trainer.config}, {trainer.name}",
+        *trainer.imports,
+    ]
+
+
+def trainer_lines(recipe: Trained, options: Options, make: str) -> Iterator[str]:
+    """Yield the lines of ``build`` after ``config`` and ``dtype``; ``make`` is the expression that makes a model."""
+    trainer = _trainer_of(recipe)
+    yield "with torch.device(device):"
+    yield f"    model = {make}"
+    if _adds_reference(recipe) or "ref_model=reference" in trainer.arguments:
+        yield f"    reference = {make}"
+    yield 'words = Tokenizer(models.WordLevel({"a": 0}, "a"))'
+    yield "words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()"
+    yield 'tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a", pad_token="a")'
+    yield from trainer.before
+    precision = None if options.autocast is None else dtype_of(options.autocast)
+    mixed = [f"{name}={str(precision) == kind}" for name, kind in _MIXED.items()]
+    yield from call_lines(
+        f"settings = {trainer.config}",
+        (
+            "tempfile.gettempdir()", "per_device_train_batch_size=batch", *trainer.settings,
+            f"gradient_checkpointing={options.checkpointing}", *mixed, 'use_cpu=device == "cpu"', 'report_to="none"',
+        ),
+    )  # fmt: skip
+    arguments = ["model=model", *trainer.arguments, "args=settings", "train_dataset=rows", "processing_class=tokenizer"]
+    if recipe.adapters is not None:
+        yield from adapter_lines(recipe.adapters)
+        arguments.append("peft_config=adapters")
+    yield from call_lines(f"trainer = {trainer.name}", arguments)
+    if _adds_reference(recipe):
+        assert isinstance(recipe, Grpo)
+        yield f"trainer.beta = {recipe.beta}  # with beta in its settings it loads a reference by name"
+        yield "trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)"
+        yield "add_fused_lm_head(trainer.ref_model)"
+    optimizer = optimizer_call(options.optimizer)
+    if optimizer is not None and options.optimizer != Options().optimizer:
+        yield "trained = [p for p in trainer.model.parameters() if p.requires_grad]"
+        yield f"trainer.optimizer = {optimizer}"
+    if optimizer is None:
+        yield "trainer.model_wrapped = model = trainer.accelerator.prepare(trainer.model)"
+    else:
+        yield "model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.create_optimizer())"
+        yield "trainer.model_wrapped = model"
+    yield "trainer.current_gradient_accumulation_steps = settings.gradient_accumulation_steps"
+    if options.checkpointing:
+        yield "model.gradient_checkpointing_enable(settings.gradient_checkpointing_kwargs)"
+    yield "model.train()"
+    yield "inputs = next(iter(trainer.get_train_dataloader()))"
+    yield "\ndef step():  # as trainer.train() does"
+    if isinstance(recipe, Grpo):
+        yield "    for _ in range(accumulation):"
+        yield "        trainer.training_step(model, inputs, None)"
+    else:
+        yield "    trainer.training_step(model, dict(inputs))"
+    if optimizer is not None:
+        yield "    trainer.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)"
+        yield "    optimizer.step()"
+    yield "    model.zero_grad()\n"
