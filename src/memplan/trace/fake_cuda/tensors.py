@@ -18,7 +18,11 @@ _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new
 
 @contextmanager
 def installed(card: Card) -> Iterator[None]:
-    """Replace the methods and factories that take a device: their tensors lie on the emulated card or on the host."""
+    """Within this context tensor methods and factories emulate ``card``: ``device="cuda"``, ``.cuda()`` and ``.to()``
+    record a tensor as on the card, and ``.is_cuda`` and ``.get_device()`` answer from that record.
+
+    Code that runs inside of an op sees the real device, the CPU.
+    """
     emulated = _Tensors(card)
     with ExitStack() as stack:
         stack.enter_context(_torch.tensor_devices_reported(emulated.device, card.inside))
