@@ -386,12 +386,12 @@ def _converter(rows: bool) -> Converter:
     return converter
 
 
-def _type_checked(shape: type, name: str, read: Reader, length: int | None = None) -> Reader:
-    """Return a reader that refuses a value of another Python type, or a list of another length, and else calls
-    ``read``."""
+def _type_checked(python_type: type, name: str, read: Reader, length: int | None = None) -> Reader:
+    """Return ``read`` behind a check: a value of another type than ``python_type``, or a list of another length, is
+    refused. ``name``: the type in the error."""
 
     def checked(plain: Any, kind: Any) -> Any:
-        if type(plain) is not shape:
+        if type(plain) is not python_type:
             raise Unreadable(f"is {shown(plain)}, not {name}")
         if length is not None and len(plain) != length:
             raise Unreadable(f"has {len(plain)} parts, not {length}")
@@ -449,7 +449,7 @@ def _values_reader(hint: Any, hook: Reader) -> Reader:
 def _field_reader(place: str, hint: Any, hook: Reader) -> Reader:
     """Return a reader of a dataclass's field; an error names the field."""
 
-    def read(plain: Any, _: Any) -> Any:  # cattrs would pass the hint without what Annotated adds
+    def read(plain: Any, _: Any) -> Any:  # not the hint from cattrs: it has lost the metadata of Annotated
         try:
             return hook(plain, hint)
         except Unreadable as error:
@@ -526,7 +526,7 @@ def _measured(plain: Any, _: Any) -> float:
 
 
 def shown(plain: Any) -> str:
-    """Return a parsed value for an error, cut to 40 characters; nothing of it can steer a terminal."""
+    """Return a parsed value as text for an error: at most 40 characters, with control characters escaped."""
     if isinstance(plain, (Mapping, list, tuple)):  # its repr would be as long as it is
         return f"{reprlib.repr(plain):.40}"
     return f"{plain!r:.40}" if not isinstance(plain, int) or abs(plain) < _LARGEST else "a number of many digits"

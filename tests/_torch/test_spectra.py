@@ -18,7 +18,7 @@ aten: Any = torch.ops.aten
 def told(x: Tensor, function: Callable[[Tensor], Any]) -> list[bool]:
     """Return what is told while a function runs."""
     calls: list[bool] = []
-    with _torch.spectra_seen(calls.append):
+    with _torch.decompositions_without_vectors(calls.append):
         function(x)
     return calls
 

@@ -178,7 +178,7 @@ from memplan._torch.patches import (
     lengths_as_tensors,
     linear_calls_reported,
     patched,
-    random_states_seen,
+    random_states_reported,
     rejections_counted,
     scripted_as_python,
     seeding_seen,
@@ -187,7 +187,7 @@ from memplan._torch.patches import (
     without_function_modes,
     without_global_hooks,
 )
-from memplan._torch.spectra import spectra_seen, without_vectors
+from memplan._torch.spectra import decompositions_without_vectors, without_vectors
 from memplan._torch.subclasses import (
     OpNames,
     computes_by_itself,

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def transform_of_caller() -> str | None:
-    """Say in which transform, compilation or default device a call runs that changes its ops; None where in none."""
+    """Return the name of the context around this call that changes the ops which torch runs: a transform of torch.func,
+    torch.compile, or the default device "meta". None if there is no such context."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # no stub
     if functorch.peek_interpreter_stack() is not None:
         return "torch.vmap, torch.func.grad or another transform of torch.func"

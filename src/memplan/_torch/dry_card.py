@@ -111,7 +111,8 @@ def _write(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
 
 
 def _add_to_counter(tensor: torch.Tensor, number: float) -> None:
-    """Add a number to a counter on the card: to a scalar tensor, such as an optimizer's step, where no kernel would."""
+    """Add a number to a scalar tensor on the emulated card, such as an optimizer's step: the emulated kernel adds
+    nothing. Other tensors are left alone."""
     if tensor.dim() == 0 and _is_real(tensor):
         with torch._C.DisableTorchFunction():
             host = torch.empty((), dtype=tensor.dtype, device="cpu")

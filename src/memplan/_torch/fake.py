@@ -527,8 +527,11 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def in_thread(self) -> Iterator[None]:
-        """Enter the mode in a thread that the step starts. Only while no other thread dispatches: the mode keeps the
-        modes that it was entered over in one list for all threads."""
+        """Enter the mode in a thread that the step starts.
+
+        The lock keeps other threads from dispatching meanwhile: torch's mode has one list, for all threads, of the
+        modes below it.
+        """
         with self._lock:
             self.__enter__()
         try:

@@ -387,8 +387,11 @@ PlaceOf = Callable[[Sequence[Any]], str]
 
 
 def code_without_kernels(graph: Any, launched: Launched, place_of: PlaceOf) -> Any:
-    """Return, in the place of ``GraphLowering.compile_to_module``, an object whose ``call`` runs the code that Inductor
-    writes for a graph on the CPU, and calls ``launched`` where it would launch a kernel."""
+    """Return a replacement for the module that ``GraphLowering.compile_to_module`` returns for a graph on the CPU.
+
+    Its ``call`` runs the code that Inductor generates on fake tensors: it allocates and frees the buffers. Instead of
+    launching a kernel it calls ``launched``. ``place_of`` returns the device of the buffers.
+    """
     namespace = _loaded_without_kernels(graph.codegen()[0].value, graph.constants | graph.torchbind_constants)
     kernels = {name: fused for name in namespace if (fused := _FUSED.match(name))}
     namespace |= {name: _Kernel(f"inductor.{fused[1]}", launched) for name, fused in kernels.items()}

@@ -275,14 +275,16 @@ def _pad_packed_sequence(
 
 
 @contextlib.contextmanager
-def random_states_seen(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``seen`` with each tensor that `torch.get_rng_state` returns, as activation checkpoints call it: no dispatch
-    mode sees that allocation."""
+def random_states_reported(report: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within this context, call ``report`` with each tensor that `torch.get_rng_state` returns.
+
+    No dispatch mode sees that allocation, which activation checkpoints make and keep until the backward pass.
+    """
     read = torch.random.get_rng_state
 
     def read_and_report() -> torch.Tensor:
         state = read()
-        seen(state)
+        report(state)
         return state
 
     here = here_alone(read_and_report, read)

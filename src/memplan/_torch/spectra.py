@@ -20,18 +20,21 @@ _aten: Any = torch.ops.aten
 
 
 @contextlib.contextmanager
-def spectra_seen(called: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``called(True)`` when a function of `torch.linalg` begins that needs no singular or eigenvectors, also not
-    for a derivative, and ``called(False)`` when it ends."""
+def decompositions_without_vectors(set_needs_no_vectors: Callable[[bool], None]) -> Iterator[None]:
+    """Within this context, report when a decomposition inside of `torch.linalg` needs values alone.
+
+    ``set_needs_no_vectors(True)`` is called when a function such as `torch.linalg.svdvals` begins, unless its
+    derivative needs the singular or eigenvectors, and ``set_needs_no_vectors(False)`` when the function ends.
+    """
 
     def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_report(*args: Any, **kwargs: Any) -> Any:
             matrix = args[0] if args else kwargs.get("A", kwargs.get("input"))
-            called(isinstance(matrix, torch.Tensor) and not _needs_derivative(matrix))
+            set_needs_no_vectors(isinstance(matrix, torch.Tensor) and not _needs_derivative(matrix))
             try:
                 return function(*args, **kwargs)
             finally:
-                called(False)
+                set_needs_no_vectors(False)
 
         return here_alone(call_and_report, function)
 

@@ -101,7 +101,7 @@ def is_zero(tensor: torch.Tensor) -> bool:
 
 def is_sparse(value: Any) -> bool:
     """Return whether a value is a tensor of a sparse layout."""
-    return isinstance(value, torch.Tensor) and value.layout is not torch.strided and bool(_names(value.layout))
+    return isinstance(value, torch.Tensor) and value.layout is not torch.strided and bool(_part_methods(value.layout))
 
 
 def sparse_length(tensor: torch.Tensor) -> int:
@@ -112,7 +112,7 @@ def sparse_length(tensor: torch.Tensor) -> int:
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors of indices and values that a sparse tensor consists of, the values last."""
     with _unrecorded(tensor) if isinstance(tensor, FakeTensor) else no_modes():
-        return [getattr(tensor, name)() for name in _names(tensor.layout)]
+        return [getattr(tensor, name)() for name in _part_methods(tensor.layout)]
 
 
 @contextlib.contextmanager
@@ -131,8 +131,8 @@ def _unrecorded(tensor: FakeTensor) -> Iterator[None]:
         mode._inside = before
 
 
-def _names(layout: torch.layout) -> tuple[str, ...]:
-    """Return the methods that give the parts of a sparse tensor; none for a dense layout."""
+def _part_methods(layout: torch.layout) -> tuple[str, ...]:
+    """Return the names of the methods that return the indices and values of a sparse tensor; () for a dense layout."""
     if layout == torch.sparse_coo:
         return "_indices", "_values"
     if layout in (torch.sparse_csr, torch.sparse_bsr):

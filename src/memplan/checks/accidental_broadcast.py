@@ -86,7 +86,8 @@ def lacks_one(longer: _Shape, shorter: _Shape) -> bool:
 def _equal_shapes() -> Any:
     """Return a context in which the operands of such a broadcast are reshaped to the same shape first."""
 
-    def same_shape(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def reshape_to_shorter(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return two tensors of shapes such as (8, 1) and (8,) both as (8,); others unchanged."""
         x, y = tensors
         if lacks_one(tuple(x.shape), tuple(y.shape)):
             return [x.reshape(y.shape), y]
@@ -94,11 +95,11 @@ def _equal_shapes() -> Any:
 
     def binary_kernel(op: Any) -> Any:
         return lambda x, y, **kwargs: dispatch.whole(
-            op, *(same_shape([x, y]) if isinstance(y, torch.Tensor) else (x, y)), **kwargs
+            op, *(reshape_to_shorter([x, y]) if isinstance(y, torch.Tensor) else (x, y)), **kwargs
         )
 
     def broadcast_tensors(tensors: list[torch.Tensor]) -> Any:
-        reshaped = same_shape(tensors) if len(tensors) == 2 else tensors
+        reshaped = reshape_to_shorter(tensors) if len(tensors) == 2 else tensors
         return dispatch.composite(_ATEN.broadcast_tensors.default, reshaped)
 
     kernels = {f"{name}.Tensor": binary_kernel(getattr(_ATEN, name).Tensor) for name in ("add", "sub", "mul", "div")}

@@ -42,9 +42,10 @@ class Row:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return at most one finding, for the model's output that loses the most.
+    """Return at most one finding, for the model's output that loses the most border.
 
-    If positions are lost before the outputs, it is about the tensor up to which they are known.
+    If the border cannot be followed to any output that loses some, the finding is about the last tensor on the way to
+    an output up to which it can be followed.
     """
     followed = follow(subject.trace)
     outputs = [output for output in followed.outputs if output.spatial]

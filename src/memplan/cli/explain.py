@@ -134,14 +134,14 @@ def does_not_fit(explanation: Explanation) -> bool:
 
 
 def _read_saved(arguments: StepArguments, really: bool, host: str | None, outputs: Outputs) -> Explanation | None:
-    """Read a target that is a file with an explanation, as --json writes it. Return None for other targets.
+    """Return the explanation of a target that is a file which --json wrote. Return None for other targets.
 
     Raises:
         InputError: options that describe a step were used, or the explanation is damaged.
     """
     from memplan.explanation.model import Explanation
 
-    if not is_trace(arguments.target) or begins_as_trace(arguments.target):
+    if not arguments.target.endswith(".json") or begins_as_trace(arguments.target):
         return None
     try:
         data = parse(read_text(arguments.target))
@@ -156,10 +156,10 @@ def _read_saved(arguments: StepArguments, really: bool, host: str | None, output
         "--measure": really, "--host": host, "--trace": outputs.trace,
         "--snapshot": outputs.snapshot, "--perfetto": outputs.perfetto,
     }  # fmt: skip
-    surplus = [*arguments.changed_options(), *(option for option, value in other_options.items() if value)]
-    if surplus:
+    unused_options = [*arguments.changed_options(), *(option for option, value in other_options.items() if value)]
+    if unused_options:
         raise InputError(
-            f"{arguments.target} is an explanation, and {', '.join(surplus)} was given, too",
+            f"{arguments.target} is an explanation, and {', '.join(unused_options)} was given, too",
             expected="an explanation alone: its step is no longer there",
             do="Leave the options out, or name a callable",
         )

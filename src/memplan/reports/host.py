@@ -35,11 +35,11 @@ def parts(explanation: Explanation) -> Iterator[Part]:
     fields = [Field("On the host", lambda term: _LABELS[term[0]]), number_field("bytes", lambda term: term[1])]
     yield table_of(terms, fields, total="at its peak")
     yield Line(host_sentence(need, explanation.device), "" if need.budget is None else "good" if need.fits else "bad")
-    yield from _settings(need)
+    yield from _advice(need)
 
 
-def _settings(need: HostNeed) -> Iterator[Part]:
-    """Yield what of it depends on settings of loaders and of containers."""
+def _advice(need: HostNeed) -> Iterator[Part]:
+    """Yield the lines about memory that settings change: pinned memory, ``/dev/shm`` and the number of workers."""
     use = need.use
     pinned = use.peak.terms.get("pinned", 0)
     if pinned > use.pinned_tensors:

@@ -34,7 +34,7 @@ def reserved_bounds(trace: Trace, settings: AllocatorSettings) -> tuple[int, int
     if len(order) > 1:
         for share in _shares(1 if len(trace.storages) > _MANY_STORAGES else _RANDOM_CASES):
             shares = {key: share(index, len(order)) for key, index in order.items()}
-            simulated.append(drive(_with_sizes(trace, shares), settings, low=False)[1])
+            simulated.append(drive(_with_fixed_workspaces(trace, shares), settings, low=False)[1])
     peaks = [max((reserved for _, _, reserved in levels), default=0) for levels in simulated]
     return min(peaks), max(peaks)
 
@@ -50,8 +50,11 @@ def _key(trace: Trace, storage: Storage) -> tuple[str, int]:
     return "" if storage.op is None else trace.ops[storage.op].name, storage.bytes
 
 
-def _with_sizes(trace: Trace, shares: dict[tuple[str, int], float]) -> Trace:
-    """Return the trace with each workspace's size fixed at its share of the interval."""
+def _with_fixed_workspaces(trace: Trace, shares: dict[tuple[str, int], float]) -> Trace:
+    """Return the trace with one size for each workspace that is known as an interval of bytes.
+
+    ``shares``: by `_key`, the position of the size in its interval, from 0 (the least bytes) to 1 (the most).
+    """
     storages = []
     for storage in trace.storages:
         if storage.low is not None:

@@ -130,14 +130,15 @@ class _Search:
         first = min(other_readers, key=lambda op: op.index, default=None)
         return Attention(
             scores, softmax, (sizes[0], sizes[1]), tuple(matrices), tuple(self._scalings(scores)),
-            self._summand(scores), dropped, first, returned,
+            self._empty_summand(scores), dropped, first, returned,
         )  # fmt: skip
 
-    def _summand(self, scores: Op) -> Op | None:
-        """Return the op that made the first operand of baddbmm, if that is uninitialized memory which nothing else
-        reads."""
+    def _empty_summand(self, scores: Op) -> Op | None:
+        """Return the op that allocated the summand of ``baddbmm(summand, queries, keys, beta=0)``; None for other
+        products. The summand is uninitialized memory, which no other op reads."""
         summand = self._trace.storages[scores.reads[0].storage]
-        maker = self._trace.ops[summand.op] if len(scores.reads) > 2 and summand.op is not None else None
+        is_baddbmm = len(scores.reads) > 2
+        maker = self._trace.ops[summand.op] if is_baddbmm and summand.op is not None else None
         read_once = len(self._readers.get(summand.id, ())) == 1
         return maker if maker is not None and read_once and maker.name.startswith(EMPTY) else None
 

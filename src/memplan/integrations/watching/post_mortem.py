@@ -68,13 +68,13 @@ def post_mortem(
 
     Args:
         error: the out-of-memory error.
-        step: the failed step, from 1.
+        step: number of the failed step, from 1.
         subject: the model and its optimizers.
-        prediction: of the steps observed last; None: no step was observed.
-        is_failed_step: whether the failed step is the last of these.
-        device: that ran out of memory.
-        folder: of the new files; it is created if missing.
-        inputs: of the model's last call.
+        prediction: prediction from the steps observed last; None if no step was observed.
+        is_failed_step: whether the failed step is among the observed steps, so that the prediction is about it.
+        device: the device that ran out of memory.
+        folder: folder for both files; it is created if missing.
+        inputs: the inputs of the model's last call.
 
     Returns:
         The path of the JSON file.

@@ -445,12 +445,16 @@ def _reference_counts(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 def _saved_positions(
     before: Mapping[int, int], tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> tuple[int, ...]:
-    """Return the positions of the arguments and results whose storage a call holds a reference to: it has more
-    references than before the call and the results explain."""
-    (alone,) = _reference_counts([torch.empty(0)]).values()
+    """Return the positions of the arguments and results whose storage a call still references after it returned.
+
+    Such a storage has more references than before the call, and its results account for. ``before``: the references
+    to the arguments' storages before the call.
+    """
+    (references_of_new,) = _reference_counts([torch.empty(0)]).values()
     storages = [_storage(tensor) for tensor in (*tensors, *results)]
     by_results, now = Counter(storages[len(tensors) :]), _reference_counts([*tensors, *results])
-    saved = {key for key in storages if now[key] > before.get(key, alone - 1) + by_results[key]}
+    overhead = references_of_new - 1  # of the count itself, besides the one tensor
+    saved = {key for key in storages if now[key] > before.get(key, overhead) + by_results[key]}
     return tuple(position for position, key in enumerate(storages) if key in saved)
 
 

@@ -42,20 +42,21 @@ class OnCPU:
     """Kernels of the CPU."""
 
     def __init__(self, graph: JointGraph) -> None:
-        self._opaque = _of_opaque_calls(graph)
+        self._opaque_workspaces = _workspaces_of_opaque_calls(graph)
 
     def known(self, semantics: Semantics) -> Semantics:
         """See `Kernels`."""
         measured = cpu_workspace.known(semantics)
 
-        def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+        def workspaces(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
             name = _ATEN_POOLS.get(name, name)
             if not _is_opaque(name):
                 return measured.extras(name, args, kwargs, result, in_backward)
-            size = self._opaque.get((name, args[-1]), 0)
+            call = args[-1]
+            size = self._opaque_workspaces.get((name, call), 0)
             return (Extra(size),) if size else ()
 
-        return replace(semantics, extras=extras)
+        return replace(semantics, extras=workspaces)
 
     def measure(self) -> bool:
         """See `Kernels`: nothing is left to measure."""
@@ -71,16 +72,16 @@ class OnCard:
     """
 
     def __init__(self, graph: JointGraph, place: str) -> None:
-        self._opaque, self._place = _of_opaque_calls(graph), place
+        self._opaque_workspaces, self._place = _workspaces_of_opaque_calls(graph), place
         self._unknown = dict[str, KernelCall]()
 
     def known(self, semantics: Semantics) -> Semantics:
         """See `Kernels`."""
         measured = cuda_workspace.known(self._place)
 
-        def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+        def workspaces(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
             call = KernelCall.of(name, args, kwargs)
-            size = self._opaque.get((name, args[-1]), 0) if _is_opaque(name) else measured.get(call.key)
+            size = self._opaque_workspaces.get((name, args[-1]), 0) if _is_opaque(name) else measured.get(call.key)
             if size is not None:
                 return (Extra(size),) if size else ()
             if call.key not in measured and _is_measurable(call.name):
@@ -88,7 +89,7 @@ class OnCard:
             extras = semantics.extras(call.name, args, kwargs, result, in_backward)
             return [extra for extra in extras if not extra.held]
 
-        return replace(semantics, extras=extras)
+        return replace(semantics, extras=workspaces)
 
     def measure(self) -> bool:
         """See `Kernels`."""
@@ -123,7 +124,7 @@ def _is_opaque(name: str) -> bool:
     return name in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD)
 
 
-def _of_opaque_calls(graph: JointGraph) -> dict[tuple[str, str], int]:
+def _workspaces_of_opaque_calls(graph: JointGraph) -> dict[tuple[str, str], int]:
     """Return the workspaces of opaque calls in the graph, by (op, identifier of the call)."""
     workspaces = dict[tuple[str, str], int]()
     for op in graph.ops:

@@ -243,10 +243,12 @@ class _Encodings:
 def _lossy(
     graph: JointGraph, value: Value, maker: GraphOp, readers: Sequence[GraphOp], save: Save, is_amplified: bool
 ) -> tuple[SavedForm, Value] | None:
-    """Return the lossy encoding of a value and the encoded value, None if it may have none: the plan is exact, the
-    value is no result in floating point, or ops only compare it with 0 (as bits it is smaller, and exact).
+    """Return the lossy encoding of a value, and the encoded value: eight bits an element where all its readers
+    tolerate that, else bfloat16.
 
-    ``is_amplified``: whether ops of the forward pass amplify an error of the value, so that it must not have 8 bits.
+    None if the plan is exact, the value is no floating-point result of its op, or ops only compare it with 0: bits
+    are smaller then, and exact. ``is_amplified``: whether ops of the forward pass amplify an error of the value, which
+    rules eight bits out.
     """
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
@@ -261,20 +263,27 @@ def _lossy(
         and all(op.target in EIGHT_BITS for op in readers)
         and value.dtype != "float64"
     ):
-        codec = "uint8" if maker.target in _NEVER_BELOW_0 and maker.outputs[0] == value.id else "int8"
-        size = quantized_bytes(elements)
-        form = _uint8_vector(value, codec, size)
-        piece = min(quantized_piece(elements, value.place), elements)
-        scratch = 4 * piece + 4 * piece * (value.dtype != "float32") + 32 * (1 + piece // GROUP) + NUMBERS
-        signs = 4 * piece * (codec == "uint8")
-        decoding = scratch if value.dtype != "float32" else NUMBERS
-        return SavedForm(
-            NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=scratch + signs, fetch_scratch=decoding
-        ), form
+        return _eight_bits(value, is_signed=maker.target not in _NEVER_BELOW_0)
     if itemsize(value.dtype) <= 2:
         return None
     form = replace(value, name=f"{value.name}_bfloat16", kind="encoded", bytes=2 * elements, dtype="bfloat16", op=None)
     return SavedForm(NAME, value.id, _ID_TO_ASSIGN, "bfloat16"), form
+
+
+def _eight_bits(value: Value, *, is_signed: bool) -> tuple[SavedForm, Value]:
+    """Return the encoding of a value in eight bits, with the temporary bytes of `memplan.planning.ops.int8`, and the
+    encoded value."""
+    elements = prod(value.shape)
+    codec = "int8" if is_signed else "uint8"
+    piece = min(quantized_piece(elements, value.place), elements)
+    is_float32 = value.dtype == "float32"
+    quotients, casts = 4 * piece, 0 if is_float32 else 4 * piece
+    per_group = 32 * (1 + piece // GROUP)
+    piecewise = quotients + casts + per_group + NUMBERS
+    signs = 0 if is_signed else 4 * piece
+    decoding = NUMBERS if is_float32 else piecewise
+    saved = SavedForm(NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=piecewise + signs, fetch_scratch=decoding)
+    return saved, _uint8_vector(value, codec, quantized_bytes(elements))
 
 
 def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:

@@ -99,22 +99,27 @@ class Unavoidable:
             for _, row in candidates:
                 self.direct[row].append(slot)
         latest = (max([*slots, *direct], default=-1) for slots, direct in zip(readers, self.direct, strict=True))
-        self.any_last = np.array(list(latest), dtype=np.int64)
+        self.last_read_in_any_form = np.array(list(latest), dtype=np.int64)
+        """Last slot in which each value or a saved form of it is read; -1 where none is."""
 
     def bytes_already_counted(self, row: int, slot: int, forward: int | None) -> int:
         """Bytes that the level of a position (a slot, or a forward op) already counts for a forward value that need not
         be live itself there: those of its smallest form, or 0."""
         small = int(self.smallest[row])
         if forward is not None:
-            return small if self.not_recomputable[row] and self.any_last[row] >= 0 else 0
+            return small if self.not_recomputable[row] and self.last_read_in_any_form[row] >= 0 else 0
         waits = self.not_recomputable[row] and self.read[row] and slot < self.first[row]
         return small if waits or slot in self.direct[row] else 0
 
     def _forward_levels(self) -> Ints:
-        """Return the bytes that are live during each forward op in every schedule."""
+        """Return, for each forward op, the bytes that are live during it in every schedule.
+
+        After its last reader in the forward pass an output stays live, and of a value that is read in the backward
+        pass and cannot be recomputed at least the smallest form.
+        """
         flat = self.flat
-        stays = self.not_recomputable & (self.any_last >= 0) & ~flat.is_output
-        still_live = np.where(flat.is_output, flat.bytes, np.where(stays, self.smallest, 0))
+        is_saved = self.not_recomputable & (self.last_read_in_any_form >= 0) & ~flat.is_output
+        still_live = np.where(flat.is_output, flat.bytes, np.where(is_saved, self.smallest, 0))
         level, levels = flat.base, np.zeros(len(flat.forward), dtype=np.int64)
         frees: list[list[int]] = [[] for _ in flat.forward]
         for row, at in enumerate(flat.freed_at):

@@ -18,7 +18,11 @@ _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new
 
 @contextmanager
 def installed(card: Card) -> Iterator[None]:
-    """Replace the methods and factories that take a device: their tensors lie on the emulated card or on the host."""
+    """Within this context tensor methods and factories emulate ``card``: ``device="cuda"``, ``.cuda()`` and ``.to()``
+    record a tensor as on the card, and ``.is_cuda`` and ``.get_device()`` answer from that record.
+
+    Code that runs inside of an op sees the real device, the CPU.
+    """
     emulated = _Tensors(card)
     with ExitStack() as stack:
         stack.enter_context(_torch.tensor_devices_reported(emulated.device, card.inside))
@@ -41,7 +45,9 @@ def installed(card: Card) -> Iterator[None]:
         )
         stack.enter_context(_torch.patched(_torch.FakeTensor, data_ptr=_method(emulated.data_ptr)))
         stack.enter_context(_torch.factories_replaced(emulated.emulated_factory))
-        stack.enter_context(_torch.default_device_replaced(lambda device: card.placing(emulated.named_device(device))))
+        stack.enter_context(
+            _torch.default_device_replaced(lambda device: card.placing(emulated.device_from_user(device)))
+        )
         yield
 
 
@@ -55,10 +61,13 @@ class _Tensors:
         """The emulated ``tensor.device``; None to use the real one."""
         return card_of_rank() if not self._card.within_compiled and self._card.holds(tensor) else None
 
-    def named_device(self, device: Any) -> torch.device:
-        """The device of an argument in the user's code. A CUDA device is noted as named by the step."""
+    def device_from_user(self, device: Any) -> torch.device:
+        """Return the `torch.device` of a ``device`` argument that the user's code passes.
+
+        Records that the step names CUDA, unless the argument is the ``.device`` of one of its tensors.
+        """
         target = device_of_argument(device)
-        if target.type == "cuda" and device is not card_of_rank():  # the user only passed on a tensor's own device
+        if target.type == "cuda" and device is not card_of_rank():  # that object itself: a tensor's own device
             self._card.note_cuda_named()
         return target
 
@@ -78,7 +87,7 @@ class _Tensors:
                     return make(*args, **kwargs)
                 with card.placing(CPU):  # a default device, if set, is applied within
                     return _pinned(make(*args, **kwargs)) if pins else make(*args, **kwargs)
-            place = self.named_device(device)
+            place = self.device_from_user(device)
             if place.type not in ("cuda", "cpu"):  # "meta"
                 return make(*args, **kwargs)
             with card.placing(place):
@@ -98,7 +107,7 @@ class _Tensors:
         device, others, kwargs = _split_device(args, kwargs)
         if device is None:
             return _TO(tensor, *others, **kwargs)
-        place = self.named_device(device)
+        place = self.device_from_user(device)
         if place.type not in ("cuda", "cpu"):
             return _TO(tensor, place, *others, **kwargs)
         if not self._moves(tensor, place):

@@ -192,7 +192,7 @@ def _ops(observer: Observer, names: _Names) -> list[Op]:
         recomputed = note.phase == "backward" and note.grad_enabled and note.module != 0
         source = None
         if note.phase == "backward" and not recomputed and note.sequence is not None:
-            source = observer.sequences.ops.get(note.sequence)
+            source = observer.creating_ops.by_sequence_number.get(note.sequence)
         if note.frame is not None and note.frame not in frames:
             frames[note.frame] = format_frame(note.frame)
         where = frames[note.frame] if note.frame is not None else None

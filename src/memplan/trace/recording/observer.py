@@ -12,13 +12,13 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import DeviceError, EndlessError, StepError
 from memplan.trace.recording.call_forms import Forms
+from memplan.trace.recording.creating_ops import CreatingOps
 from memplan.trace.recording.engine_forms import EngineForms
 from memplan.trace.recording.formula_forms import form_of
 from memplan.trace.recording.held_scalars import HeldScalars
 from memplan.trace.recording.ledger import Entry, Ledger, Note
 from memplan.trace.recording.ownership import Ownership
 from memplan.trace.recording.place import Place, format_frame, user_frame
-from memplan.trace.recording.sequences import Sequences
 from memplan.trace.recording.values.known_indices import Positions
 from memplan.trace.recording.values.ranges import ValueRanges
 from memplan.trace.records import HOST, ON_CARD, Phase
@@ -133,7 +133,7 @@ class Observer:
         self.place = place
         self.ledger = Ledger(real=real, card=on_card)
         self.notes: list[Note] = []
-        self.sequences = Sequences()
+        self.creating_ops = CreatingOps()
         self.ownership = Ownership(place, self.ledger, self.notes)
         self._events = events
         self._on_assumption = None if events is None else events.result_assumed
@@ -200,7 +200,7 @@ class Observer:
     def calibrate(self) -> None:
         """Learn how autograd's engine references gradients in its buffers. Call it under the mode."""
         self.engine.calibrate()
-        self.sequences.restart()
+        self.creating_ops.restart()
 
     def _run_and_note(
         self,
@@ -293,7 +293,7 @@ class Observer:
 
     def _stream_of(self, note: Note) -> int:
         """Return an op's stream: the engine runs a derivative formula on the stream of its forward op."""
-        source = self.sequences.ops.get(note.sequence) if note.sequence is not None else None
+        source = self.creating_ops.by_sequence_number.get(note.sequence) if note.sequence is not None else None
         note.stream = self.ledger.stream if source is None else self.notes[source].stream
         return note.stream
 
@@ -362,7 +362,7 @@ class Observer:
         if grad_enabled:
             after_clone = bool(signature.mutable and index and self.notes[-1].name == _CLONE)
             on_view = signature.mutable and bool(needs) and _torch.is_view(args[0])
-            self.sequences.follow(index, after_clone=after_clone, on_view=on_view)
+            self.creating_ops.follow(index, after_clone=after_clone, on_view=on_view)
         clock = self.ledger.clock
         frame = user_frame() if phase != "backward" or grad_enabled else None
         return Note(

@@ -101,9 +101,9 @@ class ScalarPolicy:
     def __init__(self, shares: Shares, overrides: Overrides = frozenset()) -> None:
         self._shares, self._overrides = shares, overrides
         self.assumed = Assumed()
-        self._last_known = False
+        self._is_last_known = False
         """Whether the last value read is known or assumed for good, so that it is returned as a plain number."""
-        self._last: Range | None = None
+        self._last_range: Range | None = None
         """Range of the last value read; None if unknown."""
         self._losses = 0
         self._redraws: int | None = None
@@ -128,7 +128,7 @@ class ScalarPolicy:
 
         A GradScaler's ``found_inf`` is 0.
         """
-        self._last_known, self._last = True, None
+        self._is_last_known, self._last_range = True, None
         if not isinstance(tensor, _torch.FakeTensor) or tensor.constant is not None:
             return run(_torch.READ_SCALAR)
         if self._redraws is not None:  # the number of rejections follows from the distribution; no branch to report
@@ -145,10 +145,10 @@ class ScalarPolicy:
             self.assumed.add("scalar", f"a check for nan or inf was read and taken as {healthy}")
             value = healthy
         else:
-            self._last = bound = self._range(tensor, observer)
-            self._last_known = bound is not None and bound[0] == bound[1] and self._shares.of(user_frame()) == 1.0
+            self._last_range = bound = self._range(tensor, observer)
+            self._is_last_known = bound is not None and bound[0] == bound[1] and self._shares.of(user_frame()) == 1.0
             value = self._value(bound, whole=_is_whole(tensor))
-            if not self._last_known:
+            if not self._is_last_known:
                 is_share = bound is not None and self._shares.of(user_frame()) != 1.0
                 text = f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}"
                 self.assumed.add("bound" if is_share else "scalar", text + (", as was assumed" if is_share else ""))
@@ -234,8 +234,8 @@ class ScalarPolicy:
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_calls_reported(observer.engine.set_in_linear))
-            stack.enter_context(_torch.spectra_seen(observer.set_without_vectors))
-            stack.enter_context(_torch.random_states_seen(random_state))
+            stack.enter_context(_torch.decompositions_without_vectors(observer.set_without_vectors))
+            stack.enter_context(_torch.random_states_reported(random_state))
             stack.enter_context(_torch.scripted_as_python(partial(self.assumed.add, "compiled", SCRIPTED)))
             yield
 
@@ -258,12 +258,12 @@ class ScalarPolicy:
     def _item(self, tensor: torch.Tensor) -> Any:
         """Replace `Tensor.item`: an unknown value is a symbolic scalar, or a bool that decides a branch."""
         value = torch.Tensor.item(tensor)
-        if self._last_known or isinstance(value, complex):
+        if self._is_last_known or isinstance(value, complex):
             return value
         if isinstance(value, bool):  # bool cannot be subclassed, and is read to decide a branch
             return self.decides(value)
         self._has_read = True
-        return symbolic(value, self, self._last)
+        return symbolic(value, self, self._last_range)
 
     def _tolist(self, tensor: Any) -> Any:
         if tensor.constant is not None:
@@ -286,29 +286,32 @@ class ScalarPolicy:
 
     def _bool(self, tensor: torch.Tensor) -> bool:
         value = torch.Tensor.__bool__(tensor)
-        return value if self._last_known else self.decides(value)
+        return value if self._is_last_known else self.decides(value)
 
     def _float(self, tensor: torch.Tensor) -> float:
         """Replace `float(tensor)`: the assumed value, smaller at each read by an optimizer that searches a line."""
         value = torch.Tensor.__float__(tensor)
-        if not self._last_known and is_optimizing():
+        if not self._is_last_known and is_optimizing():
             self._losses += 1
             return value / self._losses  # a decreasing loss: the line search goes on
-        if not self._last_known and branches(user_frame()):
+        if not self._is_last_known and branches(user_frame()):
             self.becomes_plain()
         return value
 
     def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
-        """Replace `int(tensor)` by an assumed plain number, with a note if the value's range is unknown."""
+        """Replace ``int(tensor)``: the known or assumed value as a plain int.
+
+        Branches on a plain int cannot be followed, which is reported if the range of the value is unknown.
+        """
         value = convert(tensor)
-        if not self._last_known and self._last is None:
+        if not self._is_last_known and self._last_range is None:
             self.becomes_plain()
         return value
 
     def _index(self, tensor: torch.Tensor) -> int:
         """Replace ``__index__``, by which a tensor becomes a size; raise DataDependentError if its range is unknown."""
         value = self._int(tensor, torch.Tensor.__index__)
-        if not self._last_known and self._last is None:
+        if not self._is_last_known and self._last_range is None:
             raise _used_as_size()
         return value
 

@@ -222,7 +222,8 @@ class Prover:
     # -- memory
 
     def _smaller_call(self, plan: Plan) -> tuple[Call, Cut] | None:
-        """Return the call with fewer samples to compare, or None if memory suffices for all of them.
+        """Return a call with fewer samples to prove instead of the whole one, and its description; None if free memory
+        suffices for the whole call.
 
         Raises:
             UsageError: no smaller call fits.

@@ -231,7 +231,10 @@ def _compare_once(
 
 @contextmanager
 def _releasing(trials: Iterable[Trial]) -> Iterator[None]:
-    """Release all trials, also after an error: tensors that the next attempt would free distort its peak."""
+    """Release all trials at the end of this context, also after an error.
+
+    Otherwise the next attempt would start with their tensors live, and its measured peak would count them.
+    """
     try:
         yield
     finally:
@@ -302,7 +305,11 @@ class _Comparison:
             self._eps = {name: torch.finfo(p.dtype).eps for name, p in parameters.items()}
 
     def _tensors_to_measure(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the tensors whose errors are measured; for parameters that were saved, their updates."""
+        """Return the floating-point tensors whose errors are measured.
+
+        For parameters that are updated in the backward pass, these are the updates: their difference, in float64, to
+        the parameters before the step.
+        """
         tensors = floating_point(named)
         if kind != "parameters" or not self._parameters:
             return tensors

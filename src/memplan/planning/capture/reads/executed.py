@@ -169,9 +169,13 @@ class Executed:
         return True
 
     def _examine_call(self, code: CodeType, frame: FrameType) -> None:
-        """Record what a call of one of `_EXAMINED_CALLS` means: an external effect (threads, files), an imported
-        module, or a checkpoint, whose recomputation in the backward pass is not observed."""
-        function = str(frame.f_globals.get("__name__")).partition(".")[0], code.co_qualname
+        """Record the effect of a call of one of `_EXAMINED_CALLS`.
+
+        A thread or a file is an external effect, `importlib.import_module` adds a module, and a checkpoint reads state
+        in the backward pass, where its recomputation is not observed.
+        """
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        function = package, code.co_qualname
         self.backward_reads_state |= function == _CHECKPOINT
         if not self._is_called_directly(frame):
             return
@@ -180,9 +184,9 @@ class Executed:
         elif function in _FILES:
             self._record_external_effect("calls " + ".".join(function).removesuffix(".__new__"), frame.f_back or frame)
         elif function == _IMPORT:
-            name, package = frame.f_locals["name"], frame.f_locals["package"]
+            name, relative_to = frame.f_locals["name"], frame.f_locals["package"]
             with suppress(ImportError):  # import_module raises it, too
-                self.modules.add(importlib.util.resolve_name(str(name), package or ""))
+                self.modules.add(importlib.util.resolve_name(str(name), relative_to or ""))
 
     def _record_full_reads(self, owners: list[tuple[str, ...] | None], frame: FrameType) -> None:
         """Record that all attributes of some objects are read. ``owners``: as `_owners_of_dict_reads` returns them."""

@@ -61,8 +61,8 @@ class Bounds:
 
     Args:
         shares: assumed by the user.
-        tell: called with the name of an op, the assumed and the largest number of elements, and whether ``counts``
-            decided.
+        note_assumption: called with the name of an op, the assumed and the largest number of elements, and whether
+            ``counts`` decided.
         range_of: returns the range of a tensor's elements, None if unknown.
         counts: execution of a line -> number of elements that values select there, where it is known.
     """
@@ -70,37 +70,41 @@ class Bounds:
     def __init__(
         self,
         shares: Shares,
-        tell: Callable[[str, int, int, bool], None],
+        note_assumption: Callable[[str, int, int, bool], None],
         range_of: RangeOf,
         counts: Mapping[Execution, int],
     ) -> None:
         self._shares = shares
-        self._tell = tell
+        self._note_assumption = note_assumption
         self._range_of = range_of
         self._counts = counts
         self._executions: dict[Line | None, int] = {}
         self.last_execution = 0
         """How often the line that selected last had selected something before."""
 
-    def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
-        """Return an op's result at its largest or assumed size; NotImplemented if its size has no bound."""
-        form = _FORMS.get(str(func))
-        if form is None:
+    def result(self, func: Any, args: Arguments, kwargs: Keywords, line: Line | None) -> Any:
+        """Return the result of an op that selects by value; NotImplemented if its size has no bound.
+
+        Known values decide its size. Where they are unknown, it is the user's share of the largest size at this line,
+        else the largest size; a smaller count that is known for this execution of the line goes before that.
+        """
+        selection = _SELECTIONS.get(str(func))
+        if selection is None:
             return NotImplemented
         named = _torch.named_arguments(func, args, kwargs)
-        most = form.most(named, self._range_of)
-        if most is None:
+        largest = selection.largest_size(named, self._range_of)
+        if largest is None:
             return NotImplemented
-        share = self._shares.of(frame)
-        known = None if form.known is None else form.known(named)
-        self.last_execution = self._executions.get(frame, 0)
-        self._executions[frame] = self.last_execution + 1
-        count = None if frame is None or share != 1.0 else self._counts.get((frame, self.last_execution))
-        size = math.ceil(share * most) if known is None else known
+        share = self._shares.of(line)
+        known = None if selection.known_size is None else selection.known_size(named)
+        self.last_execution = self._executions.get(line, 0)
+        self._executions[line] = self.last_execution + 1
+        count = None if line is None or share != 1.0 else self._counts.get((line, self.last_execution))
+        size = math.ceil(share * largest) if known is None else known
         size = size if count is None else min(count, size)
         if known is None:
-            self._tell(str(func).split(".")[1], size, most, count is not None)
-        return form.result(named, size)
+            self._note_assumption(str(func).split(".")[1], size, largest, count is not None)
+        return selection.result(named, size)
 
 
 def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
@@ -122,14 +126,14 @@ def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _Selection:
     """Size and result of an op that selects by value."""
 
-    most: Callable[[Keywords, RangeOf], int | None]
+    largest_size: Callable[[Keywords, RangeOf], int | None]
     """Returns the largest size; None where the values of its operands are not bounded."""
     result: Callable[[Keywords, int], Any]
     """Makes a result of this size."""
-    known: Callable[[Keywords], int | None] | None = None
+    known_size: Callable[[Keywords], int | None] | None = None
     """Returns the size if the values that decide it are known."""
 
 
@@ -242,24 +246,24 @@ def _ctc_result(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor
 SIZED_BY_NUMBERS = frozenset({"bincount", "repeat_interleave", "_ctc_loss"})
 """Ops that select nothing, but whose results are as large as numbers among their values."""
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
-_FORMS: Mapping[str, _Form] = {
-    "aten.nonzero.default": _Form(_most_elements, _nonzero_result),
-    "aten.masked_select.default": _Form(
+_SELECTIONS: Mapping[str, _Selection] = {
+    "aten.nonzero.default": _Selection(_most_elements, _nonzero_result),
+    "aten.masked_select.default": _Selection(
         lambda named, range_of: math.prod(torch.broadcast_shapes(named["self"].shape, named["mask"].shape)),
         lambda named, count: named["self"].new_empty(count),
         _count_of_known_mask,
     ),
-    "aten._pack_padded_sequence.default": _Form(
+    "aten._pack_padded_sequence.default": _Selection(
         lambda named, range_of: math.prod(named["input"].shape[:2]),  # padding included
         _packed_sequence,
         _known_steps,
     ),
-    **{f"aten._ctc_loss.{form}": _Form(_longest_target, _ctc_result) for form in ("default", "Tensor")},
-    **{f"aten.{name}.default": _Form(_most_elements, _unique_result) for name in ("_unique", "_unique2")},
-    "aten.bincount.default": _Form(_most_bins, _bincount_result),
-    "aten.repeat_interleave.Tensor": _Form(_most_repeats, lambda named, count: named["repeats"].new_empty(count)),
-    **{f"aten.{name}": _Form(_most_rows, _unique_dim_result) for name in _UNIQUE},
-    "torchvision.nms.default": _Form(  # indices of the boxes that are left
+    **{f"aten._ctc_loss.{form}": _Selection(_longest_target, _ctc_result) for form in ("default", "Tensor")},
+    **{f"aten.{name}.default": _Selection(_most_elements, _unique_result) for name in ("_unique", "_unique2")},
+    "aten.bincount.default": _Selection(_most_bins, _bincount_result),
+    "aten.repeat_interleave.Tensor": _Selection(_most_repeats, lambda named, count: named["repeats"].new_empty(count)),
+    **{f"aten.{name}": _Selection(_most_rows, _unique_dim_result) for name in _UNIQUE},
+    "torchvision.nms.default": _Selection(  # indices of the boxes that are left
         lambda named, range_of: named["dets"].shape[0],
         lambda named, count: named["dets"].new_empty(count, dtype=_INDEX),
     ),

@@ -301,7 +301,8 @@ class ValueRanges:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._of: dict[int, tuple[Range, torch.dtype]] = {}
+        self._by_storage: dict[int, tuple[Range, torch.dtype]] = {}
+        """Range of each storage's elements, and the dtype in which they were written."""
 
     def of(self, tensor: torch.Tensor) -> Range | None:
         """Return the range of a tensor's elements; None if it is unknown."""
@@ -315,8 +316,10 @@ class ValueRanges:
         if known is not None:
             return _ends(known) if known.numel() <= _MAX_READ and not known.is_floating_point() else None
         entry = self._ledger.find(tensor)
-        values = None if entry is None else self._of.get(entry.id)
-        return values[0] if values is not None and values[1] is tensor.dtype else None  # else a view of its bits
+        if entry is None or entry.id not in self._by_storage:
+            return None
+        values, dtype = self._by_storage[entry.id]
+        return values if dtype is tensor.dtype else None  # view(dtype) reads the same bits as other numbers
 
     def put(self, tensor: torch.Tensor, values: Range | None) -> None:
         """Set the range of a tensor's elements; None: unknown."""
@@ -325,9 +328,9 @@ class ValueRanges:
             return
         stored = None if values is None else _stored(values, tensor.dtype)
         if stored is None:
-            self._of.pop(entry.id, None)
+            self._by_storage.pop(entry.id, None)
         else:
-            self._of[entry.id] = stored, tensor.dtype
+            self._by_storage[entry.id] = stored, tensor.dtype
 
     def before(self, written: Sequence[Any]) -> None:
         """Keep the ranges of tensors with known values that an op is about to write."""

@@ -55,22 +55,22 @@ def attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
     return attention_peak(x, heads, options.get("mask"), weights, average) - results
 
 
-def layer(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, attend: Attend = attention_peak) -> int:
-    """Return the temporary bytes of ``_transformer_encoder_layer_fwd``: the peak of its attention (by ``attend``) or of
-    its feed-forward part."""
+def encoder_layer(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, attend: Attend = attention_peak) -> int:
+    """Return the temporary bytes of ``_transformer_encoder_layer_fwd``: those of its attention or of its feed-forward
+    part, whichever peaks higher. ``attend``: formula of the attention's peak."""
     x, heads, norm_first, hidden = args[0], args[2], args[8], args[14].shape[0]
     if x.is_nested or x.dim() != 3:
         return 0
     mask = args[18] if len(args) > 18 else kwargs.get("mask")
-    unit, rows, width = bytes_of(x), x.shape[0] * x.shape[1], x.shape[2]
-    normed = unit if norm_first else 0
-    inner = rows * hidden * x.element_size()
-    feed = normed + unit + inner
-    feed += max(_linear(x, rows, width, hidden), unit + _linear(x, rows, hidden, width))
-    return max(normed + attend(x, heads, mask), feed) - unit
+    result_bytes, rows, width = bytes_of(x), x.shape[0] * x.shape[1], x.shape[2]  # x and the result have one shape
+    normed = result_bytes if norm_first else 0
+    hidden_bytes = rows * hidden * x.element_size()
+    linears = max(_linear(x, rows, width, hidden), result_bytes + _linear(x, rows, hidden, width))
+    feed_forward = normed + result_bytes + hidden_bytes + linears  # the input: the attention's result
+    return max(normed + attend(x, heads, mask), feed_forward) - result_bytes
 
 
 FORMULAS = {
-    "aten._transformer_encoder_layer_fwd.default": layer,
+    "aten._transformer_encoder_layer_fwd.default": encoder_layer,
     "aten._native_multi_head_attention.default": attention,
 }

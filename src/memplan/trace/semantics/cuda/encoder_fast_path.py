@@ -29,7 +29,7 @@ def temporaries(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result
         return _fused_peak(x, heads) if fused else parts.attention_peak(x, heads, mask)
 
     if name == _LAYER:
-        return max(0, parts.layer(args, kwargs, result, attend))
+        return max(0, parts.encoder_layer(args, kwargs, result, attend))
     x, heads, options = args[0], args[4], dict(zip(("mask", "need_weights"), args[9:], strict=False)) | kwargs
     self_attention = args[1] is x and args[2] is x
     may_fuse = self_attention and x.dim() == 3 and not x.is_nested and not options.get("need_weights", True)

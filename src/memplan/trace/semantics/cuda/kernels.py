@@ -72,7 +72,7 @@ def soft_margin_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     return nonzero(bytes_of(result), bytes_of(result))
 
 
-def cross_entropy_with_logits(
+def binary_cross_entropy_with_logits(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int, ...]:
     """Temporaries (Loss.cpp, binary_cross_entropy_with_logits): log-sigmoid, and the loss before reduction or its
@@ -178,7 +178,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.huber_loss.default": reduced_loss(2),
     "aten.soft_margin_loss.default": soft_margin,
     "aten.soft_margin_loss_backward.default": soft_margin_backward,
-    "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
+    "aten.binary_cross_entropy_with_logits.default": binary_cross_entropy_with_logits,
     **{f"aten.{name}": sum_cast for name in _SUMS},
     "aten.linalg_vector_norm.default": sum_cast,
     "aten.where.self": where,

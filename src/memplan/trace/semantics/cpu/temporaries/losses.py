@@ -33,9 +33,9 @@ def reduced_loss(position: int, *, unreduced: int, copies_mean: bool = False) ->
     return formula
 
 
-def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes of temporaries (Loss.cpp, binary_cross_entropy_with_logits): the log-sigmoid, the unreduced loss, and what
-    its mean takes."""
+def binary_cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (ATen/native/Loss.cpp): the log-sigmoid; if the loss is reduced, also the unreduced loss and
+    the temporaries of `mean`."""
     x, reduction = args[0], args[4] if len(args) > 4 else kwargs.get("reduction", _MEAN)
     if reduction == _NONE:
         return bytes_of(x)
@@ -58,5 +58,5 @@ FORMULAS: dict[str, Formula] = {
     "aten.soft_margin_loss.default": reduced_loss(2, unreduced=0, copies_mean=True),
     "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
     "aten.binary_cross_entropy.default": reduced_loss(3, unreduced=0, copies_mean=True),
-    "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
+    "aten.binary_cross_entropy_with_logits.default": binary_cross_entropy_with_logits,
 }

@@ -5,18 +5,20 @@ from __future__ import annotations
 from memplan import _torch
 
 
-class Sequences:
+class CreatingOps:
     """Maps autograd nodes to ops: nodes created since the previous dispatch belong to the op dispatched now."""
 
     def __init__(self) -> None:
-        self.ops: dict[int, int] = {}
-        """Sequence number of a node -> index of the op that created it."""
-        self._last = _torch.sequence_number()
-        self._view_op: int | None = None
+        self.by_sequence_number: dict[int, int] = {}
+        """Autograd sequence number of a node -> index of the op that created the node."""
+        self._newest_assigned = _torch.sequence_number()
+        """Newest sequence number that was assigned to an op."""
+        self._copy_slices_op: int | None = None
+        """The previous op, if autograd adds a CopySlices node for it after its dispatch."""
 
     def restart(self) -> None:
         """Assign the nodes created so far to no op."""
-        self._last = _torch.sequence_number()
+        self._newest_assigned = _torch.sequence_number()
 
     def follow(self, index: int, *, after_clone: bool, on_view: bool) -> None:
         """Assign the nodes created since the previous op.
@@ -31,11 +33,11 @@ class Sequences:
         newest = _torch.sequence_number()
         if after_clone:
             for number in (newest - 1, newest):
-                if self.ops.get(number) == index - 1:
-                    self.ops[number] = index
-        for number in range(self._last + 1, newest + 1):
-            self.ops[number] = index
-        if self._view_op is not None and newest > self._last:
-            self.ops[self._last + 1] = self._view_op
-        self._last = max(newest, self._last)
-        self._view_op = index if on_view else None
+                if self.by_sequence_number.get(number) == index - 1:
+                    self.by_sequence_number[number] = index
+        for number in range(self._newest_assigned + 1, newest + 1):
+            self.by_sequence_number[number] = index
+        if self._copy_slices_op is not None and newest > self._newest_assigned:
+            self.by_sequence_number[self._newest_assigned + 1] = self._copy_slices_op
+        self._newest_assigned = max(newest, self._newest_assigned)
+        self._copy_slices_op = index if on_view else None
