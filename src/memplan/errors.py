@@ -16,6 +16,7 @@
   * RecordingError (also a RuntimeError): a step could not be recorded
     - DataDependentError: a shape depends on values, which a recording does not have
     - StepError: the user's own build or step raised; the original is its ``__cause__``
+    - EndlessError: a loop that a value ends did not end where that value was taken otherwise
   * VerificationError (also a RuntimeError): a planned step ran and was not the step that it was
   * CompileError (also a RuntimeError): no kernels could be made of a planned step
   * BackwardError (also a RuntimeError): a backward pass that a planned step cannot run

@@ -150,6 +150,15 @@ class _NotifyingClock(LineClock):
         return tick
 
 
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a leaf. Autograd refuses to say so of a view whose base was changed in place, as of
+    the flat parameters of FSDP's first version."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 class _ResidentStorages:
     """Storages on the host that were reachable from Python when a session began, and when they are freed."""
 
@@ -164,7 +173,7 @@ class _ResidentStorages:
         for instance in gc.get_objects():
             if issubclass(type(instance), torch.Tensor):
                 resident._add(instance, seen)
-                if instance.is_leaf and instance.requires_grad and instance.grad is not None:
+                if _is_leaf(instance) and instance.requires_grad and instance.grad is not None:
                     resident._add(instance.grad, seen)
         return resident
 

@@ -145,7 +145,7 @@ def layouts(
     Example:
         >>> result = memplan.layouts(model, images, world=8, device="rtx4090", optimizer=torch.optim.AdamW)
         >>> result.best.layout.title
-        'DDP 8'
+        'FSDP2 8, kept'
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, True, dtype).checked()
     target = choose_target(device, assume, cudnn, world, 0)
