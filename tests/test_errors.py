@@ -31,6 +31,7 @@ PARENTS = {
     "RecordingError": (MemplanError, RuntimeError),
     "DataDependentError": (RecordingError,),
     "StepError": (RecordingError,),
+    "EndlessError": (RecordingError,),
     "VerificationError": (MemplanError, RuntimeError),
     "CompileError": (MemplanError, RuntimeError),
     "BackwardError": (MemplanError, RuntimeError),
