@@ -21,7 +21,7 @@ _RECIPE_OPTIONS = (
     click.Option(
         ["--recipe"], metavar="NAME",
         help="With --model, what is trained: full, freeze:layers=2, lora:r=16,targets=all, dora, qlora; by trl's "
-        "trainers sft, dpo, grpo:generations=8, or with adapters sft:r=16. Default: full.",
+        "trainers sft, dpo, grpo:generations=8, or with adapters sft:r=16; diffusion. Default: full.",
     ),
     click.Option(["--seq"], type=Whole(min=1), metavar="N", help="With --model: tokens of a sequence. Default: 1024."),
     click.Option(["--checkpointing"], is_flag=True, help="With --model: checkpoint each block."),
@@ -66,9 +66,10 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
                 do="Add --model llama-3.1-8b",
             )
         return None
+    from memplan.studies.recipes.diffusion import diffusion_script, find_pipeline
     from memplan.studies.recipes.lines import Options
     from memplan.studies.recipes.models import find_model
-    from memplan.studies.recipes.recipe import recipe_of
+    from memplan.studies.recipes.recipe import Diffusion, recipe_of
     from memplan.studies.recipes.script import script_of
     from memplan.trace.held_output import CapturedOutput
 
@@ -87,10 +88,14 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
         values["autocast"], checkpointing, values.get("device") not in (None, "cpu"),
     )  # fmt: skip
     with CapturedOutput().capturing():  # what importing transformers prints
-        model = find_model(name)
-        script = script_of(model, recipe_of(recipe or "full"), options)
+        kind = recipe_of(recipe or "full")
+        if isinstance(kind, Diffusion):
+            script, positions = diffusion_script(find_pipeline(name), kind, options), None
+        else:
+            model = find_model(name)
+            script, positions = script_of(model, kind, options), model.positions
     folder = click.get_current_context().with_resource(TemporaryDirectory(prefix="memplan-"))
     path = Path(folder, "train.py")
     path.write_text(script, encoding="utf-8")
     values |= {"target": f"{path}:build", "batch": None, "optimizer": None, "dtype": None, "autocast": None}
-    return RecipeTarget(f"{name}, {recipe or 'full'}", script, str(path), model.positions)
+    return RecipeTarget(f"{name}, {recipe or 'full'}", script, str(path), positions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.errors import InputError
-from memplan.studies.recipes.recipe import Dora, Dpo, Freeze, Full, Lora, Qlora, Recipe, Sft, recipe_of
+from memplan.studies.recipes.recipe import Diffusion, Dora, Dpo, Freeze, Full, Grpo, Lora, Qlora, Recipe, Sft, recipe_of
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ from memplan.studies.recipes.recipe import Dora, Dpo, Freeze, Full, Lora, Qlora,
         ("dora:r=4", Dora(4)),
         ("qlora:r=4,prepare=false", Qlora(4, prepare=False)),
         ("sft", Sft()),
+        ("grpo:generations=4,prompt=64,beta=0", Grpo(generations=4, prompt=64, beta=0)),
+        ("diffusion:r=4,size=256", Diffusion(4, size=256)),
         ("dpo:r=16,targets=all", Dpo(16, targets="all")),
     ],
 )
@@ -48,6 +50,9 @@ def test_names_of_layers_are_joined_by_a_plus() -> None:
         ("lora:targets=3", "names joined by"),
         ("dpo:r=-1", "a whole number from 1"),
         ("sft:r=4,dropout=1", "a share from 0 to less than 1"),
+        ("grpo:generations=1", "2 or more"),
+        ("grpo:beta=-1", "a number from 0"),
+        ("diffusion:size=100", "a multiple of 64"),
         ("freeze:layers=-1", "a whole number from 1"),
         ("lora:16", "options '16'. Expected name=value"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 from pathlib import Path
 
@@ -76,29 +75,6 @@ def test_answers_that_are_generated_are_recorded_as_they_run(recipe: str, tmp_pa
     recorded, measured, trained = peaks(script, tmp_path)
     assert recorded == measured
     assert recorded == pytest.approx(trained, rel=0.01)
-
-
-@pytest.mark.slow
-def test_where_the_cache_is_largest_the_first_and_the_last_token_have_the_peak_of_all(tmp_path: Path) -> None:
-    options = Options(1, 96, "none", dtype="fp32", checkpointing=True)
-    script = script_of(llama(tmp_path), recipe_of("grpo:generations=64,prompt=4,r=1"), options)
-    peaks = []
-    for name, text in (
-        ("ends", script),
-        ("all", re.sub(r"sample\(policy\(ids\[:, :prompt.*?del cache", _GENERATE, script, flags=re.DOTALL)),
-    ):
-        path = tmp_path / f"{name}.py"
-        path.write_text(re.sub("for _ in range.accumulation.", "for _ in range(2)", text), encoding="utf-8")
-        build = runpy.run_path(str(path))["build"]
-        trace = memplan.measure(build, steps=1)
-        peaks.append(memplan.simulate(trace).peak_allocated)
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.001)
-
-
-_GENERATE = """policy.generate(
-                ids[:, :prompt], attention_mask=torch.ones_like(ids[:, :prompt]),
-                max_new_tokens=sequence - prompt, eos_token_id=None, pad_token_id=1,
-            )"""
 
 
 def test_with_adapters_the_reference_is_the_model_without_them(tmp_path: Path) -> None:

@@ -10,11 +10,29 @@ from importlib.util import find_spec
 from typing import Any
 
 from memplan.errors import InputError
-from memplan.studies.recipes.recipe import Dora, Grpo, Lora, Qlora, Recipe, Trained
+from memplan.studies.recipes.recipe import Adapted, Diffusion, Dora, Grpo, Lora, Qlora, Recipe, Trained
 from memplan.trace.naming.step_parts import optimizer_of
 
 _WIDTH = 72
 _EXTRA = ("transformers", "peft")
+
+
+SCRIPT = """\
+{imports}
+
+
+def build({arguments}):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+{body}
+    return step
+
+
+if __name__ == "__main__":
+    step = build()
+    for _ in range(2):
+        step()
+    print(torch.cuda.max_memory_allocated(), "bytes")
+"""
 
 
 @dataclass(frozen=True)
@@ -35,18 +53,19 @@ class Options:
     """Whether it is to run on a card: there trl runs kernels of Triton, without which its loss takes more memory."""
 
 
-def call_lines(begin: str, arguments: Iterable[str]) -> Iterator[str]:
+def call_lines(begin: str, arguments: Iterable[str], end: str = ")") -> Iterator[str]:
     """Yield the lines of a call with arguments as they are written."""
     values = list(arguments)
-    whole = f"{begin}({', '.join(values)})"
+    whole = f"{begin}({', '.join(values)}{end}"
     if len(whole) <= _WIDTH:
         yield whole
         return
     yield f"{begin}("
-    solid = ", ".join(value.replace(" ", "\0") for value in values)  # lines break between arguments alone
+    # lines break between arguments, and within lists
+    solid = ", ".join(value if "[" in value else value.replace(" ", "\0") for value in values)
     for line in textwrap.wrap(solid, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4):
         yield line.replace("\0", " ")
-    yield ")"
+    yield end
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
@@ -90,8 +109,9 @@ def require(library: str) -> None:
 
 def required(recipe: Recipe, on_card: bool = False) -> list[str]:
     """The libraries that a recipe's script imports besides torch and transformers, and on a card runs kernels of."""
-    adapters = recipe.adapters if isinstance(recipe, Trained) else recipe
+    adapters = recipe.adapters if isinstance(recipe, Adapted) else recipe
     libraries = ["trl", "datasets", *["triton"] * on_card] if isinstance(recipe, Trained) else []
+    libraries += ["diffusers"] * isinstance(recipe, Diffusion)
     libraries += ["peft"] * isinstance(adapters, Lora)
     return libraries + ["bitsandbytes"] * isinstance(recipe, Qlora)
 

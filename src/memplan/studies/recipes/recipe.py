@@ -77,8 +77,8 @@ class Qlora(Lora):
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A step of one of trl's trainers: of all parameters, or with ``r`` of low-rank adapters."""
+class Adapted:
+    """All parameters are trained, or with ``r`` low-rank adapters."""
 
     r: int = 0
     """Rank of the adapters; 0: none, every parameter is trained."""
@@ -95,6 +95,11 @@ class Trained:
     def adapters(self) -> Lora | None:
         """The adapters that are trained, None where all parameters are."""
         return Lora(self.r, self.alpha, self.dropout, self.targets) if self.r != 0 else None
+
+
+@dataclass(frozen=True)
+class Trained(Adapted):
+    """A step of one of trl's trainers."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +134,25 @@ class Grpo(Trained):
             raise InputError(f"grpo:beta={self.beta}", expected="a number from 0", do="Give one")
 
 
-Recipe = Full | Freeze | Lora | Trained
+@dataclass(frozen=True)
+class Diffusion(Adapted):
+    """The UNet of a text-to-image pipeline learns to predict noise; its autoencoder and text encoder are frozen."""
+
+    targets: str = "to_q+to_k+to_v+to_out.0"
+    """Layers with an adapter; by default those that diffusers' example adapts."""
+    size: int = 0
+    """Pixels of an image in each dimension; 0: as the pipeline has."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 0 or self.size % 64:
+            raise InputError(f"diffusion:size={self.size}", expected="a multiple of 64", do="Give one")
+
+
+Recipe = Full | Freeze | Lora | Trained | Diffusion
 _KINDS: dict[str, type[Recipe]] = {
     "full": Full, "freeze": Freeze, "lora": Lora, "dora": Dora, "qlora": Qlora, "sft": Sft, "dpo": Dpo, "grpo": Grpo,
+    "diffusion": Diffusion,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from memplan.errors import InputError
 from memplan.studies.recipes.lines import (
+    SCRIPT,
     Options,
     adapter_lines,
     call_lines,
@@ -19,29 +20,12 @@ from memplan.studies.recipes.lines import (
     written,
 )
 from memplan.studies.recipes.models import Model
-from memplan.studies.recipes.recipe import Freeze, Full, Lora, Qlora, Recipe, Trained
+from memplan.studies.recipes.recipe import Diffusion, Freeze, Full, Lora, Qlora, Recipe, Trained
 from memplan.studies.recipes.trainers import check_sizes, trainer_imports, trainer_lines
 from memplan.trace.naming.parsing import offer
 from memplan.trace.spec import dtype_of
 
 _SEQUENCE = 1024
-
-_SCRIPT = """\
-{imports}
-
-
-def build({arguments}):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-{body}
-    return step
-
-
-if __name__ == "__main__":
-    step = build()
-    for _ in range(2):
-        step()
-    print(torch.cuda.max_memory_allocated(), "bytes")
-"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +75,11 @@ def script_of(model: Model, recipe: Recipe, options: Options) -> str:
         InputError: transformers or peft is not installed, or this transformers has no such architecture; a sequence
             that the model cannot have; layers that it does not have; an optimizer that is not torch's.
     """
+    if isinstance(recipe, Diffusion):
+        raise InputError(
+            f"the recipe diffusion, and {model.name} is a {model.architecture}", expected="a diffusion model",
+            do="Name one: stable-diffusion-1.5",
+        )  # fmt: skip
     require("transformers")
     task = _task_of(model)
     config = _config_class(model)
@@ -105,7 +94,7 @@ def script_of(model: Model, recipe: Recipe, options: Options) -> str:
         _check_targets(model, adapters, config, task)
     names = [task.factory, "AutoConfig" if model.path is not None else config.__name__]
     imports = trainer_imports(recipe, names) if isinstance(recipe, Trained) else _imports(recipe, names)
-    return _SCRIPT.format(
+    return SCRIPT.format(
         imports="\n".join(imports),
         arguments=f"batch={options.batch or default_batch(recipe)}"
         + ("" if sequence is None else f", sequence={sequence}"),

@@ -1,0 +1,148 @@
+"""Write scripts that train a diffusion model with the classes of diffusers; find its configurations."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from memplan._json import Unreadable, parse, read_text
+from memplan.errors import InputError, TargetError
+from memplan.studies.recipes.lines import (
+    SCRIPT,
+    Options,
+    adapter_lines,
+    call_lines,
+    optimizer_call,
+    require,
+    required,
+    written,
+)
+from memplan.studies.recipes.recipe import Diffusion
+from memplan.trace.naming.parsing import offer
+from memplan.trace.spec import dtype_of
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The models of a text-to-image pipeline: a UNet, an autoencoder and a text encoder."""
+
+    name: str
+    size: int
+    """Pixels of an image in each dimension."""
+    unet: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    vae: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    text: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    path: str | None = None
+    """Folder with the configurations, instead of those here."""
+
+
+@cache
+def pipelines() -> Mapping[str, Mapping[str, Any]]:
+    """Return the public pipelines by name, each with the published numbers of its models' parameters."""
+    return parse(read_text(str(Path(__file__).with_name("pipelines.json"))))
+
+
+def find_pipeline(name: str) -> Pipeline:
+    """Return the pipeline of a name, or of a folder as diffusers saves it.
+
+    Raises:
+        TargetError: there is no such pipeline, with the nearest names.
+        InputError: a folder whose UNet's config.json is damaged.
+    """
+    entry = pipelines().get(name.lower())
+    if entry is not None:
+        return Pipeline(name.lower(), entry["size"], entry["unet"], entry["vae"], entry["text"])
+    parts = [Path(name, part, "config.json") for part in ("unet", "vae", "text_encoder")]
+    if not all(part.is_file() for part in parts):
+        raise TargetError(
+            f"there is no pipeline {name!r}",
+            expected="a name, or a folder with unet/config.json, vae/config.json and text_encoder/config.json",
+            do=offer(name.lower(), pipelines()),
+        )
+    try:
+        config = parse(read_text(str(parts[0])))
+        return Pipeline(name, 8 * config["sample_size"], path=str(Path(name).resolve()))
+    except (Unreadable, KeyError, TypeError) as error:
+        raise InputError(f"{parts[0]}: {error}", expected="a UNet's configuration", do="Name another") from None
+
+
+def diffusion_script(pipeline: Pipeline, recipe: Diffusion, options: Options) -> str:
+    """Return a script whose ``build(batch, size)`` returns the training step; run as a program, it takes two.
+
+    Raises:
+        InputError: diffusers is not installed; a length of sequences was named; an optimizer that is not torch's.
+    """
+    for library in ("transformers", *required(recipe)):
+        require(library)
+    if options.sequence is not None:
+        raise InputError(f"--seq {options.sequence} of a diffusion model", expected="no --seq", do="Leave it out")
+    imports = [
+        "import torch",
+        "from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel",
+        *["from peft import LoraConfig"] * (recipe.adapters is not None),
+        "from transformers import CLIPTextConfig, CLIPTextModel",
+    ]
+    return SCRIPT.format(
+        imports="\n".join(imports),
+        arguments=f"batch={options.batch or 1}, size={recipe.size or pipeline.size}",
+        body=textwrap.indent("\n".join(_body(pipeline, recipe, options)), " " * 4),
+    )
+
+
+def _body(pipeline: Pipeline, recipe: Diffusion, options: Options) -> Iterator[str]:
+    """Yield the lines of ``build``, which do what diffusers' examples of training do."""
+    frozen = dtype_of(options.autocast or options.dtype)
+    yield f"dtype, frozen = {frozen if recipe.adapters is not None else dtype_of(options.dtype)}, {frozen}"
+    yield from _model_lines(pipeline)
+    yield "vae.to(device, frozen).requires_grad_(False)"
+    yield "text.to(device, frozen).requires_grad_(False)"
+    yield "unet.to(device, dtype).train()"
+    yield 'noises = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")'
+    if recipe.adapters is not None:
+        yield "unet.requires_grad_(False)"
+        yield from adapter_lines(recipe.adapters)
+        yield "unet.add_adapter(adapters)"
+        if options.autocast is not None:
+            yield "for part in unet.parameters():"
+            yield "    if part.requires_grad:"
+            yield f"        part.data = part.data.to({dtype_of(options.dtype)})"
+    if options.checkpointing:
+        yield "unet.enable_gradient_checkpointing()"
+    optimizer = optimizer_call(options.optimizer)
+    if optimizer is not None:
+        yield "trained = [p for p in unet.parameters() if p.requires_grad]"
+        yield f"optimizer = {optimizer}"
+    yield "images = torch.rand(batch, 3, size, size, dtype=frozen, device=device)"
+    yield "words = torch.randint(text.config.vocab_size, (batch, text.config.max_position_embeddings), device=device)"
+    yield "\ndef step():"
+    yield "    latents = vae.encode(images).latent_dist.sample() * vae.config.scaling_factor"
+    yield "    noise = torch.randn_like(latents)"
+    yield "    times = torch.randint(noises.config.num_train_timesteps, (batch,), device=device)"
+    yield "    noisy = noises.add_noise(latents, noise, times)"
+    yield "    states = text(words, return_dict=False)[0]"
+    call = "predicted = unet(noisy, times, states, return_dict=False)[0]"
+    if options.autocast is not None:
+        yield f"    with torch.autocast(device, {dtype_of(options.autocast)}):"
+        call = f"    {call}"
+    yield f"    {call}"
+    yield "    torch.nn.functional.mse_loss(predicted.float(), noise.float()).backward()"
+    if optimizer is not None:
+        yield "    optimizer.step()"
+    yield f"    {'unet' if optimizer is None else 'optimizer'}.zero_grad()\n"
+
+
+def _model_lines(pipeline: Pipeline) -> Iterator[str]:
+    """Yield the lines that make the models, in the host's memory."""
+    if pipeline.path is None:
+        yield from call_lines("unet = UNet2DConditionModel", written(pipeline.unet))
+        yield from call_lines("vae = AutoencoderKL", written(pipeline.vae))
+        yield from call_lines("text = CLIPTextModel(CLIPTextConfig", written(pipeline.text), end="))")
+        return
+    yield f"path = {pipeline.path!r}"
+    for name, kind in (("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL")):
+        yield f'{name} = {kind}.from_config({kind}.load_config(path, subfolder="{name}"))'
+    yield 'text = CLIPTextModel(CLIPTextConfig.from_pretrained(path, subfolder="text_encoder"))'
