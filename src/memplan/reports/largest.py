@@ -59,7 +59,7 @@ def _remarks(result: Largest) -> Iterator[str]:
             f"model and its patches {format_bytes(model_bytes)}."
         )
     if result.likely is not None and answer is not None and answer.bytes is not None and answer.bytes.needs_band:
-        yield at_the_bands_end(result.axis, result.value, result.likely, answer.bytes.needs_band[1])
+        yield fit_at_upper_end(result.axis, result.value, result.likely, answer.bytes.needs_band[1])
     if answer is not None and answer.need > result.room.limit:
         yield beyond_the_limit(result.axis, result.value, answer.bytes and answer.bytes.needs_band)
     if result.unsteady is not None:
@@ -73,12 +73,12 @@ def _remarks(result: Largest) -> Iterator[str]:
         yield "The aggregation can lie on the host: sliding_window_inference(..., device='cpu', sw_device='cuda')."
 
 
-def at_the_bands_end(axis: str, value: int, likely: int, most: int) -> str:
-    """Return the sentence on the upper end of the band that holds what the answer needs in 95 % of steps.
+def fit_at_upper_end(axis: str, value: int, likely: int, most: int) -> str:
+    """Return a sentence that says whether the answer still fits with the upper end of its need's 95 % band.
 
     Args:
-        axis, value: the answer.
-        likely: the largest value that fits at the upper end.
+        axis, value: the answer, such as batch 24.
+        likely: the largest value that fits with the upper end; 0 if none does.
         most: bytes of the upper end.
     """
     size = f"{format_bytes(most)}, the upper end of its 95 % band,"

@@ -153,7 +153,7 @@ class _PlanCache:
         self._close(dropped)
 
     def drop(self, variant: _Variant) -> None:
-        """Remove a variant without an engine."""
+        """Remove a variant from the cache. It has no engine, so that there is nothing to close."""
         with self._lock:
             for kind, variants in list(self._variants.items()):
                 self._variants[kind] = tuple(other for other in variants if other is not variant)

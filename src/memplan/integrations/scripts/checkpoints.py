@@ -74,7 +74,7 @@ class Checkpoints:
                         tensors, save_file=save, load_file=lambda filename, device="cpu": load(filename, str(device)),
                         save_model=lambda model, filename, *args, **kwargs: save(model.state_dict(), filename),
                         save=tensors.save if self._values else lambda tensors, *args, **kwargs: self._store(tensors),
-                        load=self._bytes_loader(tensors.load),
+                        load=self._loader_of_bytes(tensors.load),
                         storage_ptr=storage_ptr,
                     )
                 )  # fmt: skip
@@ -152,7 +152,10 @@ class Checkpoints:
             return b""
         return text if isinstance(text, bytes) else b""
 
-    def _bytes_loader(self, plain: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def _loader_of_bytes(self, plain: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        """Return a replacement for ``plain``, which loads a checkpoint from bytes, that also reads texts of
+        `_store`."""
+
         def load(data: bytes) -> Any:
             stored = None if self._values else self._load_stored(data, "cpu")
             return plain(data) if stored is None else stored

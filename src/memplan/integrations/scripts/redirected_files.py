@@ -129,7 +129,8 @@ class RedirectedFiles:
         return any(real == removed or real.startswith(removed + os.sep) for removed in self._removed)
 
     def _path_to_open(self, path: Any) -> Any:
-        """Return the path to open for reading. For a pipe, that of a new one: reading takes data from others."""
+        """Return the path to open for reading. For a named pipe it is a new, empty one in the shadow folder: reading
+        the real one would take its data away from other processes."""
         path_now = self.path_to_read(path)
         real = self._absolute(path)
         if real is not None and _is_pipe(path_now):

@@ -78,7 +78,10 @@ class ScriptRun:
         """Called before a checkpoint is saved or loaded."""
 
     def facts(self) -> Facts:
-        """Return the facts of this run."""
+        """Return what this run shows by itself: how it ended, its updates, exit code and batches, and absent data sets.
+
+        The sandbox's part is empty: prevented effects and printed lines.
+        """
         loaders = self._loaders
         return Facts(
             self._ending or "script", self._last_updates, self._exit_code, loaders.batches(), held=(), lines=0,

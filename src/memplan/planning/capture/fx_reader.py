@@ -201,7 +201,7 @@ class Reader:
         self.ops: list[GraphOp] = []
         self.casts: dict[int, int] = {}
         """Casts of autocast among the forward ops, with the autocast region that caches them."""
-        self._forward_op: dict[int, int] = {}
+        self._forward_op_by_sequence: dict[int, int] = {}
         """Forward op by autograd sequence number."""
         self._sequences: list[int] = []
         """Sequence numbers in order."""
@@ -227,7 +227,7 @@ class Reader:
                 if _torch.is_backward(node) == backward:
                     safe_point()
                     self._add_op(node)
-            self._sequences = sorted(self._forward_op)
+            self._sequences = sorted(self._forward_op_by_sequence)
         return self._joint_graph(results)
 
     def _joint_graph(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
@@ -315,20 +315,21 @@ class Reader:
         )  # fmt: skip
 
     def _locate(self, node: Any, index: int, backward: bool) -> tuple[str, str | None, int | None]:
-        """Return (layer, line, index of the forward op) of an op.
+        """Return (layer, line, index of the forward op that it differentiates) of an op.
 
-        A backward op has the layer and line of the forward op that it differentiates: the one with its autograd
-        sequence number. For a forward op the last is None.
+        A backward op shares the autograd sequence number of its forward op, and gets its layer and line. For a forward
+        op the third is None.
         """
         sequence = _torch.sequence_of(node)
         if not backward:
             if sequence is not None:
-                self._forward_op.setdefault(sequence, index)
+                self._forward_op_by_sequence.setdefault(sequence, index)
             return *_torch.place_of(node), None
         at = len(self._sequences) if sequence is None else bisect.bisect_left(self._sequences, sequence)
         if at == len(self._sequences):
             return "", None, None
-        forward = self._forward_op[self._sequences[at]]  # of the next number if an in-place change has this one
+        # The next number, where no forward op has this one: it belongs to a change in place.
+        forward = self._forward_op_by_sequence[self._sequences[at]]
         return self.ops[forward].layer, self.ops[forward].where, forward
 
     def _must_run_once(self, target: str, reads: tuple[int, ...]) -> bool:

@@ -453,7 +453,7 @@ def _saved_positions(
     (references_of_new,) = _reference_counts([torch.empty(0)]).values()
     storages = [_storage(tensor) for tensor in (*tensors, *results)]
     by_results, now = Counter(storages[len(tensors) :]), _reference_counts([*tensors, *results])
-    overhead = references_of_new - 1  # of the count itself, besides the one tensor
+    overhead = references_of_new - 1  # references by the counting itself, not by the one tensor
     saved = {key for key in storages if now[key] > before.get(key, overhead) + by_results[key]}
     return tuple(position for position, key in enumerate(storages) if key in saved)
 

@@ -33,13 +33,15 @@ def with_cheaper_recompute(graph: JointGraph) -> JointGraph:
 
 
 def _with_cheaper_recompute(op: GraphOp, graph: JointGraph, read: set[int]) -> GraphOp:
-    """Return a training batch norm with its cheaper recompute op, if that gives the same bits; other ops unchanged.
+    """Return a training batch norm of the forward pass with its cheaper recompute op; other ops unchanged.
 
-    ``read``: values that the backward pass reads, which include the statistics if they are saved anyway.
+    The norm must have its statistics saved anyway, since the backward pass reads them, and the recompute op must give
+    the same bits. ``read``: the values that the backward pass reads.
     """
     if op.phase == "backward" or op.target not in _TRAINING or op.args[_TRAINING[op.target]] is not True:
         return op
-    if op.makes[:3] != op.outputs[:3] or not set(op.makes[1:3]) <= read:
+    allocates_results = op.makes[:3] == op.outputs[:3]  # none is a view
+    if not allocates_results or not set(op.makes[1:3]) <= read:
         return op
     x, (result, mean, invstd) = graph.values[op.args[0].value], op.makes[:3]
     parameters = [graph.values[arg.value] for arg in op.args[1:3] if arg is not None]

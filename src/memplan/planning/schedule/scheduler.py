@@ -164,26 +164,29 @@ class _Scheduler:
     # -- forward
 
     def _forward(self, saved: Sequence[int]) -> list[_Draft]:
-        """Return the forward ops, with stores and writes after the last reader of their value. Copies to the host begin
-        right after the op that computes the value."""
-        last = {value: op.index for op in self.graph.forward_ops for value in (*op.reads, *op.makes)}
+        """Return the actions of the forward pass.
+
+        Encodings are stored, and mutated inputs written, after the last forward op that reads the value. Copies to the
+        host begin right after the op that computes the value.
+        """
+        last_use = {value: op.index for op in self.graph.forward_ops for value in (*op.reads, *op.makes)}
         stored = [form for value in sorted(saved) if (form := self.forms.get(value)) is not None]
-        due: dict[int, list[_Draft]] = defaultdict(list)
+        after_op: dict[int, list[_Draft]] = defaultdict(list)
         for form in stored:
             if not form.is_copied:
-                due[last[form.value]].append(_store_draft(form))
+                after_op[last_use[form.value]].append(_store_draft(form))
         for target, source in self.graph.mutations:
             base = self.graph.base(source)
-            after = max(last.get(target, -1), last.get(base, -1))
-            due[after].append(_Draft(Action("write", value=target, source=source), (base,), ()))
+            after = max(last_use.get(target, -1), last_use.get(base, -1))
+            after_op[after].append(_Draft(Action("write", value=target, source=source), (base,), ()))
         begins, ends = self._copies_to_host([form for form in stored if form.is_copied])
         drafts = list[_Draft]()
         for at, op in enumerate(self.graph.forward_ops):
             drafts.append(_Draft(Action("run", op=op.index), op.reads, op.makes))
             drafts += begins[op.index]
-            drafts += due.pop(op.index, ())
+            drafts += after_op.pop(op.index, ())
             drafts += ends[at]
-        return drafts + [draft for remaining in due.values() for draft in remaining]
+        return drafts + [draft for remaining in after_op.values() for draft in remaining]
 
     def _copies_to_host(
         self, forms: Sequence[SavedForm]

@@ -40,7 +40,7 @@ from memplan.reports.html import charts
 from memplan.reports.html.fields import Fields
 from memplan.reports.html.page_parts import Mood, Result
 from memplan.reports.html.palette import LOOKS
-from memplan.reports.largest import at_the_bands_end, beyond_the_limit
+from memplan.reports.largest import beyond_the_limit, fit_at_upper_end
 from memplan.studies.comparisons.comparison import Comparison, change_text
 from memplan.studies.comparisons.measured import Beside, Peak
 from memplan.studies.guarding.outcome import Outcome
@@ -344,7 +344,7 @@ def _trials(data: Fields, axis: str) -> list[Part]:
             continue
         likely, band = data.maybe("likely", int), row.maybe("needs_band", tuple[int, int])
         if likely is not None and band is not None:
-            parts.append(at_the_bands_end(axis, answer, likely, band[1]))
+            parts.append(fit_at_upper_end(axis, answer, likely, band[1]))
         if (row.maybe("need", int) or 0) > limit:
             parts.append(beyond_the_limit(axis, answer, band))
     return parts

@@ -347,7 +347,7 @@ def _threshold(parsed: _ParsedSettings, name: str, value: Value) -> None:
     parsed.fields["garbage_collection_threshold"] = share
 
 
-def _fraction(parsed: _ParsedSettings, name: str, value: Value) -> None:
+def _memory_fraction(parsed: _ParsedSettings, name: str, value: Value) -> None:
     expected = "a number from 0 to 1"
     if not 0 <= (share := _parse_real(name, value, expected)) <= 1:
         _refuse_value(name, value, expected)
@@ -410,7 +410,7 @@ _PARSERS: dict[str, Callable[[_ParsedSettings, str, Value], None]] = {
     "large_segment_size_mb": _large_segment,
     "max_non_split_rounding_mb": _parser_of_large_size("max_non_split_rounding"),
     "max_split_size_mb": _parser_of_large_size("max_split_size"),
-    "per_process_memory_fraction": _fraction,
+    "per_process_memory_fraction": _memory_fraction,
     "pinned_free_catch_all": _ignored_flag,
     "pinned_max_cached_size_mb": _ignored_size,
     "pinned_max_round_threshold_mb": _ignored_size,

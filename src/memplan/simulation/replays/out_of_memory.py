@@ -186,18 +186,19 @@ def _remedies(replay: Replay, tried: Sequence[str], capacity: int) -> Iterable[R
 
 
 def _free_groups(free: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -> list[FreeBlocks]:
-    """Group free blocks by pool, stream and size class; those that the request could have used come first."""
+    """Group free blocks by pool, stream and size class. Groups whose pool, stream and kind of segment (small or
+    large) are those of the failed request come first; then those with the largest blocks."""
     groups: dict[tuple[Pool, int, bool, int], list[int]] = {}
     for segment, block in free:
-        least = max(step for step in _SIZE_CLASSES if step <= block.size)
-        groups.setdefault((segment.pool, segment.stream, segment.small, least), []).append(block.size)
+        size_class = max(least for least in _SIZE_CLASSES if least <= block.size)
+        groups.setdefault((segment.pool, segment.stream, segment.small, size_class), []).append(block.size)
     rows: list[FreeBlocks] = []
-    for (pool, stream, small, least), sizes in groups.items():
-        kind = Segment(0, 0, stream, small, pool, False, ())
-        why = _why_not(kind, max(sizes), oom)
-        rows.append(FreeBlocks(pool, stream, small, least, len(sizes), sum(sizes), max(sizes), why))
-    kind_of_oom = (oom.pool, oom.stream, oom.requested <= LARGEST_SMALL)
-    return sorted(rows, key=lambda row: ((row.pool, row.stream, row.small) != kind_of_oom, -row.largest))
+    for (pool, stream, small, size_class), sizes in groups.items():
+        segment = Segment(0, 0, stream, small, pool, False, ())  # any of the group, to name the reason
+        why = _why_not(segment, max(sizes), oom)
+        rows.append(FreeBlocks(pool, stream, small, size_class, len(sizes), sum(sizes), max(sizes), why))
+    usable = (oom.pool, oom.stream, oom.requested <= LARGEST_SMALL)
+    return sorted(rows, key=lambda row: ((row.pool, row.stream, row.small) != usable, -row.largest))
 
 
 def _why_not(segment: Segment, size: int, oom: OutOfMemoryEvent) -> str:

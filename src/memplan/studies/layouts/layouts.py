@@ -88,15 +88,12 @@ class Layouts(Written, Displayed):
         return next((row for row in self.rows if row.fits), None)
 
     def _plain(self) -> dict[str, Any]:
-        names = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "rate", "reason")
-        rows = [
-            named(row.layout, "title", "replicas", "shards", "micro_batch", "reshard", "checkpoint")
-            | named(row, *names)
-            for row in self.rows
-        ]
-        return named(self, "title", "device", "world", "per_node", "capacity", "blocks", "links", "notes") | {
-            "rows": rows
-        }
+        """See `Written`: each row has the fields of its layout beside its own."""
+        own = ("title", "device", "world", "per_node", "capacity", "blocks", "links", "notes")
+        of_layout = ("title", "replicas", "shards", "micro_batch", "reshard", "checkpoint")
+        of_row = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "rate", "reason")
+        rows = [named(row.layout, *of_layout) | named(row, *of_row) for row in self.rows]
+        return named(self, *own) | {"rows": rows}
 
 
 @public

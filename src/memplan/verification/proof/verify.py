@@ -233,7 +233,7 @@ def _compare_once(
 def _releasing(trials: Iterable[Trial]) -> Iterator[None]:
     """Release all trials at the end of this context, also after an error.
 
-    Otherwise the next attempt would start with their tensors live, and its measured peak would count them.
+    Otherwise the next attempt would free their tensors while it is measured, which would distort its peak.
     """
     try:
         yield

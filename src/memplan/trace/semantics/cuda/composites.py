@@ -155,7 +155,7 @@ class _Table:
         return dispatch.composite(_ATEN.softmax.int, x, dim, dtype)
 
     def log_softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Log-softmax (native/SoftMax.cpp): like `softmax`."""
+        """Log-softmax (native/SoftMax.cpp): float16 is converted to float32 in the kernel, without a copy first."""
         if dtype is torch.float32 and x.dtype is torch.float16 and self._on_card(x):
             return _ATEN._log_softmax.default(x, dim, True)
         return dispatch.composite(_ATEN.log_softmax.int, x, dim, dtype)
