@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from memplan.trace.record import record as record
     from memplan.trace.spec import spec as spec
     from memplan.trace.trace import Trace as Trace
-    from memplan.verification.fitting.fit import Fitted as Fitted
     from memplan.verification.fitting.fit import fit as fit
+    from memplan.verification.fitting.fitted import Fitted as Fitted
     from memplan.verification.proof.proof import Proof as Proof
     from memplan.verification.proof.verify import verify as verify
 
@@ -62,7 +62,7 @@ _HOMES = {
     "Explanation": "memplan.explanation.model",
     "Exported": "memplan.exporting.exported",
     "Finding": "memplan.checks.finding",
-    "Fitted": "memplan.verification.fitting.fit",
+    "Fitted": "memplan.verification.fitting.fitted",
     "Heuristics": "memplan.planning.search.search",
     "Layouts": "memplan.studies.layouts.layouts",
     "LineProfile": "memplan.explanation.line_profile",

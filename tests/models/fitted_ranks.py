@@ -40,7 +40,12 @@ def fitted_blocks(model: Transformer, tokens: Tensor, labels: Tensor) -> list[me
     return fitted + [memplan.fit(block, hidden, budget="75%", plan=fitted[0].plan, pairs=0) for block in others]
 
 
-Fit = Callable[[Transformer, Tensor, Tensor], list[memplan.Fitted]]
+def fitted_shards(model: Any, tokens: Tensor, labels: Tensor) -> list[memplan.Fitted]:
+    """Fit a model that is sharded already."""
+    return [memplan.fit(model, tokens, targets=labels, loss=loss_of, budget="78%", pairs=0)]
+
+
+Fit = Callable[[Any, Tensor, Tensor], list[memplan.Fitted]]
 WAYS: dict[str, tuple[Fit, Callable[[Transformer], Any]]] = {
     "DDP": (fitted_whole, DistributedDataParallel),
     "DDP with views": (fitted_whole, lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True)),
@@ -48,11 +53,16 @@ WAYS: dict[str, tuple[Fit, Callable[[Transformer], Any]]] = {
     "FSDP of the whole": (fitted_whole, lambda model: fully_shard(model)),
     "FSDP of blocks": (fitted_blocks, sharded),
     "FSDP of blocks in bfloat16": (fitted_blocks, lambda model: sharded(model, mp_policy=LOWER)),
+    "FSDP, then fitted": (fitted_shards, sharded),
+    "FSDP kept, then fitted": (fitted_shards, lambda model: sharded(model, reshard_after_forward=False)),
+    "FSDP in bfloat16, then fitted": (fitted_shards, lambda model: sharded(model, mp_policy=LOWER)),
+    "FSDP of the whole, then fitted": (fitted_shards, lambda model: fully_shard(model)),
 }
 
 
 def trained(rank: int, store: str, way: str, results: str) -> None:
-    """Train both models for three steps, and write whether all gradients were equal, the peaks and the calls."""
+    """Train both models for three steps, and write whether all gradients were equal, the peaks, the calls and whether
+    the collective operations were the same."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -61,18 +71,29 @@ def trained(rank: int, store: str, way: str, results: str) -> None:
     torch.manual_seed(rank + 1)
     tokens, labels = torch.randint(0, VOCABULARY, (2, 8, LENGTH))
     fit, wrap = WAYS[way]
+    later = way.endswith("then fitted")
+    wrapped = wrap(model) if later else None
     fitted = fit(model, tokens, labels)
-    (peak, gradients), (unfitted, others) = (_steps(wrap(one), tokens, labels) for one in (model, twin))
+    (peak, gradients, sent), (unfitted, others, also_sent) = (
+        _steps(one, tokens, labels) for one in (wrapped if later else wrap(model), wrap(twin))
+    )
+    resident = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters()) + tokens.nbytes + labels.nbytes
+    kept = not later or resident + peak <= (fitted[0].proof.budget or 0) < resident + unfitted
     equal = all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
     stats = [one.stats for one in fitted]
     Path(results, str(rank)).write_text(
-        json.dumps([equal, peak, unfitted, sum(one.planned for one in stats), sum(one.unplanned for one in stats)])
-    )
+        json.dumps({
+            "equal": equal, "peak": peak, "unfitted": unfitted, "kept": kept, "sent": sent == also_sent and any(sent),
+            "planned": sum(one.planned for one in stats), "unplanned": sum(one.unplanned for one in stats),
+            "plans": [note for one in fitted for note in one.notes if "by plan" in note],
+        })
+    )  # fmt: skip
     dist.destroy_process_group()
 
 
-def _steps(model: Any, tokens: Tensor, labels: Tensor) -> tuple[int, list[Tensor]]:
-    """Return the peak of a third step, in bytes above what it begins with, and the gradients of all three."""
+def _steps(model: Any, tokens: Tensor, labels: Tensor) -> tuple[int, list[Tensor], list[str]]:
+    """Return the peak of a third step, in bytes above what it begins with, the gradients of all three, and the
+    collective operations of a fourth, by torch's profiler."""
     update = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients: list[Tensor] = []
     peak = 0
@@ -88,4 +109,7 @@ def _steps(model: Any, tokens: Tensor, labels: Tensor) -> tuple[int, list[Tensor
         gradients += [getattr(p.grad, "_local_tensor", p.grad).clone() for p in model.parameters()]
         update.step()
         update.zero_grad()
-    return peak, gradients
+    with torch.autograd.profiler.profile() as profile:
+        step()
+    names = [event.name for event in list(getattr(profile, "function_events", None) or ())]
+    return peak, gradients, [name for name in names if name.startswith("c10d::")]

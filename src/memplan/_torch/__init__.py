@@ -23,16 +23,21 @@ from memplan._torch.cuda import (
     tensor_devices_reported,
 )
 from memplan._torch.distributed import (
-    SHARDING_STATE,
+    COMPOSABLE_STATES,
     TORCHRUN_VARIABLES,
     current_rank,
     exchanges_checked,
+    gathered,
     has_process_group,
     is_data_parallel,
     is_distributed,
+    is_fully_sharded,
+    local,
     number_of_groups,
     one_rank_of,
     own_process_groups,
+    ranks,
+    sharded_modules,
 )
 from memplan._torch.dry_card import (
     HistoryEvent,

@@ -6,7 +6,7 @@ Private names: ``torch.distributed.distributed_c10d._new_process_group_helper`` 
 ``torch._C._distributed_c10d.Reducer._rebuild_buckets``, and of ``torch.distributed.tensor._sharding_prop``
 ``detect_fake_mode``; ``torch.distributed.tensor.placement_types._StridedShard``,
 ``torch.nn.modules.batchnorm._BatchNorm``; of ``torch.distributed.fsdp._flat_param`` ``_data_ptr_allocated`` and
-``_same_storage``.
+``_same_storage``; ``torch.distributed._composable_state._State`` (2.11, too).
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_r
 from memplan._torch.patches import here_alone, patched
 from memplan._torch.pipelines import stages_alone
 from memplan.errors import StepError
+
+COMPOSABLE_STATES: tuple[type, ...] = ()
+"""Classes of what `fully_shard` and the like keep in a module's ``__dict__``, which their hooks change."""
+if dist.is_available():
+    from torch.distributed._composable_state import _State
+
+    COMPOSABLE_STATES = (_State,)
 
 _NODE = 8
 """GPUs of a node at most."""
@@ -73,10 +80,6 @@ _current: list[Rank] = [Rank()]
 def current_rank() -> Rank:
     """Return the rank that is recorded now; the only one of one where none was requested."""
     return _current[-1]
-
-
-SHARDING_STATE = "__composable_api_state_key"
-"""Beginning of the attribute in which `fully_shard` keeps a module's state. Seen in torch 2.11 and 2.13."""
 
 
 def is_data_parallel(module: nn.Module) -> bool:
@@ -135,6 +138,38 @@ def one_rank_of(world: int, rank: int) -> Iterator[None]:
 def has_process_group() -> bool:
     """Return whether torch.distributed has a default process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def ranks() -> tuple[int, int]:
+    """Return this rank of the default process group, and how many there are; (0, 1) without a group."""
+    return (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the value of every rank of the default process group, in their order. Every rank has to call it."""
+    if not has_process_group():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a `DTensor`, without its gradient's history; other tensors as they are."""
+    return tensor.detach().to_local() if is_distributed(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` wrapped a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that `fully_shard` wrapped, by name, without those that contain others."""
+    sharded = {name: module for name, module in model.named_modules() if is_fully_sharded(module)}
+    outer = {id(module) for module in sharded.values() if sum(m in module.modules() for m in sharded.values()) > 1}
+    return {name: module for name, module in sharded.items() if id(module) not in outer}
 
 
 def number_of_groups() -> int:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, CompileError, MemplanError
 from memplan.explanation.course import Course
@@ -186,6 +187,10 @@ class _Step:
         study, settings = self._study, self._settings
         if study.plain is not None:
             return study.plain.step(settings).without_plan
+        if _torch.is_fully_sharded(study.model):  # it cannot be copied: a plan that keeps everything stands for it
+            kept = schedule(self.search.graph, Choices(gradients=settings.gradients))
+            trace, timeline = trace_of(kept, self.search.outside_memory), timeline_of(kept, self.search.outside_memory)
+            return timeline.peak_reserved, course_of(trace, timeline, moments=_MOMENTS)
         known = partial(cpu_workspace.known, limit=cpu_workspace.LIMIT) if _measures(settings) else AS_MODELLED
         trace, timeline = baseline(
             study.model, study.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known

@@ -12,7 +12,7 @@ from memplan.planning.plan.plan import Plan
 from memplan.reports import frontier as frontiers
 from memplan.reports import plan as plans
 from memplan.reports.document import Code, Document, Facts, Field, Line, Part, Section, Table, document, notes, table_of
-from memplan.verification.fitting.fit import Fitted
+from memplan.verification.fitting.fitted import Fitted
 from memplan.verification.fitting.outcome import Fitting, Lines, Outcome
 from memplan.verification.proof.proof import Proof
 from memplan.verification.proof.rounding import overall

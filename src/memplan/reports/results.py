@@ -36,7 +36,7 @@ from memplan.studies.lengths.lengths import Lengths
 from memplan.studies.quantization.quantized import Quantized
 from memplan.studies.runs.whole_run import WholeRun
 from memplan.studies.sweeps.sweep import Sweep
-from memplan.verification.fitting.fit import Fitted
+from memplan.verification.fitting.fitted import Fitted
 
 
 def document_of(result: object) -> Document:

@@ -285,7 +285,8 @@ def _tensor_metadata(tensor: torch.Tensor | None) -> Any:
         tensor.fake_mode, _torch.FakeMode
     )  # stands for a dense one
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not recorded:
-        raise UnkeyedError(f"a tensor of type {type(tensor).__name__}")
+        order = ": call fully_shard before memplan.fit" if _torch.is_distributed(tensor) else ""
+        raise UnkeyedError(f"a tensor of type {type(tensor).__name__}{order}")
     if tensor.layout is not torch.strided:
         raise UnkeyedError(f"a tensor of layout {tensor.layout}")
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

@@ -12,27 +12,36 @@ import torch.distributed as dist
 from environment import slow
 from models.fitted_ranks import WAYS, trained
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
-from memplan.errors import InputError
+from memplan import _torch
+from memplan.errors import BudgetError, InputError, UsageError
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 
 
-@pytest.mark.parametrize(
-    "way", ["DDP", "FSDP of blocks", *slow(*(way for way in WAYS if way not in ("DDP", "FSDP of blocks")))]
-)
+QUICK = "DDP", "FSDP of blocks", "FSDP, then fitted"
+
+
+@pytest.mark.parametrize("way", [*QUICK, *slow(*(way for way in WAYS if way not in QUICK))])
 def test_gradients_of_ranks_are_equal_bit_for_bit_and_the_peak_is_lower(way: str, tmp_path: Path) -> None:
     spawn(trained, (str(tmp_path / "store"), way, str(tmp_path)), nprocs=2)
-    blocks = 3 if "blocks" in way else 1
-    for rank in range(2):
-        equal, peak, unfitted, planned, unplanned = json.loads((tmp_path / str(rank)).read_text())
-        assert equal
-        assert (planned, unplanned) == (3 * blocks, 0)
-        assert peak < (0.97 if "blocks" in way else 0.85) * unfitted
+    by_block = "of the whole" not in way and way not in ("DDP", "DDP with views")
+    ranks = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert ranks[0]["plans"] == ranks[1]["plans"]
+    assert bool(ranks[0]["plans"]) == way.endswith("then fitted")
+    for one in ranks:
+        assert one["equal"]
+        assert one["kept"]
+        assert one["sent"]
+        assert (one["planned"], one["unplanned"]) == (4 * (3 if by_block else 1), 0)
+        least = 0.97 if by_block and "then" not in way else 0.85
+        assert one["peak"] < least * one["unfitted"]
 
 
 @pytest.fixture
@@ -42,11 +51,52 @@ def _rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("_rank")
-def test_a_model_that_is_wrapped_already_is_refused_with_the_order() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
-    for wrap in (DistributedDataParallel, fully_shard):
-        with pytest.raises(InputError, match=r"Fit the module first"):
-            memplan.fit(wrap(make()), torch.randn(4, 8), budget="90%")
+
+@pytest.mark.usefixtures("_rank")
+def test_a_model_that_ddp_wraps_already_is_refused_with_the_order() -> None:
+    with pytest.raises(InputError, match=r"Fit the module first"):
+        memplan.fit(DistributedDataParallel(make()), torch.randn(4, 8), budget="90%")
+
+
+@pytest.mark.usefixtures("_rank")
+def test_tensor_parallel_models_are_refused_by_name() -> None:
+    parallel = parallelize_module(make(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(UsageError, match=r"0\.weight .*tensor parallelism"):
+        memplan.fit(parallel, torch.randn(4, 8), budget="90%")
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    both = fully_shard(
+        parallelize_module(make(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}), mesh=mesh["data"]
+    )
+    with pytest.raises(UsageError, match=r"tensor parallelism"):
+        memplan.fit(both, torch.randn(4, 8), budget="90%")
+
+
+@pytest.mark.usefixtures("_rank")
+def test_a_sharded_model_that_fits_is_not_changed_and_one_that_cannot_is_as_before() -> None:
+    model, x = fully_shard(make()), torch.randn(256, 8)
+    fitted = memplan.fit(model, x, budget="1 GiB")
+    assert not fitted.changed
+    assert fitted.proof.peak == fitted.proof.reference_peak
+    with pytest.raises(BudgetError) as raised:
+        memplan.fit(model, x, budget=1000)
+    assert memplan.fit(model, x, budget=raised.value.smallest_budget + 1000).proof.ok
+    with pytest.raises(UsageError, match=r"early=True"):
+        memplan.fit(model, x, budget="90%", early=True, optimizer="sgd")
+
+
+def test_shards_without_a_process_group_are_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    model = fully_shard(make())
+    dist.destroy_process_group()
+    with pytest.raises(UsageError, match=r"no process group"):
+        memplan.fit(model, torch.randn(4, 8), budget="90%")
+
+
+@pytest.mark.usefixtures("_rank")
+def test_another_plan_on_another_rank_is_refused_with_both_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "gathered", lambda value: [value, "of-rank-1" if isinstance(value, str) else value])
+    with pytest.raises(UsageError, match=r"Rank 0 .*plan [0-9a-f]{12}, and rank 1 by plan of-rank-1"):
+        memplan.fit(fully_shard(make()), torch.randn(256, 8), budget="90%")

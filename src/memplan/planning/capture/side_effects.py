@@ -34,7 +34,7 @@ _MAX_DEPTH = 6
 _MAX_ELEMENTS = 1000
 """Most elements of a container whose content is compared."""
 _COMPARED_BY_VALUE = (int, float, bool, str, bytes, complex, torch.Size, torch.dtype, torch.device)
-_COMPARED_BY_IDENTITY = (torch.Tensor, nn.Module, type)
+_COMPARED_BY_IDENTITY = (torch.Tensor, nn.Module, type, *_torch.COMPOSABLE_STATES)
 
 
 _SHARD_LATER = (
@@ -235,13 +235,12 @@ _TRANSFORMERS_FLAG = "_output_capturing_hooks_installed"
 
 def recomputed_attributes(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's attributes whose changes are no side effects: each forward pass computes them from
-    parameters (the weight of weight norm), or transformers or `fully_shard` sets them."""
+    parameters (the weight of weight norm), or transformers sets them."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
     hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))
     names = (str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks)
-    sharding = (name for name in vars(module) if name.startswith(_torch.SHARDING_STATE))
-    return frozenset({_TRANSFORMERS_FLAG, *names, *sharding})
+    return frozenset({_TRANSFORMERS_FLAG, *names})
 
 
 class _Snapshot:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan._display import Displayed
-from memplan._interrupts import deferred
 from memplan.dry.card import CARD
 from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
 from memplan.planning.graph.precision import EXACT
@@ -24,7 +21,6 @@ from memplan.planning.request import Request, request
 from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.planning.study import Planned
-from memplan.rewriting.calls import Calls, CallStats, sum_stats
 from memplan.rewriting.compiled import compile_parts
 from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
@@ -32,9 +28,11 @@ from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.place import exception_of_user
 from memplan.trace.recording.session import Running, alone, called, collector_held, running_recording
 from memplan.trace.step import StepOptions
+from memplan.verification.fitting.fitted import Fitted
 from memplan.verification.fitting.own_call import plan_own_call
 from memplan.verification.fitting.plan_cache import Plans, warn
 from memplan.verification.fitting.prover import Prover
+from memplan.verification.fitting.sharded import fit_sharded, is_sharded
 from memplan.verification.fitting.unproven import COSTS, empty_proof, plan_recorded
 from memplan.verification.measurement.state_copies import attributes_restored, isolated
 from memplan.verification.proof.proof import Proof
@@ -111,6 +109,9 @@ def fit(
     step = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast)
     if running is not None:
         return _fit_in_recording(lambda: request(model, step, options, fake=True), running)
+    if is_sharded(model):
+        with called("memplan.fit", profiles=True), alone():
+            return fit_sharded(request(model, step, options, fake=False), options)
     return _fit(lambda: request(model, step, options, fake=False), pairs)
 
 
@@ -157,53 +158,6 @@ def _check_provable() -> None:
             expected="a machine that the step really runs on",
             do="Plan without a proof: memplan.plan, or torch.compile with the backend 'memplan'",
         )
-
-
-@dataclass(repr=False)
-class Fitted(Displayed):
-    """A model whose step runs within a budget."""
-
-    model: nn.Module
-    """The user's model; its calls run as planned."""
-    loss: nn.Module | None
-    """``(*inputs, *targets) -> loss``: model and loss as one planned graph, where a loss was given. Plan and proof are
-    then about this call, not about the model's own."""
-    plan: Plan
-    proof: Proof
-    changed: bool
-    """False where the step fits unplanned: then nothing was changed."""
-    optimizer: Any = None
-    """The live optimizer where updates are early, to read and set its learning rate and state; its ``step()`` has
-    nothing left to do."""
-    notes: list[str] = field(default_factory=list)
-    """Notes for the user; later calls that are planned anew add theirs."""
-    _undo: ExitStack = field(default_factory=ExitStack, repr=False)
-    _calls: list[Calls] = field(default_factory=list, repr=False)
-
-    @property
-    def stats(self) -> CallStats:
-        """Counts of the calls since `fit`, of the model and of ``loss``: as planned, unplanned and why, without grad.
-        Where the step fits unplanned nothing is counted."""
-        return sum_stats(calls.stats() for calls in self._calls)
-
-    def undo(self) -> None:
-        """Make the model run as before. An ordinary update finds its gradients again."""
-        with deferred():
-            self._undo.close()
-        self.changed = False
-
-    def __copy__(self) -> Fitted:
-        return replace(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State of a pickle or a deep copy, whose model runs unplanned, as copies of planned models do."""
-        state = dict(vars(self), _undo=ExitStack(), _calls=[])
-        if self.changed:
-            note = (
-                "a copy of a fitted model runs unplanned: memplan.fit(..., plan=fitted.plan) fits it without a search"
-            )
-            state |= {"changed": False, "notes": [*self.notes, note]}
-        return state
 
 
 class _Fitting:

@@ -1,0 +1,415 @@
+"""Fit a model that `fully_shard` sharded: each of its innermost sharded modules (a block) runs by a plan of its own.
+
+A block's plan runs between the hooks of `fully_shard`, on the gathered parameters: it recomputes no collective. The
+other layers and the loss run as written. Blocks are planned to hold less between the passes, until the rank's measured
+peak keeps the budget.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan._bytes import format_bytes
+from memplan.errors import BudgetError, MemplanError, UsageError, VerificationError
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.capture.loss_module import default_loss
+from memplan.planning.cost.optimizer_memory import Update, update_of
+from memplan.planning.graph.precision import EXACT
+from memplan.planning.levers.lever import STAYS
+from memplan.planning.planner import Planner
+from memplan.planning.relative_budget import Relative
+from memplan.planning.request import Request
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.scheduler import Schedule, schedule
+from memplan.planning.settings import PlanOptions, Settings
+from memplan.planning.study import Planned, Study
+from memplan.rewriting.calls import Calls
+from memplan.rewriting.install import Installed, install
+from memplan.verification.fitting.fitted import Fitted
+from memplan.verification.fitting.plan_cache import Plans, warn
+from memplan.verification.fitting.ranks import fingerprint, refuse_differing, together
+from memplan.verification.measurement.peak_alone import peak_growth
+from memplan.verification.measurement.peak_and_time import storage_bytes
+from memplan.verification.measurement.state_copies import RandomState, copy_tensors, training_context
+from memplan.verification.proof.differences import Compared, difference
+from memplan.verification.proof.proof import Proof
+
+_ATTEMPTS = 5
+"""Number of plans to try, each holding less, until a measured peak keeps the budget."""
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether a model has parameters that are sharded between ranks."""
+    return isinstance(model, nn.Module) and any(map(_torch.is_distributed, model.parameters()))
+
+
+def fit_sharded(request: Request, options: PlanOptions) -> Fitted:
+    """Fit a sharded model. Every rank of the default process group calls it, as each run gathers parameters.
+
+    Raises:
+        UsageError: the options or the kind of sharding are not supported, or ranks have different blocks.
+        BudgetError: no plan of the blocks was measured within the budget on every rank.
+        VerificationError: a gradient differs from that of the step without a plan.
+    """
+    blocks = _torch.sharded_modules(request.model)
+    _refuse(request.model, blocks, options)
+    fitting = _Fitting(request, blocks)
+    try:
+        with training_context():
+            return fitting.run()
+    except BaseException:
+        fitting.undo.close()
+        raise
+
+
+def _refuse(model: nn.Module, blocks: dict[str, nn.Module], options: PlanOptions) -> None:
+    """Raise UsageError for sharding and options that blocks cannot be planned with."""
+    if not _torch.has_process_group():
+        raise UsageError(
+            "The model's parameters are DTensors, and there is no process group",
+            expected="the group that they were sharded in, in which the step runs",
+            do="Call memplan.fit before destroy_process_group()",
+        )
+    if not blocks:
+        name = next(name for name, parameter in model.named_parameters() if _torch.is_distributed(parameter))
+        raise _tensor_parallel(name)
+    given = [
+        text
+        for text, used in (
+            ("early=True", options.gradients.updates),
+            ("allow='lossy'", options.allow == "lossy"),
+            ("engine='inductor'", options.engine == "inductor"),
+            ("plan", options.plan is not None),
+        )
+        if used
+    ]
+    if given:
+        raise UsageError(f"{', '.join(given)} with a sharded model", expected="neither", do="Leave that out")
+
+
+def _tensor_parallel(name: str) -> UsageError:
+    return UsageError(
+        f"{name} computes with a DTensor, a shard of a parameter: tensor parallelism",
+        expected="parameters that fully_shard gathers before the step computes with them",
+        do="Fit models without tensor parallelism; for this one use torch.utils.checkpoint",
+    )
+
+
+@dataclass
+class _Kind:
+    """Blocks whose calls have the same graph."""
+
+    study: Study
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that a block holds between the passes without a plan."""
+        return _saved_bytes(schedule(self.study.captured.graph, Choices()))
+
+
+@dataclass(frozen=True)
+class _BlockPlan:
+    """The plan of a kind of block."""
+
+    planned: Planned
+    budget: int
+    """Bytes for the block alone, parameters and gradients included."""
+    loss_bytes_ratio: Fraction
+    """Limits what the block holds between the passes."""
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """Results of a step."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    random: RandomState
+    growth: int
+    """Peak bytes of forward and backward above those before; 0 where it was not measured."""
+
+
+class _Fitting:
+    """A call of `fit` with a sharded model."""
+
+    def __init__(self, request: Request, blocks: dict[str, nn.Module]) -> None:
+        self._request, self._blocks = request, blocks
+        self._adds, optimizer = request.settings.gradients.adds, request.settings.optimizer
+        # for blocks: the rank's update and held gradients are of shards, and lie outside of them
+        self._settings = replace(request.settings, optimizer=None, gradients=STAYS)
+        self._notes = list(request.notes)
+        self.undo = ExitStack()
+        """Uninstalls the current plans."""
+        self._handed_over = False
+        local = {name: _torch.local(parameter) for name, parameter in request.model.named_parameters()}
+        self._gradient_bytes = storage_bytes(
+            (part for part, p in zip(local.values(), request.model.parameters(), strict=True) if p.requires_grad),
+            self._settings.home.type,
+        )
+        self._update = Update(0, 0)
+        if optimizer is not None:
+            shapes = [
+                (tuple(part.shape), part.stride(), str(part.dtype).removeprefix("torch."))
+                for part, p in zip(local.values(), request.model.parameters(), strict=True)
+                if p.requires_grad
+            ]
+            self._update = update_of(optimizer, shapes, self._settings.home)
+        tensors = (*local.values(), *request.model.buffers(), *request.call.tensors)
+        self._resident = storage_bytes(tensors, self._settings.home.type) + self._update.state
+        if self._adds:
+            self._resident += self._gradient_bytes
+
+    def run(self) -> Fitted:
+        """Measure the step without plans, then plan all blocks to hold less, until the measured peak fits."""
+        kinds = self._kinds()
+        reference = self._step(measured=True)
+        unplanned = self._peak(reference)
+        budget = self._request.budget
+        if isinstance(budget, Relative):
+            self._notes.append(f"the budget is {format_bytes(budget.of(unplanned))}: {budget.describe(unplanned)}")
+            budget = budget.of(unplanned)
+        less, lowest, plan = unplanned - budget, unplanned, None
+        for _ in range(_ATTEMPTS):
+            plans = [self._plan(kind, kinds, max(0, less)) for kind in kinds]
+            plan = max(plans, key=lambda plan: plan.planned.plan.eager_peak).planned.plan
+            if less <= 0:
+                self._notes.append("it fits already: nothing is changed")
+                proof = self._proof(reference, reference, unplanned, unplanned, budget)
+                return Fitted(self._request.model, self._loss, plan, proof, False, None, self._notes)
+            calls = self._install(kinds, plans)
+            self._step(measured=False)  # captures each block
+            ran = self._step(measured=True)
+            peak = self._peak(ran)
+            proof = self._proof(reference, ran, unplanned, peak, budget)
+            self._refuse_differences(proof)
+            lowest = min(lowest, peak)
+            if peak <= budget:
+                return self._hand_over(kinds, plans, plan, proof, calls)
+            self.undo.close()
+            less += peak - budget
+        raise BudgetError(
+            f"The budget is {format_bytes(budget)}, and the step with planned blocks was measured above it",
+            expected=f"at least {format_bytes(lowest)}, at which it ran",
+            do=f"Give {format_bytes(lowest)} ({lowest} bytes), or wrap smaller blocks by fully_shard: what is outside "
+            "of the innermost ones is not planned",
+            smallest_budget=lowest,
+        )
+
+    @property
+    def _loss(self) -> nn.Module | None:
+        return None if self._request.step is self._request.model else self._request.step
+
+    # -- running the step
+
+    def _step(self, *, measured: bool) -> _Ran:
+        """Run forward and backward. Gradients, buffers and random streams are as before afterwards."""
+        request, model = self._request, self._request.model
+        args, kwargs = request.call.rebuild(copy_tensors(request.call.tensors))
+        before = [(parameter, parameter.grad) for parameter in model.parameters()]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        losses: list[torch.Tensor] = []
+
+        def run() -> None:
+            with request.under_autocast():
+                loss = default_loss(request.step(*args, **kwargs))
+            loss.backward()
+            losses.append(loss.detach())
+
+        random = RandomState.now()
+        try:
+            for parameter, _ in before:
+                parameter.grad = None
+            growth = 0
+            if measured:
+                growth = peak_growth(run, self._settings.home)
+            else:
+                run()
+            return _Ran(
+                losses[0],
+                {n: None if p.grad is None else _torch.local(p.grad).clone() for n, p in model.named_parameters()},
+                {name: buffer.clone() for name, buffer in model.named_buffers()},
+                RandomState.now(),
+                growth,
+            )
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            random.restore()
+
+    def _peak(self, ran: _Ran) -> int:
+        """Return the highest peak of a step on any rank, in bytes."""
+        update = self._update.most + (0 if self._adds else self._gradient_bytes)
+        return max(_torch.gathered(self._resident + max(ran.growth, update)))
+
+    # -- plans
+
+    def _kinds(self) -> list[_Kind]:
+        """Capture every block in a step, on its gathered parameters, and group those with equal graphs."""
+        kinds: dict[str, _Kind] = {}
+        reasons: dict[str, str] = {}
+
+        def look(name: str, block: nn.Module) -> Callable[[Call, bool], None]:
+            def captured(call: Call, accumulate: bool) -> None:
+                try:
+                    found = capture(block, call, EXACT)
+                    known = kinds.get(found.graph.fingerprint)
+                    if known is None:
+                        study = Planner(block).study(call, self._settings, captured=found)
+                        known = kinds[found.graph.fingerprint] = _Kind(study)
+                    known.names.append(name)
+                except MemplanError as error:  # raised within the hooks of fully_shard, it would leave weights gathered
+                    reasons[name] = str(error)
+
+            return captured
+
+        looking: dict[str, Installed] = {}
+        with ExitStack() as undo, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of calls that cannot be planned: said here
+            for name, block in self._blocks.items():
+                installed = looking[name] = install(block, look(name, block))
+                undo.callback(installed.undo)
+            self._step(measured=False)
+        for name, installed in looking.items():
+            reasons |= dict.fromkeys(
+                [name] if installed.calls.stats().why else [], "".join(installed.calls.stats().why)
+            )
+        error = next((_tensor_parallel(name) for name, reason in reasons.items() if "DTensor" in reason), None)
+        self._notes += [f"{name} runs as it is written: {reason}" for name, reason in reasons.items()]
+        if not kinds and error is None:
+            error = UsageError(
+                "No module that fully_shard wrapped can be planned" + "".join(f": {text}" for text in reasons.values()),
+                expected="blocks whose call is traced",
+                do="Wrap the blocks by fully_shard, each by itself, and then the model",
+            )
+        together(None, error)
+        refuse_differing(_torch.gathered(" ".join(graph[:12] for graph in kinds)))
+        return list(kinds.values())
+
+    def _plan(self, kind: _Kind, kinds: list[_Kind], less: int) -> _BlockPlan:
+        """Return rank 0's plan of a kind of block, for all ranks.
+
+        ``less``: bytes that all blocks together are to hold less than without a plan.
+        """
+        share = Fraction(less * kind.saved, sum(other.saved * len(other.names) for other in kinds) or 1)
+        found = error = None
+        if _torch.ranks()[0] == 0:
+            try:
+                planned, budget, ratio = self._plan_alone(kind.study, int(share))
+                found = planned.plan, budget, ratio
+            except MemplanError as failed:
+                error = failed
+        first = together(found, error)[0]
+        assert first is not None, "rank 0 has a plan or an error"
+        plan, budget, ratio = first
+        planned = _with_loss_bytes(kind.study, replace(self._settings, plan=plan), budget, ratio)
+        return _BlockPlan(planned, budget, ratio)
+
+    def _plan_alone(self, study: Study, less: int) -> tuple[Planned, int, Fraction]:
+        """Plan a block to hold ``less`` bytes less between the passes, and to peak as much lower, if it can.
+
+        A load between the passes (`Settings.loss_bytes_ratio`) limits what the plan holds there.
+        """
+        settings, graph = self._settings, study.captured.graph
+        tangents = sum(value.bytes for value in graph.values if value.kind == "tangent")
+        counted = levels(schedule(graph, Choices()), study.search(settings).outside_memory)
+        held = counted.backward[0]  # as the gradients of the outputs arrive
+        error = None
+        for budget in (counted.peak - less, counted.peak):
+            ratio = Fraction(max(0, budget - held + less), tangents or 1)
+            try:
+                return _with_loss_bytes(study, settings, budget, ratio), budget, ratio
+            except BudgetError as failed:
+                error = failed
+        assert error is not None
+        budget = error.smallest_budget
+        return _with_loss_bytes(study, settings, budget, ratio), budget, ratio
+
+    def _install(self, kinds: list[_Kind], plans: list[_BlockPlan]) -> list[Calls]:
+        """Make the calls of all blocks run as planned, until ``undo`` is closed. Returns their counts."""
+        self.undo, calls = ExitStack(), list[Calls]()
+        for kind, plan in zip(kinds, plans, strict=True):
+            for name in kind.names:
+                settings = replace(self._settings, loss_bytes_ratio=plan.loss_bytes_ratio)
+                planner = Plans(self._blocks[name], settings, plan.budget, self._notify)
+                planner.plans.append(plan.planned)
+                planner.handed_over = True
+                installed = install(self._blocks[name], planner)
+                self.undo.callback(installed.undo)
+                calls.append(installed.calls)
+        return calls
+
+    def _notify(self, text: str) -> None:
+        if self._handed_over:
+            self._notes.append(text)
+            warn(text)
+
+    # -- results
+
+    def _proof(self, reference: _Ran, ran: _Ran, unplanned: int, peak: int, budget: int) -> Proof:
+        return Proof(
+            steps=1, micro_batches=1, optimizer="no update", early=False,
+            outputs=_compare({"the loss": reference.loss}, {"the loss": ran.loss}),
+            gradients=_compare(reference.gradients, ran.gradients), parameters=Compared(),
+            buffers=_compare(reference.buffers, ran.buffers),
+            random_streams=reference.random.differences(ran.random), resident=self._resident, peak=peak,
+            reference_peak=unplanned, budget=budget, torch=torch.__version__,
+        )  # fmt: skip
+
+    def _refuse_differences(self, proof: Proof) -> None:
+        """Raise VerificationError in every rank if a result differs on any."""
+        error = None
+        if not proof.same:
+            error = VerificationError(
+                f"The step with planned blocks is {str(proof).splitlines()[0]}",
+                expected="the step without a plan, bit for bit",
+                do="The model is as before. Please report this; a step that differs from run to run cannot be proven",
+                proof=proof,
+            )
+        together(None, error)
+
+    def _hand_over(
+        self, kinds: list[_Kind], plans: list[_BlockPlan], plan: Any, proof: Proof, calls: list[Calls]
+    ) -> Fitted:
+        refuse_differing(_torch.gathered(" ".join(fingerprint(one.planned.plan) for one in plans)))
+        for kind, one in zip(kinds, plans, strict=True):
+            names = ", ".join(name or "the model" for name in kind.names)
+            held = f"{format_bytes(_saved_bytes(one.planned.schedule))} instead of {format_bytes(kind.saved)}"
+            self._notes.append(
+                f"{names}: by plan {fingerprint(one.planned.plan)} on all ranks, with {held} held by each between the "
+                "passes; what is outside of them runs as it is written"
+            )
+        for counts in calls:
+            counts.restart()
+        self._handed_over = True
+        return Fitted(self._request.model, self._loss, plan, proof, True, None, self._notes, self.undo, calls)
+
+
+def _with_loss_bytes(study: Study, settings: Settings, budget: int, ratio: Fraction) -> Planned:
+    """Plan a captured block with a load between the passes. (A study's own results do not depend on that load.)"""
+    fresh = Study(study.model, study.call, study.captured)
+    return fresh.planned(replace(settings, loss_bytes_ratio=ratio), budget)
+
+
+def _saved_bytes(planned: Schedule) -> int:
+    return sum(planned.graph.values[value].bytes for value in planned.saved)
+
+
+def _compare(reference: dict[str, Any], candidate: dict[str, Any]) -> Compared:
+    found = [difference(name, 0, tensor, candidate[name]) for name, tensor in reference.items()]
+    return Compared(len(found), tuple(one for one in found if one is not None))
