@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -377,3 +379,18 @@ def test_a_compiled_step_is_measured_as_it_runs_compiled() -> None:
     trace = memplan.measure(build)
     assert memplan.simulate(trace).peak_allocated == measured_peak(build) > 4 << 20
     assert any("torch.compile" in note for note in trace.notes)
+
+
+def test_weights_are_seen_after_an_import_that_makes_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two runs of a measurement only the first imports a module. The bytes are those of the Linear."""
+    (tmp_path / "makes_a_tensor.py").write_text("import torch\n\nEPS = torch.tensor(1e-16)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build() -> Callable[[], None]:
+        importlib.import_module("makes_a_tensor")
+        model = torch.nn.Linear(64, 512)
+        batch = torch.ones(4, 64)
+        return lambda: model(batch).sum().backward()
+
+    weights = [storage.bytes for storage in memplan.measure(build).storages if storage.cause == "weight"]
+    assert weights == [64 * 512 * 4, 512 * 4]

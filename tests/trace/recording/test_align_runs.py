@@ -22,3 +22,8 @@ def test_pairs_are_equal_and_in_order(first: list[str], second: list[str]) -> No
 @given(letters, letters, letters)
 def test_what_is_inserted_leaves_the_rest_paired(before: list[str], inserted: list[str], after: list[str]) -> None:
     assert len(aligned([*before, *after], [*before, *inserted, *after])) == len(before) + len(after)
+
+
+def test_what_only_one_run_does_first_pairs_with_nothing() -> None:
+    """By hand: "a", which one run does before all else, as an import does, is not the "a" that both do."""
+    assert sorted(aligned("acab", "ab")) == [(2, 0), (3, 1)]

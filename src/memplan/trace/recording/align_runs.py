@@ -59,10 +59,11 @@ def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
     """Align two sequences: return the index pairs of items that match, in order.
 
-    Most runs are nearly equal, so the common prefix and suffix match at once; between them, difflib decides.
+    Most runs are nearly equal, so the common suffix and prefix match at once; between them, difflib decides. The suffix
+    is first: runs differ at their begin, where only the first of them imports modules, which may make tensors.
     """
-    prefix = _common_prefix(first, second)
-    suffix = _common_prefix(first[prefix:][::-1], second[prefix:][::-1])
+    suffix = _common_prefix(first[::-1], second[::-1])
+    prefix = _common_prefix(first[: len(first) - suffix], second[: len(second) - suffix])
     ends = len(first) - suffix, len(second) - suffix
     differing = SequenceMatcher(None, first[prefix : ends[0]], second[prefix : ends[1]], autojunk=False)
     blocks = [
