@@ -16,7 +16,7 @@
   * RecordingError (also a RuntimeError): a step could not be recorded
     - DataDependentError: a shape depends on values, which a recording does not have
     - StepError: the user's own build or step raised; the original is its ``__cause__``
-    - EndlessError: a loop that a value ends did not end where that value was taken otherwise
+    - EndlessError: with a branch taken the other way, a loop did not end
   * VerificationError (also a RuntimeError): a planned step ran and was not the step that it was
   * CompileError (also a RuntimeError): no kernels could be made of a planned step
   * BackwardError (also a RuntimeError): a backward pass that a planned step cannot run
@@ -191,7 +191,7 @@ class StepError(RecordingError):
 
 
 class EndlessError(RecordingError):
-    """A step with a value's branch taken the other way ran far more ops than before, as a loop that values end."""
+    """A step ran far more ops with a branch taken the other way than before, as in a loop that only values end."""
 
 
 class BackwardError(MemplanError, RuntimeError):

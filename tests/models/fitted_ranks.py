@@ -85,7 +85,7 @@ def trained(rank: int, store: str, way: str, results: str) -> None:
         json.dumps({
             "equal": equal, "peak": peak, "unfitted": unfitted, "kept": kept, "sent": sent == also_sent and any(sent),
             "planned": sum(one.planned for one in stats), "unplanned": sum(one.unplanned for one in stats),
-            "plans": [note for one in fitted for note in one.notes if "by plan" in note],
+            "plans": [note for one in fitted for note in one.notes if "on all ranks" in note],
         })
     )  # fmt: skip
     dist.destroy_process_group()

@@ -21,19 +21,19 @@ def find(subject: Subject) -> list[Finding]:
     """Return at most one finding, about gradients that are reduced to shards only after a later forward pass."""
     trace = subject.trace
     shards = _number_of_shards(trace)
-    held = _held_over_a_forward_pass(trace) if shards > 1 else {}
-    if not held:
+    unreduced = _unreduced_over_a_forward_pass(trace) if shards > 1 else {}
+    if not unreduced:
         return []
-    changed: dict[int, Storage | None] = {s.id: replace(s, died=reduced) for s, reduced in held.items()}
-    added = [replace(s, bytes=-(-s.bytes // shards), born=reduced) for s, reduced in held.items()]
+    changed: dict[int, Storage | None] = {s.id: replace(s, died=reduced) for s, reduced in unreduced.items()}
+    added = [replace(s, bytes=-(-s.bytes // shards), born=reduced) for s, reduced in unreduced.items()]
     size = saving(trace, changed, added)
     if subject.remaker is not None:
         mended = subject.remaker.record(around=_reduced_each_time())
         size = peak_of(trace) - peak_of(mended) if isinstance(mended, Trace) else size
     if not matters(trace, size):
         return []
-    step = max(trace.ops[storage.op or 0].step for storage in held)
-    gradients = sum(storage.bytes for storage in held if trace.ops[storage.op or 0].step == step)
+    step = max(trace.ops[storage.op or 0].step for storage in unreduced)
+    gradients = sum(storage.bytes for storage in unreduced if trace.ops[storage.op or 0].step == step)
     message = (
         f"gradients of whole weights ({format_bytes(gradients)}) are kept on each rank from one micro-batch to the "
         f"next, however many ranks there are; reduced to shards after each, they take {format_bytes(size)} less at the "
@@ -43,7 +43,7 @@ def find(subject: Subject) -> list[Finding]:
         "Leave set_requires_gradient_sync(False), or no_sync(), away: each micro-batch then sends its gradients, which "
         "costs time where links are slow",
     )
-    dtypes = sorted({storage.dtype for storage in held})
+    dtypes = sorted({storage.dtype for storage in unreduced})
     details = {"held": gradients, "shards": shards, "dtypes": dtypes}
     return [Finding(ID, "warning", "", None, size, message, advice, details)]
 
@@ -69,17 +69,17 @@ def _reduced_each_time() -> Iterator[None]:
         yield
 
 
-def _held_over_a_forward_pass(trace: Trace) -> dict[Storage, int]:
+def _unreduced_over_a_forward_pass(trace: Trace) -> dict[Storage, int]:
     """Map gradients that another micro-batch adds to, and that are then reduced to shards, to the tick at which they
     would be freed if they were reduced in their own pass: as long after they are computed as after the last
     addition."""
     forward = [op.start for op in trace.ops if op.phase == "forward"]
     written = writers_of_whole_gradients(trace.ops)
-    held: dict[Storage, int] = {}
+    unreduced: dict[Storage, int] = {}
     for storage in trace.counted:
         if storage.cause != "parameter_gradient" or storage.died is None or storage.id not in written:
             continue
         last = max((start for start in written[storage.id] if start > storage.born), default=storage.born)
         if any(storage.born < start < last for start in forward):
-            held[storage] = storage.born + storage.died - last
-    return held
+            unreduced[storage] = storage.born + storage.died - last
+    return unreduced

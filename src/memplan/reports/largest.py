@@ -91,7 +91,9 @@ def fit_at_upper_end(axis: str, value: int, likely: int, most: int) -> str:
 
 def beyond_the_limit(axis: str, value: int, band: tuple[int, int] | None) -> str:
     """Return the sentence on an answer that reserves more than the limit; ``band``: of what it needs, if any."""
-    text = f"{axis} {value} would reserve more than the limit; the allocator gives cached segments back then, and it "
+    text = (
+        f"At {axis} {value} torch would reserve more than the limit; it gives cached segments back then, and the step "
+    )
     if band is None:
         return text + "was recorded to fit."
     return (

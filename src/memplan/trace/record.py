@@ -167,7 +167,7 @@ def _record_branches(target: Target, known: Known, build: Runs, steps: int, comp
     recording, trace = _record_on_device(target, known, build, steps, compiled)
 
     def record_again(overrides: Overrides) -> Recorded:
-        most_ops = _FACTOR * len(trace.ops) + _MORE
+        most_ops = _OPS_FACTOR * len(trace.ops) + _EXTRA_OPS
         other, outcome = _record(
             target, recording.on_card, known, build, steps, compiled, overrides, recording.counts, most_ops=most_ops
         )
@@ -206,9 +206,9 @@ _MAX_COUNTS = 32
 """Selections at most whose size is inferred from other shapes: each takes another recording."""
 _MAX_GUARDS = 8
 """Branches at most that are overridden because the first direction raises an exception."""
-_FACTOR, _MORE = 3, 20_000
-"""A step whose branch goes the other way is recorded up to three times the ops of the first recording and 20,000 more.
-A loop that a value ends, as in generation, would else not end."""
+_OPS_FACTOR, _EXTRA_OPS = 3, 20_000
+"""A recording in which a branch goes the other way is given up after three times the ops of the first one and 20,000:
+a loop that only values end, as in generation, may never end there."""
 
 
 def _record(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 
 import pytest
 from environment import slow
+from models.small_llama import small_llama
 
 import memplan
 from memplan.errors import InputError, MemplanError
 from memplan.studies.recipes.lines import Options
-from memplan.studies.recipes.models import Model, find_model
+from memplan.studies.recipes.models import Model
 from memplan.studies.recipes.recipe import Lora, recipe_of
 from memplan.studies.recipes.script import script_of
 
@@ -20,17 +20,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 # transformers 5.23 renames what earlier versions need
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
-    "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}  # fmt: skip
-
-
-def llama(folder: Path) -> Model:
-    (folder / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    return find_model(str(folder))
 
 
 def small(architecture: str, **config: object) -> Model:
@@ -80,7 +69,7 @@ def peaks(script: str, folder: Path) -> tuple[int, int]:
 )
 def test_the_recorded_peak_is_the_run_of_the_printed_script(recipe: str, checkpointing: bool, tmp_path: Path) -> None:
     options = Options(2, 32, dtype="float32", checkpointing=checkpointing)
-    recorded, measured = peaks(script_of(llama(tmp_path), recipe_of(recipe), options), tmp_path)
+    recorded, measured = peaks(script_of(small_llama(tmp_path), recipe_of(recipe), options), tmp_path)
     assert recorded == measured
 
 
@@ -89,7 +78,9 @@ def test_the_recorded_peak_is_the_run_of_the_printed_script(recipe: str, checkpo
 )
 def test_weights_of_four_bits_are_recorded_as_they_run(recipe: str, checkpointing: bool, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    script = script_of(llama(tmp_path), recipe_of(recipe), Options(2, 32, dtype="fp32", checkpointing=checkpointing))
+    script = script_of(
+        small_llama(tmp_path), recipe_of(recipe), Options(2, 32, dtype="fp32", checkpointing=checkpointing)
+    )
     peaks(script, tmp_path)  # the first makes the tables of bitsandbytes
     recorded, measured = peaks(script, tmp_path)
     assert recorded == measured
@@ -100,7 +91,7 @@ def test_packed_weights_are_half_a_byte_on_a_card(first: str, tmp_path: Path) ->
     """By hand: what is packed takes half a byte and a scale for 64 values; scales of fp32, or of a byte and one more
     for 256. Also after a recording for the CPU in the same process."""
     pytest.importorskip("bitsandbytes")
-    peaks(script_of(llama(tmp_path), recipe_of(first), Options(1, 16, "none", "fp32")), tmp_path)
+    peaks(script_of(small_llama(tmp_path), recipe_of(first), Options(1, 16, "none", "fp32")), tmp_path)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
     model = small("LlamaForCausalLM", vocab_size=320, num_hidden_layers=2, max_position_embeddings=64, **sizes)
     packed = 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
@@ -126,13 +117,15 @@ def test_every_kind_of_model_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_the_options_are_in_the_script(tmp_path: Path) -> None:
-    script = script_of(llama(tmp_path), recipe_of("full"), Options(3, 32, "sgd:lr=0.1,momentum=0.9", "fp32", "bf16"))
+    script = script_of(
+        small_llama(tmp_path), recipe_of("full"), Options(3, 32, "sgd:lr=0.1,momentum=0.9", "fp32", "bf16")
+    )
     for line in (
         "def build(batch=3, sequence=32):", "torch.optim.SGD(trained, lr=0.1, momentum=0.9)", "dtype = torch.float32",
         "with torch.autocast(device, torch.bfloat16):",
     ):  # fmt: skip
         assert line in script
-    without = script_of(llama(tmp_path), recipe_of("full"), Options(optimizer="none"))
+    without = script_of(small_llama(tmp_path), recipe_of("full"), Options(optimizer="none"))
     assert "optimizer" not in without
     assert "sequence=128" in without  # as long as its positions, which are less than 1024
 
@@ -149,7 +142,7 @@ def test_the_options_are_in_the_script(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_the_model_is_refused(recipe: str, options: Options, message: str, tmp_path: Path) -> None:
     with pytest.raises(MemplanError, match=message):
-        script_of(llama(tmp_path), recipe_of(recipe), options)
+        script_of(small_llama(tmp_path), recipe_of(recipe), options)
 
 
 def test_models_that_cannot_be_made_are_refused() -> None:
@@ -170,10 +163,10 @@ def test_a_model_without_linear_layers_is_not_packed() -> None:
 def test_bitsandbytes_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan.studies.recipes.lines.find_spec", lambda name: name != "bitsandbytes" or None)
     with pytest.raises(InputError, match=r"bitsandbytes is not installed here.* pip install bitsandbytes"):
-        script_of(llama(tmp_path), recipe_of("qlora"), Options())
+        script_of(small_llama(tmp_path), recipe_of("qlora"), Options())
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan.studies.recipes.lines.find_spec", lambda name: None if name == "peft" else name)
     with pytest.raises(InputError, match=r"peft is not installed here.* pip install 'memplan\[recipes\]'"):
-        script_of(llama(tmp_path), Lora(), Options())
+        script_of(small_llama(tmp_path), Lora(), Options())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 
 import pytest
 from environment import slow
+from models.small_llama import small_llama
 
 import memplan
 from memplan.errors import InputError
 from memplan.studies.recipes.lines import Options
-from memplan.studies.recipes.models import Model, find_model
+from memplan.studies.recipes.models import Model
 from memplan.studies.recipes.recipe import recipe_of
 from memplan.studies.recipes.script import script_of
 
@@ -20,16 +20,9 @@ for library in ("transformers", "peft", "trl", "datasets"):
     pytest.importorskip(library)
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries, one about another
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 64,
-    "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}  # fmt: skip
-
 
 def llama(folder: Path) -> Model:
-    (folder / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    return find_model(str(folder))
+    return small_llama(folder, vocabulary=1024)
 
 
 def peaks(script: str, folder: Path) -> tuple[int, int, int]:

@@ -16,9 +16,10 @@ from memplan.studies.recipes.lines import (
     Options,
     adapter_lines,
     call_lines,
-    optimizer_call,
+    optimizer_lines,
     require,
     required,
+    step_lines,
     written,
 )
 from memplan.studies.recipes.recipe import Diffusion
@@ -112,10 +113,7 @@ def _body(pipeline: Pipeline, recipe: Diffusion, options: Options) -> Iterator[s
             yield f"        part.data = part.data.to({dtype_of(options.dtype)})"
     if options.checkpointing:
         yield "unet.enable_gradient_checkpointing()"
-    optimizer = optimizer_call(options.optimizer)
-    if optimizer is not None:
-        yield "trained = [p for p in unet.parameters() if p.requires_grad]"
-        yield f"optimizer = {optimizer}"
+    yield from optimizer_lines("unet", options)
     yield "images = torch.rand(batch, 3, size, size, dtype=frozen, device=device)"
     yield "words = torch.randint(text.config.vocab_size, (batch, text.config.max_position_embeddings), device=device)"
     yield "\ndef step():"
@@ -124,15 +122,10 @@ def _body(pipeline: Pipeline, recipe: Diffusion, options: Options) -> Iterator[s
     yield "    times = torch.randint(noises.config.num_train_timesteps, (batch,), device=device)"
     yield "    noisy = noises.add_noise(latents, noise, times)"
     yield "    states = text(words, return_dict=False)[0]"
-    call = "predicted = unet(noisy, times, states, return_dict=False)[0]"
-    if options.autocast is not None:
-        yield f"    with torch.autocast(device, {dtype_of(options.autocast)}):"
-        call = f"    {call}"
-    yield f"    {call}"
-    yield "    torch.nn.functional.mse_loss(predicted.float(), noise.float()).backward()"
-    if optimizer is not None:
-        yield "    optimizer.step()"
-    yield f"    {'unet' if optimizer is None else 'optimizer'}.zero_grad()\n"
+    yield from step_lines(
+        "unet", options, "predicted = unet(noisy, times, states, return_dict=False)[0]",
+        "torch.nn.functional.mse_loss(predicted.float(), noise.float()).backward()",
+    )  # fmt: skip
 
 
 def _model_lines(pipeline: Pipeline) -> Iterator[str]:

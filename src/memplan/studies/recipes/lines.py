@@ -12,6 +12,7 @@ from typing import Any
 from memplan.errors import InputError
 from memplan.studies.recipes.recipe import Adapted, Diffusion, Dora, Grpo, Lora, Qlora, Recipe, Trained
 from memplan.trace.naming.step_parts import optimizer_of
+from memplan.trace.spec import dtype_of
 
 _WIDTH = 72
 _EXTRA = ("transformers", "peft")
@@ -81,6 +82,29 @@ def adapter_lines(recipe: Lora) -> Iterator[str]:
     if isinstance(recipe, Dora):
         values["use_dora"] = True
     yield from call_lines("adapters = LoraConfig", written(values))
+
+
+def optimizer_lines(model: str, options: Options) -> Iterator[str]:
+    """Yield the lines that make the optimizer, if there is one."""
+    optimizer = optimizer_call(options.optimizer)
+    if optimizer is not None:
+        yield f"trained = [p for p in {model}.parameters() if p.requires_grad]"
+        yield f"optimizer = {optimizer}"
+
+
+def step_lines(model: str, options: Options, forward: str, backward: str) -> Iterator[str]:
+    """Yield the lines of ``step`` from the model's call on, which runs under autocast if that is an option."""
+    if options.autocast is not None:
+        yield f"    with torch.autocast(device, {dtype_of(options.autocast)}):"
+        yield f"        {forward}"
+    else:
+        yield f"    {forward}"
+    yield f"    {backward}"
+    if optimizer_call(options.optimizer) is None:
+        yield f"    {model}.zero_grad()\n"
+    else:
+        yield "    optimizer.step()"
+        yield "    optimizer.zero_grad()\n"
 
 
 def optimizer_call(text: str) -> str | None:

@@ -14,9 +14,10 @@ from memplan.studies.recipes.lines import (
     adapter_lines,
     call_lines,
     default_batch,
-    optimizer_call,
+    optimizer_lines,
     require,
     required,
+    step_lines,
     written,
 )
 from memplan.studies.recipes.models import Model
@@ -145,21 +146,10 @@ def _loop_lines(recipe: Recipe, options: Options, make: str, task: _Task) -> Ite
         yield "model.gradient_checkpointing_enable()"
     yield from _recipe_lines(recipe)
     yield "model.train()"
-    optimizer = optimizer_call(options.optimizer)
-    if optimizer is not None:
-        yield "trained = [p for p in model.parameters() if p.requires_grad]"
-        yield f"optimizer = {optimizer}"
+    yield from optimizer_lines("model", options)
     yield from task.inputs
     yield "\ndef step():"
-    call = "loss = model(**inputs).loss"
-    if options.autocast is not None:
-        yield f"    with torch.autocast(device, {dtype_of(options.autocast)}):"
-        call = f"    {call}"
-    yield f"    {call}"
-    yield "    loss.backward()"
-    if optimizer is not None:
-        yield "    optimizer.step()"
-    yield f"    {'model' if optimizer is None else 'optimizer'}.zero_grad()\n"
+    yield from step_lines("model", options, "loss = model(**inputs).loss", "loss.backward()")
 
 
 def _packing_lines(recipe: Qlora) -> Iterator[str]:

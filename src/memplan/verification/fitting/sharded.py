@@ -84,25 +84,22 @@ def _refuse(model: nn.Module, blocks: dict[str, nn.Module], options: PlanOptions
     if not blocks:
         name = next(name for name, parameter in model.named_parameters() if _torch.is_distributed(parameter))
         raise _tensor_parallel(name)
-    given = [
-        text
-        for text, used in (
-            ("early=True", options.gradients.updates),
-            ("allow='lossy'", options.allow == "lossy"),
-            ("engine='inductor'", options.engine == "inductor"),
-            ("plan", options.plan is not None),
-        )
-        if used
-    ]
-    if given:
-        raise UsageError(f"{', '.join(given)} with a sharded model", expected="neither", do="Leave that out")
+    unsupported = {
+        "early=True": options.gradients.updates,
+        "allow='lossy'": options.allow == "lossy",
+        "engine='inductor'": options.engine == "inductor",
+        "plan": options.plan is not None,
+    }
+    used = ", ".join(name for name, is_used in unsupported.items() if is_used)
+    if used:
+        raise UsageError(f"{used} with a sharded model", expected="an exact plan by torch's kernels", do="Leave it out")
 
 
 def _tensor_parallel(name: str) -> UsageError:
     return UsageError(
         f"{name} computes with a DTensor, a shard of a parameter: tensor parallelism",
         expected="parameters that fully_shard gathers before the step computes with them",
-        do="Fit models without tensor parallelism; for this one use torch.utils.checkpoint",
+        do="Checkpoint its blocks by torch.utils.checkpoint instead; a model without tensor parallelism can be fitted",
     )
 
 
@@ -148,7 +145,7 @@ class _Fitting:
     def __init__(self, request: Request, blocks: dict[str, nn.Module]) -> None:
         self._request, self._blocks = request, blocks
         self._adds, optimizer = request.settings.gradients.adds, request.settings.optimizer
-        # for blocks: the rank's update and held gradients are of shards, and lie outside of them
+        # Blocks are planned without the optimizer's update and earlier gradients: these are shards, outside of blocks.
         self._settings = replace(request.settings, optimizer=None, gradients=STAYS)
         self._notes = list(request.notes)
         self.undo = ExitStack()
@@ -203,8 +200,8 @@ class _Fitting:
         raise BudgetError(
             f"The budget is {format_bytes(budget)}, and the step with planned blocks was measured above it",
             expected=f"at least {format_bytes(lowest)}, at which it ran",
-            do=f"Give {format_bytes(lowest)} ({lowest} bytes), or wrap smaller blocks by fully_shard: what is outside "
-            "of the innermost ones is not planned",
+            do=f"Give {format_bytes(lowest)} ({lowest} bytes), or call fully_shard on more layers: only the innermost "
+            "sharded modules are planned",
             smallest_budget=lowest,
         )
 
@@ -267,12 +264,12 @@ class _Fitting:
         def look(name: str, block: nn.Module) -> Callable[[Call, bool], None]:
             def captured(call: Call, accumulate: bool) -> None:
                 try:
-                    found = capture(block, call, EXACT)
-                    known = kinds.get(found.graph.fingerprint)
-                    if known is None:
-                        study = Planner(block).study(call, self._settings, captured=found)
-                        known = kinds[found.graph.fingerprint] = _Kind(study)
-                    known.names.append(name)
+                    graph = capture(block, call, EXACT)
+                    kind = kinds.get(graph.graph.fingerprint)
+                    if kind is None:
+                        study = Planner(block).study(call, self._settings, captured=graph)
+                        kind = kinds[graph.graph.fingerprint] = _Kind(study)
+                    kind.names.append(name)
                 except MemplanError as error:  # raised within the hooks of fully_shard, it would leave weights gathered
                     reasons[name] = str(error)
 
@@ -280,15 +277,15 @@ class _Fitting:
 
         looking: dict[str, Installed] = {}
         with ExitStack() as undo, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of calls that cannot be planned: said here
+            warnings.simplefilter("ignore")  # calls that cannot be planned warn; `reasons` has why
             for name, block in self._blocks.items():
                 installed = looking[name] = install(block, look(name, block))
                 undo.callback(installed.undo)
             self._step(measured=False)
         for name, installed in looking.items():
-            reasons |= dict.fromkeys(
-                [name] if installed.calls.stats().why else [], "".join(installed.calls.stats().why)
-            )
+            why = installed.calls.stats().why
+            if why:
+                reasons[name] = "; ".join(why)
         error = next((_tensor_parallel(name) for name, reason in reasons.items() if "DTensor" in reason), None)
         self._notes += [f"{name} runs as it is written: {reason}" for name, reason in reasons.items()]
         if not kinds and error is None:
@@ -307,16 +304,16 @@ class _Fitting:
         ``less``: bytes that all blocks together are to hold less than without a plan.
         """
         share = Fraction(less * kind.saved, sum(other.saved * len(other.names) for other in kinds) or 1)
-        found = error = None
+        result = error = None
         if _torch.ranks()[0] == 0:
             try:
                 planned, budget, ratio = self._plan_alone(kind.study, int(share))
-                found = planned.plan, budget, ratio
+                result = planned.plan, budget, ratio
             except MemplanError as failed:
                 error = failed
-        first = together(found, error)[0]
-        assert first is not None, "rank 0 has a plan or an error"
-        plan, budget, ratio = first
+        of_rank_0 = together(result, error)[0]
+        assert of_rank_0 is not None, "rank 0 has a plan or an error"
+        plan, budget, ratio = of_rank_0
         planned = _with_loss_bytes(kind.study, replace(self._settings, plan=plan), budget, ratio)
         return _BlockPlan(planned, budget, ratio)
 
@@ -328,10 +325,10 @@ class _Fitting:
         settings, graph = self._settings, study.captured.graph
         tangents = sum(value.bytes for value in graph.values if value.kind == "tangent")
         counted = levels(schedule(graph, Choices()), study.search(settings).outside_memory)
-        held = counted.backward[0]  # as the gradients of the outputs arrive
+        between = counted.backward[0]  # live as the gradients of the outputs arrive
         error = None
         for budget in (counted.peak - less, counted.peak):
-            ratio = Fraction(max(0, budget - held + less), tangents or 1)
+            ratio = Fraction(max(0, budget - between + less), tangents or 1)
             try:
                 return _with_loss_bytes(study, settings, budget, ratio), budget, ratio
             except BudgetError as failed:
@@ -386,13 +383,14 @@ class _Fitting:
     def _hand_over(
         self, kinds: list[_Kind], plans: list[_BlockPlan], plan: Any, proof: Proof, calls: list[Calls]
     ) -> Fitted:
-        refuse_differing(_torch.gathered(" ".join(fingerprint(one.planned.plan) for one in plans)))
-        for kind, one in zip(kinds, plans, strict=True):
+        fingerprints = [fingerprint(block_plan.planned.plan) for block_plan in plans]
+        refuse_differing(_torch.gathered(" ".join(fingerprints)))
+        for kind, block_plan, text in zip(kinds, plans, fingerprints, strict=True):
             names = ", ".join(name or "the model" for name in kind.names)
-            held = f"{format_bytes(_saved_bytes(one.planned.schedule))} instead of {format_bytes(kind.saved)}"
+            saved = format_bytes(_saved_bytes(block_plan.planned.schedule))
             self._notes.append(
-                f"{names}: by plan {fingerprint(one.planned.plan)} on all ranks, with {held} held by each between the "
-                "passes; what is outside of them runs as it is written"
+                f"{names}: plan {text} on all ranks, which saves {saved} for backward in each instead of "
+                f"{format_bytes(kind.saved)}; layers outside of them run as they are written"
             )
         for counts in calls:
             counts.restart()
@@ -411,5 +409,5 @@ def _saved_bytes(planned: Schedule) -> int:
 
 
 def _compare(reference: dict[str, Any], candidate: dict[str, Any]) -> Compared:
-    found = [difference(name, 0, tensor, candidate[name]) for name, tensor in reference.items()]
-    return Compared(len(found), tuple(one for one in found if one is not None))
+    differences = [difference(name, 0, tensor, candidate[name]) for name, tensor in reference.items()]
+    return Compared(len(differences), tuple(filter(None, differences)))

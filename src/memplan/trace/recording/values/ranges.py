@@ -189,21 +189,22 @@ def _distinct(call: Call) -> list[Range | None]:
     return [call.of(0), (0, max(count - 1, 0)), (1, max(count, 1))]
 
 
-def _compared(holds: Callable[[Number, Number], bool], *, at_corners: bool = True) -> Rule:
-    """Return the rule of a comparison, which is as certain as it is for all values in both ranges.
+def _ordered(holds: Callable[[Number, Number], bool]) -> Rule:
+    """Return the rule of ``<`` and the like, which is the same for all values if it is for the ends of the ranges."""
+    return lambda call: corners(holds, call.of(0), call.of(1))
 
-    ``at_corners``: whether it then is the same at the ends of both; equality also needs both to be single values.
-    """
+
+def _equality(*, when_equal: bool) -> Rule:
+    """Return the rule of ``==`` or ``!=``: certain for ranges that do not meet, and for single values."""
 
     def rule(call: Call) -> Range | None:
         first, second = call.of(0), call.of(1)
         if first is None or second is None:
             return None
-        if not at_corners:
-            apart = first[1] < second[0] or second[1] < first[0]
-            alone = first == second and first[0] == first[1]
-            return (holds(0, 1), holds(0, 1)) if apart else (holds(0, 0), holds(0, 0)) if alone else (0, 1)
-        return corners(holds, first, second)
+        if first[1] < second[0] or second[1] < first[0]:
+            return not when_equal, not when_equal
+        is_single = first == second and first[0] == first[1]
+        return (when_equal, when_equal) if is_single else (0, 1)
 
     return rule
 
@@ -283,12 +284,12 @@ RULES: Mapping[str, Rule] = {
     "bitwise_and": _both,
     "bitwise_or": _either,
     "bitwise_not": _negated,
-    "eq": _compared(operator.eq, at_corners=False),
-    "ne": _compared(operator.ne, at_corners=False),
-    "lt": _compared(operator.lt),
-    "le": _compared(operator.le),
-    "gt": _compared(operator.gt),
-    "ge": _compared(operator.ge),
+    "eq": _equality(when_equal=True),
+    "ne": _equality(when_equal=False),
+    "lt": _ordered(operator.lt),
+    "le": _ordered(operator.le),
+    "gt": _ordered(operator.gt),
+    "ge": _ordered(operator.ge),
     **dict.fromkeys(("sigmoid", "_softmax", "bernoulli"), lambda call: (0.0, 1.0)),
     **dict.fromkeys(("rand", "rand_like"), _unit),
     "uniform": _uniform,
