@@ -118,6 +118,9 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
             if not begun:
                 forget_ranks()
             stack.enter_context(_groups_alone())
+        if world is not None:  # importing what these patch takes a second, which scripts of one process need not wait
+            stack.enter_context(_flat_parameters_alone())
+            stack.enter_context(stages_alone())
         try:
             yield
         finally:
@@ -265,8 +268,6 @@ def _groups_alone() -> Iterator[None]:
             stack.enter_context(patched(module, **present))
         stack.enter_context(patched(distributed_c10d, _new_process_group_helper=make_fake))
         stack.enter_context(_data_parallel_alone())
-        stack.enter_context(_flat_parameters_alone())
-        stack.enter_context(stages_alone())
         # whose ops have no kernels without a GPU; the tensors of the input's size are the same
         stack.enter_context(patched(torch.nn.SyncBatchNorm, forward=batchnorm._BatchNorm.forward))
         stack.enter_context(_shapes_propagated_unseen())
