@@ -91,15 +91,10 @@ def fit_at_upper_end(axis: str, value: int, likely: int, most: int) -> str:
 
 def beyond_the_limit(axis: str, value: int, band: tuple[int, int] | None) -> str:
     """Return the sentence on an answer that reserves more than the limit; ``band``: of what it needs, if any."""
-    text = (
-        f"At {axis} {value} torch would reserve more than the limit; it gives cached segments back then, and the step "
-    )
+    text = f"At {axis} {value} torch gives cached segments back to keep the limit: it fits"
     if band is None:
-        return text + "was recorded to fit."
-    return (
-        text + f"was recorded to fit with the expected bytes. Not recorded: the upper end of its 95 % band, "
-        f"{format_bytes(band[1])}."
-    )
+        return f"{text}."
+    return f"{text} with the expected bytes. Not recorded: the upper end of its 95 % band, {format_bytes(band[1])}."
 
 
 def _failures(result: Largest) -> Iterator[str]:

@@ -15,6 +15,7 @@ from verification.fitting.quick import fit
 
 import memplan
 from memplan.planning.search.search import Search
+from memplan.rewriting.calls import CallStats
 
 TOKENS = torch.arange(256).reshape(4, 64) * 7 % 512
 
@@ -78,7 +79,7 @@ def test_it_keeps_the_budget_by_the_same_decisions(eager: tuple[int, int], monke
         loss(one(TOKENS), TOKENS).backward()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs)  # pyright: ignore[reportArgumentType]
-    assert fitted.stats == memplan.verification.fitting.fit.CallStats(planned=1)  # pyright: ignore[reportAttributeAccessIssue]
+    assert fitted.stats == CallStats(planned=1)
     assert fitted.notes == [] or any("if its output is gone" in note for note in fitted.notes)
     assert peak(model, held=False) <= budget
     assert (peak(model, held=True) <= budget) == (fitted.notes == [])

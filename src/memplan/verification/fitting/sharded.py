@@ -43,7 +43,7 @@ from memplan.verification.measurement.peak_alone import peak_growth
 from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import RandomState, copy_tensors, training_context
 from memplan.verification.proof.differences import Compared, difference
-from memplan.verification.proof.proof import Proof
+from memplan.verification.proof.proof import Proof, nothing_compared
 
 _ATTEMPTS = 5
 """Number of plans to try, each holding less, until a measured peak keeps the budget."""
@@ -359,10 +359,10 @@ class _Fitting:
     # -- results
 
     def _proof(self, reference: _Ran, ran: _Ran, unplanned: int, peak: int, budget: int) -> Proof:
-        return Proof(
-            steps=1, micro_batches=1, optimizer="no update", early=False,
+        return replace(
+            nothing_compared(), steps=1, micro_batches=1, optimizer="no update",
             outputs=_compare({"the loss": reference.loss}, {"the loss": ran.loss}),
-            gradients=_compare(reference.gradients, ran.gradients), parameters=Compared(),
+            gradients=_compare(reference.gradients, ran.gradients),
             buffers=_compare(reference.buffers, ran.buffers),
             random_streams=reference.random.differences(ran.random), resident=self._resident, peak=peak,
             reference_peak=unplanned, budget=budget, torch=torch.__version__,
