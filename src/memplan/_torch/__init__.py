@@ -144,6 +144,7 @@ from memplan._torch.modules import (
     OwnState,
     copy_hooks,
     count_hooks,
+    fake_mode,
     fake_tensors,
     has_shape,
     lazy_layers_with_fake_parameters,

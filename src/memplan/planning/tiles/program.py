@@ -1,0 +1,183 @@
+"""A segment of a step as a list of functional aten ops, recorded without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan import _torch
+from memplan.planning.capture.tensor_like import Like
+from memplan.planning.graph.joint_graph import Ref, refs
+
+
+BATCH_NORMS = frozenset(
+    f"aten.{name}" for name in ("native_batch_norm.default", "_native_batch_norm_legit.default",
+    "_native_batch_norm_legit.no_stats", "_batch_norm_with_update.default")
+)  # fmt: skip
+"""Batch norms in training or evaluation."""
+
+
+class NotTileable(Exception):
+    """A segment cannot run piece by piece; the message says why."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A call of an op."""
+
+    target: str
+    """Name of the op under ``torch.ops``: ``aten.relu.default``."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    """Keyword arguments; here and in ``args``, tensors are Refs, at any depth."""
+    outputs: tuple[int, ...]
+    """Ids of the results, in order."""
+
+    @property
+    def name(self) -> str:
+        """Name of the op without namespace and overload."""
+        return self.target.split(".")[1]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Ids of the tensors among the arguments."""
+        return tuple(refs((self.args, dict(self.kwargs))))
+
+
+@dataclass(frozen=True)
+class Program:
+    """Functional ops of a segment. The tensors that it reads from outside are values, too."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    static: frozenset[int]
+    """Inputs that do not depend on the data of the step, such as parameters."""
+    outputs: tuple[int, ...]
+    likes: Mapping[int, Like]
+    """Shape, strides and dtype by value."""
+
+
+class Recorder:
+    """Runs function calls on tensors without data, and records their ops.
+
+    Tensors from outside are replaced by tensors without data. What a call changes in place becomes a new value.
+    """
+
+    def __init__(self) -> None:
+        self._nodes = list[Node]()
+        self._value: dict[int, int] = {}
+        """Newest value of each tensor, by its id."""
+        self._alive = list[Tensor]()
+        """All tensors, whose ids so stay unique."""
+        self._likes: dict[int, Like] = {}
+        self._storages: dict[int, int] = {}
+        """Number of values in each storage."""
+        self.sources: dict[int, Tensor] = {}
+        """Tensors from outside by value."""
+        self._replacements: dict[int, Tensor] = {}
+        self._static = set[int]()
+        self._mode = _torch.fake_mode()
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was made by a recorded call."""
+        return id(tensor) in self._value
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any, is_static: Callable[[Tensor], bool]) -> Any:
+        """Run a function and record its ops. ``is_static``: whether a tensor from outside depends on no data."""
+
+        def inner(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or self.owns(leaf):
+                return leaf
+            if id(leaf) not in self._replacements:
+                replacement = self._replacements[id(leaf)] = Like.of(leaf).empty()
+                value = self._add(replacement)
+                self.sources[value] = leaf
+                if is_static(leaf):
+                    self._static.add(value)
+            return self._replacements[id(leaf)]
+
+        with ExitStack() as stack:
+            stack.enter_context(_torch.no_modes())
+            stack.enter_context(self._mode)
+            stack.enter_context(torch.no_grad())
+            args, kwargs = _torch.tree_map(inner, (args, kwargs))
+            with _Recording(self):
+                return func(*args, **kwargs)
+
+    def record(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run an op and add its functional form to the program."""
+        leaves = [leaf for leaf in _torch.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+        if any(not self.owns(leaf) for leaf in leaves):
+            raise NotTileable("it reads a tensor that its calls do not name")
+        references = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
+        result = op(*args, **kwargs)
+        results = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, (tuple, list)) else []
+        mutated = [
+            leaf
+            for argument, value in zip(_torch.arguments(op), args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in _torch.tree_leaves(value)
+            if isinstance(leaf, Tensor)
+        ]
+        if not mutated and not results:
+            return result  # a question about a tensor, such as its device
+        if not mutated:
+            self._nodes.append(Node(str(op), *references, tuple(map(self._add, results))))
+            return result
+        if str(op) in BATCH_NORMS:
+            self._nodes.append(Node(str(op), *references, tuple(map(self._add, results))))
+            return result  # whoever runs the program updates the running statistics
+        (changed,) = mutated if len(mutated) == 1 else (None,)
+        functional = _functional(op)
+        if changed is None or functional is None or self._value[id(changed)] in self.sources:
+            raise NotTileable(f"{op} changes a tensor from outside of the segment")
+        if self._storages[_torch.storage_key(changed.untyped_storage())] > 1:
+            raise NotTileable(f"{op} changes a tensor that has views")
+        value = self._value[id(changed)] = len(self._likes)
+        self._likes[value] = Like.of(changed)
+        self._nodes.append(Node(functional, *references, (value,)))
+        return result
+
+    def program(self, outputs: Sequence[Tensor]) -> Program:
+        """Return what was recorded, with these results."""
+        return Program(
+            tuple(self._nodes), tuple(self.sources), frozenset(self._static),
+            tuple(self._value[id(output)] for output in outputs), dict(self._likes),
+        )  # fmt: skip
+
+    def _add(self, tensor: Tensor) -> int:
+        """Return the id of a new value."""
+        value = self._value[id(tensor)] = len(self._likes)
+        self._likes[value] = Like.of(tensor)
+        self._alive.append(tensor)
+        key = _torch.storage_key(tensor.untyped_storage())
+        self._storages[key] = self._storages.get(key, 0) + 1
+        return value
+
+    def _reference(self, leaf: Any) -> Any:
+        return Ref(self._value[id(leaf)]) if isinstance(leaf, Tensor) else leaf
+
+
+class _Recording(TorchDispatchMode):
+    """Hands each op to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.record(func, args, kwargs or {})
+
+
+def _functional(op: Any) -> str | None:
+    """Return the target of an in-place op's functional form: ``aten.relu.default`` of ``aten.relu_.default``."""
+    namespace, name, overload = str(op).split(".")
+    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
+    found = name.endswith("_") and packet is not None and overload in packet.overloads()
+    return f"{namespace}.{name.rstrip('_')}.{overload}" if found else None

@@ -1,0 +1,571 @@
+"""For each op that can run piece by piece along an axis: which part of its operands a part of its result needs.
+
+An axis is a dimension of the batch or of space. A value lies *along* it if one of its dimensions is the axis, or holds
+``unit`` elements for each element of the axis (after a view that merged dimensions). A `Window` is a half-open range of
+the axis. Windows of operands are clipped; what a kernel pads, the piece pads itself where it is at the border.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memplan.planning.graph.joint_graph import Ref
+from memplan.planning.graph.op_schema import arguments_of, overload
+from memplan.planning.levers.in_place import ELEMENTWISE
+from memplan.planning.tiles.program import BATCH_NORMS, Node, NotTileable
+
+Window = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Along:
+    """Where an axis lies in a tensor."""
+
+    dim: int
+    unit: int = 1
+    """Elements of the dimension for each element of the axis."""
+
+
+Axes = Mapping[int, Along]
+"""Values that lie along the axis."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node with its operands and results, as rules see them."""
+
+    node: Node
+    shapes: Mapping[int, tuple[int, ...]]
+    axes: Axes
+    arguments: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", arguments_of(self.node.target, self.node.args, self.node.kwargs))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments.get(name)
+
+    def along(self, name: str) -> Along | None:
+        """Return where the axis lies in a tensor argument."""
+        argument = self.arguments.get(name)
+        return self.axes.get(argument.value) if isinstance(argument, Ref) else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor argument."""
+        return self.shapes[self.arguments[name].value]
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """Shape of the first result."""
+        return self.shapes[self.node.outputs[0]]
+
+
+class Rule:
+    """How an op runs on a part of the axis. By default an op whose operand ``self`` has the axis where its result has
+    it, and that reads no element of another part."""
+
+    def placed(self, call: Call) -> Along:
+        """Return where the axis lies in the result. Raises NotTileable if the op mixes its elements."""
+        raise NotImplementedError
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        """Return for each operand of which only a part is needed its dimension, and its range in elements."""
+        raise NotImplementedError
+
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+        """Return the results of the op for a window; ``tensors`` returns the part of an operand that it needs."""
+        args, kwargs = self.arguments(call, window)
+        return overload(call.node.target)(*_filled(args, tensors), **_filled(kwargs, tensors))
+
+    def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the op's call for a window."""
+        return call.node.args, dict(call.node.kwargs)
+
+
+def _filled(arguments: Any, tensors: Callable[[int], Tensor]) -> Any:
+    if isinstance(arguments, Ref):
+        return tensors(arguments.value)
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)(_filled(part, tensors) for part in arguments)
+    if isinstance(arguments, dict):
+        return {name: _filled(part, tensors) for name, part in arguments.items()}
+    return arguments
+
+
+def elements(along: Along, window: Window) -> Window:
+    """Return a window of the axis in elements of a value's dimension."""
+    return window[0] * along.unit, window[1] * along.unit
+
+
+class Pointwise(Rule):
+    """An elementwise op: operands are broadcast, aligned at the last dimension."""
+
+    def placed(self, call: Call) -> Along:
+        rank = len(call.result)
+        found = {
+            Along(rank - len(call.shapes[v]) + call.axes[v].dim, call.axes[v].unit)
+            for v in call.node.reads
+            if v in call.axes
+        }
+        if len(found) != 1:
+            raise NotTileable(f"{call.node.name} combines different axes")
+        return found.pop()
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along, result = self.placed(call), call.result
+        parts = dict[int, tuple[int, Window]]()
+        for value in call.node.reads:
+            dim = along.dim - len(result) + len(call.shapes[value])
+            if dim >= 0 and call.shapes[value][dim] == result[along.dim] > 1:
+                parts[value] = dim, elements(along, window)
+        return parts
+
+
+class Rows(Rule):
+    """An op that treats each element of certain dimensions of its operands alone, such as a softmax of the last one."""
+
+    def __init__(self, *operands: str, keeps: Callable[[Call, int], bool] = lambda call, dim: True) -> None:
+        """``operands``: names of the tensors that have the result's dimension; ``keeps(call, dim)``: whether the op does
+        not mix elements along ``dim``."""
+        self._operands, self._keeps = operands or ("self",), keeps
+
+    def placed(self, call: Call) -> Along:
+        found = {along for name in self._operands if (along := call.along(name)) is not None}
+        if len(found) != 1:
+            raise NotTileable(f"{call.node.name} combines different axes")
+        (along,) = found
+        others = [v for v in call.node.reads if v in call.axes]
+        allowed = [call[name].value for name in self._operands if isinstance(call[name], Ref)]
+        if any(v not in allowed for v in others) or not self._keeps(call, along.dim):
+            raise NotTileable(f"{call.node.name} mixes elements of the axis")
+        return along
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along = self.placed(call)
+        return {
+            call[name].value: (along.dim, elements(along, window))
+            for name in self._operands
+            if isinstance(call[name], Ref)
+        }
+
+
+class Sized(Rows):
+    """An op of which an argument is the shape of its result, or a number of samples: it is that of the piece."""
+
+    def __init__(self, *operands: str, samples: str = "", keeps: Callable[[Call, int], bool]) -> None:
+        super().__init__(*operands, keeps=keeps)
+        self._samples = samples
+
+    def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        low, high = elements(self.placed(call), window)
+        changed = {**call.arguments, self._samples: high - low}
+        return tuple(changed.values()), {}
+
+
+class View(Rule):
+    """A view that keeps the dimensions before the axis as a whole."""
+
+    def placed(self, call: Call) -> Along:
+        along, shape, result = call.along("self"), call.shape("self"), call.result
+        if along is None:
+            raise NotTileable(f"{call.node.name} combines different axes")
+        before, size = math.prod(shape[: along.dim]), shape[along.dim] // along.unit
+        for dim in range(len(result)):
+            if math.prod(result[:dim]) == before and result[dim] % size == 0 and result[dim] > 0:
+                unit = result[dim] // size
+                # what lies behind the axis follows it in memory: merged with it, or on its own
+                if math.prod(result[dim + 1 :]) * unit == math.prod(shape[along.dim + 1 :]) * along.unit:
+                    return Along(dim, unit)
+        raise NotTileable(f"{call.node.name} splits or mixes the axis")
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along = call.along("self")
+        assert along is not None
+        return {call["self"].value: (along.dim, elements(along, window))}
+
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+        along, shape = self.placed(call), list(call.result)
+        low, high = elements(along, window)
+        shape[along.dim] = high - low
+        return tensors(call["self"].value).reshape(shape)
+
+
+class Moved(Rule):
+    """An op that moves dimensions."""
+
+    def __init__(self, order: Callable[[Call, int], Sequence[int]]) -> None:
+        """``order(call, rank)``: for each dimension of the result, the one of the operand; -1 for a new one."""
+        self._order = order
+
+    def placed(self, call: Call) -> Along:
+        along = call.along("self")
+        order = list(self._order(call, len(call.shape("self"))))
+        if along is None or along.dim not in order:
+            raise NotTileable(f"{call.node.name} takes the axis away")
+        return Along(order.index(along.dim), along.unit)
+
+    needs = View.needs
+
+
+class Expand(Rule):
+    """``expand``: the axis keeps its place from the end."""
+
+    def placed(self, call: Call) -> Along:
+        along = call.along("self")
+        assert along is not None
+        return Along(len(call.result) - len(call.shape("self")) + along.dim, along.unit)
+
+    needs = View.needs
+
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+        along, shape = self.placed(call), list(call.result)
+        low, high = elements(along, window)
+        shape[along.dim] = high - low
+        return tensors(call["self"].value).expand(shape)
+
+
+class Cat(Rule):
+    """``cat`` along another dimension."""
+
+    def placed(self, call: Call) -> Along:
+        found = {call.axes.get(v) for v in call.node.reads}
+        (along,) = found if len(found) == 1 else (None,)
+        if along is None or (call["dim"] or 0) % len(call.result) == along.dim:
+            raise NotTileable("cat joins along the axis, or parts without it")
+        return along
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along = self.placed(call)
+        return dict.fromkeys(call.node.reads, (along.dim, elements(along, window)))
+
+
+class Pad(Rule):
+    """``constant_pad_nd``."""
+
+    def placed(self, call: Call) -> Along:
+        along = call.along("self")
+        if along is None or (along.unit > 1 and any(self._ends(call, along.dim))):
+            raise NotTileable("constant_pad_nd pads merged dimensions")
+        return along
+
+    @staticmethod
+    def _ends(call: Call, dim: int) -> tuple[int, int]:
+        """Return the padding before and after a dimension."""
+        pad, behind = call["pad"], len(call.shape("self")) - 1 - dim
+        return (pad[2 * behind], pad[2 * behind + 1]) if 2 * behind + 1 < len(pad) else (0, 0)
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along = self.placed(call)
+        low, high = elements(along, window)
+        before, _ = self._ends(call, along.dim)
+        size = call.shape("self")[along.dim]
+        return {call["self"].value: (along.dim, _clipped(low - before, high - before, size)[0])}
+
+    def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        along = self.placed(call)
+        low, high = elements(along, window)
+        before, _ = self._ends(call, along.dim)
+        _, ends = _clipped(low - before, high - before, call.shape("self")[along.dim])
+        behind, pad = len(call.shape("self")) - 1 - along.dim, list(call["pad"])
+        if 2 * behind + 1 < len(pad):
+            pad[2 * behind : 2 * behind + 2] = ends
+        return (call["self"], pad, *([] if call["value"] is None else [call["value"]])), {}
+
+
+def _clipped(low: int, high: int, size: int) -> tuple[Window, tuple[int, int]]:
+    """Return a range within a size, and what is missing before and after it."""
+    begin, end = min(max(low, 0), size), min(max(high, 0), size)
+    return (begin, end), (max(0, min(high, 0) - low), max(0, high - max(low, size)))
+
+
+def _at(values: Any, dim: int, default: int) -> int:
+    """Return an entry of a list of an op's arguments, in which a single number stands for all dimensions."""
+    values = [values] if isinstance(values, int) else list(values or ())
+    return default if not values else values[0] if len(values) == 1 else values[dim]
+
+
+class Sliding(Rule):
+    """A convolution or pool: each element of the result reads a window of the operand."""
+
+    def __init__(self, operand: str, fill: float = 0.0) -> None:
+        """``fill``: value of padding."""
+        self._operand, self._fill = operand, fill
+
+    def _kernel(self, call: Call, spatial: int) -> tuple[int, int, int, int]:
+        """Return size, stride, padding and dilation of the kernel in a dimension of space."""
+        kernel = _at(call["kernel_size"], spatial, 1)
+        return kernel, _at(call["stride"], spatial, kernel), _at(call["padding"], spatial, 0), _at(
+            call["dilation"], spatial, 1
+        )  # fmt: skip
+
+    def placed(self, call: Call) -> Along:
+        along = call.along(self._operand)
+        if along is None or [v for v in call.node.reads if v in call.axes] != [call[self._operand].value]:
+            raise NotTileable(f"{call.node.name} has the axis in other operands than its input")
+        dims = len(call.result) - self._space(call)
+        if along.dim >= dims and along.unit > 1 or 0 < along.dim < dims:
+            raise NotTileable(f"{call.node.name} mixes the axis with other dimensions")
+        return along
+
+    def _space(self, call: Call) -> int:
+        """Return the number of dimensions of space."""
+        return len(call["kernel_size"])
+
+    def _spatial(self, call: Call) -> int | None:
+        """Return the dimension of space that is the axis; None for an axis of the batch."""
+        along = self.placed(call)
+        dim = along.dim - len(call.result) + self._space(call)
+        return None if dim < 0 else dim
+
+    def _reach(self, call: Call, spatial: int, window: Window) -> Window:
+        """Return the range of the operand that a window reads, beyond its borders."""
+        kernel, stride, padding, dilation = self._kernel(call, spatial)
+        low = window[0] * stride - padding
+        return low, (window[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along, spatial = self.placed(call), self._spatial(call)
+        value, size = call[self._operand].value, call.shape(self._operand)[along.dim]
+        if spatial is None:
+            return {value: (along.dim, elements(along, window))}
+        return {value: (along.dim, _clipped(*self._reach(call, spatial, window), size)[0])}
+
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+        spatial = self._spatial(call)
+        if spatial is None:
+            return super().run(call, window, tensors)
+        along, operand = self.placed(call), call[self._operand].value
+        _, ends = _clipped(*self._reach(call, spatial, window), call.shape(self._operand)[along.dim])
+        part = tensors(operand)
+        if any(ends):
+            part = F.pad(part, (*[0, 0] * (part.dim() - 1 - along.dim), *ends), value=self._fill)
+        padding = [_at(call["padding"], dim, 0) for dim in range(self._space(call))]
+        padding[spatial] = 0
+        arguments = {**call.arguments, "padding": padding}
+        filled = {name: _filled(a, lambda v: part if v == operand else tensors(v)) for name, a in arguments.items()}
+        return overload(call.node.target)(**filled)
+
+
+class AveragePool(Sliding):
+    """An average pool. Padding counts as zeros, or is not there."""
+
+    def placed(self, call: Call) -> Along:
+        along = super().placed(call)
+        spatial = along.dim - len(call.result) + self._space(call)
+        counted = call["count_include_pad"] is not False and not call["ceil_mode"]
+        if spatial >= 0 and not counted and (_at(call["padding"], spatial, 0) or call["ceil_mode"]):
+            raise NotTileable("avg_pool counts the elements within its borders")
+        return along
+
+
+class Convolution(Sliding):
+    """``convolution``, also transposed."""
+
+    def _space(self, call: Call) -> int:
+        return len(call.result) - 2
+
+    def _kernel(self, call: Call, spatial: int) -> tuple[int, int, int, int]:
+        kernel = call.shape("weight")[2 + spatial]
+        return kernel, *(_at(call[n], spatial, d) for n, d in (("stride", 1), ("padding", 0), ("dilation", 1)))  # pyright: ignore[reportReturnType]
+
+    def _reach(self, call: Call, spatial: int, window: Window) -> Window:
+        if not call["transposed"]:
+            return super()._reach(call, spatial, window)
+        kernel, stride, padding, dilation = self._kernel(call, spatial)
+        low = -(-(window[0] + padding - dilation * (kernel - 1)) // stride)
+        return low, (window[1] - 1 + padding) // stride + 1
+
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+        spatial = self._spatial(call)
+        if spatial is None or not call["transposed"]:
+            return super().run(call, window, tensors)
+        kernel, stride, padding, dilation = self._kernel(call, spatial)
+        (begin, end), _ = _clipped(*self._reach(call, spatial, window), call.shape("input")[2 + spatial])
+        # the kernel's result begins at begin * stride in rows before padding is cut off
+        first = window[0] + padding - begin * stride
+        rows = (end - begin - 1) * stride + dilation * (kernel - 1) + 1
+        missing = max(0, first + window[1] - window[0] - rows)
+        paddings = [_at(call["padding"], dim, 0) for dim in range(self._space(call))]
+        outputs = [_at(call["output_padding"], dim, 0) for dim in range(self._space(call))]
+        paddings[spatial], outputs[spatial] = 0, missing
+        arguments = {**call.arguments, "padding": paddings, "output_padding": outputs}
+        result = overload(call.node.target)(**{name: _filled(a, tensors) for name, a in arguments.items()})
+        return result.narrow(2 + spatial, first, window[1] - window[0])
+
+
+class Upsample(Rule):
+    """An upsampling by a whole factor along the axis."""
+
+    def __init__(self, *, reach: int) -> None:
+        """``reach``: elements on either side that an interpolation reads."""
+        self._reach = reach
+
+    def placed(self, call: Call) -> Along:
+        along = call.along("self") or call.along("input")
+        if along is None:
+            raise NotTileable(f"{call.node.name} combines different axes")
+        if along.dim >= 2:
+            size, result = self._operand_shape(call)[along.dim], call.result[along.dim]
+            if result % size or call["align_corners"]:
+                raise NotTileable(f"{call.node.name} scales by a fraction, or aligns corners, along the axis")
+        elif along.dim == 1:
+            raise NotTileable(f"{call.node.name} has channels as its axis")
+        return along
+
+    def _operand(self, call: Call) -> int:
+        return (call["self"] or call["input"]).value
+
+    def _operand_shape(self, call: Call) -> tuple[int, ...]:
+        return call.shapes[self._operand(call)]
+
+    def _part(self, call: Call, along: Along, window: Window) -> Window:
+        """Return the range of the operand for a window of an axis of space."""
+        size = self._operand_shape(call)[along.dim]
+        scale = call.result[along.dim] // size
+        return _clipped(window[0] // scale - self._reach, -(-window[1] // scale) + self._reach, size)[0]
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along = self.placed(call)
+        part = elements(along, window) if along.dim < 2 else self._part(call, along, window)
+        return {self._operand(call): (along.dim, part)}
+
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+        along, part = self.placed(call), tensors(self._operand(call))
+        space = len(call.result) - 2
+        sizes = list(call.result[2:])
+        scale = 1
+        if along.dim >= 2:
+            scale = call.result[along.dim] // self._operand_shape(call)[along.dim]
+            sizes[along.dim - 2] = part.shape[along.dim] * scale
+        name = {"upsample_nearest": "nearest", "_upsample_nearest_exact": "nearest-exact"}.get(call.node.name[:-2])
+        mode = name or {1: "linear", 2: "bilinear", 3: "trilinear"}[space]
+        align = {} if name else {"align_corners": bool(call["align_corners"])}
+        result = F.interpolate(part, size=sizes, mode=mode, **align)
+        if along.dim < 2:
+            return result
+        begin = self._part(call, along, window)[0] * scale
+        return result.narrow(along.dim, window[0] - begin, window[1] - window[0])
+
+
+class ChannelNorm(Rule):
+    """A batch norm whose statistics are not over the axis: in evaluation, or where the axis is in the channels, as the
+    samples of an instance norm are."""
+
+    def placed(self, call: Call) -> Along:
+        along = call.along("input")
+        if along is None or (along.dim != 1 and call["training"] is not False):
+            raise NotTileable(f"{call.node.name} normalizes over the axis")
+        return along
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along = self.placed(call)
+        part = elements(along, window)
+        parts = {call["input"].value: (along.dim, part)}
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            if along.dim == 1 and isinstance(call[name], Ref):
+                parts[call[name].value] = 0, part
+        return parts
+
+
+class Product(Rule):
+    """``mm``, ``addmm``, ``bmm``: the axis lies in the rows of the first factor, or in the batch of both."""
+
+    def __init__(self, first: str, second: str, *, batched: bool = False) -> None:
+        self._first, self._second, self._batched = first, second, batched
+
+    def placed(self, call: Call) -> Along:
+        along, other = call.along(self._first), call.along(self._second)
+        if along is None or along.dim != 0 or (other != along if self._batched else other is not None):
+            raise NotTileable(f"{call.node.name} sums over the axis")
+        if call.along("self") is not None and self._first != "self":
+            raise NotTileable(f"{call.node.name} adds a tensor along the axis")
+        return along
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along = self.placed(call)
+        names = (self._first, self._second) if self._batched else (self._first,)
+        return {call[name].value: (0, elements(along, window)) for name in names}
+
+
+def _not_in(*names: str) -> Callable[[Call, int], bool]:
+    """Return whether an op that works along the dimensions of an argument leaves others apart."""
+
+    def keeps(call: Call, dim: int) -> bool:
+        rank = len(call.result)
+        for name in names:
+            dims = call[name]
+            dims = [dims] if isinstance(dims, int) else dims
+            if dims is None or dim in [d % rank for d in dims]:
+                return False
+        return True
+
+    return keeps
+
+
+def _before_normalized(call: Call, dim: int) -> bool:
+    return dim < len(call.shape("input")) - len(call["normalized_shape"])
+
+
+def _first_dim(call: Call, dim: int) -> bool:
+    return dim == 0
+
+
+_COPIES = "clone.default _to_copy.default contiguous.default alias.default detach.default lift_fresh_copy.default"
+_UPSAMPLES = {f"{kind}{n}d": 0 for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)}
+_UPSAMPLES |= {"upsample_linear1d": 1, "upsample_bilinear2d": 1, "upsample_trilinear3d": 1}
+
+RULES: Mapping[str, Rule] = {
+    **{f"aten.{name}": Pointwise() for name in ELEMENTWISE if not name.endswith("_backward.default")},
+    **{f"aten.{name}": Rows() for name in _COPIES.split()},
+    **{f"aten.{name}.default": View() for name in ("view", "_unsafe_view", "reshape", "_reshape_alias")},
+    **{f"aten.{name}{overload}": Upsample(reach=reach) for name, reach in _UPSAMPLES.items()
+       for overload in (".default", ".vec")},
+    **{f"aten.{name}.{kind}": Rows(keeps=_not_in("dim")) for name in ("mean", "sum", "amax", "amin")
+       for kind in ("dim", "dim_IntList", "default") if (name, kind) in
+       {("mean", "dim"), ("sum", "dim_IntList"), ("amax", "default"), ("amin", "default")}},
+    **{f"aten.{name}.default": Rows(keeps=_not_in("dim")) for name in ("_softmax", "_log_softmax")},
+    "aten.convolution.default": Convolution("input"),
+    "aten.max_pool2d_with_indices.default": Sliding("self", -math.inf),
+    "aten.max_pool3d_with_indices.default": Sliding("self", -math.inf),
+    "aten.avg_pool2d.default": AveragePool("self"),
+    "aten.avg_pool3d.default": AveragePool("self"),
+    "aten._adaptive_avg_pool2d.default": Rows(keeps=_first_dim),
+    "aten._adaptive_avg_pool3d.default": Rows(keeps=_first_dim),
+    "aten.native_layer_norm.default": Rows("input", keeps=_before_normalized),
+    "aten.native_group_norm.default": Sized("input", samples="N", keeps=_first_dim),
+    "aten.constant_pad_nd.default": Pad(),
+    **dict.fromkeys(BATCH_NORMS, ChannelNorm()),
+    "aten.cat.default": Cat(),
+    "aten.slice.Tensor": Rows(keeps=_not_in("dim")),
+    "aten.expand.default": Expand(),
+    "aten.permute.default": Moved(lambda call, rank: [d % rank for d in call["dims"]]),
+    "aten.transpose.int": Moved(lambda call, rank: _swapped(rank, call["dim0"], call["dim1"])),
+    "aten.t.default": Moved(lambda call, rank: list(reversed(range(rank)))),
+    "aten.unsqueeze.default": Moved(lambda call, rank: _inserted(rank, call["dim"])),
+    "aten.squeeze.dim": Moved(lambda call, rank: [d for d in range(rank) if d != call["dim"] % rank]),
+    "aten.mm.default": Product("self", "mat2"),
+    "aten.addmm.default": Product("mat1", "mat2"),
+    "aten.bmm.default": Product("self", "mat2", batched=True),
+    "aten.embedding.default": Rows("indices"),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": Rows("query", "key", "value", keeps=_first_dim),
+}  # fmt: skip
+"""Rules by the target of an op. Norms over the axis are `memplan.planning.tiles.norms`."""
+
+
+def _swapped(rank: int, first: int, second: int) -> list[int]:
+    order = list(range(rank))
+    order[first % rank], order[second % rank] = order[second % rank], order[first % rank]
+    return order
+
+
+def _inserted(rank: int, dim: int) -> list[int]:
+    order = list(range(rank))
+    order.insert(dim % (rank + 1), -1)
+    return order
