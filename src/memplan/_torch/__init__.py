@@ -123,6 +123,7 @@ from memplan._torch.joint import (
     ConstantChanged,
     Joint,
     Role,
+    call_of,
     cast_in,
     effect_of,
     function_of_functions,

@@ -382,11 +382,16 @@ def place_of(node: torch.fx.Node) -> tuple[str, str | None]:
 def cast_in(node: torch.fx.Node) -> int | None:
     """Return the autocast region whose cache would keep a node's result: where autocast added the node as a cast for an
     op of the same call. None for others, as a cast in the user's code, which is a call of its own."""
-    call, region = _call_of(node)
-    return region if any(_call_of(user)[0] == call for user in node.users) else None
+    call, region = _call_and_region(node)
+    return region if any(_call_and_region(user)[0] == call for user in node.users) else None
 
 
-def _call_of(node: torch.fx.Node) -> tuple[int | None, int | None]:
+def call_of(node: torch.fx.Node) -> int | None:
+    """Return the number of the call of a torch function that a node is part of."""
+    return _call_and_region(node)[0]
+
+
+def _call_and_region(node: torch.fx.Node) -> tuple[int | None, int | None]:
     return (node.meta.get("custom") or {}).get(_CALL, (None, None))
 
 

@@ -35,10 +35,13 @@ from memplan.planning.capture.side_effects import (
     refuse_surroundings,
     refuse_tensors,
 )
+from memplan.planning.capture.tiling import Tile, Tiling
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.passes.pipeline import prepare
+from memplan.planning.tiles.program import NotTileable
+from memplan.planning.tiles.tiled import Tiled
 from memplan.trace.held_output import CapturedOutput
 from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
@@ -69,6 +72,8 @@ class Captured:
     """Whether convolutions work in channels last (see recapture.py)."""
     printed: bool = False
     """Whether forward() printed anything, which is not shown: a traced model has no values."""
+    tiled: tuple[Tiled, ...] = ()
+    """Segments that run piece by piece: the ops of the graph refer to them."""
     reads: Reads | None = field(default=None, compare=False)
     """Values other than tensors that the Python code may have read: the graph is valid for those only."""
 
@@ -79,7 +84,10 @@ class Captured:
 
 @own_streams()
 @_torch.without_anomaly_checks()
-def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, channels_last: bool = False) -> Captured:
+def capture(
+    model: nn.Module, call: Call, precision: Precision = EXACT, *, channels_last: bool = False,
+    tiles: Sequence[Tile] = (),
+) -> Captured:  # fmt: skip
     """Trace forward and backward of a call of the model on fake tensors, without changing the model.
 
     Values of small integer inputs may decide a branch (is this mask all ones?). The result is then valid for calls for
@@ -91,19 +99,22 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, chann
         call: the model's arguments.
         precision: dtype to compute in, and the encoding in which tensors may be saved.
         channels_last: convert the input of every convolution to channels last.
+        tiles: segments that run piece by piece.
 
     Raises:
         UsageError: the step cannot be planned, or nothing in it needs a gradient.
         RecordingError: it cannot be traced (layer and line are named).
+        NotTileable: a segment cannot run piece by piece.
     """
     refuse_tensors(model, call.tensors)
     refuse_hooks(model)
     refuse_surroundings()
     watch, opaque_calls, guards = Watch(model), OpaqueCallRegistry(), Guards()
     passes, free_tensors = Passes(model, Executed()), FreeTensors()
+    tiling = Tiling(tiles, model)
 
     def trace() -> _Traced:
-        return _trace(model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, passes)
+        return _trace(model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, passes, tiling)
 
     try:
         with passes.executed.observing():
@@ -123,6 +134,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, chann
         channels_last=channels_last,
         guards=tuple(guards.guards),
         printed=watch.printed.lines > 0,
+        tiled=tuple(tiling.registered),
         reads=passes.reads(),
     )
 
@@ -257,7 +269,8 @@ class _Untraceable(Exception):
 
 def _trace(
     model: nn.Module, call: Call, watch: Watch, opaque_calls: OpaqueCallRegistry, guards: Guards,
-    precision: Precision, channels_last: bool, free_tensors: FreeTensors, passes: Passes | None = None, **options: Any,
+    precision: Precision, channels_last: bool, free_tensors: FreeTensors, passes: Passes | None = None,
+    tiling: Tiling | None = None, **options: Any,
 ) -> _Traced:  # fmt: skip
     """Trace forward and backward once. ``options``: passed on to `_torch.joint_graph`.
 
@@ -282,7 +295,7 @@ def _trace(
         layout_context = ChannelsLast() if channels_last else nullcontext()
         with (
             _torch.casts_kept(caches_casts) as region, autocast(), precision_context, opaque_context,
-            _annotating_ops(names, place, region, free_tensors), layout_context, guards.tracing(), watch.seeding(),
+            _annotating_ops(names, place, region, free_tensors, tiling), layout_context, guards.tracing(), watch.seeding(),
         ):  # fmt: skip
             yield
         if passes is not None:
@@ -306,7 +319,7 @@ def _trace(
     try:
         with place.following(), _marked_as_capturing(), _without_cudnn(model), watch.printed.capturing():
             return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **options), flat
-    except MemplanError:
+    except (MemplanError, NotTileable):
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__
         raise _Untraceable(error, names.get(place.failed_in)) from error
@@ -459,9 +472,11 @@ def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingEr
 
 @contextmanager
 def _annotating_ops(
-    names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors
-) -> Iterator[None]:
-    """Annotate each traced op with its layer, line and autocast region, and replace free tensors by constants."""
+    names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors,
+    tiling: Tiling | None,
+) -> Iterator[None]:  # fmt: skip
+    """Annotate each traced op with its layer, line and autocast region, replace free tensors by constants, and trace
+    segments as calls that run piece by piece."""
     lines: dict[tuple[str, int] | None, str | None] = {}
     calls = itertools.count()
 
@@ -471,9 +486,14 @@ def _annotating_ops(
             frame = user_frame()
             if frame not in lines:
                 lines[frame] = format_frame(frame)
-            _torch.say_place((names.get(place.module, ""), lines[frame]), (next(calls), region()))
+            number, layer = next(calls), names.get(place.module, "")
+            _torch.say_place((layer, lines[frame]), (number, region()))
             args, kwargs = free_tensors.replace_free((args, kwargs or {}))
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if tiling is None else tiling.call(number, func, args, kwargs)
 
+    if tiling is not None:
+        tiling.begin()
     with AnnotationMode():
         yield
+    if tiling is not None:
+        tiling.end()

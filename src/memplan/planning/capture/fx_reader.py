@@ -19,6 +19,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Ref, V
 from memplan.planning.graph.op_schema import NUMBERS
 from memplan.planning.passes.share_autocast_casts import CAST
 from memplan.planning.passes.split_convolution_backward import idle_arguments
+from memplan.planning.tiles.ops import scratch as tile_scratch
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu.table import transient_bytes
 from memplan.trace.semantics.traced_results import TRAINING_NORM, eager_arguments
@@ -304,13 +305,14 @@ class Reader:
         if effect is None:
             inputs: Any = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
             opaque = opaque_calls.scratch(target, inputs[0])
+            opaque = tile_scratch(target, inputs[0]) if opaque is None else opaque
             scratch = transient_bytes(target, inputs[0], inputs[1], result) + NUMBERS if opaque is None else opaque
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
                 discarded, scratch, (), 0.0, _torch.is_random(function, args, kwargs),
                 effect is not None or self._must_run_once(target, reads), layer, where, forward,
-                holds=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (),
+                holds=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (), call=_torch.call_of(node),
             )
         )  # fmt: skip
 

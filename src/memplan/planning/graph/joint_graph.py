@@ -121,6 +121,8 @@ class GraphOp:
     holds: tuple[int, ...] = ()
     """Ids of values that it reads through a reference of its own, not its arguments: they are neither recomputed nor
     encoded."""
+    call: int | None = None
+    """Number of the call of a torch function in the trace that it is part of; None if unknown, and for passes' own."""
     cheaper_recompute: GraphOp | None = None
     """A cheaper op that recomputes its first result, bit for bit, from values that are saved anyway. If set, only that
     result is recomputed, and by this op. It has the same index."""

@@ -63,6 +63,8 @@ OWN: Mapping[str, tuple[str, ...]] = {
         "groups",
         "pieces",
     ),
+    "memplan.tile.default": ("inputs", "key"),
+    "memplan.tile_backward.default": ("inputs", "statistics", "gradients", "needed", "key"),
     "memplan.dropout_mask.default": ("self", "p", "generator"),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }

@@ -30,9 +30,6 @@ class Norm:
     eps: float
     groups: int | None = None
     """Groups of a group norm; None for a batch norm."""
-    running: tuple[int, int] | None = None
-    """Inputs with running mean and variance."""
-    momentum: float = 0.0
 
     @property
     def output(self) -> int:
@@ -62,12 +59,7 @@ def norm_of(node: Node, rank: int, dim: int) -> Norm | None:
         return arguments[name].value if isinstance(arguments.get(name), Ref) else None
 
     if node.target in BATCH_NORMS and dim != 1 and arguments.get("training", True) is True:
-        mean, var = value("running_mean"), value("running_var")
-        running = None if mean is None or var is None else (mean, var)
-        return Norm(
-            node, arguments["input"].value, value("weight"), value("bias"), arguments["eps"], running=running,
-            momentum=arguments["momentum"],
-        )  # fmt: skip
+        return Norm(node, arguments["input"].value, value("weight"), value("bias"), arguments["eps"])
     if node.target == "aten.native_group_norm.default" and dim >= 2:
         return Norm(
             node, arguments["input"].value, value("weight"), value("bias"), arguments["eps"], arguments["group"]

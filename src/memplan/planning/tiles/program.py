@@ -23,6 +23,10 @@ BATCH_NORMS = frozenset(
 """Batch norms in training or evaluation."""
 
 
+_MOMENTUM = 6
+"""Position of the argument ``momentum`` of a batch norm."""
+
+
 class NotTileable(Exception):
     """A segment cannot run piece by piece; the message says why."""
 
@@ -83,6 +87,8 @@ class Recorder:
         self._replacements: dict[int, Tensor] = {}
         self._static = set[int]()
         self._mode = _torch.fake_mode()
+        self.running: dict[int, tuple[tuple[Tensor, ...], float]] = {}
+        """Running mean and variance and the momentum of a training batch norm, by the index of its node."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made by a recorded call."""
@@ -130,9 +136,12 @@ class Recorder:
         if not mutated:
             self._nodes.append(Node(str(op), *references, tuple(map(self._add, results))))
             return result
-        if str(op) in BATCH_NORMS:
-            self._nodes.append(Node(str(op), *references, tuple(map(self._add, results))))
-            return result  # whoever runs the program updates the running statistics
+        if str(op) in BATCH_NORMS:  # whoever runs the program updates the running statistics
+            running = tuple(self.sources[self._value[id(tensor)]] for tensor in args[3:5])
+            self.running[len(self._nodes)] = running, args[_MOMENTUM]
+            arguments = (*references[0][:3], None, None, *references[0][5:])
+            self._nodes.append(Node(str(op), arguments, references[1], tuple(map(self._add, results))))
+            return result
         (changed,) = mutated if len(mutated) == 1 else (None,)
         functional = _functional(op)
         if changed is None or functional is None or self._value[id(changed)] in self.sources:
@@ -144,10 +153,16 @@ class Recorder:
         self._nodes.append(Node(functional, *references, (value,)))
         return result
 
+    def release(self) -> None:
+        """Let go of the tensors: those that nobody else holds are gone."""
+        self._alive.clear()
+
     def program(self, outputs: Sequence[Tensor]) -> Program:
         """Return what was recorded, with these results."""
+        read = {value for node in self._nodes for value in node.reads}
+        self.sources = {value: tensor for value, tensor in self.sources.items() if value in read}
         return Program(
-            tuple(self._nodes), tuple(self.sources), frozenset(self._static),
+            tuple(self._nodes), tuple(self.sources), frozenset(self._static & read),
             tuple(self._value[id(output)] for output in outputs), dict(self._likes),
         )  # fmt: skip
 

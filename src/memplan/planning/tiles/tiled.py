@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memplan.planning.capture.tensor_like import Like
 from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, norm_of, normalized
 from memplan.planning.tiles.program import Node, NotTileable, Program
 from memplan.planning.tiles.rules import RULES, Along, Call, Window, elements
@@ -100,6 +101,22 @@ class Tiled:
         size = self._size(value)
         return piece * size // self.pieces, (piece + 1) * size // self.pieces
 
+    @property
+    def result_likes(self) -> list[Like]:
+        """Shapes, strides and dtypes of the results."""
+        return [self.program.likes[value] for value in self.program.outputs]
+
+    @property
+    def statistic_likes(self) -> list[Like]:
+        """Those of the statistics: mean and variance of each norm over the axis."""
+        likes = list[Like]()
+        for norm in self.norms.values():
+            x = self.program.likes[norm.input]
+            shape = (1, x.shape[1]) if norm.groups is None else (x.shape[0], norm.groups)
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            likes += [Like(shape, (shape[1], 1), wide, x.device)] * 2
+        return likes
+
     # -- windows
 
     def _windows(self, goals: Mapping[int, Window]) -> dict[int, Window]:
@@ -144,8 +161,8 @@ class Tiled:
                     run = _Run(self, tensors, statistics, {norm.input: self._own(norm.input, piece)}, piece)
                     collected.add(run.until(at)[norm.input])
                     del run
-                statistics[at] = collected.result(tensors[0].dtype)
-            results = [self.program.likes[value].empty() for value in self.program.outputs]
+                statistics[at] = collected.result(self.program.likes[norm.input].dtype)
+            results = [like.empty() for like in self.result_likes]
             for piece in range(self.pieces):
                 goals = {value: self._own(value, piece) for value in self.program.outputs}
                 run = _Run(self, tensors, statistics, goals, piece)
@@ -355,23 +372,3 @@ class _Run:
 def _hull(first: Window | None, second: Window) -> Window:
     return second if first is None else (min(first[0], second[0]), max(first[1], second[1]))
 
-
-class TiledFunction(torch.autograd.Function):
-    """A tiled program as a differentiable function: of its inputs and the statistics alone something is saved."""
-
-    @staticmethod
-    def forward(ctx: Any, tiled: Tiled, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, statistics = tiled.forward(tensors)
-        ctx.tiled, ctx.count = tiled, len(tensors)
-        ctx.save_for_backward(*tensors, *statistics)
-        ctx.mark_non_differentiable(*statistics)
-        ctx.set_materialize_grads(False)
-        return (*results, *statistics)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        saved, tiled = ctx.saved_tensors, ctx.tiled
-        tensors, statistics = saved[: ctx.count], saved[ctx.count :]
-        incoming = gradients[: len(tiled.program.outputs)]
-        return None, *tiled.backward(tensors, statistics, incoming, ctx.needs_input_grad[1:])

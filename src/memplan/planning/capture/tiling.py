@@ -1,0 +1,135 @@
+"""Trace segments of a step as calls that run piece by piece (`memplan.planning.tiles`).
+
+A segment is a range of calls of torch functions, by their number in the trace. Its calls run without data, so that the
+user's code goes on, and are recorded as a program. Behind the last, the program becomes one op of the traced
+graph, and its results take the place of the tensors that the calls returned.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memplan import _torch
+from memplan.planning.tiles.ops import TracedTile, register
+from memplan.planning.tiles.program import NotTileable, Recorder
+from memplan.planning.tiles.tiled import Axis, Tiled
+
+@dataclass(frozen=True)
+class Tile:
+    """A segment of a step that runs piece by piece."""
+
+    first: int
+    """Number of its first call of a torch function in the trace."""
+    last: int
+    axis: Axis
+    pieces: int
+
+
+class Tiling:
+    """The segments of a trace, in each of its passes.
+
+    Args:
+        tiles: segments, in order.
+        model: whose parameters and buffers are the same for each piece.
+    """
+
+    def __init__(self, tiles: Sequence[Tile], model: nn.Module) -> None:
+        self._tiles, self._model = tiles, model
+        self.registered: list[Tiled] = []
+        """Tiles of the last pass: their ops find them while they live."""
+        self._read = set[tuple[int, int]]()
+        """Results (tile, position among those of its calls) that something behind the segment read in the pass before."""
+        self._first_pass = True
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass of the trace."""
+        self._static: dict[int, Tensor] | None = None
+        self.registered = []
+        self._recorder: Recorder | None = None
+        self._results: list[weakref.ref[Tensor]] = []
+        self._replacements: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
+        """By id of a tensor that a segment's call returned: that tensor, the one that stands for it, and its place."""
+        self._now = set[tuple[int, int]]()
+
+    def end(self) -> None:
+        """End a pass: what it read of the segments is what the next returns."""
+        self._read, self._first_pass = self._now, False
+
+    def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call of a torch function of the traced model, or record it as part of a segment."""
+        at = next((at for at, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
+        args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
+        if at is None:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        static = self._static_tensors()
+        if all(id(tensor) in static for tensor in tensors):
+            result = func(*args, **kwargs)
+            static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
+        else:
+            result = self._recorded(func, args, kwargs)
+        return self._finish(at, result) if number == self._tiles[at].last else result
+
+    def _recorded(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise NotTileable("a part of the segment has no gradient")
+        if self._recorder is None:
+            self._recorder = Recorder()
+        static = self._static_tensors()
+        result = self._recorder.call(func, args, kwargs, lambda tensor: id(tensor) in static)
+        self._results += [weakref.ref(leaf) for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)]
+        return result
+
+    def _finish(self, at: int, result: Any) -> Any:
+        """Add a segment to the traced graph as one op, and return its last result."""
+        recorder, tile = self._recorder, self._tiles[at]
+        if recorder is None:
+            raise NotTileable("no call of the segment reads data")
+        self._recorder = None
+        recorder.release()
+        alive = {at: tensor for at, ref in enumerate(self._results) if (tensor := ref()) is not None}
+        wanted = [
+            (position, tensor)
+            for position, tensor in {id(tensor): (at, tensor) for at, tensor in alive.items()}.values()
+            if recorder.owns(tensor) and (self._first_pass or (at, position) in self._read)
+        ]
+        self._results = []
+        program = recorder.program([tensor for _, tensor in wanted])
+        tiled, key = register(program, tile.axis, tile.pieces)
+        self.registered.append(tiled)
+        outputs = TracedTile.apply(key, *recorder.sources.values())
+        for (position, tensor), output in zip(wanted, outputs, strict=False):
+            self._replacements[id(tensor)] = tensor, output, (at, position)
+        self._update_running(tiled, recorder, outputs[len(wanted) :])
+        return _torch.tree_map(self._replaced, result)
+
+    def _update_running(self, tiled: Tiled, recorder: Recorder, statistics: Sequence[Tensor]) -> None:
+        """Update the running statistics of the segment's batch norms as torch does."""
+        for (at, norm), mean, variance in zip(tiled.norms.items(), statistics[::2], statistics[1::2], strict=True):
+            shape = tiled.program.likes[norm.input].shape
+            count = math.prod((shape[0], *shape[2:]))
+            running, momentum = recorder.running.get(at, ((), 0.0))
+            with torch.no_grad():
+                for source, new in zip(running, (mean, variance * (count / max(count - 1, 1))), strict=False):
+                    source.mul_(1 - momentum).add_(new.reshape(-1).to(source.dtype), alpha=momentum)
+
+    def _replaced(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or id(leaf) not in self._replacements:
+            return leaf
+        _, output, place = self._replacements[id(leaf)]
+        self._now.add(place)
+        return output
+
+    def _static_tensors(self) -> dict[int, Tensor]:
+        """Return parameters, buffers and what is computed from them alone, by id."""
+        if self._static is None:
+            self._static = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
+        return self._static
