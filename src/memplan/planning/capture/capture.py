@@ -35,13 +35,13 @@ from memplan.planning.capture.side_effects import (
     refuse_surroundings,
     refuse_tensors,
 )
-from memplan.planning.capture.tiling import Tile, Tiling
+from memplan.planning.capture.tiling import Tiling
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.passes.pipeline import prepare
 from memplan.planning.tiles.program import NotTileable
-from memplan.planning.tiles.tiled import Tiled
+from memplan.planning.tiles.tiled import Tile, Tiled
 from memplan.trace.held_output import CapturedOutput
 from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
@@ -74,6 +74,8 @@ class Captured:
     """Whether forward() printed anything, which is not shown: a traced model has no values."""
     tiled: tuple[Tiled, ...] = ()
     """Segments that run piece by piece: the ops of the graph refer to them."""
+    in_place_calls: frozenset[int] = field(default=frozenset(), compare=False)
+    """Numbers of the calls of torch functions that change an operand."""
     reads: Reads | None = field(default=None, compare=False)
     """Values other than tensors that the Python code may have read: the graph is valid for those only."""
 
@@ -135,6 +137,7 @@ def capture(
         guards=tuple(guards.guards),
         printed=watch.printed.lines > 0,
         tiled=tuple(tiling.registered),
+        in_place_calls=frozenset(tiling.in_place),
         reads=passes.reads(),
     )
 

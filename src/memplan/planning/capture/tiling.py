@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +18,7 @@ from torch import Tensor, nn
 from memplan import _torch
 from memplan.planning.tiles.ops import TracedTile, register
 from memplan.planning.tiles.program import NotTileable, Recorder
-from memplan.planning.tiles.tiled import Axis, Tiled
-
-@dataclass(frozen=True)
-class Tile:
-    """A segment of a step that runs piece by piece."""
-
-    first: int
-    """Number of its first call of a torch function in the trace."""
-    last: int
-    axis: Axis
-    pieces: int
-
+from memplan.planning.tiles.tiled import Tile, Tiled
 
 class Tiling:
     """The segments of a trace, in each of its passes.
@@ -47,6 +35,8 @@ class Tiling:
         self._read = set[tuple[int, int]]()
         """Results (tile, position among those of its calls) that something behind the segment read in the pass before."""
         self._first_pass = True
+        self.in_place = set[int]()
+        """Numbers of the calls that change an operand."""
         self.begin()
 
     def begin(self) -> None:
@@ -65,6 +55,8 @@ class Tiling:
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a torch function of the traced model, or record it as part of a segment."""
+        if _changes_operand(func, args, kwargs):
+            self.in_place.add(number)
         at = next((at for at, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
         args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
         if at is None:
@@ -133,3 +125,11 @@ class Tiling:
         if self._static is None:
             self._static = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
         return self._static
+
+
+def _changes_operand(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a torch function changes its first tensor: ``relu_``, ``+=``, or with ``inplace=True``."""
+    name = getattr(func, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__"):
+        return True
+    return kwargs.get("inplace") is True

@@ -33,6 +33,17 @@ class Axis:
     """Samples of the batch, for dimension 0."""
 
 
+@dataclass(frozen=True)
+class Tile:
+    """A segment of a step that runs piece by piece."""
+
+    first: int
+    """Number of its first call of a torch function in the trace."""
+    last: int
+    axis: Axis
+    pieces: int
+
+
 class Tiled:
     """A program that runs piece by piece.
 
@@ -64,9 +75,10 @@ class Tiled:
         missing = [value for value in program.outputs if value not in self.along]
         if missing:
             raise NotTileable("a result of the segment does not lie along the axis")
-        least = min(self._size(value) for value in program.outputs)
-        if pieces > least:
-            raise NotTileable(f"there are {least} elements for {pieces} pieces")
+        if not program.outputs:
+            raise NotTileable("nothing reads a result of the segment")
+        if pieces > self.elements:
+            raise NotTileable(f"there are {self.elements} elements for {pieces} pieces")
 
     def _place_input(self, value: int) -> None:
         shape, dim = self._shapes[value], self.axis.dim
@@ -100,6 +112,11 @@ class Tiled:
         """Return the part of a value that a piece makes and no other."""
         size = self._size(value)
         return piece * size // self.pieces, (piece + 1) * size // self.pieces
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of the axis in the smallest result."""
+        return min(self._size(value) for value in self.program.outputs)
 
     @property
     def result_likes(self) -> list[Like]:

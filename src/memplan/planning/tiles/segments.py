@@ -1,0 +1,237 @@
+"""Find the segments of a step whose pieces would lower its peak.
+
+Where a step is above its budget at an op, a segment around that op is chosen: of all ranges of calls whose ops can run
+piece by piece along one axis, that which takes the fewest seconds among those that are expected to fit, else that which
+is expected to need the least. Expected bytes: what else is live at the op, the operands and results of the segment with
+their gradients, and what its ops make in a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from memplan.planning.capture.tensor_like import Like
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, map_refs
+from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.tiles.program import Node, NotTileable, Program
+from memplan.planning.tiles.tiled import Axis, Tile, Tiled
+
+MAX_CALLS = 48
+"""Longest segment, in calls with data."""
+MAX_NORMS = 3
+"""Most norms over the axis in a segment: each takes a pass more, forward and backward."""
+PIECES = (2, 4, 8, 16, 32, 64)
+KEPT = 2.0
+"""Bytes that a piece takes in its backward pass, per byte of the values that its ops make."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A range of calls that can run piece by piece."""
+
+    first: int
+    last: int
+    tiled: Tiled
+    operand_bytes: int
+    """Bytes of what it reads from other ops, without weights and the step's inputs."""
+    result_bytes: int
+    inner_bytes: int
+    """Bytes of what its ops make, but the results."""
+    seconds: float
+    """Seconds that running it piece by piece adds to the step."""
+
+
+@dataclass(frozen=True)
+class Hot:
+    """An op of a schedule at which too many bytes are live."""
+
+    call: int
+    """Number of the call that it is part of, or whose derivative it computes."""
+    excess: int
+    """Bytes above the target."""
+    level: int
+    live: Mapping[int, tuple[tuple[tuple[int, ...], int], ...]]
+    """Live values, as shape and bytes, by the call that they belong to."""
+    scratch: int
+    tile: bool
+    """Whether it is a tile already."""
+
+
+class Segments:
+    """Ranges of calls of a step without tiles.
+
+    Args:
+        graph: the step, with seconds.
+        in_place: calls that change an operand: a segment must not begin with one.
+    """
+
+    def __init__(self, graph: JointGraph, in_place: Collection[int] = ()) -> None:
+        self._graph, self._in_place = graph, in_place
+        self._ops = [op for op in graph.ops if op.phase == "forward"]
+        self._static = {value.id for value in graph.values if value.kind in ("parameter", "buffer", "constant")}
+        for op in self._ops:
+            if all(value in self._static for value in _read(op)):
+                self._static.update(value for value in op.outputs if value is not None)
+        self._data = [op for op in self._ops if any(value not in self._static for value in _read(op))]
+        self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
+        """Calls that depend on data, in order."""
+        self._found: dict[tuple[int, int, Axis, int], Segment | None] = {}
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """Axes to try: the batch, and the largest dimension of space."""
+        axes = list[Axis]()
+        inputs = [value.shape for value in self._graph.values if value.kind == "input" and len(value.shape) > 1]
+        if inputs and inputs[0][0] > 1:
+            axes.append(Axis(0, inputs[0][0]))
+        rank = max((len(shape) for shape in inputs), default=0)
+        if rank >= 3:
+            shape = next(shape for shape in inputs if len(shape) == rank)
+            axes.append(Axis(max(range(2, rank), key=lambda dim: (shape[dim], -dim))))
+        return tuple(axes)
+
+    def segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
+        """Return the segment from one call to another; None if it cannot run piece by piece."""
+        key = first, last, axis, pieces
+        if key not in self._found:
+            self._found[key] = self._segment(*key)
+        return self._found[key]
+
+    def _segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
+        inside = self._between(first, last)
+        if any(op.random or op.once or op.call is None for op in inside):
+            return None
+        try:
+            tiled = Tiled(self._program(inside), axis, pieces)
+        except NotTileable:
+            return None
+        if len(tiled.norms) > MAX_NORMS:
+            return None
+        values, program = self._graph.values, tiled.program
+        operands = {values[v].base for v in program.inputs if v not in program.static}
+        results = {values[v].base for v in program.outputs}
+        inner = sum(values[v].bytes for op in inside for v in op.makes if v not in results)
+        seconds, norms = sum(op.seconds for op in inside), len(tiled.norms)
+        return Segment(
+            first, last, tiled,
+            sum(values[v].bytes for v in operands if values[v].kind not in RESIDENT),
+            sum(values[v].bytes for v in results), inner, seconds * (1 + 2.5 * norms),
+        )  # fmt: skip
+
+    def _between(self, first: int, last: int) -> list[GraphOp]:
+        """Return the ops on data from the first of a call to the last of another."""
+        at = [position for position, op in enumerate(self._data) if op.call in (first, last)]
+        return self._data[at[0] : at[-1] + 1]
+
+    def _program(self, inside: Sequence[GraphOp]) -> Program:
+        values, indices = self._graph.values, {op.index for op in inside}
+        made = {value for op in inside for value in op.outputs if value is not None}
+        read_behind = {v for op in self._ops if op.index not in indices for v in _read(op)} | set(self._graph.outputs)
+        nodes = tuple(_node(op) for op in inside)
+        inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in made))
+        return Program(
+            nodes, inputs, frozenset(v for v in inputs if v in self._static),
+            tuple(v for v in dict.fromkeys(v for node in nodes for v in node.outputs[:1]) if v in read_behind),
+            {value.id: _like(value) for value in values},
+        )  # fmt: skip
+
+    # -- choice
+
+    def around(self, hot: Hot, target: int, taken: Sequence[Tile]) -> Tile | None:
+        """Return the segment to run piece by piece because of a hot op; None if none is expected to lower its level."""
+        options = list[tuple[bool, float, int, Tile]]()
+        for segment, axis, pieces in self._options(hot.call, taken):
+            expected = self._expected(segment, hot, pieces)
+            if expected < hot.level:
+                fits = expected <= target
+                order = segment.seconds if fits else float(expected)
+                tile = Tile(segment.first, segment.last, axis, pieces)
+                options.append((not fits, order, pieces, tile))
+        return min(options, key=lambda option: option[:3])[3] if options else None
+
+    def _options(self, call: int, taken: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
+        """Yield the segments around a call that overlap no tile, with axis and number of pieces."""
+        if call not in self.calls:
+            return
+        at = self.calls.index(call)
+        for axis in self.axes:
+            for begin in range(at, max(-1, at - MAX_CALLS), -1):
+                if self._is_taken(self.calls[begin], taken) or self.segment(self.calls[begin], call, axis, 2) is None:
+                    break
+                if self.calls[begin] in self._in_place:
+                    continue
+                for end in range(at, min(len(self.calls), begin + MAX_CALLS)):
+                    first, last = self.calls[begin], self.calls[end]
+                    segment = None if self._is_taken(last, taken) else self.segment(first, last, axis, 2)
+                    if segment is None:
+                        break
+                    most = min(segment.tiled.elements, axis.samples or segment.tiled.elements // 4)
+                    for pieces in PIECES:
+                        if pieces <= most and (not axis.dim or True):
+                            yield segment, axis, pieces
+
+    @staticmethod
+    def _is_taken(call: int, taken: Sequence[Tile]) -> bool:
+        return any(tile.first <= call <= tile.last for tile in taken)
+
+    def _expected(self, segment: Segment, hot: Hot, pieces: int) -> int:
+        """Return the bytes that are expected to be live at a hot op if a segment around it runs piece by piece."""
+        inside = [v for call, held in hot.live.items() if segment.first <= call <= segment.last for v in held]
+        others = hot.level - sum(size for _, size in inside) - hot.scratch
+        live = sum(size for call, held in hot.live.items() if call < segment.first for _, size in held)
+        operands = max(0, segment.operand_bytes - live)  # some are live already
+        inner = int(KEPT * segment.inner_bytes / pieces)
+        return others + operands + segment.operand_bytes + segment.result_bytes + inner
+
+
+def hot_ops(graph: JointGraph, schedule: Any, outside_memory: Any, target: int) -> list[Hot]:
+    """Return the ops of a schedule at which more than ``target`` bytes are live, the highest first."""
+    counted, live, found = levels(schedule, outside_memory), set[int](), dict[int, Hot]()
+    actions = zip((*counted.forward, *counted.backward), (*schedule.forward, *schedule.backward), strict=True)
+    for level, action in actions:
+        live.update(action.makes)
+        if level > target and action.op is not None:
+            op = graph.ops[action.op]
+            call = _call(graph, op)
+            if call is not None and (call not in found or found[call].level < level):
+                held: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+                for value in live:
+                    maker = graph.values[value].op
+                    of = None if maker is None else _call(graph, graph.ops[maker])
+                    held.setdefault(-1 if of is None else of, []).append((graph.values[value].shape, graph.values[value].bytes))
+                found[call] = Hot(
+                    call, level - target, level, {c: tuple(v) for c, v in held.items()}, max(0, op.scratch),
+                    op.target.startswith("memplan.tile"),
+                )  # fmt: skip
+        live.difference_update(action.frees)
+        if action.into is not None:
+            live.discard(action.into)
+    return sorted(found.values(), key=lambda hot: -hot.level)
+
+
+def _call(graph: JointGraph, op: GraphOp) -> int | None:
+    """Return the call that an op is part of, for a derivative that of its forward op."""
+    if op.phase == "forward":
+        return op.call
+    return None if op.gradient_of is None else graph.ops[op.gradient_of].call
+
+
+def _read(op: GraphOp) -> list[int]:
+    return list(_node(op).reads)
+
+
+def _node(op: GraphOp) -> Node:
+    """Return a forward op as a node of a program."""
+    target, args = op.target, op.args
+    if target == "aten._native_batch_norm_legit_functional.default":  # running statistics are updated outside
+        target, args = "aten._native_batch_norm_legit.default", (*args[:3], None, None, *args[5:])
+    return Node(target, args, op.kwargs, tuple(value for value in op.outputs if value is not None))
+
+
+def _like(value: Any) -> Like:
+    import torch
+
+    return Like(value.shape, value.stride, getattr(torch, value.dtype), torch.device(value.place))
