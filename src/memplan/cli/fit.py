@@ -118,7 +118,7 @@ class _Files:
     help="What runs the plan: torch's own kernels, or fused ones, made first by a C++ compiler (on a card, by Triton).",
 )  # fmt: skip
 @click.option(
-    "--allow", type=click.Choice(["exact", "lossy"]), default="exact", show_default=True,
+    "--allow", type=click.Choice(["exact", "reordered", "lossy"]), default="exact", show_default=True,
     help="What may change of the result: nothing, or what computing and saving in fewer bits changes.",
 )  # fmt: skip
 @click.option("--early", is_flag=True, help="Let the optimizer update each parameter in the backward pass.")

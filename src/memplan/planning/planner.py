@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -21,6 +21,8 @@ from memplan.planning.relative_budget import Relative
 from memplan.planning.request import Request
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study, _with_costs
+from memplan.planning.tile_search import planned_in_tiles
+from memplan.planning.tiles.tiled import Tile
 
 _log = logging.getLogger("memplan")
 
@@ -72,7 +74,20 @@ class Planner:
             return fastest(lambda settled: self.study(call, settled, key), self._model, settings, budget)
         study = self.study(call, settings, key, captured)
         _log.info("planning for %s", format_bytes(budget))
-        return study.planned(settings, budget)
+        try:
+            return study.planned(settings, budget)
+        except BudgetError as error:
+            if settings.allow != "reordered" or settings.plan is not None or settings.engine != "graph":
+                raise
+            return planned_in_tiles(
+                study, settings, budget, lambda tiles: self._tiled(study, call, settings, tiles), error
+            )
+
+    def _tiled(self, study: Study, call: Call, settings: Settings, tiles: Sequence[Tile]) -> Study:
+        """Return the study of a call whose segments run piece by piece."""
+        captured = capture(self._model, call, settings.fixed_precision, tiles=tiles)
+        captured = replace(captured, graph=_with_costs(captured.graph, settings))
+        return Study(self._model, call, captured, study, tuple(tiles))
 
     def bounded(self, request: Request, key: Hashable) -> Request:
         """Return a request with its budget in bytes. For a relative budget the step without a plan is recorded."""
@@ -87,6 +102,10 @@ class Planner:
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
         """Return the study of a kind of call in the precision of the settings, for any budget."""
         precision = settings.fixed_precision
+        tiles = settings.plan.tiles if settings.plan is not None else ()
+        if tiles:
+            plain = self.study(call, replace(settings, plan=None, precision=precision), key, captured)
+            return self._tiled(plain, call, settings, tiles)
         study = self._studies.get((key, precision)) if key is not None else None
         if study is None:
             exact_study = self._studies.get((key, EXACT)) if precision.lossy else None

@@ -127,13 +127,20 @@ def _check_allow(options: PlanOptions) -> None:
     if allow not in get_args(Allow):
         raise UsageError(
             f"allow={allow!r}",
-            expected="'exact', which changes no bit, or 'lossy', which may compute and save in fewer bits",
+            expected="'exact', which changes no bit, 'reordered', which may add in another order, or 'lossy', which may "
+            "compute and save in fewer bits",
             do="Leave it out for 'exact'",
         )
-    if allow == "exact" and plan is not None and plan.precision.lossy:
+    if allow == "exact" and plan is not None and plan.tiles:
         raise UsageError(
-            f"The plan is lossy ({plan.precision}), and allow is 'exact'",
+            "The plan runs segments in pieces, which adds in another order, and allow is 'exact'",
             expected="a plan that changes no bit",
+            do="Allow it: allow='reordered' (--allow reordered), or plan this step again",
+        )
+    if allow != "lossy" and plan is not None and plan.precision.lossy:
+        raise UsageError(
+            f"The plan is lossy ({plan.precision}), and allow is {allow!r}",
+            expected="a plan that changes no bit" if allow == "exact" else "a plan that computes in the same precision",
             do="Allow it: allow='lossy' (--allow lossy), or plan this step again",
         )
 

@@ -20,8 +20,9 @@ from memplan.planning.search.search import Heuristics
 Engine = Literal["graph", "inductor"]
 """Engines of a plan: torch's own kernels one by one, or kernels that Inductor fuses within each pass."""
 
-Allow = Literal["exact", "lossy"]
-"""Changes of results that a plan may cause: none (except an engine's rounding), or those of `Precision`."""
+Allow = Literal["exact", "reordered", "lossy"]
+"""Changes of results that a plan may cause: none (except an engine's rounding), another order of sums, or those of
+`Precision`."""
 
 
 @dataclass(frozen=True, kw_only=True)

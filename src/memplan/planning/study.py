@@ -33,7 +33,7 @@ from memplan.planning.inductor.partition import Fused
 from memplan.planning.levers.lever import GradientUse, Situation
 from memplan.planning.levers.registry import with_forms
 from memplan.planning.plan.budget_error import budget_error
-from memplan.planning.plan.decisions import decide
+from memplan.planning.plan.decisions import decide, tiled
 from memplan.planning.plan.plan import Plan, check_fingerprint, check_forms, check_settings, names_of, optimizer_name
 from memplan.planning.plan.precision_report import cast_copies, lowered
 from memplan.planning.plan.workspace_band import workspace_band
@@ -45,6 +45,7 @@ from memplan.planning.schedule.to_trace import timeline_of, trace_of
 from memplan.planning.search.search import Found, Infeasible, Search
 from memplan.planning.settings import Engine, Settings
 from memplan.planning.validation.validate import validate
+from memplan.planning.tiles.tiled import Tile
 from memplan.simulation.timeline import Timeline
 
 
@@ -72,11 +73,14 @@ class Study:
 
     Args:
         model, call, captured: the call and its capture, with costs.
-        plain: study of the step as written, if this one is in another precision or layout.
+        plain: study of the step as written, if this one is in another precision or layout, or has tiles.
+        tiles: segments of the captured call that run piece by piece.
     """
 
-    def __init__(self, model: nn.Module, call: Call, captured: Captured, plain: Study | None = None) -> None:
-        self.model, self.call, self.captured, self.plain = model, call, captured, plain
+    def __init__(
+        self, model: nn.Module, call: Call, captured: Captured, plain: Study | None = None, tiles: tuple[Tile, ...] = ()
+    ) -> None:
+        self.model, self.call, self.captured, self.plain, self.tiles = model, call, captured, plain, tiles
         self._steps: dict[tuple[int, GradientUse, Engine], _Step] = {}
         self._channels_last: Study | None = None
         self._channels_last_tried = captured.channels_last
@@ -289,6 +293,7 @@ class _Planning:
         precision, course = settings.fixed_precision, None
         plain = graph if study.plain is None else study.plain.captured.graph
         eager_peak, eager_course = study.step(settings).without_plan
+        in_pieces = max(0.0, step_seconds(graph) - step_seconds(plain)) if self._study.tiles else 0.0
         if not planned.choices.fused:
             course = course_of(trace_of(planned, outside_memory), bounds.predicted, moments=_MOMENTS)
             course = replace(course, alive=(), segments=())
@@ -297,14 +302,15 @@ class _Planning:
             torch=torch.__version__,
             device=settings.home.target.name if settings.device is None else settings.device.name,
             budget=self._budget,
-            decisions=(*lowered(planned.graph, precision), *decide(planned.graph, planned)),
+            decisions=(*lowered(planned.graph, precision), *tiled(graph, plain, self._study.tiles), *decide(planned.graph, planned)),
             choices=planned.choices,
             names=names_of(graph),
             predicted=bounds.predicted,
             eager_peak=eager_peak,
             floor=bounds.floor,
             lower_bound=bounds.lower,
-            seconds=planned.seconds,
+            seconds=planned.seconds + in_pieces,
+            tiles=self._study.tiles,
             step_seconds=step_seconds(plain) or None,
             lower_bound_seconds=bounds.seconds,
             resident=_resident(graph, settings, outside_memory),
@@ -313,7 +319,7 @@ class _Planning:
             heuristics=dataclasses.asdict(settings.heuristics),
             optimizer=optimizer_name(settings.optimizer),
             precision=precision,
-            base_seconds=(step_seconds(graph) or None) if precision.compute or _is_slower(graph, plain) else None,
+            base_seconds=(step_seconds(graph) or None) if precision.compute or (_is_slower(graph, plain) and not in_pieces) else None,
             cast_copies=cast_copies(planned) if precision.compute else 0,
             course=course,
             eager_course=replace(eager_course, alive=(), segments=()),

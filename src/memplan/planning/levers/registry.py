@@ -16,13 +16,15 @@ from memplan.planning.levers.lower_precision import LowerPrecision
 from memplan.planning.levers.offload import Offload
 from memplan.planning.levers.recompute import Recompute
 from memplan.planning.levers.release_gradients import ReleaseGradients
+from memplan.planning.levers.tile import Tile
 from memplan.planning.levers.update_early import UpdateEarly
 
-RECOMPUTE, LOWER_PRECISION = Recompute(), LowerPrecision()
+RECOMPUTE, LOWER_PRECISION, TILE = Recompute(), LowerPrecision(), Tile()
 UPDATE_EARLY, RELEASE_GRADIENTS = UpdateEarly(), ReleaseGradients()
 
 LEVERS: list[Lever] = [
-    RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), InPlace(), UPDATE_EARLY, RELEASE_GRADIENTS,
+    RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), TILE, InPlace(), UPDATE_EARLY,
+    RELEASE_GRADIENTS,
 ]  # fmt: skip
 """All levers. If several encodings of a value are chosen, the first lever's is decoded; host copies come last."""
 

@@ -22,6 +22,7 @@ from memplan.planning.plan import choices_json
 from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.fusion import Fusion
 from memplan.planning.schedule.actions import Choices
+from memplan.planning.tiles.tiled import Tile
 from memplan.simulation.timeline import Timeline
 
 _BYTES = ("host_bytes", "encoded_bytes")
@@ -78,6 +79,8 @@ class Plan(Saved, Displayed):
     cast_copies: int = 0
     """Peak bytes of copies of weights in lower precision. They are allocated and freed within the step, in addition to
     the weights themselves."""
+    tiles: tuple[Tile, ...] = ()
+    """Segments that run piece by piece."""
     course: Course | None = None
     """Memory timeline of the planned step by cause; None for fused kernels, and in plans older than this field."""
     eager_course: Course | None = None
@@ -95,9 +98,9 @@ class Plan(Saved, Displayed):
 
     @property
     def grade(self) -> Grade:
-        """How close the result is to that of the unplanned step. Fused kernels of an exact plan are ``reordered``: they
-        add in another order."""
-        return "lossy" if self.lost.lossy else "reordered" if self.choices.fused else "exact"
+        """How close the result is to that of the unplanned step. Fused kernels of an exact plan, and segments in
+        pieces, are ``reordered``: they add in another order."""
+        return "lossy" if self.lost.lossy else "reordered" if self.choices.fused or self.tiles else "exact"
 
     @property
     def lost(self) -> Precision:
@@ -121,7 +124,7 @@ class Plan(Saved, Displayed):
         """Whether the step fits the budget unplanned, and the plan neither changes how values are saved nor
         compiles."""
         choices = self.choices
-        changes = choices.recompute or choices.saved_forms or choices.gradients.updates or choices.fused
+        changes = choices.recompute or choices.saved_forms or choices.gradients.updates or choices.fused or self.tiles
         return self.eager_peak <= self.budget and not (changes or self.precision.compute)
 
     @property

@@ -23,7 +23,8 @@ MAX_CALLS = 48
 """Longest segment, in calls with data."""
 MAX_NORMS = 3
 """Most norms over the axis in a segment: each takes a pass more, forward and backward."""
-PIECES = (2, 4, 8, 16, 32, 64)
+MOST_PIECES = 64
+PIECES = (2, 4, 8, 16, 32, MOST_PIECES)
 KEPT = 2.0
 """Bytes that a piece takes in its backward pass, per byte of the values that its ops make."""
 

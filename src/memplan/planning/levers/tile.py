@@ -1,0 +1,32 @@
+"""Run a segment of the step piece by piece, so that its inner tensors exist one piece at a time."""
+
+from __future__ import annotations
+
+from memplan._bytes import format_bytes
+from memplan.planning.graph.joint_graph import SavedForm
+from memplan.planning.levers.lever import Grade, Lever, Reason
+from memplan.planning.tiles.tiled import Tile as Segment
+
+
+class Tile(Lever):
+    """Run segments of a step piece by piece. `memplan.planning.tile_search` chooses them."""
+
+    name = "tile"
+
+    def grade(self, form: SavedForm | None = None) -> Grade:
+        """Return ``reordered``: gradients of weights and statistics are sums over pieces."""
+        return "reordered"
+
+    def reason_of(self, freed: int, segment: Segment, piece: int) -> Reason:
+        """Describe a segment.
+
+        Args:
+            freed: bytes of its inner values.
+            segment: where it is cut.
+            piece: most bytes of a piece, forward or backward.
+        """
+        axis = "samples" if segment.axis.dim == 0 else f"dimension {segment.axis.dim}"
+        text = f"in {segment.pieces} pieces along {axis}, each computed again in the backward pass; a piece takes "
+        text += f"up to {format_bytes(piece)}"
+        details = {"pieces": segment.pieces, "dim": segment.axis.dim, "piece_bytes": piece}
+        return Reason(max(0, freed), text, details, self.grade())

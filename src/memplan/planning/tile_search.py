@@ -1,0 +1,78 @@
+"""Choose segments to run piece by piece until a step fits its budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from memplan._interrupts import safe_point
+from memplan.errors import BudgetError
+from memplan.planning.schedule.scheduler import schedule
+from memplan.planning.search.search import STEEP
+from memplan.planning.settings import Settings
+from memplan.planning.study import Planned, Study
+from memplan.planning.tiles.program import NotTileable
+from memplan.planning.tiles.segments import MOST_PIECES, Segments, hot_ops
+from memplan.planning.tiles.tiled import Tile
+
+_log = logging.getLogger("memplan")
+
+ROUNDS = 8
+"""Most captures: each has the segments that the one before was found to need."""
+AT_ONCE = 4
+"""Most new segments a round: with these, others may not be needed."""
+
+
+def planned_in_tiles(
+    study: Study, settings: Settings, budget: int, captured: Callable[[Sequence[Tile]], Study], error: BudgetError
+) -> Planned:
+    """Return a plan whose segments run piece by piece.
+
+    Args:
+        study: the step as written, which has no plan within the budget.
+        settings, budget: of the plan.
+        captured: returns the study of the step with tiles. Raises NotTileable.
+        error: why the step has no plan as written.
+
+    Raises:
+        BudgetError: there is none; its ``smallest_budget`` is the smallest that was reached.
+    """
+    segments, tiles, tried = Segments(study.captured.graph, study.captured.in_place_calls), tuple[Tile, ...](), study
+    for _ in range(ROUNDS):
+        safe_point()
+        more = _more_tiles(segments, tried, settings, budget, tiles)
+        if more == tiles:
+            break
+        tiles = more
+        _log.info("trying %d segments piece by piece", len(tiles))
+        try:
+            tried = captured(tiles)
+            return tried.planned(settings, budget)
+        except NotTileable as reason:  # what the trace alone shows
+            _log.info("a segment cannot run piece by piece: %s", reason)
+            break
+        except BudgetError as lower:
+            error = min(error, lower, key=lambda known: known.smallest_budget)
+    raise error
+
+
+def _more_tiles(
+    segments: Segments, study: Study, settings: Settings, budget: int, tiles: tuple[Tile, ...]
+) -> tuple[Tile, ...]:
+    """Return tiles with more pieces, or more tiles, where a step is above its budget."""
+    search = study.search(settings)
+    nearest = schedule(search.graph, search.nearest(budget, STEEP).choices)
+    chosen, new = list(tiles), 0
+    for hot in hot_ops(search.graph, nearest, search.outside_memory, budget):
+        at = next((at for at, tile in enumerate(chosen) if tile.first <= hot.call <= tile.last), None)
+        if at is None and new < AT_ONCE:
+            tile = segments.around(hot, budget, chosen)
+            if tile is not None:
+                chosen.append(tile)
+                new += 1
+        elif at is not None and hot.tile and chosen[at] in tiles and chosen[at].pieces < MOST_PIECES:
+            finer = replace(chosen[at], pieces=chosen[at].pieces * 2)
+            if segments.segment(finer.first, finer.last, finer.axis, finer.pieces) is not None:
+                chosen[at] = finer
+    return tuple(sorted(chosen, key=lambda tile: tile.first))
