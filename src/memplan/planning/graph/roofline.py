@@ -7,6 +7,7 @@ every machine, to the last bit. FLOPs are from torch's own formulas (`torch.util
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,10 @@ class Work:
     """Whether it is the op of another library."""
 
 
+WORKS: dict[str, Callable[[tuple[Any, ...]], Work]] = {}
+"""Work of ops that consist of others, from their arguments, by target. Whoever registers the op adds it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Speed of a machine: FLOP/s and bytes per second."""
@@ -84,6 +89,8 @@ def rates_of(device: Device) -> Rates:
 
 def work_of(graph: JointGraph, op: GraphOp) -> Work:
     """Return the FLOPs and bytes of an op."""
+    if op.target in WORKS:
+        return WORKS[op.target](op.args)
     chunked = op.target == op_schema.CHUNKED
     formula = _torch.flop_formula("aten.convolution.default" if chunked else op.target)
     flops = 0

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from memplan import _torch
 from memplan.planning.capture.allocation_probe import Allocations
+from memplan.planning.capture.tensor_like import Like
+from memplan.planning.graph.joint_graph import map_refs
+from memplan.planning.graph.roofline import WORKS, Work
 from memplan.planning.ops.custom_ops import define
 from memplan.planning.tiles.program import Program
 from memplan.planning.tiles.tiled import Axis, Tiled
@@ -111,8 +114,34 @@ def scratch(target: str, args: Sequence[Any]) -> int | None:
         return None
     with Allocations(real=False) as allocations:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
+        tiled = _TILES[arguments[-1]]
+        pieces = sorted({0, tiled.pieces // 2, tiled.pieces - 1})  # the others are as large
         with allocations.span("op"):
-            kernel = _tile if target == TILE else _tile_backward
-            results = kernel(*arguments)
+            run = tiled.forward if target == TILE else tiled.backward
+            results = run(*arguments[:-1], pieces)
         del results
     return allocations.most("op") - allocations.left("op")
+
+
+def _work(key: str, *, backward: bool) -> Work:
+    """Return the FLOPs and bytes of a tile's op: those of its program's ops, as often as they run."""
+    tiled = _TILES[key]
+    likes, flops, moved, rate = tiled.program.likes, 0.0, 0.0, "float32"
+    shares = zip(tiled.program.nodes, tiled.runs(backward), tiled.overlap(tiled.pieces), strict=True)
+    for node, runs, share in shares:
+        formula, read = _torch.flop_formula(node.target), [likes[value] for value in (*node.reads, *node.outputs[:1])]
+        moved += sum(like.bytes for like in read) * runs * share
+        if formula is not None:
+            args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda value: _meta(likes[value]))
+            flops += formula(*args, **kwargs, out_val=_meta(likes[node.outputs[0]])) * runs * share
+            dtype = str(likes[node.outputs[0]].dtype).removeprefix("torch.")
+            rate = "tf32" if dtype == "float32" and "conv" in node.target else dtype
+    return Work(int(flops), int(moved), rate)
+
+
+def _meta(like: Like) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="meta")
+
+
+WORKS[TILE] = lambda args: _work(args[-1], backward=False)
+WORKS[TILE_BACKWARD] = lambda args: _work(args[-1], backward=True)

@@ -19,12 +19,14 @@ from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.tiles.program import Node, NotTileable, Program
 from memplan.planning.tiles.tiled import Axis, Tile, Tiled
 
-MAX_CALLS = 48
+MAX_CALLS = 24
 """Longest segment, in calls with data."""
 MAX_NORMS = 3
 """Most norms over the axis in a segment: each takes a pass more, forward and backward."""
 MOST_PIECES = 64
 PIECES = (2, 4, 8, 16, 32, MOST_PIECES)
+LEAST_ELEMENTS = 4
+"""Fewest elements of a dimension of space in a piece of the smallest result."""
 KEPT = 2.0
 """Bytes that a piece takes in its backward pass, per byte of the values that its ops make."""
 
@@ -41,8 +43,16 @@ class Segment:
     result_bytes: int
     inner_bytes: int
     """Bytes of what its ops make, but the results."""
-    seconds: float
-    """Seconds that running it piece by piece adds to the step."""
+    ops: tuple[GraphOp, ...]
+
+    def seconds(self, pieces: int) -> float:
+        """Return the seconds that running it in pieces adds to the step."""
+        runs = zip(self.tiled.runs(False), self.tiled.runs(True), self.tiled.overlap(pieces), strict=True)
+        # as written, an op runs once, and its derivative counts as two
+        return sum(
+            op.seconds * ((forward + backward) * share - 3)
+            for op, (forward, backward, share) in zip(self.ops, runs, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -72,11 +82,18 @@ class Segments:
     def __init__(self, graph: JointGraph, in_place: Collection[int] = ()) -> None:
         self._graph, self._in_place = graph, in_place
         self._ops = [op for op in graph.ops if op.phase == "forward"]
+        self._nodes = {op.index: _node(op) for op in self._ops}
+        self._likes = {value.id: _like(value) for value in graph.values}
+        self._readers: dict[int, set[int]] = {}
+        """Forward ops that read a value, by index."""
+        for op in self._ops:
+            for value in self._nodes[op.index].reads:
+                self._readers.setdefault(value, set()).add(op.index)
         self._static = {value.id for value in graph.values if value.kind in ("parameter", "buffer", "constant")}
         for op in self._ops:
-            if all(value in self._static for value in _read(op)):
+            if all(value in self._static for value in self._nodes[op.index].reads):
                 self._static.update(value for value in op.outputs if value is not None)
-        self._data = [op for op in self._ops if any(value not in self._static for value in _read(op))]
+        self._data = [op for op in self._ops if not self._static.issuperset(self._nodes[op.index].reads)]
         self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
         """Calls that depend on data, in order."""
         self._found: dict[tuple[int, int, Axis, int], Segment | None] = {}
@@ -115,11 +132,10 @@ class Segments:
         operands = {values[v].base for v in program.inputs if v not in program.static}
         results = {values[v].base for v in program.outputs}
         inner = sum(values[v].bytes for op in inside for v in op.makes if v not in results)
-        seconds, norms = sum(op.seconds for op in inside), len(tiled.norms)
         return Segment(
             first, last, tiled,
             sum(values[v].bytes for v in operands if values[v].kind not in RESIDENT),
-            sum(values[v].bytes for v in results), inner, seconds * (1 + 2.5 * norms),
+            sum(values[v].bytes for v in results), inner, tuple(inside),
         )  # fmt: skip
 
     def _between(self, first: int, last: int) -> list[GraphOp]:
@@ -128,33 +144,34 @@ class Segments:
         return self._data[at[0] : at[-1] + 1]
 
     def _program(self, inside: Sequence[GraphOp]) -> Program:
-        values, indices = self._graph.values, {op.index for op in inside}
-        made = {value for op in inside for value in op.outputs if value is not None}
-        read_behind = {v for op in self._ops if op.index not in indices for v in _read(op)} | set(self._graph.outputs)
-        nodes = tuple(_node(op) for op in inside)
+        indices, nodes = {op.index for op in inside}, tuple(self._nodes[op.index] for op in inside)
+        made = {value for node in nodes for value in node.outputs}
         inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in made))
+        results = (node.outputs[0] for node in nodes if node.outputs)
+        outputs = (v for v in results if v in self._graph.outputs or not self._readers.get(v, set()) <= indices)
         return Program(
-            nodes, inputs, frozenset(v for v in inputs if v in self._static),
-            tuple(v for v in dict.fromkeys(v for node in nodes for v in node.outputs[:1]) if v in read_behind),
-            {value.id: _like(value) for value in values},
-        )  # fmt: skip
+            nodes, inputs, frozenset(v for v in inputs if v in self._static), tuple(outputs), self._likes
+        )
 
     # -- choice
 
     def around(self, hot: Hot, target: int, taken: Sequence[Tile]) -> Tile | None:
         """Return the segment to run piece by piece because of a hot op; None if none is expected to lower its level."""
-        options = list[tuple[bool, float, int, Tile]]()
-        for segment, axis, pieces in self._options(hot.call, taken):
-            expected = self._expected(segment, hot, pieces)
-            if expected < hot.level:
-                fits = expected <= target
-                order = segment.seconds if fits else float(expected)
+        fitting, best = list[tuple[float, int, Tile]](), (hot.level, None)
+        for segment, axis, most in self._options(hot.call, taken):
+            for pieces in PIECES:
+                expected = self._expected(segment, hot, pieces)
                 tile = Tile(segment.first, segment.last, axis, pieces)
-                options.append((not fits, order, pieces, tile))
-        return min(options, key=lambda option: option[:3])[3] if options else None
+                if pieces > most:
+                    break
+                if expected <= target:  # more pieces have more borders
+                    fitting.append((segment.seconds(pieces), pieces, tile))
+                    break
+                best = min(best, (expected, tile), key=lambda known: known[0])
+        return min(fitting, key=lambda known: known[:2])[2] if fitting else best[1]
 
     def _options(self, call: int, taken: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
-        """Yield the segments around a call that overlap no tile, with axis and number of pieces."""
+        """Yield the segments around a call that overlap no tile, with their axis and most pieces."""
         if call not in self.calls:
             return
         at = self.calls.index(call)
@@ -169,10 +186,7 @@ class Segments:
                     segment = None if self._is_taken(last, taken) else self.segment(first, last, axis, 2)
                     if segment is None:
                         break
-                    most = min(segment.tiled.elements, axis.samples or segment.tiled.elements // 4)
-                    for pieces in PIECES:
-                        if pieces <= most and (not axis.dim or True):
-                            yield segment, axis, pieces
+                    yield segment, axis, axis.samples or segment.tiled.elements // LEAST_ELEMENTS
 
     @staticmethod
     def _is_taken(call: int, taken: Sequence[Tile]) -> bool:
@@ -218,10 +232,6 @@ def _call(graph: JointGraph, op: GraphOp) -> int | None:
     if op.phase == "forward":
         return op.call
     return None if op.gradient_of is None else graph.ops[op.gradient_of].call
-
-
-def _read(op: GraphOp) -> list[int]:
-    return list(_node(op).reads)
 
 
 def _node(op: GraphOp) -> Node:

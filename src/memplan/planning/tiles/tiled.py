@@ -118,6 +118,31 @@ class Tiled:
         """Elements of the axis in the smallest result."""
         return min(self._size(value) for value in self.program.outputs)
 
+    def runs(self, backward: bool) -> list[float]:
+        """Return how often each op runs in a forward or backward pass, in whole ops; a derivative counts as two.
+
+        Forward: the ops before each norm over the axis, then all. Backward: all ops again, with a derivative that ends
+        at each norm, and once with one that goes to the inputs.
+        """
+        count = len(self.program.nodes)
+        if not backward:
+            return [1.0 + sum(at < norm for norm in self.norms) for at in range(count)]
+        return [3.0 + sum(1.0 if at < norm else 3.0 for norm in self.norms) for at in range(count)]
+
+    def overlap(self, pieces: int) -> list[float]:
+        """Return for each node how often a run in so many pieces computes an element of its result, on average."""
+        tiled = self if pieces == self.pieces else Tiled(self.program, self.axis, pieces)
+        windows = tiled._windows(tiled._goals(pieces // 2))
+        shares = list[float]()
+        for node in self.program.nodes:
+            value = node.outputs[0] if node.outputs else None
+            if value is None or value not in self.along or value not in windows:
+                shares.append(1.0)
+                continue
+            low, high = windows[value]
+            shares.append((high - low) * pieces / self._size(value))
+        return shares
+
     @property
     def result_likes(self) -> list[Like]:
         """Shapes, strides and dtypes of the results."""
@@ -168,19 +193,24 @@ class Tiled:
 
     # -- passes
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the results, and the statistics (mean and variance) of the norms over the axis."""
+    def forward(
+        self, tensors: Sequence[Tensor], pieces: Sequence[int] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the results, and the statistics (mean and variance) of the norms over the axis.
+
+        ``pieces``: only these run, for what memory a piece takes.
+        """
         statistics = dict[int, tuple[Tensor, Tensor]]()
         with torch.no_grad():
             for at, norm in self.norms.items():
                 collected = Statistics(norm)
-                for piece in range(self.pieces):
+                for piece in pieces or range(self.pieces):
                     run = _Run(self, tensors, statistics, {norm.input: self._own(norm.input, piece)}, piece)
                     collected.add(run.until(at)[norm.input])
                     del run
                 statistics[at] = collected.result(self.program.likes[norm.input].dtype)
             results = [like.empty() for like in self.result_likes]
-            for piece in range(self.pieces):
+            for piece in pieces or range(self.pieces):
                 goals = {value: self._own(value, piece) for value in self.program.outputs}
                 run = _Run(self, tensors, statistics, goals, piece)
                 run.until(None)
@@ -191,15 +221,16 @@ class Tiled:
 
     def backward(
         self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], gradients: Sequence[Tensor | None],
-        needed: Sequence[bool],
+        needed: Sequence[bool], pieces: Sequence[int] | None = None,
     ) -> list[Tensor | None]:  # fmt: skip
-        """Return the gradients of the inputs that need one. ``gradients``: those of the results."""
+        """Return the gradients of the inputs that need one. ``gradients``: those of the results; ``pieces``: as for
+        `forward`."""
         known = dict(zip(self.norms, zip(statistics[::2], statistics[1::2], strict=True), strict=True))
         sums = dict[int, tuple[Tensor, Tensor]]()
         for at in reversed(self.norms):
-            self._collect(at, tensors, known, sums, gradients)
+            self._collect(at, tensors, known, sums, gradients, pieces)
         results: list[Tensor | None] = [torch.zeros_like(t) if n else None for t, n in zip(tensors, needed, strict=True)]
-        for piece in range(self.pieces):
+        for piece in pieces or range(self.pieces):
             run = _Run(self, tensors, known, self._goals(piece), piece, sums)
             leaves = run.leaves(needed)
             with torch.enable_grad():
@@ -213,11 +244,11 @@ class Tiled:
 
     def _collect(
         self, at: int, tensors: Sequence[Tensor], known: Mapping[int, tuple[Tensor, Tensor]],
-        sums: dict[int, tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None],
+        sums: dict[int, tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None], pieces: Sequence[int] | None,
     ) -> None:  # fmt: skip
         """Add up the sums of a norm's derivative, with those of all later norms known."""
         norm, total = self.norms[at], None
-        for piece in range(self.pieces):
+        for piece in pieces or range(self.pieces):
             run = _Run(self, tensors, known, self._goals(piece), piece, sums)
             with torch.no_grad():
                 run.until(at)
