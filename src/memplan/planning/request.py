@@ -127,8 +127,8 @@ def _check_allow(options: PlanOptions) -> None:
     if allow not in get_args(Allow):
         raise UsageError(
             f"allow={allow!r}",
-            expected="'exact', which changes no bit, 'reordered', which may add in another order, or 'lossy', which may "
-            "compute and save in fewer bits",
+            expected="'exact', which changes no bit, 'reordered', which may add in another order, or 'lossy', which "
+            "may compute and save in fewer bits",
             do="Leave it out for 'exact'",
         )
     if allow == "exact" and plan is not None and plan.tiles:

@@ -44,8 +44,8 @@ from memplan.planning.schedule.scheduler import Schedule, frees_gradient, schedu
 from memplan.planning.schedule.to_trace import timeline_of, trace_of
 from memplan.planning.search.search import Found, Infeasible, Search
 from memplan.planning.settings import Engine, Settings
-from memplan.planning.validation.validate import validate
 from memplan.planning.tiles.tiled import Tile
+from memplan.planning.validation.validate import validate
 from memplan.simulation.timeline import Timeline
 
 
@@ -302,7 +302,11 @@ class _Planning:
             torch=torch.__version__,
             device=settings.home.target.name if settings.device is None else settings.device.name,
             budget=self._budget,
-            decisions=(*lowered(planned.graph, precision), *tiled(graph, plain, self._study.tiles), *decide(planned.graph, planned)),
+            decisions=(
+                *lowered(planned.graph, precision),
+                *tiled(graph, plain, self._study.tiles),
+                *decide(planned.graph, planned),
+            ),
             choices=planned.choices,
             names=names_of(graph),
             predicted=bounds.predicted,
@@ -319,7 +323,9 @@ class _Planning:
             heuristics=dataclasses.asdict(settings.heuristics),
             optimizer=optimizer_name(settings.optimizer),
             precision=precision,
-            base_seconds=(step_seconds(graph) or None) if precision.compute or (_is_slower(graph, plain) and not in_pieces) else None,
+            base_seconds=(step_seconds(graph) or None)
+            if precision.compute or (_is_slower(graph, plain) and not in_pieces)
+            else None,
             cast_copies=cast_copies(planned) if precision.compute else 0,
             course=course,
             eager_course=replace(eager_course, alive=(), segments=()),

@@ -10,10 +10,10 @@ from memplan._interrupts import safe_point
 from memplan.errors import BudgetError
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.search import STEEP
+from memplan.planning.segments import MOST_PIECES, Segments, hot_ops
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study
 from memplan.planning.tiles.program import NotTileable
-from memplan.planning.tiles.segments import MOST_PIECES, Segments, hot_ops
 from memplan.planning.tiles.tiled import Tile
 
 _log = logging.getLogger("memplan")

@@ -298,7 +298,8 @@ def _trace(
         layout_context = ChannelsLast() if channels_last else nullcontext()
         with (
             _torch.casts_kept(caches_casts) as region, autocast(), precision_context, opaque_context,
-            _annotating_ops(names, place, region, free_tensors, tiling), layout_context, guards.tracing(), watch.seeding(),
+            _annotating_ops(names, place, region, free_tensors, tiling), layout_context, guards.tracing(),
+            watch.seeding(),
         ):  # fmt: skip
             yield
         if passes is not None:

@@ -15,11 +15,11 @@ from memplan._bytes import round_to_blocks
 from memplan._interrupts import safe_point
 from memplan.errors import InputError, RecordingError, UsageError
 from memplan.planning.capture import opaque_calls
+from memplan.planning.capture.tiling import tile_scratch
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Ref, Value, refs
 from memplan.planning.graph.op_schema import NUMBERS
 from memplan.planning.passes.share_autocast_casts import CAST
 from memplan.planning.passes.split_convolution_backward import idle_arguments
-from memplan.planning.tiles.ops import scratch as tile_scratch
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu.table import transient_bytes
 from memplan.trace.semantics.traced_results import TRAINING_NORM, eager_arguments

@@ -25,9 +25,9 @@ from memplan import _torch
 from memplan._display import Printed
 from memplan.errors import DataDependentError, RecordingError
 from memplan.planning.capture.allocation_probe import Allocations
-from memplan.planning.capture.tensor_like import Like, is_dense
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.op_schema import NUMBERS
+from memplan.planning.graph.tensor_like import Like, is_dense
 from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.structure import Structure, take_apart
 

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from memplan import _torch
-from memplan.planning.tiles.ops import TracedTile, register
+from memplan.planning.capture.allocation_probe import Allocations
+from memplan.planning.ops.tile import TILE, TILE_BACKWARD, TracedTile, register, tile_of
 from memplan.planning.tiles.program import NotTileable, Recorder
 from memplan.planning.tiles.tiled import Tile, Tiled
+
 
 class Tiling:
     """The segments of a trace, in each of its passes.
@@ -33,7 +35,7 @@ class Tiling:
         self.registered: list[Tiled] = []
         """Tiles of the last pass: their ops find them while they live."""
         self._read = set[tuple[int, int]]()
-        """Results (tile, position among those of its calls) that something behind the segment read in the pass before."""
+        """Results (tile, position among those of its calls) that something behind read in the pass before."""
         self._first_pass = True
         self.in_place = set[int]()
         """Numbers of the calls that change an operand."""
@@ -125,6 +127,26 @@ class Tiling:
         if self._static is None:
             self._static = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
         return self._static
+
+
+def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
+    """Return the bytes that an op of a tile allocates and frees again, in addition to its results; None for other ops.
+
+    Args:
+        target: the op.
+        args: its arguments as tensors without data.
+    """
+    if target not in (TILE, TILE_BACKWARD):
+        return None
+    with Allocations(real=False) as allocations:
+        arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
+        tiled = tile_of(arguments[-1])
+        pieces = sorted({0, tiled.pieces // 2, tiled.pieces - 1})  # the others are as large
+        arguments, run = arguments[:-1], tiled.forward if target == TILE else tiled.backward
+        with allocations.span("op"):
+            results = run(*arguments, pieces)  # pyright: ignore[reportCallIssue]
+        del results
+    return allocations.most("op") - allocations.left("op")
 
 
 def _changes_operand(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

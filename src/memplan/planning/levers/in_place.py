@@ -21,6 +21,7 @@ from memplan.planning.graph.joint_graph import GraphOp, Ref, Value, refs
 from memplan.planning.graph.op_schema import (
     BATCH_NORM_AGAIN,
     CROSS_ENTROPY,
+    ELEMENTWISE,
     NUMBERS,
     _argument_names,
     arguments_of,
@@ -32,30 +33,6 @@ from memplan.planning.graph.op_schema import (
 from memplan.planning.levers.lever import Lever, PlannedStep, Reason
 from memplan.planning.ops.pieces import channels, groups, piece, rows
 from memplan.trace.records import HOST
-
-ELEMENTWISE = frozenset(
-    """
-    abs.default acos.default acosh.default add.Scalar add.Tensor addcdiv.default addcmul.default asin.default
-    asinh.default atan.default atan2.default atanh.default bitwise_and.Tensor bitwise_not.default bitwise_or.Tensor
-    bitwise_xor.Tensor ceil.default clamp.Tensor clamp.default clamp_max.Tensor clamp_max.default clamp_min.Tensor
-    clamp_min.default copysign.Tensor cos.default cosh.default div.Scalar div.Tensor div.Tensor_mode elu.default
-    elu_backward.default eq.Scalar eq.Tensor erf.default erfc.default exp.default exp2.default expm1.default
-    floor.default fmax.default fmin.default fmod.Scalar fmod.Tensor frac.default ge.Scalar ge.Tensor gelu.default
-    gelu_backward.default gt.Scalar gt.Tensor hardshrink.default hardshrink_backward.default hardsigmoid.default
-    hardsigmoid_backward.default hardswish.default hardtanh.default hardtanh_backward.default
-    huber_loss_backward.default le.Scalar le.Tensor leaky_relu.default leaky_relu_backward.default lerp.Scalar
-    lerp.Tensor log.default log10.default log1p.default log2.default log_sigmoid_backward.default logaddexp.default
-    logical_and.default logical_not.default logical_or.default logical_xor.default lt.Scalar lt.Tensor
-    masked_fill.Scalar masked_fill.Tensor maximum.default minimum.default mish.default mse_loss_backward.default
-    mul.Scalar mul.Tensor nan_to_num.default ne.Scalar ne.Tensor neg.default pow.Tensor_Scalar pow.Tensor_Tensor
-    reciprocal.default relu.default remainder.Scalar remainder.Tensor round.default rsqrt.default sgn.default
-    sigmoid.default sigmoid_backward.default sign.default silu.default silu_backward.default sin.default sinh.default
-    smooth_l1_loss_backward.default softplus.default softplus_backward.default softshrink.default
-    softshrink_backward.default sqrt.default square.default sub.Scalar sub.Tensor tan.default tanh.default
-    tanh_backward.default threshold.default threshold_backward.default trunc.default where.self xlogy.Tensor
-    """.split()  # noqa: SIM905  # a hundred quoted names are harder to read
-)
-"""Elementwise ops: the result may overwrite any operand."""
 
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
     "_log_softmax_backward_data.default": ("grad_output",), "_softmax_backward_data.default": ("grad_output",),

@@ -139,8 +139,8 @@ class Normalize(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return the derivative of a part."""
         (dy,), norm = gradients, ctx.norm
         x, weight, mean, variance = ctx.saved_tensors
         rank, channels = x.dim(), x.shape[1]

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan import _torch
-from memplan.planning.capture.tensor_like import Like
 from memplan.planning.graph.joint_graph import Ref, refs
-
+from memplan.planning.graph.tensor_like import Like
 
 BATCH_NORMS = frozenset(
     f"aten.{name}" for name in ("native_batch_norm.default", "_native_batch_norm_legit.default",

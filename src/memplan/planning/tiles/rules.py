@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memplan.planning.graph.joint_graph import Ref
-from memplan.planning.graph.op_schema import arguments_of, overload
-from memplan.planning.levers.in_place import ELEMENTWISE
+from memplan.planning.graph.op_schema import ELEMENTWISE, arguments_of, overload
 from memplan.planning.tiles.program import BATCH_NORMS, Node, NotTileable
 
 Window = tuple[int, int]
@@ -99,12 +97,17 @@ def _filled(arguments: Any, tensors: Callable[[int], Tensor]) -> Any:
     return arguments
 
 
+def run_whole(node: Node, tensors: Callable[[int], Tensor]) -> Any:
+    """Return the results of an op with whole operands."""
+    return overload(node.target)(*_filled(node.args, tensors), **_filled(dict(node.kwargs), tensors))
+
+
 def elements(along: Along, window: Window) -> Window:
     """Return a window of the axis in elements of a value's dimension."""
     return window[0] * along.unit, window[1] * along.unit
 
 
-class Pointwise(Rule):
+class _Pointwise(Rule):
     """An elementwise op: operands are broadcast, aligned at the last dimension."""
 
     def placed(self, call: Call) -> Along:
@@ -128,12 +131,12 @@ class Pointwise(Rule):
         return parts
 
 
-class Rows(Rule):
+class _Rows(Rule):
     """An op that treats each element of certain dimensions of its operands alone, such as a softmax of the last one."""
 
     def __init__(self, *operands: str, keeps: Callable[[Call, int], bool] = lambda call, dim: True) -> None:
-        """``operands``: names of the tensors that have the result's dimension; ``keeps(call, dim)``: whether the op does
-        not mix elements along ``dim``."""
+        """``operands``: names of the tensors that have the result's dimension; ``keeps(call, dim)``: whether the op
+        leaves elements along ``dim`` apart."""
         self._operands, self._keeps = operands or ("self",), keeps
 
     def placed(self, call: Call) -> Along:
@@ -156,7 +159,7 @@ class Rows(Rule):
         }
 
 
-class Sized(Rows):
+class _Sized(_Rows):
     """An op of which an argument is the shape of its result, or a number of samples: it is that of the piece."""
 
     def __init__(self, *operands: str, samples: str = "", keeps: Callable[[Call, int], bool]) -> None:
@@ -169,7 +172,7 @@ class Sized(Rows):
         return tuple(changed.values()), {}
 
 
-class View(Rule):
+class _View(Rule):
     """A view that keeps the dimensions before the axis as a whole."""
 
     def placed(self, call: Call) -> Along:
@@ -197,7 +200,7 @@ class View(Rule):
         return tensors(call["self"].value).reshape(shape)
 
 
-class Moved(Rule):
+class _Moved(Rule):
     """An op that moves dimensions."""
 
     def __init__(self, order: Callable[[Call, int], Sequence[int]]) -> None:
@@ -211,10 +214,10 @@ class Moved(Rule):
             raise NotTileable(f"{call.node.name} takes the axis away")
         return Along(order.index(along.dim), along.unit)
 
-    needs = View.needs
+    needs = _View.needs
 
 
-class Expand(Rule):
+class _Expand(Rule):
     """``expand``: the axis keeps its place from the end."""
 
     def placed(self, call: Call) -> Along:
@@ -222,7 +225,7 @@ class Expand(Rule):
         assert along is not None
         return Along(len(call.result) - len(call.shape("self")) + along.dim, along.unit)
 
-    needs = View.needs
+    needs = _View.needs
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
         along, shape = self.placed(call), list(call.result)
@@ -231,7 +234,7 @@ class Expand(Rule):
         return tensors(call["self"].value).expand(shape)
 
 
-class Cat(Rule):
+class _Cat(Rule):
     """``cat`` along another dimension."""
 
     def placed(self, call: Call) -> Along:
@@ -246,7 +249,7 @@ class Cat(Rule):
         return dict.fromkeys(call.node.reads, (along.dim, elements(along, window)))
 
 
-class Pad(Rule):
+class _Pad(Rule):
     """``constant_pad_nd``."""
 
     def placed(self, call: Call) -> Along:
@@ -291,7 +294,7 @@ def _at(values: Any, dim: int, default: int) -> int:
     return default if not values else values[0] if len(values) == 1 else values[dim]
 
 
-class Sliding(Rule):
+class _Sliding(Rule):
     """A convolution or pool: each element of the result reads a window of the operand."""
 
     def __init__(self, operand: str, fill: float = 0.0) -> None:
@@ -310,7 +313,7 @@ class Sliding(Rule):
         if along is None or [v for v in call.node.reads if v in call.axes] != [call[self._operand].value]:
             raise NotTileable(f"{call.node.name} has the axis in other operands than its input")
         dims = len(call.result) - self._space(call)
-        if along.dim >= dims and along.unit > 1 or 0 < along.dim < dims:
+        if (along.dim >= dims and along.unit > 1) or 0 < along.dim < dims:
             raise NotTileable(f"{call.node.name} mixes the axis with other dimensions")
         return along
 
@@ -353,7 +356,7 @@ class Sliding(Rule):
         return overload(call.node.target)(**filled)
 
 
-class AveragePool(Sliding):
+class _AveragePool(_Sliding):
     """An average pool. Padding counts as zeros, or is not there."""
 
     def placed(self, call: Call) -> Along:
@@ -365,7 +368,7 @@ class AveragePool(Sliding):
         return along
 
 
-class Convolution(Sliding):
+class _Convolution(_Sliding):
     """``convolution``, also transposed."""
 
     def _space(self, call: Call) -> int:
@@ -400,7 +403,7 @@ class Convolution(Sliding):
         return result.narrow(2 + spatial, first, window[1] - window[0])
 
 
-class Upsample(Rule):
+class _Upsample(Rule):
     """An upsampling by a whole factor along the axis."""
 
     def __init__(self, *, reach: int) -> None:
@@ -454,7 +457,7 @@ class Upsample(Rule):
         return result.narrow(along.dim, window[0] - begin, window[1] - window[0])
 
 
-class ChannelNorm(Rule):
+class _ChannelNorm(Rule):
     """A batch norm whose statistics are not over the axis: in evaluation, or where the axis is in the channels, as the
     samples of an instance norm are."""
 
@@ -474,7 +477,7 @@ class ChannelNorm(Rule):
         return parts
 
 
-class Product(Rule):
+class _Product(Rule):
     """``mm``, ``addmm``, ``bmm``: the axis lies in the rows of the first factor, or in the batch of both."""
 
     def __init__(self, first: str, second: str, *, batched: bool = False) -> None:
@@ -522,39 +525,39 @@ _UPSAMPLES = {f"{kind}{n}d": 0 for kind in ("upsample_nearest", "_upsample_neare
 _UPSAMPLES |= {"upsample_linear1d": 1, "upsample_bilinear2d": 1, "upsample_trilinear3d": 1}
 
 RULES: Mapping[str, Rule] = {
-    **{f"aten.{name}": Pointwise() for name in ELEMENTWISE if not name.endswith("_backward.default")},
-    **{f"aten.{name}": Rows() for name in _COPIES.split()},
-    **{f"aten.{name}.default": View() for name in ("view", "_unsafe_view", "reshape", "_reshape_alias")},
-    **{f"aten.{name}{overload}": Upsample(reach=reach) for name, reach in _UPSAMPLES.items()
+    **{f"aten.{name}": _Pointwise() for name in ELEMENTWISE if not name.endswith("_backward.default")},
+    **{f"aten.{name}": _Rows() for name in _COPIES.split()},
+    **{f"aten.{name}.default": _View() for name in ("view", "_unsafe_view", "reshape", "_reshape_alias")},
+    **{f"aten.{name}{overload}": _Upsample(reach=reach) for name, reach in _UPSAMPLES.items()
        for overload in (".default", ".vec")},
-    **{f"aten.{name}.{kind}": Rows(keeps=_not_in("dim")) for name in ("mean", "sum", "amax", "amin")
+    **{f"aten.{name}.{kind}": _Rows(keeps=_not_in("dim")) for name in ("mean", "sum", "amax", "amin")
        for kind in ("dim", "dim_IntList", "default") if (name, kind) in
        {("mean", "dim"), ("sum", "dim_IntList"), ("amax", "default"), ("amin", "default")}},
-    **{f"aten.{name}.default": Rows(keeps=_not_in("dim")) for name in ("_softmax", "_log_softmax")},
-    "aten.convolution.default": Convolution("input"),
-    "aten.max_pool2d_with_indices.default": Sliding("self", -math.inf),
-    "aten.max_pool3d_with_indices.default": Sliding("self", -math.inf),
-    "aten.avg_pool2d.default": AveragePool("self"),
-    "aten.avg_pool3d.default": AveragePool("self"),
-    "aten._adaptive_avg_pool2d.default": Rows(keeps=_first_dim),
-    "aten._adaptive_avg_pool3d.default": Rows(keeps=_first_dim),
-    "aten.native_layer_norm.default": Rows("input", keeps=_before_normalized),
-    "aten.native_group_norm.default": Sized("input", samples="N", keeps=_first_dim),
-    "aten.constant_pad_nd.default": Pad(),
-    **dict.fromkeys(BATCH_NORMS, ChannelNorm()),
-    "aten.cat.default": Cat(),
-    "aten.slice.Tensor": Rows(keeps=_not_in("dim")),
-    "aten.expand.default": Expand(),
-    "aten.permute.default": Moved(lambda call, rank: [d % rank for d in call["dims"]]),
-    "aten.transpose.int": Moved(lambda call, rank: _swapped(rank, call["dim0"], call["dim1"])),
-    "aten.t.default": Moved(lambda call, rank: list(reversed(range(rank)))),
-    "aten.unsqueeze.default": Moved(lambda call, rank: _inserted(rank, call["dim"])),
-    "aten.squeeze.dim": Moved(lambda call, rank: [d for d in range(rank) if d != call["dim"] % rank]),
-    "aten.mm.default": Product("self", "mat2"),
-    "aten.addmm.default": Product("mat1", "mat2"),
-    "aten.bmm.default": Product("self", "mat2", batched=True),
-    "aten.embedding.default": Rows("indices"),
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": Rows("query", "key", "value", keeps=_first_dim),
+    **{f"aten.{name}.default": _Rows(keeps=_not_in("dim")) for name in ("_softmax", "_log_softmax")},
+    "aten.convolution.default": _Convolution("input"),
+    "aten.max_pool2d_with_indices.default": _Sliding("self", -math.inf),
+    "aten.max_pool3d_with_indices.default": _Sliding("self", -math.inf),
+    "aten.avg_pool2d.default": _AveragePool("self"),
+    "aten.avg_pool3d.default": _AveragePool("self"),
+    "aten._adaptive_avg_pool2d.default": _Rows(keeps=_first_dim),
+    "aten._adaptive_avg_pool3d.default": _Rows(keeps=_first_dim),
+    "aten.native_layer_norm.default": _Rows("input", keeps=_before_normalized),
+    "aten.native_group_norm.default": _Sized("input", samples="N", keeps=_first_dim),
+    "aten.constant_pad_nd.default": _Pad(),
+    **dict.fromkeys(BATCH_NORMS, _ChannelNorm()),
+    "aten.cat.default": _Cat(),
+    "aten.slice.Tensor": _Rows(keeps=_not_in("dim")),
+    "aten.expand.default": _Expand(),
+    "aten.permute.default": _Moved(lambda call, rank: [d % rank for d in call["dims"]]),
+    "aten.transpose.int": _Moved(lambda call, rank: _swapped(rank, call["dim0"], call["dim1"])),
+    "aten.t.default": _Moved(lambda call, rank: list(reversed(range(rank)))),
+    "aten.unsqueeze.default": _Moved(lambda call, rank: _inserted(rank, call["dim"])),
+    "aten.squeeze.dim": _Moved(lambda call, rank: [d for d in range(rank) if d != call["dim"] % rank]),
+    "aten.mm.default": _Product("self", "mat2"),
+    "aten.addmm.default": _Product("mat1", "mat2"),
+    "aten.bmm.default": _Product("self", "mat2", batched=True),
+    "aten.embedding.default": _Rows("indices"),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _Rows("query", "key", "value", keeps=_first_dim),
 }  # fmt: skip
 """Rules by the target of an op. Norms over the axis are `memplan.planning.tiles.norms`."""
 

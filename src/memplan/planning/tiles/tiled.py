@@ -2,14 +2,15 @@
 
 Each piece makes its part of the results, from as much of the operands as these need: neighbours compute their common
 border twice. The inner values of a segment so exist one piece at a time. Norms over the axis need their statistics
-first: a pass over all pieces for each, which goes as far as its input. The backward pass computes each piece again under
-autograd. For each such norm, the last first, a pass adds up the two sums of its derivative, and a last one computes the
-gradients of what the segment reads. Values are those of the whole but for the order of sums.
+first: a pass over all pieces for each, which goes as far as its input. The backward pass computes each piece again
+under autograd. For each such norm, the last first, a pass adds up the two sums of its derivative, and a last one
+computes the gradients of what the segment reads. Values are those of the whole but for the order of sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.planning.capture.tensor_like import Like
-from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, norm_of, normalized
+from memplan.planning.graph.tensor_like import Like
+from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, norm_of
 from memplan.planning.tiles.program import Node, NotTileable, Program
-from memplan.planning.tiles.rules import RULES, Along, Call, Window, elements
+from memplan.planning.tiles.rules import RULES, Along, Call, Window, elements, run_whole
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,9 @@ class Tiled:
         sums = dict[int, tuple[Tensor, Tensor]]()
         for at in reversed(self.norms):
             self._collect(at, tensors, known, sums, gradients, pieces)
-        results: list[Tensor | None] = [torch.zeros_like(t) if n else None for t, n in zip(tensors, needed, strict=True)]
+        results: list[Tensor | None] = [
+            torch.zeros_like(t) if n else None for t, n in zip(tensors, needed, strict=True)
+        ]
         for piece in pieces or range(self.pieces):
             run = _Run(self, tensors, known, self._goals(piece), piece, sums)
             leaves = run.leaves(needed)
@@ -355,11 +358,7 @@ class _Run:
             return
         call = tiled._calls.get(at)
         if call is None:
-            from memplan.planning.tiles.rules import _filled, overload
-
-            result = overload(node.target)(
-                *_filled(node.args, self._values.__getitem__), **_filled(dict(node.kwargs), self._values.__getitem__)
-            )
+            result = run_whole(node, self._values.__getitem__)
         else:
             window = self._windows[node.outputs[0]]
             needs = tiled._needs(at, window)
@@ -377,7 +376,11 @@ class _Run:
         dim, (low, high) = need
         along = self._tiled.along.get(value)
         begin = 0 if along is None else elements(along, self._windows[value])[0]
-        return tensor if (low == begin and high - low == tensor.shape[dim]) else tensor.narrow(dim, low - begin, high - low)
+        return (
+            tensor
+            if (low == begin and high - low == tensor.shape[dim])
+            else tensor.narrow(dim, low - begin, high - low)
+        )
 
     def normalize(self, at: int) -> Tensor:
         """Return the result of a norm over the axis."""
@@ -386,16 +389,20 @@ class _Run:
         mean, variance = self._statistics[at]
         weight, bias = (None if v is None else self._values[v] for v in (norm.weight, norm.bias))
         wanted = self._windows[norm.output]
-        shape = tiled._shapes[norm.input]
-        count = 1
-        for size in shape:
-            count *= size
-        count //= mean.numel()
+        count = math.prod(tiled._shapes[norm.input]) // mean.numel()
         own = tiled._own(norm.input, self._piece)
         low, high = max(own[0], window[0]), min(own[1], window[1])
         first, length = (low - window[0]) * along.unit, max(0, high - low) * along.unit
         y: Tensor = Normalize.apply(
-            norm, x, weight, bias, mean, variance, self._sums.get(at), count, (along.dim, first, length),
+            norm,
+            x,
+            weight,
+            bias,
+            mean,
+            variance,
+            self._sums.get(at),
+            count,
+            (along.dim, first, length),
             self._piece == 0,
         )  # pyright: ignore[reportAssignmentType]
         begin = (wanted[0] - window[0]) * along.unit
@@ -419,4 +426,3 @@ class _Run:
 
 def _hull(first: Window | None, second: Window) -> Window:
     return second if first is None else (min(first[0], second[0]), max(first[1], second[1]))
-

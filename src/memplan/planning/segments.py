@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from memplan.planning.capture.tensor_like import Like
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, map_refs
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
+from memplan.planning.graph.tensor_like import Like
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.tiles.program import Node, NotTileable, Program
 from memplan.planning.tiles.tiled import Axis, Tile, Tiled
@@ -149,9 +149,7 @@ class Segments:
         inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in made))
         results = (node.outputs[0] for node in nodes if node.outputs)
         outputs = (v for v in results if v in self._graph.outputs or not self._readers.get(v, set()) <= indices)
-        return Program(
-            nodes, inputs, frozenset(v for v in inputs if v in self._static), tuple(outputs), self._likes
-        )
+        return Program(nodes, inputs, frozenset(v for v in inputs if v in self._static), tuple(outputs), self._likes)
 
     # -- choice
 
@@ -216,7 +214,9 @@ def hot_ops(graph: JointGraph, schedule: Any, outside_memory: Any, target: int) 
                 for value in live:
                     maker = graph.values[value].op
                     of = None if maker is None else _call(graph, graph.ops[maker])
-                    held.setdefault(-1 if of is None else of, []).append((graph.values[value].shape, graph.values[value].bytes))
+                    held.setdefault(-1 if of is None else of, []).append(
+                        (graph.values[value].shape, graph.values[value].bytes)
+                    )
                 found[call] = Hot(
                     call, level - target, level, {c: tuple(v) for c, v in held.items()}, max(0, op.scratch),
                     op.target.startswith("memplan.tile"),

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from memplan import _torch
-from memplan.planning.capture.allocation_probe import Allocations
-from memplan.planning.capture.tensor_like import Like
 from memplan.planning.graph.joint_graph import map_refs
 from memplan.planning.graph.roofline import WORKS, Work
+from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.custom_ops import define
 from memplan.planning.tiles.program import Program
 from memplan.planning.tiles.tiled import Axis, Tiled
@@ -101,26 +100,6 @@ class TracedTile(torch.autograd.Function):
             )
         )
         return None, *(next(computed) if needs else None for needs in needed)
-
-
-def scratch(target: str, args: Sequence[Any]) -> int | None:
-    """Return the bytes that an op of a tile allocates and frees again, in addition to its results; None for other ops.
-
-    Args:
-        target: the op.
-        args: its arguments as tensors without data.
-    """
-    if target not in (TILE, TILE_BACKWARD):
-        return None
-    with Allocations(real=False) as allocations:
-        arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
-        tiled = _TILES[arguments[-1]]
-        pieces = sorted({0, tiled.pieces // 2, tiled.pieces - 1})  # the others are as large
-        with allocations.span("op"):
-            run = tiled.forward if target == TILE else tiled.backward
-            results = run(*arguments[:-1], pieces)
-        del results
-    return allocations.most("op") - allocations.left("op")
 
 
 def _work(key: str, *, backward: bool) -> Work:
