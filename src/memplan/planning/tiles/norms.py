@@ -130,6 +130,7 @@ class Normalize(torch.autograd.Function):
         first element and number of the elements of this part that no other part counts; ``first``: whether this part
         returns the gradients of weight and bias, for all."""
         ctx.norm, ctx.sums, ctx.count, ctx.own, ctx.first = norm, sums, count, own, first
+        ctx.dtypes = [None if vector is None else vector.dtype for vector in (weight, bias)]
         ctx.save_for_backward(x, weight, mean, variance)
         y, rank = normalized(norm, x, mean, variance), x.dim()
         if weight is not None:
@@ -150,7 +151,10 @@ class Normalize(torch.autograd.Function):
         elif dx is dy:
             dx = dx.clone()
         plain, weighted = ctx.sums
-        of_weight, of_bias = (total.sum(0).to(x.dtype) if ctx.first else None for total in (weighted, plain))
+        of_weight, of_bias = (
+            total.sum(0).to(dtype) if ctx.first and dtype is not None else None
+            for total, dtype in zip((weighted, plain), ctx.dtypes, strict=True)
+        )
         if weight is not None:
             plain, weighted = plain * weight, weighted * weight
         dim, first, length = ctx.own

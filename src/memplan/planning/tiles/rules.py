@@ -383,24 +383,31 @@ class _Convolution(_Sliding):
             return super()._reach(call, spatial, window)
         kernel, stride, padding, dilation = self._kernel(call, spatial)
         low = -(-(window[0] + padding - dilation * (kernel - 1)) // stride)
-        return low, (window[1] - 1 + padding) // stride + 1
+        high = (window[1] - 1 + padding) // stride + 1
+        size = call.shape("input")[2 + spatial]
+        (begin, end), _ = _clipped(low, high, size)
+        return (begin, end) if begin < end else (begin - 1, begin)  # rows between the kernels: bias alone
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
         spatial = self._spatial(call)
         if spatial is None or not call["transposed"]:
             return super().run(call, window, tensors)
-        kernel, stride, padding, dilation = self._kernel(call, spatial)
-        (begin, end), _ = _clipped(*self._reach(call, spatial, window), call.shape("input")[2 + spatial])
-        # the kernel's result begins at begin * stride in rows before padding is cut off
-        first = window[0] + padding - begin * stride
-        rows = (end - begin - 1) * stride + dilation * (kernel - 1) + 1
-        missing = max(0, first + window[1] - window[0] - rows)
+        _, stride, padding, _ = self._kernel(call, spatial)
+        begin, _ = self._reach(call, spatial, window)
         paddings = [_at(call["padding"], dim, 0) for dim in range(self._space(call))]
         outputs = [_at(call["output_padding"], dim, 0) for dim in range(self._space(call))]
-        paddings[spatial], outputs[spatial] = 0, missing
-        arguments = {**call.arguments, "padding": paddings, "output_padding": outputs}
+        paddings[spatial] = outputs[spatial] = 0
+        arguments = {**call.arguments, "padding": paddings, "output_padding": outputs, "bias": None}
         result = overload(call.node.target)(**{name: _filled(a, tensors) for name, a in arguments.items()})
-        return result.narrow(2 + spatial, first, window[1] - window[0])
+        # the kernel's result begins at begin * stride in rows before padding is cut off; no input reaches the others
+        dim, first, rows = 2 + spatial, window[0] + padding - begin * stride, window[1] - window[0]
+        before, behind = max(0, -first), max(0, first + rows - result.shape[dim])
+        if before or behind:
+            result = F.pad(result, (*[0, 0] * (result.dim() - 1 - dim), before, behind))
+        result = result.narrow(dim, first + before, rows)
+        if call["bias"] is None:
+            return result
+        return result + tensors(call["bias"].value).reshape(-1, *[1] * self._space(call))
 
 
 class _Upsample(Rule):

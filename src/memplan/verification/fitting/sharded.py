@@ -86,7 +86,7 @@ def _refuse(model: nn.Module, blocks: dict[str, nn.Module], options: PlanOptions
         raise _tensor_parallel(name)
     unsupported = {
         "early=True": options.gradients.updates,
-        "allow='lossy'": options.allow == "lossy",
+        f"allow={options.allow!r}": options.allow != "exact",
         "engine='inductor'": options.engine == "inductor",
         "plan": options.plan is not None,
     }

@@ -1,0 +1,176 @@
+"""Segments that run piece by piece, beside the same functions as a whole in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memplan.planning.ops.tile import TracedTile, register
+from memplan.planning.tiles.program import NotTileable
+from memplan.planning.tiles.tiled import Axis, Tiled
+from torch import Tensor, nn
+
+from tests.planning.tiles.recorded_segments import differentiated, recorded
+
+
+class Residual(nn.Module):
+    """A residual block that works in place."""
+
+    def __init__(self, channels: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(channels, channels, 3, stride, 1), nn.BatchNorm2d(channels))
+        self.second = nn.Sequential(nn.Conv2d(channels, channels, 3, 1, 1), nn.BatchNorm2d(channels))
+        self.shortcut = nn.Conv2d(channels, channels, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's result."""
+        result = self.second(F.relu(self.first(x), inplace=True))
+        result += self.shortcut(x)
+        return F.relu(result, inplace=True)
+
+
+class UNet(nn.Module):
+    """A U-Net of two levels with three kinds of norms."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        conv, norm, pool, up = (getattr(nn, f"{n}{dims}d") for n in ("Conv", "BatchNorm", "MaxPool", "ConvTranspose"))
+        self.first = nn.Sequential(conv(2, 4, 3, padding=1), norm(4), nn.LeakyReLU(inplace=True))
+        self.second = nn.Sequential(pool(2), conv(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
+        self.up = up(8, 4, 2, stride=2)
+        self.last = nn.Sequential(conv(8, 4, 3, padding=1), getattr(nn, f"InstanceNorm{dims}d")(4), conv(4, 2, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features of the first level and the result."""
+        first = self.first(x)
+        return first, self.last(torch.cat([first, self.up(self.second(first))], 1))
+
+
+def stem() -> nn.Module:
+    """The first layers of a ResNet: sizes that no number of pieces divides."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 7, 2, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+    )
+
+
+SEGMENTS = {
+    "stem": (stem, (4, 3, 37, 41)),
+    "residual": (lambda: Residual(4, 1), (4, 4, 20, 21)),
+    "strided": (lambda: Residual(4, 2), (4, 4, 21, 20)),
+    "unet 2d": (lambda: UNet(2), (4, 2, 24, 20)),
+    "unet 3d": (lambda: UNet(3), (2, 2, 16, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize(("dim", "pieces"), [(0, 1), (0, 2), (2, 1), (2, 2), (2, 3), (3, 4)])
+def test_results_and_gradients_are_those_of_the_whole(name: str, dim: int, pieces: int) -> None:
+    """Outputs, gradients of the input and of each parameter, but for the order of sums."""
+    torch.manual_seed(0)
+    build, shape = SEGMENTS[name]
+    model, x = build().double(), torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    parameters = list(model.parameters())
+    whole = model(x)
+    whole = [whole] if isinstance(whole, Tensor) else list(whole)
+    program, tensors = recorded(model, [x], [*parameters, *model.buffers()])
+    _, key = tiled = register(program, Axis(dim, shape[0] if dim == 0 else 0), pieces)
+    results = TracedTile.apply(key, *tensors)[: len(whole)]
+    for result, expected in zip(results, whole, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
+    expected = differentiated(whole, [x, *parameters])
+    for gradient, other in zip(differentiated(results, [x, *parameters]), expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9)
+    assert tiled
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kernel=st.integers(1, 5), stride=st.integers(1, 3), padding=st.integers(0, 3), dilation=st.integers(1, 2),
+    transposed=st.booleans(), size=st.integers(12, 25), pieces=st.integers(1, 4), groups=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_any_convolution(
+    kernel: int, stride: int, padding: int, dilation: int, transposed: bool, size: int, pieces: int, groups: int
+) -> None:
+    """Windows of convolutions and transposed ones."""
+    kind = nn.ConvTranspose1d if transposed else nn.Conv1d
+    more = {"output_padding": max(stride, dilation) - 1} if transposed else {}
+    layer = kind(2, 4, kernel, stride, padding, dilation=dilation, groups=groups, **more).double()
+    x = torch.randn(2, 2, size, dtype=torch.float64, requires_grad=True)
+    try:
+        whole = layer(x)
+    except RuntimeError:  # the kernel is larger than the padded input
+        return
+    program, tensors = recorded(layer, [x], layer.parameters())
+    try:
+        _, key = held = register(program, Axis(2), pieces)
+    except NotTileable:
+        assert whole.shape[2] < pieces
+        return
+    (result,) = TracedTile.apply(key, *tensors)
+    torch.testing.assert_close(result, whole)
+    leaves = [x, *layer.parameters()]
+    torch.testing.assert_close(differentiated([result], leaves), differentiated([whole], leaves))
+    assert held
+
+
+@pytest.mark.parametrize(
+    ("function", "dim", "why"),
+    [
+        (lambda x: x.flip(0), 0, "no rule"),
+        (lambda x: x - x.mean(0), 0, "mean"),
+        (lambda x: x.softmax(2), 2, "_softmax"),
+        (lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"), 2, "fraction"),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True), 2, "corners"),
+        (lambda x: torch.cat([x, x], 0), 0, "cat"),
+        (lambda x: x.reshape(-1), 2, "axis"),
+        (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), 2, "borders"),
+        (lambda x: F.adaptive_avg_pool2d(x, 3), 2, "axis"),
+        (lambda x: F.max_pool2d(x, 2, return_indices=True)[1].double(), 0, "second result"),
+    ],
+)
+def test_what_mixes_the_axis_is_refused(function: object, dim: int, why: str) -> None:
+    """No op is taken to be independent along an axis that it mixes."""
+    x = torch.randn(4, 2, 16, 16, dtype=torch.float64)
+    program, _ = recorded(function, [x])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(NotTileable, match=why):
+        Tiled(program, Axis(dim, 4 if dim == 0 else 0), 2)
+
+
+def test_more_pieces_than_elements_are_refused() -> None:
+    """Each piece makes a part of each result."""
+    program, _ = recorded(torch.relu, [torch.randn(3, 2)])
+    with pytest.raises(NotTileable, match="3 elements for 4 pieces"):
+        Tiled(program, Axis(0, 3), 4)
+
+
+def test_overlap_is_what_neighbours_compute_twice() -> None:
+    """Two 3x3 convolutions in two pieces of eight rows: the first has a row more at the border, by hand."""
+    model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1))
+    program, _ = recorded(model, [torch.randn(1, 1, 16, 16)], model.parameters())
+    assert Tiled(program, Axis(2), 2).overlap(2) == [9 * 2 / 16, 1.0]
+
+
+def test_runs_are_counted_as_they_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often the first op runs in each pass, beside a count of its calls."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).double()
+    x = torch.randn(2, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    program, tensors = recorded(model, [x], [*model.parameters(), *model.buffers()])
+    tiled, calls = Tiled(program, Axis(0, 2), 1), [0]
+    from memplan.planning.tiles import rules
+
+    rule = rules.RULES["aten.convolution.default"]
+    run = rule.run
+
+    def counted(call, window, tensors):  # noqa: ANN001, ANN202
+        calls[0] += call.node is program.nodes[0]
+        return run(call, window, tensors)
+
+    monkeypatch.setattr(rule, "run", counted)
+    results, statistics = tiled.forward(tensors)
+    assert calls == [tiled.runs(backward=False)[0]] == [3]
+    calls[0] = 0
+    tiled.backward(tensors, statistics, [torch.ones_like(results[0])], [t.requires_grad for t in tensors])
+    # a derivative counts as two runs more: one in the last pass
+    assert calls[0] == tiled.runs(backward=True)[0] - 2 == 3
