@@ -21,7 +21,7 @@ from memplan.planning.relative_budget import Relative
 from memplan.planning.request import Request
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study, _with_costs
-from memplan.planning.tile_search import planned_in_tiles
+from memplan.planning.tile_search import planned_in_tiles, with_tile_remedy
 from memplan.planning.tiles.tiled import Tile
 
 _log = logging.getLogger("memplan")
@@ -77,8 +77,10 @@ class Planner:
         try:
             return study.planned(settings, budget)
         except BudgetError as error:
-            if settings.allow != "reordered" or settings.plan is not None or settings.engine != "graph":
+            if settings.plan is not None or settings.engine != "graph" or settings.home.card is not None:
                 raise
+            if settings.allow != "reordered":
+                raise with_tile_remedy(error, study, settings, budget) from None
             return planned_in_tiles(
                 study, settings, budget, lambda tiles: self._tiled(study, call, settings, tiles), error
             )

@@ -57,10 +57,23 @@ def planned_in_tiles(
     raise error
 
 
+def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budget: int) -> BudgetError:
+    """Return the error of a step without tiles that says so if some may lower its peak."""
+    if settings.allow != "exact":
+        return error
+    segments = Segments(study.captured.graph, study.captured.in_place_calls)
+    if not _more_tiles(segments, study, settings, budget, ()):
+        return error
+    return error.but(do=f"{error.do}; or let segments run piece by piece, which adds in another order: "
+                     "allow='reordered' (--allow reordered)")  # fmt: skip
+
+
 def _more_tiles(
     segments: Segments, study: Study, settings: Settings, budget: int, tiles: tuple[Tile, ...]
 ) -> tuple[Tile, ...]:
-    """Return tiles with more pieces, or more tiles, where a step is above its budget."""
+    """Return tiles with more pieces, or more tiles, where a step is above its budget; the same if none may help."""
+    if budget < study.least(settings):
+        return tiles
     search = study.search(settings)
     nearest = schedule(search.graph, search.nearest(budget, STEEP).choices)
     chosen, new = list(tiles), 0

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.planning.tiles.recorded_segments import differentiated, recorded
+from torch import Tensor, nn
+
 from memplan.planning.ops.tile import TracedTile, register
 from memplan.planning.tiles.program import NotTileable
 from memplan.planning.tiles.tiled import Axis, Tiled
-from torch import Tensor, nn
-
-from tests.planning.tiles.recorded_segments import differentiated, recorded
 
 
 class Residual(nn.Module):
@@ -75,14 +77,14 @@ def test_results_and_gradients_are_those_of_the_whole(name: str, dim: int, piece
     whole = model(x)
     whole = [whole] if isinstance(whole, Tensor) else list(whole)
     program, tensors = recorded(model, [x], [*parameters, *model.buffers()])
-    _, key = tiled = register(program, Axis(dim, shape[0] if dim == 0 else 0), pieces)
+    tiled, key = register(program, Axis(dim, shape[0] if dim == 0 else 0), pieces)
     results = TracedTile.apply(key, *tensors)[: len(whole)]
     for result, expected in zip(results, whole, strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
     expected = differentiated(whole, [x, *parameters])
     for gradient, other in zip(differentiated(results, [x, *parameters]), expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9)
-    assert tiled
+    assert tiled.pieces == pieces
 
 
 @settings(deadline=None, max_examples=40)
@@ -94,9 +96,11 @@ def test_any_convolution(
     kernel: int, stride: int, padding: int, dilation: int, transposed: bool, size: int, pieces: int, groups: int
 ) -> None:
     """Windows of convolutions and transposed ones."""
-    kind = nn.ConvTranspose1d if transposed else nn.Conv1d
-    more = {"output_padding": max(stride, dilation) - 1} if transposed else {}
-    layer = kind(2, 4, kernel, stride, padding, dilation=dilation, groups=groups, **more).double()
+    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if transposed:
+        layer = nn.ConvTranspose1d(2, 4, kernel, output_padding=max(stride, dilation) - 1, **options).double()
+    else:
+        layer = nn.Conv1d(2, 4, kernel, **options).double()
     x = torch.randn(2, 2, size, dtype=torch.float64, requires_grad=True)
     try:
         whole = layer(x)
@@ -104,7 +108,7 @@ def test_any_convolution(
         return
     program, tensors = recorded(layer, [x], layer.parameters())
     try:
-        _, key = held = register(program, Axis(2), pieces)
+        tiled, key = register(program, Axis(2), pieces)
     except NotTileable:
         assert whole.shape[2] < pieces
         return
@@ -112,7 +116,7 @@ def test_any_convolution(
     torch.testing.assert_close(result, whole)
     leaves = [x, *layer.parameters()]
     torch.testing.assert_close(differentiated([result], leaves), differentiated([whole], leaves))
-    assert held
+    assert tiled.pieces == pieces
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ def test_runs_are_counted_as_they_happen(monkeypatch: pytest.MonkeyPatch) -> Non
     rule = rules.RULES["aten.convolution.default"]
     run = rule.run
 
-    def counted(call, window, tensors):  # noqa: ANN001, ANN202
+    def counted(call, window, tensors):
         calls[0] += call.node is program.nodes[0]
         return run(call, window, tensors)
 

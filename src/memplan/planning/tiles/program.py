@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan import _torch
 from memplan.planning.graph.joint_graph import Ref, refs
+from memplan.planning.graph.op_schema import arguments_of
 from memplan.planning.graph.tensor_like import Like
 
 BATCH_NORMS = frozenset(
@@ -22,8 +23,8 @@ BATCH_NORMS = frozenset(
 """Batch norms in training or evaluation."""
 
 
-_MOMENTUM = 6
-"""Position of the argument ``momentum`` of a batch norm."""
+_RUNNING = ("running_mean", "running_var")
+"""Arguments of a batch norm that one in training writes."""
 
 
 class NotTileable(Exception):
@@ -120,7 +121,7 @@ class Recorder:
         leaves = [leaf for leaf in _torch.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         if any(not self.owns(leaf) for leaf in leaves):
             raise NotTileable("it reads a tensor that its calls do not name")
-        references = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
+        arguments, keywords = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
         result = op(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, (tuple, list)) else []
         mutated = [
@@ -132,14 +133,17 @@ class Recorder:
         ]
         if not mutated and not results:
             return result  # a question about a tensor, such as its device
+        if str(op) in BATCH_NORMS:
+            named = arguments_of(str(op), args, kwargs)
+            if named.get("training", True) is True:  # whoever runs the program updates the running statistics
+                running = [named[name] for name in _RUNNING if isinstance(named.get(name), Tensor)]
+                sources = tuple(self.sources[self._value[id(tensor)]] for tensor in running)
+                self.running[len(self._nodes)] = sources, named["momentum"]
+                pairs = zip(named, arguments, strict=True)
+                arguments = tuple(None if name in _RUNNING else value for name, value in pairs)
+                mutated = []
         if not mutated:
-            self._nodes.append(Node(str(op), *references, tuple(map(self._add, results))))
-            return result
-        if str(op) in BATCH_NORMS:  # whoever runs the program updates the running statistics
-            running = tuple(self.sources[self._value[id(tensor)]] for tensor in args[3:5])
-            self.running[len(self._nodes)] = running, args[_MOMENTUM]
-            arguments = (*references[0][:3], None, None, *references[0][5:])
-            self._nodes.append(Node(str(op), arguments, references[1], tuple(map(self._add, results))))
+            self._nodes.append(Node(str(op), arguments, keywords, tuple(map(self._add, results))))
             return result
         (changed,) = mutated if len(mutated) == 1 else (None,)
         functional = _functional(op)
@@ -149,7 +153,7 @@ class Recorder:
             raise NotTileable(f"{op} changes a tensor that has views")
         value = self._value[id(changed)] = len(self._likes)
         self._likes[value] = Like.of(changed)
-        self._nodes.append(Node(functional, *references, (value,)))
+        self._nodes.append(Node(functional, arguments, keywords, (value,)))
         return result
 
     def release(self) -> None:

@@ -77,7 +77,7 @@ def fit(
             the step without a plan "70%" or "-2 GiB". On a CUDA card it bounds what torch's allocator reserves.
         optimizer: a name ("adamw") or a callable of the parameters: its state and update become part of the step.
         device: a card whose kernels' seconds are predicted, instead of the seconds on this machine.
-        allow: ``"exact"``: the same bits, except for the engine's rounding; ``"lossy"``: see `plan`.
+        allow: ``"exact"``: the same bits, except for the engine's rounding; ``"reordered"``, ``"lossy"``: see `plan`.
         engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler (for
             a card, Triton) makes first: faster, and the same except for rounding, which is checked against float64.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.

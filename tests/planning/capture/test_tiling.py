@@ -1,0 +1,122 @@
+"""Segments as ops of a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memplan import _torch
+from memplan.planning.capture.capture import Captured, capture
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.tiling import tile_scratch
+from memplan.planning.ops.tile import TILE, TILE_BACKWARD
+from memplan.planning.tiles.program import NotTileable
+from memplan.planning.tiles.tiled import Axis, Tile
+
+
+class Branches(nn.Module):
+    """A stem whose first result is read behind the segment, too, and a local that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of two paths."""
+        first = self.first(x)
+        unread = first.exp()  # noqa: F841  # alive to the end of the call
+        second = F.relu(self.norm(first))
+        return self.last(second) + first.sum((1, 2, 3), keepdim=True)
+
+
+def captured(model: nn.Module, x: Tensor, last: str, pieces: int = 2) -> tuple[Captured, Captured]:
+    """Return a captured call, and the same with a tile from its first convolution to the op named ``last``."""
+    plain = capture(model, call_of((x,), {}))
+    calls = {op.target: op.call for op in reversed(plain.graph.forward_ops)}
+    first, end = calls["aten.convolution.default"], calls[last]
+    assert first is not None
+    assert end is not None
+    return plain, capture(model, call_of((x,), {}), tiles=[Tile(first, end, Axis(0, x.shape[0]), pieces)])
+
+
+def test_a_segment_is_one_op_and_its_derivative() -> None:
+    """Two results that are read, mean and variance; running statistics are updated outside of it."""
+    plain, tiled = captured(Branches(), torch.randn(4, 2, 8, 8), "aten.relu.default")
+    forward = [op for op in tiled.graph.ops if op.target == TILE]
+    backward = [op for op in tiled.graph.ops if op.target == TILE_BACKWARD]
+    assert len(forward) == len(backward) == 1
+    shapes = [tiled.graph.values[value].shape for value in forward[0].makes]
+    assert shapes == [(4, 4, 8, 8), (4, 4, 8, 8), (1, 4), (1, 4)]
+    assert not any(op.target == "aten.exp.default" for op in tiled.graph.ops)
+    written = [[g.values[of].path for of, _ in g.mutations] for g in (plain.graph, tiled.graph)]
+    assert sorted(written[0]) == sorted(written[1])
+    assert backward[0].gradient_of == forward[0].index
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_scratch_is_what_the_ops_take(pieces: int) -> None:
+    """Workspaces of both ops beside the allocator's events of a real run."""
+    model, x = (
+        nn.Sequential(nn.Conv2d(2, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        torch.randn(4, 2, 40, 40),
+    )
+    _, tiled = captured(model, x, "aten.max_pool2d_with_indices.default", pieces)
+    for target in (TILE, TILE_BACKWARD):
+        op = next(op for op in tiled.graph.ops if op.target == target)
+
+        def tensors(leaf: object, tiled: Captured = tiled) -> object:
+            value = tiled.graph.values[leaf.value] if hasattr(leaf, "value") else None  # pyright: ignore
+            return leaf if value is None else torch.ones(value.shape)
+
+        args = _torch.tree_map(tensors, op.args)
+        run, profile = getattr(torch.ops.memplan, op.target.split(".")[1]).default, _torch.memory_profile()
+        run(*args)
+        with profile, _torch.marker("op"):
+            results = run(*args)
+        level = peak = 0
+        for event in _torch.Profile.of(profile).events:
+            level += event.bytes
+            peak = max(peak, level)
+        measured = peak - sum(result.untyped_storage().nbytes() for result in results)
+        assert tile_scratch(target, args) == pytest.approx(measured, rel=0.02, abs=1024)
+
+
+def without_gradient(x: Tensor, weight: Tensor) -> Tensor:
+    y = F.conv2d(x, weight)
+    with torch.no_grad():
+        mask = (y > 0).float()
+    return F.relu(y * mask)
+
+
+def changes_outside(x: Tensor, weight: Tensor) -> Tensor:
+    copy = x.clone()
+    return F.relu(F.conv2d(copy, weight) + x.mul_(2))
+
+
+@pytest.mark.parametrize("function", [without_gradient, changes_outside])
+def test_what_a_segment_cannot_hold_is_refused(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A part without gradient, whose derivative would be another; an input that is changed."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 2, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x + 1, self.weight)
+
+    with pytest.raises(NotTileable):
+        captured(Model(), torch.randn(4, 2, 8, 8), "aten.relu.default")
+
+
+def test_calls_in_place_are_known() -> None:
+    """By their function's name, and by ``inplace``."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(inplace=True), nn.ReLU())
+    found = capture(model, call_of((torch.randn(1, 2, 4, 4),), {}))
+    relus = [op.call for op in found.graph.forward_ops if op.target == "aten.relu.default"]
+    assert relus[0] in found.in_place_calls
+    assert relus[1] not in found.in_place_calls

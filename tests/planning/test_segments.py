@@ -1,0 +1,98 @@
+"""Which segments are found, and which of them is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.planning.capture.capture import Captured, capture
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.cost.op_timing import with_costs
+from memplan.planning.graph.resident import OutsideMemory
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import schedule
+from memplan.planning.segments import Segments, hot_ops
+from memplan.planning.tiles.tiled import Axis
+
+
+@pytest.fixture(scope="module")
+def stem() -> Captured:
+    """Return a captured net with large tensors in the first layers."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(4), nn.Conv2d(16, 4, 3),
+        nn.Dropout(0.5), nn.Flatten(), nn.Linear(36, 3),
+    )  # fmt: skip
+    return capture(model, call_of((torch.randn(4, 3, 20, 20),), {}))
+
+
+def segments_of(captured: Captured) -> Segments:
+    """Return the segments of a step, with modelled seconds."""
+    return Segments(with_costs(captured.graph, how="roofline"), captured.in_place_calls)
+
+
+def call_named(captured: Captured, target: str) -> int:
+    """Return the call of the first op of this name."""
+    call = next(op.call for op in captured.graph.forward_ops if op.target == target)
+    assert call is not None
+    return call
+
+
+def test_bytes_of_a_segment_are_those_of_its_tensors(stem: Captured) -> None:
+    """By hand: it reads the step's input, which is there anyway; three tensors of 102,400 B inside."""
+    segments = segments_of(stem)
+    first, last = (
+        call_named(stem, f"aten.{name}") for name in ("convolution.default", "max_pool2d_with_indices.default")
+    )
+    segment = segments.segment(first, last, Axis(0, 4), 2)
+    assert segment is not None
+    assert (segment.operand_bytes, segment.result_bytes) == (0, 4 * 16 * 5 * 5 * 4)
+    statistics, indices = 4 * 64, 4 * 16 * 5 * 5 * 8
+    assert segment.inner_bytes == 3 * 4 * 16 * 20 * 20 * 4 + statistics + indices
+    assert len(segment.tiled.norms) == 1
+
+
+def test_axes_are_the_batch_and_the_largest_of_space() -> None:
+    """A batch of one has no axis of samples."""
+    model = nn.Conv2d(1, 1, 3)
+    for shape, dims in (((4, 1, 8, 9), [0, 3]), ((1, 1, 9, 8), [2])):
+        graph = capture(model, call_of((torch.randn(shape),), {})).graph
+        assert [axis.dim for axis in Segments(graph).axes] == dims
+
+
+def test_random_ops_are_in_no_segment(stem: Captured) -> None:
+    """A dropout would draw other numbers."""
+    segments, convolution = segments_of(stem), call_named(stem, "aten.convolution.default")
+    assert segments.segment(convolution, segments.calls[-1], Axis(0, 4), 2) is None
+
+
+def test_hot_ops_are_above_the_target(stem: Captured) -> None:
+    """Levels beside a walk through the schedule by hand."""
+    graph = with_costs(stem.graph, how="roofline")
+    kept = schedule(graph, Choices())
+    everything = hot_ops(graph, kept, OutsideMemory(), 0)
+    highest = everything[0]
+    live, peak = {value.id for value in graph.values if value.kind in ("parameter", "buffer", "input", "constant")}, 0
+    for action in (*kept.forward, *kept.backward):
+        live |= set(action.makes)
+        scratch = 0 if action.op is None or action.into is not None else graph.ops[action.op].scratch
+        discarded = 0 if action.op is None else graph.ops[action.op].discarded
+        peak = max(peak, sum(graph.values[value].bytes for value in live) + scratch + discarded)
+        live -= set(action.frees)
+        if action.into is not None:
+            live.discard(action.into)
+    assert highest.level == pytest.approx(peak, rel=0.05)
+    assert all(hot.level > highest.level - 1 for hot in hot_ops(graph, kept, OutsideMemory(), highest.level - 1))
+    assert not hot_ops(graph, kept, OutsideMemory(), highest.level)
+
+
+def test_the_segment_around_a_hot_op_holds_it_and_does_not_begin_in_place(stem: Captured) -> None:
+    """The choice lowers the level, and overlaps no tile."""
+    graph, segments = with_costs(stem.graph, how="roofline"), segments_of(stem)
+    hot = hot_ops(graph, schedule(graph, Choices()), OutsideMemory(), 0)[0]
+    tile = segments.around(hot, hot.level // 2, [])
+    assert tile is not None
+    assert tile.first <= hot.call <= tile.last
+    assert tile.first not in stem.in_place_calls
+    other = segments.around(hot, hot.level // 2, [tile])
+    assert other is None

@@ -1,0 +1,54 @@
+"""Tiles are added until a step fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memplan
+from memplan.errors import BudgetError
+
+STEP = {"loss": F.cross_entropy, "costs": "roofline", "allow": "reordered"}
+
+
+def network() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return two stages of convolutions that both exceed small budgets, and a batch."""
+    torch.manual_seed(0)
+    stage = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(2), *stage, nn.AvgPool2d(2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    )  # fmt: skip
+    return model, torch.randn(8, 3, 32, 32), torch.arange(8) % 4
+
+
+def test_a_smaller_budget_has_more_tiles_or_pieces_until_none_helps() -> None:
+    """Every plan keeps its budget; the smallest that an error names has a plan."""
+    model, images, labels = network()
+    with pytest.raises(BudgetError) as exact:
+        memplan.plan(model, images, targets=labels, budget=1, loss=F.cross_entropy, costs="roofline")
+    floor, before = exact.value.smallest_budget, 0
+    for share in (1.0, 0.85, 0.7):
+        plan = memplan.plan(model, images, targets=labels, budget=int(share * floor), **STEP)
+        assert plan.peak <= share * floor
+        pieces = sum(tile.pieces for tile in plan.tiles)
+        assert (pieces == 0) == (share == 1.0)
+        assert pieces >= before
+        before = pieces
+    with pytest.raises(BudgetError) as caught:
+        memplan.plan(model, images, targets=labels, budget=int(0.45 * floor), **STEP)
+    smallest = caught.value.smallest_budget
+    assert smallest <= floor
+
+
+def test_the_same_step_has_the_same_plan() -> None:
+    """Byte for byte, with modelled seconds."""
+    model, images, labels = network()
+    with pytest.raises(BudgetError) as exact:
+        memplan.plan(model, images, targets=labels, budget=1, loss=F.cross_entropy, costs="roofline")
+    budget = int(0.8 * exact.value.smallest_budget)
+    first, second = (memplan.plan(model, images, targets=labels, budget=budget, **STEP) for _ in range(2))
+    assert first == second
+    assert first.tiles

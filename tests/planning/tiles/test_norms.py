@@ -1,0 +1,76 @@
+"""Norms in parts: statistics and derivatives beside torch's own of the whole, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, norm_of
+from memplan.planning.tiles.program import Node
+
+
+def norm(groups: int | None) -> Norm:
+    """Return a norm of value 0 with weight 1 and bias 2."""
+    return Norm(Node("", (), {}, (3,)), 0, 1, 2, 1e-5, groups)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_statistics_add_up(groups: int | None, offset: float) -> None:
+    """Parts of unequal size, also far from 0, where sums of squares would cancel."""
+    x = torch.randn(3, 4, 11, dtype=torch.float64) + offset
+    collected = Statistics(norm(groups))
+    for part in x.split([2, 5, 4], dim=2):
+        collected.add(part)
+    mean, variance = collected.result(x.dtype)
+    whole = x.transpose(0, 1).reshape(1, 4, -1) if groups is None else x.reshape(3, groups, -1)
+    torch.testing.assert_close(mean, whole.mean(2))
+    torch.testing.assert_close(variance, whole.var(2, correction=0), rtol=1e-6, atol=0)
+    assert collected.count == whole.shape[2]
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_parts_that_overlap_have_the_derivative_of_the_whole(groups: int | None) -> None:
+    """Two parts with a border of three: gradients of overlapping parts add up."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 10, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    whole = F.batch_norm(x, None, None, weight, bias, True) if groups is None else F.group_norm(x, groups, weight, bias)
+    dy = torch.randn_like(whole)
+    expected = torch.autograd.grad(whole, [x, weight, bias], dy)
+    kind, collected = norm(groups), Statistics(norm(groups))
+    collected.add(x.detach())
+    mean, variance = collected.result(x.dtype)
+    # the gradient of each element comes from one part or, at the border, half from each
+    share = torch.ones(10, dtype=torch.float64)
+    share[4:7] = 0.5
+    parts = [(0, 7, (2, 0, 5)), (4, 10, (2, 1, 5))]
+    pieces = [(x.detach()[..., low:high], dy[..., low:high] * share[low:high]) for low, high, _ in parts]
+    sums = [gradient_sums(kind, piece, mean, variance, incoming) for piece, incoming in pieces]
+    total = sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]
+    computed = torch.zeros_like(x)
+    for first, ((low, high, own), (piece, incoming)) in enumerate(zip(parts, pieces, strict=True)):
+        leaves = [piece.clone().requires_grad_(), *(v.detach().requires_grad_() for v in (weight, bias))]
+        count = collected.count
+        result = Normalize.apply(kind, *leaves, mean, variance, total, count, own, first == 0)
+        torch.testing.assert_close(result, whole[..., low:high])
+        gradients = torch.autograd.grad(result, leaves, incoming, allow_unused=True)
+        computed[..., low:high] += gradients[0]
+        if first == 0:
+            torch.testing.assert_close(list(gradients[1:]), list(expected[1:]))
+        else:
+            assert gradients[1:] == (None, None)
+    torch.testing.assert_close(computed, expected[0])
+
+
+def test_only_norms_over_the_axis_are_norms() -> None:
+    """An instance norm's samples lie in its channels; an evaluated norm has its statistics."""
+    from memplan.planning.graph.joint_graph import Ref
+
+    target = "aten._native_batch_norm_legit.default"
+    training = Node(target, (Ref(0), Ref(1), Ref(2), None, None, True, 0.1, 1e-5), {}, (3,))
+    evaluated = Node(target, (Ref(0), Ref(1), Ref(2), Ref(4), Ref(5), False, 0.1, 1e-5), {}, (3,))
+    assert norm_of(training, 4, 0) == Norm(training, 0, 1, 2, 1e-5)
+    assert norm_of(training, 4, 1) is None
+    assert norm_of(evaluated, 4, 0) is None

@@ -1,0 +1,141 @@
+"""Steps whose segments run piece by piece: within the budget, and the same but for rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memplan
+from memplan import _torch
+from memplan.errors import BudgetError, UsageError
+from memplan.planning.search.search import Heuristics
+
+QUICK: dict[str, Any] = {"heuristics": Heuristics(shakes=1, rounds=8), "pairs": 0, "loss": F.cross_entropy}
+
+
+class Classifier(nn.Module):
+    """A stem of large tensors before small ones, with running statistics and a change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(inplace=True), nn.MaxPool2d(4)
+        )
+        self.rest = nn.Sequential(
+            nn.Conv2d(24, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return self.rest(self.stem(x))
+
+
+def step(samples: int = 8, size: int = 48) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return a model and a batch."""
+    torch.manual_seed(0)
+    return Classifier(), torch.randn(samples, 3, size, size), torch.arange(samples) % 5
+
+
+def floor_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, **options: Any) -> int:
+    """Return the smallest budget with a plan."""
+    with pytest.raises(BudgetError) as caught:
+        memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget=1, costs="roofline", **options)
+    return caught.value.smallest_budget
+
+
+@pytest.mark.parametrize(("samples", "size"), [(8, 48), (1, 128)])
+def test_a_step_fits_below_the_floor_of_exact_plans(samples: int, size: int) -> None:
+    """Along samples, and along rows for a batch of one. The peak is measured by torch's profiler."""
+    model, images, labels = step(samples, size)
+    budget = int(0.7 * floor_of(model, images, labels))
+    fitted = memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
+    proof, plan = fitted.proof, fitted.plan
+    assert proof.ok
+    assert proof.grade == plan.grade == "reordered"
+    assert {tile.axis.dim for tile in plan.tiles} == {0 if samples > 1 else 2}
+    profile = _torch.memory_profile()
+    loss = fitted.loss
+    assert loss is not None
+    with profile:
+        loss(images, labels).backward()
+    level = peak = 0
+    for event in _torch.Profile.of(profile).events:
+        level += event.bytes
+        peak = max(peak, level)
+    resident = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers(), images, labels))
+    assert resident + peak <= budget * 1.001
+    assert resident + peak == pytest.approx(plan.peak, rel=0.01)
+
+
+def test_training_goes_on_as_without_a_plan() -> None:
+    """Three updates: parameters and running statistics, beside the model itself in float64."""
+    model, images, labels = step()
+    truth, torch_state = step()[0].double(), model.state_dict()
+    truth.load_state_dict(torch_state)
+    budget = int(0.75 * floor_of(model, images, labels))
+    fitted = memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
+    assert fitted.plan.tiles
+    plain = step()[0]
+    for network, loss in ((truth, None), (plain, None), (model, fitted.loss)):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = images.double() if network is truth else images
+            (loss(x, labels) if loss else F.cross_entropy(network(x), labels)).backward()
+            optimizer.step()
+    for name, value in truth.state_dict().items():
+        error = (model.state_dict()[name] - value).double().norm()
+        own = (plain.state_dict()[name] - value).double().norm()
+        assert error <= 2 * own + 1e-6 * value.double().norm(), name
+    assert model.state_dict()["stem.1.num_batches_tracked"] == 3
+
+
+def test_a_plan_with_tiles_is_saved_and_used_again(tmp_path: Path) -> None:
+    """The same plan, byte for byte, and it runs."""
+    model, images, labels = step()
+    budget = int(0.7 * floor_of(model, images, labels))
+    made = memplan.plan(
+        model, images, targets=labels, loss=F.cross_entropy, budget=budget, allow="reordered", costs="roofline"
+    )
+    made.save(tmp_path / "plan.json")
+    loaded = memplan.Plan.load(tmp_path / "plan.json")
+    assert loaded == made
+    assert loaded.tiles
+    fitted = memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", plan=loaded, **QUICK)
+    assert fitted.proof.ok
+    assert fitted.plan.tiles == made.tiles
+    with pytest.raises(UsageError, match="allow='reordered'"):
+        memplan.fit(model, images, targets=labels, budget=budget, plan=loaded, **QUICK)
+
+
+def test_an_exact_plan_that_does_not_fit_says_what_would() -> None:
+    """The message of a budget names the option, where segments can run piece by piece, and only there."""
+    model, images, labels = step()
+    budget = int(0.8 * floor_of(model, images, labels))
+    with pytest.raises(BudgetError, match="allow='reordered'"):
+        memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget=budget, costs="roofline")
+    linear = nn.Linear(4000, 10)
+    with pytest.raises(BudgetError) as caught:
+        memplan.plan(linear, torch.randn(2, 4000), targets=labels[:2], loss=F.cross_entropy, budget=1)
+    assert "reordered" not in str(caught.value)
+
+
+def test_what_draws_random_numbers_stays_whole() -> None:
+    """A dropout in the stem: its masks would be others."""
+    model, images, labels = step()
+    model.stem.insert(3, nn.Dropout(0.5))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    budget = int(0.9 * floor_of(model, images, labels))
+    try:
+        plan = memplan.plan(
+            model, images, targets=labels, loss=F.cross_entropy, budget=budget, allow="reordered", costs="roofline"
+        )
+    except BudgetError:
+        return
+    layers = [decision.layer for decision in plan.decisions if decision.lever == "tile"]
+    assert layers
+    assert all("stem.3" not in layer for layer in layers)
