@@ -33,9 +33,9 @@ from memplan._torch.distributed import (
     is_distributed,
     is_fully_sharded,
     local,
-    number_of_groups,
     one_rank_of,
     own_process_groups,
+    rank_groups,
     ranks,
     sharded_modules,
 )
