@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from memplan.studies.layouts.layouts import layouts as layouts
     from memplan.studies.quantization.quantize import quantize as quantize
     from memplan.studies.quantization.quantized import Quantized as Quantized
+    from memplan.studies.roles.roles import Roles as Roles
+    from memplan.studies.roles.roles import roles as roles
     from memplan.studies.runs.whole_run import WholeRun as WholeRun
     from memplan.studies.sweeps.sweep import Sweep as Sweep
     from memplan.studies.sweeps.sweep import sweep as sweep
@@ -70,6 +72,7 @@ _HOMES = {
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
     "Replay": "memplan.simulation.replays.replayed",
+    "Roles": "memplan.studies.roles.roles",
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.trace",
@@ -91,6 +94,7 @@ _HOMES = {
     "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replays.replay",
+    "roles": "memplan.studies.roles.roles",
     "simulate": "memplan.simulation.simulate",
     "spec": "memplan.trace.spec",
     "sweep": "memplan.studies.sweeps.sweep",

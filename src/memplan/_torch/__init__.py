@@ -25,6 +25,7 @@ from memplan._torch.cuda import (
 from memplan._torch.distributed import (
     COMPOSABLE_STATES,
     TORCHRUN_VARIABLES,
+    Rank,
     current_rank,
     exchanges_checked,
     gathered,

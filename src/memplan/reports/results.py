@@ -21,6 +21,7 @@ from memplan.reports import (
     plan,
     quantize,
     replay,
+    roles,
     sweep,
     terminal,
     whole_run,
@@ -34,6 +35,7 @@ from memplan.studies.comparisons.comparison import Comparison
 from memplan.studies.layouts.layouts import Layouts
 from memplan.studies.lengths.lengths import Lengths
 from memplan.studies.quantization.quantized import Quantized
+from memplan.studies.roles.roles import Roles
 from memplan.studies.runs.whole_run import WholeRun
 from memplan.studies.sweeps.sweep import Sweep
 from memplan.verification.fitting.fitted import Fitted
@@ -58,6 +60,8 @@ def document_of(result: object) -> Document:
             return largest.report(result)
         case Layouts():
             return layouts.report(result)
+        case Roles():
+            return roles.report(result)
         case Lengths():
             return lengths.report(result)
         case Quantized():

@@ -146,7 +146,7 @@ def _step(ranks: Sequence[int]) -> int | None:
 
 
 def _dimensions(world: int, per_node: int, groups: Sequence[RankGroup]) -> list[tuple[int, int]]:
-    """Return stride and size of each dimension of all meshes together, and of the machines; the longest stride first."""
+    """Return stride and size of each dimension of all meshes and of the machines; the longest stride first."""
     ends = {per_node, world}
     for group in groups:
         step = _step(group.ranks)
