@@ -11,7 +11,7 @@ import torch
 
 from memplan import _torch
 from memplan._display import Displayed
-from memplan._json import Saved
+from memplan._json import Saved, Unreadable
 from memplan.errors import RecordingError
 from memplan.explanation.explain import device_of, explain_trace
 from memplan.explanation.host import read_host
@@ -62,6 +62,13 @@ class Roles(Saved, Displayed):
     """The ranks that were recorded; the others are taken to equal those of their role."""
     unsettled: tuple[int, ...] = ()
     """Ranks between two that differ, which are not recorded as there are too many; at most what their role says."""
+
+    def _check(self) -> None:
+        """Raise Unreadable for a loaded file whose roles are not those of all ranks."""
+        if sorted(rank for role in self.roles for rank in role.ranks) != list(range(self.world)) or not self.world:
+            raise Unreadable(f"has roles that are not those of {self.world} ranks")
+        if not all(role.ranks for role in self.roles):
+            raise Unreadable("has a role without ranks")
 
     @property
     def fullest(self) -> Role:
