@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from memplan.planning.capture.loss_module import with_loss as with_loss
     from memplan.planning.plan.plan import Plan as Plan
     from memplan.planning.search.search import Heuristics as Heuristics
+    from memplan.simulation.replays.ranks import RankSnapshots as RankSnapshots
+    from memplan.simulation.replays.ranks import replay_ranks as replay_ranks
     from memplan.simulation.replays.replay import replay as replay
     from memplan.simulation.replays.replayed import Replay as Replay
     from memplan.simulation.simulate import simulate as simulate
@@ -71,6 +73,7 @@ _HOMES = {
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
+    "RankSnapshots": "memplan.simulation.replays.ranks",
     "Replay": "memplan.simulation.replays.replayed",
     "Roles": "memplan.studies.roles.roles",
     "Sweep": "memplan.studies.sweeps.sweep",
@@ -94,6 +97,7 @@ _HOMES = {
     "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replays.replay",
+    "replay_ranks": "memplan.simulation.replays.ranks",
     "roles": "memplan.studies.roles.roles",
     "simulate": "memplan.simulation.simulate",
     "spec": "memplan.trace.spec",

@@ -20,6 +20,7 @@ from memplan.reports import (
     notebook,
     plan,
     quantize,
+    rank_snapshots,
     replay,
     roles,
     sweep,
@@ -29,6 +30,7 @@ from memplan.reports import (
 )
 from memplan.reports.document import Document, document
 from memplan.reports.exports import export
+from memplan.simulation.replays.ranks import RankSnapshots
 from memplan.simulation.replays.replayed import Replay
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.comparisons.comparison import Comparison
@@ -70,6 +72,8 @@ def document_of(result: object) -> Document:
             return whole_run.report(result)
         case Replay():
             return replay.report(replay.Cases(result, result, (), None))
+        case RankSnapshots():
+            return rank_snapshots.report(result)
         case Why():
             return why.report(result)
         case Exported():

@@ -21,7 +21,7 @@ from memplan.explanation.course import Course
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import LABELS, Explanation, verdict_sentence
 from memplan.planning.plan.plan import Plan
-from memplan.reports import cache, check, compare, devices, explain, fit, guard, quantize, roles, sweep
+from memplan.reports import cache, check, compare, devices, explain, fit, guard, quantize, rank_snapshots, roles, sweep
 from memplan.reports import plan as plans
 from memplan.reports.document import (
     Code,
@@ -41,6 +41,7 @@ from memplan.reports.html.fields import Fields
 from memplan.reports.html.page_parts import Mood, Result
 from memplan.reports.html.palette import LOOKS
 from memplan.reports.largest import beyond_the_limit, fit_at_upper_end
+from memplan.simulation.replays.ranks import RankSnapshots
 from memplan.studies.comparisons.comparison import Comparison, change_text
 from memplan.studies.comparisons.measured import Beside, Peak
 from memplan.studies.guarding.outcome import Outcome
@@ -491,6 +492,13 @@ def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
     return read
 
 
+def _rank_snapshots(plain: Any, source: str) -> Result:
+    saved = RankSnapshots.from_dict(plain, source)
+    text = rank_snapshots.report(saved, 0)
+    verdict = f"{rank_snapshots.finding(saved.odd[0])}." if saved.odd else "No rank holds much more than the others."
+    return Result("replay", text.heading, f"{verdict[:1].upper()}{verdict[1:]}", "bad" if saved.odd else "good", text)
+
+
 def _roles(plain: Any, source: str) -> Result:
     """Return the page content of the ranks of a step: the table of all; their steps follow it."""
     saved = Roles.from_dict(plain, source)
@@ -515,6 +523,7 @@ READERS: Mapping[str, Reader] = {
     "memplan.watch": _by_fields(_watch),
     "memplan.findings": _findings,
     "memplan.roles": _roles,
+    "memplan.rank_snapshots": _rank_snapshots,
     "memplan.replay": _by_fields(_replay),
     "memplan.post_mortem": _by_fields(_post_mortem),
     "memplan.devices": _by_fields(_devices),
