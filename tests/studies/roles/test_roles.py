@@ -77,6 +77,43 @@ def test_few_of_many_ranks_are_recorded() -> None:
     assert "The others lie between recorded ranks that do the same" in " ".join(str(found).split())
 
 
+def test_ranks_whose_tensors_differ_in_size_alone_are_told_apart() -> None:
+    """On rank 1 a tensor is 4 KiB larger."""
+
+    def build() -> Callable[[], object]:
+        rank = dist.get_rank()
+        return lambda: torch.zeros(1024 * (2 if rank == 1 else 1)).sum()
+
+    found = memplan.roles(build, world=3)
+    assert [role.ranks for role in found.roles] == [(1,), (0, 2)]
+    peaks = [role.explanation.timeline.peak_allocated for role in found.roles]
+    assert peaks[0] - peaks[1] == 4096
+
+
+def test_ranks_that_send_to_single_others_are_all_recorded() -> None:
+    """A pipeline by hand, of two groups of eight ranks; the sixth rank of each has a larger stage."""
+
+    def build() -> Callable[[], None]:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        along = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "stage"))["stage"].get_group()
+        stage = nn.Linear(64, 128 if rank % 8 == 5 else 64)
+
+        def step() -> None:
+            received = torch.zeros(4, 64)
+            if rank % 8:
+                dist.recv(received, group=along, group_src=rank % 8 - 1)
+            sent = stage(received).detach()
+            if rank % 8 < 7:
+                dist.send(sent, group=along, group_dst=rank % 8 + 1)
+
+        return step
+
+    found = memplan.roles(build, world=16)
+    assert (5, 13) in [role.ranks for role in found.roles]
+    trace = memplan.record(build, world=16, rank=3)
+    assert [group.ranks for group in trace.groups if group.piped] == [tuple(range(8))]
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     found = memplan.roles(step_of("fsdp"), world=3)
     found.save(tmp_path / "roles.json")
