@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from memplan._bytes import format_bytes, format_bytes_as_torch
 from memplan._text import counted
@@ -42,12 +43,11 @@ def summary(result: Roles) -> Document:
             Field("of card", lambda role: f"{100 * (role.reserved_share or 0):.1f}%", right=True, drop=1),
         ]
     fields.append(Field("largest cause", _largest, shrinks_to=12))
-    if len(result.roles) > 1:
-        fields.append(Field("beside the first", lambda role: _beside(role, first), shrinks_to=14, drop=2))
+    below = ("", *(f"beside the first: {_beside(role, first)}" for role in result.roles[1:]))
     return document(
         f"{result.title}: {counted(result.world, 'rank')} on {result.device}",
         _head(result),
-        [table_of(result.roles, fields)],
+        [replace(table_of(result.roles, fields), below=below)],
     )
 
 
@@ -79,8 +79,6 @@ def _largest(role: Role) -> str:
 
 def _beside(role: Role, first: Role) -> str:
     """Return how the causes at the peak differ from those of the first role, the largest difference first."""
-    if role is first:
-        return "-"
     own, others = role.explanation.by_cause, first.explanation.by_cause
     changes = sorted(((own[cause] - others.get(cause, 0), cause) for cause in own), key=lambda row: -abs(row[0]))
     texts = [f"{'+' if size > 0 else '-'}{format_bytes(abs(size))} {LABELS[cause]}" for size, cause in changes if size]
