@@ -96,7 +96,7 @@ def snapshot(folder: Path) -> str:
 
 def snapshot_of_next(folder: Path) -> str:
     """The same of rank 1."""
-    return shutil.copy(folder / "step.pickle", folder / "rank1.pickle")
+    return str(shutil.copy(folder / "step.pickle", folder / "rank1.pickle"))
 
 
 def script(folder: Path) -> Path:
