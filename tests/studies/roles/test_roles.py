@@ -126,6 +126,8 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     del damaged["roles"][0]["explanation"]["by_cause"]
     with pytest.raises(FormatError):
         memplan.Roles.from_dict(damaged)
+    with pytest.raises(FormatError, match="ranks"):
+        memplan.Roles.from_dict(json.loads(found.to_json()) | {"world": 10**15})
     damaged = json.loads(found.to_json()) | {"roles": []}
     with pytest.raises(FormatError):
         memplan.Roles.from_dict(damaged)

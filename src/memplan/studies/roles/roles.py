@@ -65,7 +65,8 @@ class Roles(Saved, Displayed):
 
     def _check(self) -> None:
         """Raise Unreadable for a loaded file whose roles are not those of all ranks."""
-        if sorted(rank for role in self.roles for rank in role.ranks) != list(range(self.world)) or not self.world:
+        ranks = sorted(rank for role in self.roles for rank in role.ranks)
+        if not ranks or len(ranks) != self.world or ranks != list(range(len(ranks))):
             raise Unreadable(f"has roles that are not those of {self.world} ranks")
         if not all(role.ranks for role in self.roles):
             raise Unreadable("has a role without ranks")
