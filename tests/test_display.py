@@ -13,7 +13,7 @@ from memplan._display import Displayed, Printed
 from memplan.simulation.replays.exact import Mismatch
 
 NAMES = ("Comparison", "Explanation", "Exported", "Finding", "Fitted", "Layouts", "LineProfile", "Plan", "Proof",
-         "Quantized", "Replay", "Sweep", "Timeline", "Trace", "WholeRun", "Why")  # fmt: skip
+         "Quantized", "RankSnapshots", "Replay", "Roles", "Sweep", "Timeline", "Trace", "WholeRun", "Why")  # fmt: skip
 
 
 def test_every_public_result_is_displayed() -> None:

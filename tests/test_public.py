@@ -6,6 +6,7 @@ A module of the name of a function would take its place in the package as soon a
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ PUBLIC = [
     "Plan",
     "Proof",
     "Quantized",
+    "RankSnapshots",
     "Replay",
+    "Roles",
     "Sweep",
     "Timeline",
     "Trace",
@@ -58,6 +61,8 @@ PUBLIC = [
     "quantize",
     "record",
     "replay",
+    "replay_ranks",
+    "roles",
     "simulate",
     "spec",
     "sweep",
@@ -87,6 +92,11 @@ def snapshot(folder: Path) -> str:
     timeline = memplan.simulate(memplan.record(build, device="h100"))
     write_snapshot(folder / "step.pickle", timeline, {})
     return str(folder / "step.pickle")
+
+
+def snapshot_of_next(folder: Path) -> str:
+    """The same of rank 1."""
+    return str(shutil.copy(folder / "step.pickle", folder / "rank1.pickle"))
 
 
 def script(folder: Path) -> Path:
@@ -143,6 +153,8 @@ CALLS: dict[str, Callable[[Path], bool]] = {
     "quantize": lambda _: memplan.quantize(make(), "256x64", weights="int8").weights_saved > 0,
     "record": lambda _: len(memplan.record(build).ops) > 0,
     "replay": lambda folder: memplan.replay(snapshot(folder)).mismatches == [],
+    "replay_ranks": lambda folder: memplan.replay_ranks([snapshot(folder), snapshot_of_next(folder)]).odd == (),
+    "roles": lambda _: [role.ranks for role in memplan.roles(make, "256x64", world=2, device="cpu").roles] == [(0, 1)],
     "simulate": lambda _: memplan.simulate(memplan.record(build)).peak_allocated > 256 * 64 * 4,
     "spec": lambda _: memplan.spec("2x3", seed=1).shape == (2, 3),
     "sweep": lambda _: len(memplan.sweep(make, {"batch": [1, 2]}, "256x64", **STEP).rows) == 2,

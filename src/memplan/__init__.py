@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from memplan.planning.capture.loss_module import with_loss as with_loss
     from memplan.planning.plan.plan import Plan as Plan
     from memplan.planning.search.search import Heuristics as Heuristics
+    from memplan.simulation.replays.ranks import RankSnapshots as RankSnapshots
+    from memplan.simulation.replays.ranks import replay_ranks as replay_ranks
     from memplan.simulation.replays.replay import replay as replay
     from memplan.simulation.replays.replayed import Replay as Replay
     from memplan.simulation.simulate import simulate as simulate
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from memplan.studies.layouts.layouts import layouts as layouts
     from memplan.studies.quantization.quantize import quantize as quantize
     from memplan.studies.quantization.quantized import Quantized as Quantized
+    from memplan.studies.roles.roles import Roles as Roles
+    from memplan.studies.roles.roles import roles as roles
     from memplan.studies.runs.whole_run import WholeRun as WholeRun
     from memplan.studies.sweeps.sweep import Sweep as Sweep
     from memplan.studies.sweeps.sweep import sweep as sweep
@@ -69,7 +73,9 @@ _HOMES = {
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
+    "RankSnapshots": "memplan.simulation.replays.ranks",
     "Replay": "memplan.simulation.replays.replayed",
+    "Roles": "memplan.studies.roles.roles",
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.trace",
@@ -91,6 +97,8 @@ _HOMES = {
     "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replays.replay",
+    "replay_ranks": "memplan.simulation.replays.ranks",
+    "roles": "memplan.studies.roles.roles",
     "simulate": "memplan.simulation.simulate",
     "spec": "memplan.trace.spec",
     "sweep": "memplan.studies.sweeps.sweep",

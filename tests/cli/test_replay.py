@@ -126,7 +126,7 @@ def test_what_is_no_snapshot_is_one_line_and_exit_code_2(data: bytes, words: str
 
 
 def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:
-    assert "is a folder" in run(tmp_path).stderr
+    assert "has no snapshot" in run(tmp_path).stderr
     result = run(tmp_path / "missing.pickle")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "No such file" in result.stderr

@@ -107,6 +107,19 @@ def replayed() -> str:
         return replay.dumps(cases(memplan.replay(path), [], None))
 
 
+def ranks() -> str:
+    found = memplan.roles(build, world=2, device="rtx4090")
+    return replace(found, title=EVIL).to_json()
+
+
+def snapshots_of_ranks() -> str:
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / f"rank{number}.pickle" for number in range(2)]
+        for file in files:
+            write_snapshot(file, memplan.simulate(trace()), {})
+        return memplan.replay_ranks(files).to_json()
+
+
 def compared() -> str:
     return memplan.compare(Net, lambda: Net(16), "8x3x32x32").to_json()
 
@@ -145,6 +158,8 @@ def every() -> dict[str, str]:
         "sweep": sweep(),
         "findings": findings(),
         "replay": replayed(),
+        "ranks": ranks(),
+        "snapshots of ranks": snapshots_of_ranks(),
         "comparison": compared(),
         "largest": found_largest(),
         "watched run": watched(),

@@ -47,7 +47,7 @@ from memplan.reports import perfetto
 from memplan.reports.ci import github, junit, sarif
 from memplan.reports.ci.annotations import GROWTH, annotations_of_findings, annotations_of_outcome
 from memplan.reports.html.page import page_of
-from memplan.reports.html.saved_results import read_result, result_of
+from memplan.reports.html.saved_results import read_results, result_of
 from memplan.reports.replay import dumps
 from memplan.reports.replay import report as replay_report
 from memplan.reports.results import html_of
@@ -138,7 +138,7 @@ def _read(data: bytes) -> str:
 def _page(data: bytes, file: Path) -> str:
     """Return the page of a file, without the scripts that every page has."""
     file.write_bytes(data)
-    page = page_of([read_result(str(file))])
+    page = page_of(read_results(str(file)))
     return page.partition("</style>")[2].partition("<script>")[0].replace("\t", " ")
 
 

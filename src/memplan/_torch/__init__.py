@@ -25,6 +25,7 @@ from memplan._torch.cuda import (
 from memplan._torch.distributed import (
     COMPOSABLE_STATES,
     TORCHRUN_VARIABLES,
+    Rank,
     current_rank,
     exchanges_checked,
     gathered,
@@ -33,9 +34,9 @@ from memplan._torch.distributed import (
     is_distributed,
     is_fully_sharded,
     local,
-    number_of_groups,
     one_rank_of,
     own_process_groups,
+    rank_groups,
     ranks,
     sharded_modules,
 )

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
         yield
         return
     begun = dist.is_initialized()
-    _counted[0] = 0
+    _ended.clear()
     with contextlib.ExitStack() as stack:
         if world is not None:
             stack.enter_context(_started_by_torchrun(Rank(rank, world)))
@@ -120,12 +120,13 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
             stack.enter_context(_groups_alone())
         if world is not None:  # importing what these patch takes a second, which scripts of one process need not wait
             stack.enter_context(_flat_parameters_alone())
-            stack.enter_context(stages_alone())
+            stack.enter_context(stages_alone(_note_stage))
+            stack.enter_context(_messages_noted())
         try:
             yield
         finally:
             if dist.is_initialized() and not begun:
-                _counted[0] = _count_groups()
+                _ended[:] = _current_groups()
                 dist.destroy_process_group()
 
 
@@ -175,20 +176,60 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in sharded.items() if id(module) not in outer}
 
 
-def number_of_groups() -> int:
-    """Return how many sets of at least two ranks have a process group in which this rank is. If the groups have ended:
-    how many there were in the last `own_process_groups`."""
-    return _count_groups() if has_process_group() else _counted[0]
+class Group(NamedTuple):
+    """A process group of several ranks, and how this rank uses it."""
+
+    ranks: tuple[int, ...]
+    piped: bool
+    """Whether this rank sends to single ranks of it, or receives from them."""
+    stages: tuple[int, ...]
+    """Indices of this rank's stages of a pipeline across it."""
 
 
-_counted = [0]
+def rank_groups() -> tuple[Group, ...]:
+    """Return the sets of at least two ranks with a process group in which this rank is, in order. If the groups have
+    ended: those of the last `own_process_groups`."""
+    return _current_groups() if has_process_group() else tuple(_ended)
 
 
-def _count_groups() -> int:
+_ended: list[Group] = []
+_piped: set[tuple[int, ...]] = set()
+_stages: dict[tuple[int, ...], set[int]] = {}
+
+
+def _current_groups() -> tuple[Group, ...]:
     from torch.distributed.distributed_c10d import _world
 
     members = {tuple(dist.get_process_group_ranks(group)) for group in list(_world.pg_map)}
-    return sum(len(ranks) > 1 and dist.get_rank() in ranks for ranks in members)
+    return tuple(
+        Group(ranks, ranks in _piped, tuple(sorted(_stages.get(ranks, ()))))
+        for ranks in sorted(members)
+        if len(ranks) > 1 and dist.get_rank() in ranks
+    )
+
+
+def _note_stage(stage: Any) -> None:
+    """Note a stage of a pipeline that this rank made."""
+    ranks = tuple(dist.get_process_group_ranks(stage.group))
+    _piped.add(ranks)
+    _stages.setdefault(ranks, set()).add(stage.stage_index)
+
+
+@contextlib.contextmanager
+def _messages_noted() -> Iterator[None]:
+    """Note the groups in which this rank sends to single others, or receives from them."""
+    _piped.clear()
+    _stages.clear()
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(group: Any, *args: Any, **kwargs: Any) -> Any:
+            _piped.add(tuple(dist.get_process_group_ranks(group)))
+            return call(group, *args, **kwargs)
+
+        return note
+
+    with patched(dist.ProcessGroup, send=noted(dist.ProcessGroup.send), recv=noted(dist.ProcessGroup.recv)):
+        yield
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ and ``_inference_mode``; ``_utils._StageForwardMeta``, ``_StageBackwardMeta`` an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,11 @@ from memplan.errors import StepError
 
 
 @contextlib.contextmanager
-def stages_alone() -> Iterator[None]:
+def stages_alone(made: Callable[[Any], None]) -> Iterator[None]:
     """Let a `PipelineStage` find what its neighbours would send of their shapes in its own arguments.
 
     Stages of other ranks are assumed to be described as this rank's are: either all give the shapes of their inputs and
-    outputs, or each runs its module once to learn them, as torch does in the first step.
+    outputs, or each runs its module once to learn them, as torch does in the first step. ``made`` gets each stage.
     """
     from torch.distributed.pipelining import _utils as metadata
     from torch.distributed.pipelining import schedules
@@ -30,6 +30,12 @@ def stages_alone() -> Iterator[None]:
     if not hasattr(metadata, "InferenceMode"):  # before torch 2.13
         yield
         return
+    construct = PipelineStage.__init__
+
+    def construct_noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        made(self)
+
     schedule: Any = vars(schedules)["_PipelineSchedule"]
     begin: Any = vars(schedule)["_warmup_p2p"]
 
@@ -56,7 +62,10 @@ def stages_alone() -> Iterator[None]:
         gradients = self._user_meta.output_grads or metadata._derive_grad_metas(self._stage_meta.outputs)
         return metadata._StageBackwardMeta(backward_metas=gradients)
 
-    with patched(schedule, _warmup_p2p=begin_alone), patched(PipelineStage, _recv_meta=received):
+    with (
+        patched(schedule, _warmup_p2p=begin_alone),
+        patched(PipelineStage, __init__=construct_noted, _recv_meta=received),
+    ):
         yield
 
 

@@ -12,10 +12,10 @@ from memplan.cli.files import begins_as_trace, is_trace
 from memplan.cli.options import (
     Described,
     StepArguments,
+    all_ranks_options,
     describe,
     host_option,
     load_trace,
-    rank_options,
     step_options,
     top_option,
     with_input_advice,
@@ -23,7 +23,8 @@ from memplan.cli.options import (
 from memplan.cli.outputs import Outputs, output_options
 from memplan.cli.progress import progress
 from memplan.cli.recipe_options import recipe_option, take_recipe
-from memplan.errors import DataDependentError, InputError, MemplanError, StepError
+from memplan.cli.verdicts import MEASURE, does_not_fit, warn_of_branches
+from memplan.errors import DataDependentError, InputError, StepError
 from memplan.trace.naming.targets import FORM, contained
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ is a file: a trace that --trace wrote, or an explanation that --json wrote.
       --target "32:int64<1000" --loss cross_entropy --optimizer adamw
   memplan explain examples/gpt2.py:build --arg batch=4 --arg sequence=512
   memplan explain examples/unet3d.py:build --device rtx4090 --snapshot unet3d.pickle
+  memplan explain sharded.py:build --device h100 --world 8 --rank all
 
   memplan explain mymodels.py:net --input 8x512 --no-train --weights int8
   memplan explain --model llama-3.1-8b --recipe lora:r=16 --seq 4096 --checkpointing --device rtx4090
@@ -62,7 +64,7 @@ a recording does not have.
 
 @click.command("explain", help=HELP)
 @step_options
-@rank_options
+@all_ranks_options
 @click.option("--measure", "really", is_flag=True, help="Really run the step here, instead of predicting it.")
 @top_option(12, "Layers")
 @click.option(
@@ -101,6 +103,15 @@ def command(
         raise InputError(
             "--host with --lengths, --weights or --activations", expected="one of them", do="Leave out --host"
         )
+    if values["rank"] == "all":
+        from memplan.cli.roles import check, explain_roles
+
+        if lengths is not None or weights is not None or activations is not None:
+            raise InputError(
+                "--rank all with --lengths or --weights", expected="one of them", do="Leave out --rank all"
+            )
+        check(arguments.world, really, outputs)
+        return explain_roles(arguments, room, outputs, top)
     if weights is not None or activations is not None:
         from memplan.cli.quantize import quantize
 
@@ -125,12 +136,6 @@ def command(
 
 
 recipe_option(command)
-
-
-def does_not_fit(explanation: Explanation) -> bool:
-    """Return whether the verdict is that the step does not fit on its card."""
-    on_host = explanation.host is None or explanation.host.fits
-    return not on_host or (explanation.card is not None and explanation.card.verdict.answer == "does not fit")
 
 
 def _read_saved(arguments: StepArguments, really: bool, host: str | None, outputs: Outputs) -> Explanation | None:
@@ -190,12 +195,9 @@ def _explain(
         try:
             return _explain_target(describe(arguments), arguments, really, host, scales)
         except DataDependentError as error:
-            raise DataDependentError(error.found, expected=error.expected, do=_MEASURE) from error
+            raise DataDependentError(error.found, expected=error.expected, do=MEASURE) from error
         except StepError as error:
             raise with_input_advice(error, arguments) from error.__cause__
-
-
-_MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
 
 
 def _explain_target(
@@ -230,18 +232,3 @@ def _explain_file(arguments: StepArguments, really: bool, host: int | None) -> t
     host = read_host(host, measured=trace.origin != "recorded")
     trains = any(op.phase == "backward" for op in trace.ops)
     return trace, explain_trace(trace, title=arguments.target, train=trains, settings=arguments.settings, host=host)
-
-
-def warn_of_branches(explanation: Explanation) -> int:
-    """Print a warning and return 2 if the recording assumed a branch that depends on a value, else return 0."""
-    branches = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]
-    if not branches:
-        return 0
-    places = dict.fromkeys(assumption.where for assumption in branches if assumption.where)
-    message = MemplanError(
-        f"a branch is decided by a value that a recording does not have, at {', '.join(places) or 'an unknown line'}",
-        expected="a step whose path follows from shapes; what is shown is one of its paths",
-        do=_MEASURE,
-    )
-    click.echo(f"memplan: {message}", err=True)
-    return 2

@@ -156,6 +156,6 @@ class ResultFiles:
             write(self.json, content)
         if self.html is not None:
             from memplan.reports.html.page import page_of
-            from memplan.reports.html.saved_results import result_of
+            from memplan.reports.html.saved_results import results_of
 
-            write(self.html, page_of([result_of(content, "the result")]))
+            write(self.html, page_of(results_of(content, "the result")))

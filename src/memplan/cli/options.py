@@ -159,9 +159,40 @@ def step_options(function: Decorated) -> Decorated:
     return function
 
 
+class RankNumber(Whole):
+    """A rank, or "all" where a command takes it."""
+
+    name = "rank"
+
+    def __init__(self, *, takes_all: bool) -> None:
+        super().__init__(min=0)
+        self._takes_all = takes_all
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or "all"."""
+        if value != "all":
+            return super().convert(value, param, ctx)
+        if not self._takes_all:
+            raise InputError(
+                "--rank all", expected="a rank: all of them are explained by memplan explain and memplan run",
+                do="Name the fullest of those, as in --rank 3",
+            )  # fmt: skip
+        return value
+
+
 def rank_options(function: Decorated) -> Decorated:
     """Add the options for one rank of several, of `StepArguments` too."""
-    rank = click.option("--rank", type=Whole(min=0), default=0, metavar="R", help="Which one. Default: 0.")
+    return _rank_options(function, RankNumber(takes_all=False), "R", "Which one. Default: 0.")
+
+
+def all_ranks_options(function: Decorated) -> Decorated:
+    """Add the same options, of which ``--rank`` can also be "all"."""
+    text = "Which one; all: each that differs from others, the fullest first. Default: 0."
+    return _rank_options(function, RankNumber(takes_all=True), "R|all", text)
+
+
+def _rank_options(function: Decorated, number: RankNumber, metavar: str, text: str) -> Decorated:
+    rank = click.option("--rank", type=number, default=0, metavar=metavar, help=text)
     world = click.option(
         "--world",
         type=Whole(min=1),

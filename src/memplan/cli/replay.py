@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import click
 
 from memplan.cli.files import ResultFiles
 from memplan.cli.options import Whole, debug_option, result_options, top_option
-from memplan.cli.progress import progress
+from memplan.cli.progress import line, progress
 from memplan.errors import InputError
 
 HELP = """Replay a snapshot of torch's CUDA memory, and say what would have been.
@@ -19,19 +20,23 @@ is run. Every address and every segment is compared with the recorded ones.
 \b
   memplan replay snapshot.pickle
   memplan replay snapshot.pickle --settings expandable_segments:True --capacity 24GiB
+  memplan replay rank0.pickle rank1.pickle rank2.pickle
 
 The second says whether the recorded requests would have fitted on a card that gives 24 GiB to torch, as
 they were and with expandable segments. Where memory ran out, it says what was asked for, what was free and
 why it did not serve, who held the rest, and which setting would have helped.
 
+Several files, or a folder with them, are snapshots that several ranks took of the same step: the rank that holds more
+than the others comes first, with the lines that hold it. The rank is the number in the name (rank3.pickle).
+
 \b
-Exit code: 0 done; 1 out of memory (under every --settings, if any are given), or the
-replay differs from the recording; 2 bad usage, or a file that is no snapshot.
+Exit code: 0 done; 1 out of memory (under every --settings, if any are given), the replay
+differs from the recording, or a rank holds more than the others; 2 bad usage, or a file that is no snapshot.
 """
 
 
 @click.command("replay", help=HELP)
-@click.argument("file")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option(
     "--settings",
     "settings",
@@ -45,9 +50,22 @@ replay differs from the recording; 2 bad usage, or a file that is no snapshot.
 @result_options("everything")
 @debug_option
 def command(
-    file: str, settings: tuple[str, ...], capacity: str | None, gpu: int | None, top: int, results: ResultFiles
+    files: tuple[str, ...],
+    settings: tuple[str, ...],
+    capacity: str | None,
+    gpu: int | None,
+    top: int,
+    results: ResultFiles,
 ) -> int:
     """Run the command and return its exit code."""
+    if len(files) != 1 or os.path.isdir(files[0]):
+        unused = {"--settings": bool(settings), "--capacity": capacity is not None, "--gpu": gpu is not None}
+        if other := [option for option, value in unused.items() if value]:
+            raise InputError(
+                f"{' and '.join(other)} with several snapshots", expected="a single one", do="Name the odd one alone"
+            )
+        return _replay_ranks(files, top, results)
+    file = files[0]
     from memplan._bytes import parse_bytes
     from memplan.simulation.allocator.settings import parse_settings
     from memplan.simulation.replays.replay import replay
@@ -66,3 +84,17 @@ def command(
     if not results.takes_stdout:
         show(report(replays, top))
     return 0 if replays.all_fit and not replays.replay.mismatches else 1
+
+
+def _replay_ranks(files: tuple[str, ...], top: int, results: ResultFiles) -> int:
+    """Compare the snapshots of several ranks and return the exit code."""
+    from memplan.reports.rank_snapshots import report
+    from memplan.reports.terminal import show
+    from memplan.simulation.replays.ranks import replay_ranks
+
+    with line("replaying") as update:
+        ranks = replay_ranks(files, progress=update)
+    results.write(ranks.to_json)
+    if not results.takes_stdout:
+        show(report(ranks, top))
+    return int(bool(ranks.odd))

@@ -48,9 +48,9 @@ def command(files: tuple[str, ...], page: str, force: bool) -> int:
     if os.path.exists(page) and not force:
         raise InputError(f"{page} is there already", expected="a new file", do="Name another, or add --force")
     from memplan.reports.html.page import check_installed, page_of
-    from memplan.reports.html.saved_results import read_result
+    from memplan.reports.html.saved_results import read_results
 
     check_installed("memplan report")
-    write(page, page_of([read_result(path) for path in files]))
+    write(page, page_of([result for path in files for result in read_results(path)]))
     click.echo(f"{page}: {len(files)} result{'s' * (len(files) > 1)}, {os.path.getsize(page) / 1e6:.1f} MB")
     return 0

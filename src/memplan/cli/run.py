@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan._text import printable
-from memplan.cli.explain import does_not_fit, warn_of_branches
-from memplan.cli.options import StepArguments, Whole, debug_option, host_option, rank_options, top_option
+from memplan.cli.options import StepArguments, Whole, all_ranks_options, debug_option, host_option, top_option
 from memplan.cli.outputs import Outputs, check_contribute, contribute_option, output_options
 from memplan.cli.progress import progress
+from memplan.cli.verdicts import does_not_fit, warn_of_branches
 from memplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ would write, save, send or start is held back and listed.
   memplan run --device h100 --input 64x3x32x32 --input "64:int64<10" examples/train.py
   memplan run -m package.train --epochs 3
   memplan run --world 8 --device h100 train.py
+  memplan run --world 8 --rank all --device h100 train.py
   memplan run --measure --device cuda examples/train.py
   memplan run --lines examples/train.py examples/train.py
 
@@ -80,7 +81,7 @@ def unprotected_option(command: Any) -> Any:
     help="Let it write files, connect and start programs; nothing is removed, and checkpoints need --measure.",
 )
 @unprotected_option
-@rank_options
+@all_ranks_options
 @click.option("--show-output", "shows", is_flag=True, help="Show what it prints.")
 @click.option(
     "--limit", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
@@ -119,6 +120,13 @@ def command(
 
     check_contribute(values["contribute"], values["device"] if values["really"] else None)
     room = read_host(host, measured=values["really"])
+    if values["rank"] == "all":
+        from memplan.cli.roles import check, run_roles
+
+        if values["phases"]:
+            raise InputError("--rank all with --phases", expected="one of them", do="Leave one out")
+        check(values["world"], values["really"], outputs)
+        return run_roles(request_of(values | {"rank": 0}), run, room, settings, outputs, top)
     request = request_of(values)
     ran = run(request)
     whole, trace = None, ran.trace

@@ -77,6 +77,11 @@ def at_peak(explanation: Explanation, top: int = 12) -> Document:
     )
 
 
+def causes(explanation: Explanation) -> Document:
+    """Return the bytes at the peak by cause: of a rank beside others."""
+    return document(explanation.title, [explanation.sentence], [_by_cause(explanation)])
+
+
 def _head(explanation: Explanation) -> Iterator[Part]:
     """Yield the summary sentences, then the assumptions on which the figures depend most."""
     yield explanation.sentence

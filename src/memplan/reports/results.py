@@ -20,7 +20,9 @@ from memplan.reports import (
     notebook,
     plan,
     quantize,
+    rank_snapshots,
     replay,
+    roles,
     sweep,
     terminal,
     whole_run,
@@ -28,12 +30,14 @@ from memplan.reports import (
 )
 from memplan.reports.document import Document, document
 from memplan.reports.exports import export
+from memplan.simulation.replays.ranks import RankSnapshots
 from memplan.simulation.replays.replayed import Replay
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.comparisons.comparison import Comparison
 from memplan.studies.layouts.layouts import Layouts
 from memplan.studies.lengths.lengths import Lengths
 from memplan.studies.quantization.quantized import Quantized
+from memplan.studies.roles.roles import Roles
 from memplan.studies.runs.whole_run import WholeRun
 from memplan.studies.sweeps.sweep import Sweep
 from memplan.verification.fitting.fitted import Fitted
@@ -58,6 +62,8 @@ def document_of(result: object) -> Document:
             return largest.report(result)
         case Layouts():
             return layouts.report(result)
+        case Roles():
+            return roles.report(result)
         case Lengths():
             return lengths.report(result)
         case Quantized():
@@ -66,6 +72,8 @@ def document_of(result: object) -> Document:
             return whole_run.report(result)
         case Replay():
             return replay.report(replay.Cases(result, result, (), None))
+        case RankSnapshots():
+            return rank_snapshots.report(result)
         case Why():
             return why.report(result)
         case Exported():

@@ -46,7 +46,7 @@ from memplan.trace.recording.session import (
 from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarPolicy, may_hold_symbolic
 from memplan.trace.recording.values.bounds import Bounds, Execution, Shares
 from memplan.trace.recording.values.shapes_beside import selected_beside
-from memplan.trace.records import HOST, ON_CARD
+from memplan.trace.records import HOST, ON_CARD, RankGroup
 from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Semantics
@@ -133,7 +133,9 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         trace = _record_compiled(target, known, build, steps)
         if target.world is None:
             return trace
-        return replace(trace, notes=(*trace.notes, rank_note(target.world, target.rank, _torch.number_of_groups())))
+        groups = tuple(RankGroup(*group) for group in _torch.rank_groups())
+        notes = (*trace.notes, rank_note(target.world, target.rank, len(groups)))
+        return replace(trace, notes=notes, groups=groups)
 
 
 def _record_compiled(target: Target, known: Known, build: Runs, steps: int) -> Trace:

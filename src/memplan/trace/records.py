@@ -186,6 +186,17 @@ HostKind = Literal["pinned", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A process group of several ranks in which the recorded rank is."""
+
+    ranks: tuple[int, ...]
+    piped: bool = False
+    """Whether this rank sends to single others of it, or receives from them, as stages of a pipeline do."""
+    stages: tuple[int, ...] = ()
+    """Indices of the `PipelineStage` objects that this rank has in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostStorage:
     """A storage on the host that torch's CPU allocator does not give."""
 

@@ -25,6 +25,7 @@ from memplan.trace.records import (
     Layer,
     LoaderUse,
     Op,
+    RankGroup,
     Returned,
     Storage,
 )
@@ -90,6 +91,8 @@ class Trace(Saved, Displayed):
     """Recordings: passes over data loaders, in the order of their beginnings."""
     host: tuple[HostStorage, ...] = ()
     """Recordings: storages on the host in pinned or shared memory, in order."""
+    groups: tuple[RankGroup, ...] = ()
+    """Recordings of one rank of several: the process groups of at least two ranks that it is in."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:

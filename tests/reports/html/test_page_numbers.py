@@ -20,7 +20,7 @@ from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import Explanation
 from memplan.planning import study
 from memplan.reports.html.page import page_of
-from memplan.reports.html.saved_results import read_result
+from memplan.reports.html.saved_results import read_results
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -160,7 +160,7 @@ def rank(folder: Path, number: int) -> dict[str, Any]:
 
 def test_ranks_of_one_step_stand_side_by_side_by_their_files(browser: Browser, tmp_path: Path) -> None:
     data = [rank(tmp_path, number) for number in range(3)]
-    results = [read_result(str(tmp_path / f"rank{number}.json")) for number in range(3)]
+    results = [read_results(str(tmp_path / f"rank{number}.json"))[0] for number in range(3)]
     (tmp_path / "ranks.html").write_text(page_of(results), encoding="utf-8")
     page = Opened(browser, tmp_path / "ranks.html")
     bars = page.ask(page.plot("beside"), DATA)

@@ -21,7 +21,7 @@ from memplan.explanation.course import Course
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import LABELS, Explanation, verdict_sentence
 from memplan.planning.plan.plan import Plan
-from memplan.reports import cache, check, compare, devices, explain, fit, guard, quantize, sweep
+from memplan.reports import cache, check, compare, devices, explain, fit, guard, quantize, rank_snapshots, roles, sweep
 from memplan.reports import plan as plans
 from memplan.reports.document import (
     Code,
@@ -41,10 +41,12 @@ from memplan.reports.html.fields import Fields
 from memplan.reports.html.page_parts import Mood, Result
 from memplan.reports.html.palette import LOOKS
 from memplan.reports.largest import beyond_the_limit, fit_at_upper_end
+from memplan.simulation.replays.ranks import RankSnapshots
 from memplan.studies.comparisons.comparison import Comparison, change_text
 from memplan.studies.comparisons.measured import Beside, Peak
 from memplan.studies.guarding.outcome import Outcome
 from memplan.studies.quantization.quantized import Quantized
+from memplan.studies.roles.roles import Roles
 from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import Sweep
 from memplan.trace.trace import Trace
@@ -490,6 +492,22 @@ def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
     return read
 
 
+def _rank_snapshots(plain: Any, source: str) -> Result:
+    saved = RankSnapshots.from_dict(plain, source)
+    text = rank_snapshots.report(saved, 0)
+    verdict = f"{rank_snapshots.finding(saved.odd[0])}." if saved.odd else "No rank holds much more than the others."
+    return Result("replay", text.heading, f"{verdict[:1].upper()}{verdict[1:]}", "bad" if saved.odd else "good", text)
+
+
+def _roles(plain: Any, source: str) -> Result:
+    """Return the page content of the ranks of a step: the table of all; their steps follow it."""
+    saved = Roles.from_dict(plain, source)
+    text = roles.summary(saved)
+    bad = any(role.explanation.card and role.explanation.card.verdict.answer == "does not fit" for role in saved.roles)
+    verdict = next(str(part) for part in text.sections[0].parts)
+    return Result("ranks", text.heading, verdict, "bad" if bad else "plain", text)
+
+
 READERS: Mapping[str, Reader] = {
     "memplan.explanation": _explanation,
     "memplan.trace": _trace,
@@ -504,12 +522,23 @@ READERS: Mapping[str, Reader] = {
     "memplan.quantized": _quantized,
     "memplan.watch": _by_fields(_watch),
     "memplan.findings": _findings,
+    "memplan.roles": _roles,
+    "memplan.rank_snapshots": _rank_snapshots,
     "memplan.replay": _by_fields(_replay),
     "memplan.post_mortem": _by_fields(_post_mortem),
     "memplan.devices": _by_fields(_devices),
     "memplan.cache": _by_fields(_cache),
 }
 """By the value of the "format" field of a file."""
+
+
+def results_of(content: str, source: str) -> tuple[Result, ...]:
+    """Return the parts of a page for a saved result: of several ranks, their table and then the step of each; else
+    `result_of` alone."""
+    first = result_of(content, source)
+    if first.kind != "ranks":
+        return (first,)
+    return first, *(step_result(role.explanation) for role in Roles.from_json(content, source).roles)
 
 
 def result_of(content: str, source: str) -> Result:
@@ -539,7 +568,7 @@ def result_of(content: str, source: str) -> Result:
         ) from None
 
 
-def read_result(path: str) -> Result:
+def read_results(path: str) -> tuple[Result, ...]:
     """Return the page content of a file. Raises MemplanError as `result_of`, and if the file cannot be read."""
     try:
         with open(path, "rb") as file:
@@ -549,7 +578,7 @@ def read_result(path: str) -> Result:
             f"{path} cannot be read ({error.strerror})", expected="a file that memplan wrote", do="Check the path"
         ) from None
     try:
-        result = result_of(content.decode("utf-8"), path)
+        results = results_of(content.decode("utf-8"), path)
     except UnicodeDecodeError:
         raise InputError(
             f"{path} is no text", expected="JSON that memplan wrote; a snapshot is shown by memplan replay --html",
@@ -557,4 +586,4 @@ def read_result(path: str) -> Result:
         ) from None  # fmt: skip
     except MemplanError:
         raise
-    return dataclasses.replace(result, source=path)
+    return tuple(dataclasses.replace(result, source=path) for result in results)

@@ -120,6 +120,8 @@ def rank_note(world: int, rank: int, groups: int) -> str:
 
 def check_rank(world: int | None, rank: int) -> None:
     """Raise UsageError unless there is such a rank, and no process group yet."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise UsageError(f"rank {rank!r}", expected="a number", do="For all ranks call memplan.roles(build, world=8)")
     if world is None:
         if rank:
             raise UsageError(f"rank {rank} without a world", expected="the number of ranks, too", do="Give world")

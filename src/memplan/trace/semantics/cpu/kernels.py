@@ -367,7 +367,21 @@ _COPYING_GRADIENTS = (
     "pixel_unshuffle",
 )
 
+
+def padded_chunks(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (TensorShape.cpp, _pad_chunk): gradients that FSDP2 reduces to shards, each padded to a
+    multiple of the ranks where it is none. CUDA's kernel does without."""
+    tensors, dim, chunks = args[:3]
+    padded = 0
+    for tensor in tensors:
+        size = tensor.shape[dim]
+        if size % chunks:
+            padded += bytes_of(tensor) // size * (-(-size // chunks) * chunks)
+    return padded
+
+
 FORMULAS: dict[str, Formula] = {
+    "fsdp.chunk_cat.default": padded_chunks,
     "aten.native_batch_norm.default": batch_norm,
     "aten.native_batch_norm_backward.default": batch_norm_backward,
     "aten._batch_norm_with_update.default": batch_norm_with_update,

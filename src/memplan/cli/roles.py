@@ -1,0 +1,119 @@
+"""`--rank all` of `memplan explain` and `memplan run`: a report for ranks that do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memplan.cli.files import is_trace
+from memplan.cli.options import StepArguments, describe, with_input_advice
+from memplan.cli.outputs import Outputs
+from memplan.cli.progress import line
+from memplan.cli.verdicts import does_not_fit, warn_of_branches
+from memplan.errors import InputError, StepError
+from memplan.trace.naming.targets import contained
+
+if TYPE_CHECKING:
+    from memplan.integrations.scripts.request import Ran, Request
+    from memplan.reports.document import Document
+    from memplan.studies.roles.roles import Roles
+    from memplan.trace.trace import Trace
+
+
+def check(world: int | None, really: bool, outputs: Outputs) -> None:
+    """Raise InputError for options that do not go with all ranks."""
+    if world is None:
+        raise InputError("--rank all without --world", expected="the number of ranks", do="Add it: --world 8")
+    unused = {
+        "--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot, "--perfetto": outputs.perfetto,
+    }  # fmt: skip
+    if other := [option for option, value in unused.items() if value]:
+        raise InputError(
+            f"--rank all with {' and '.join(other)}", expected="these for a single rank",
+            do="Name the fullest rank, as in --rank 3",
+        )  # fmt: skip
+
+
+def explain_roles(arguments: StepArguments, room: int | None, outputs: Outputs, top: int) -> int:
+    """Explain all ranks of a target and return the exit code.
+
+    Args:
+        arguments: the step; its ``rank`` is not read.
+        room: budget of the host's memory in bytes.
+        outputs: files for the result, as JSON or a page.
+        top: rows of each table; 0 for all.
+
+    Raises:
+        InputError: the target is a file.
+    """
+    from memplan.explanation.explain import explain_trace
+    from memplan.studies.roles.roles import find_roles
+    from memplan.trace.record import record_for
+
+    if is_trace(arguments.target):
+        raise InputError(
+            f"{arguments.target} is of a single rank, and --rank all was given, too", expected="a callable",
+            do="Leave out --world and --rank",
+        )  # fmt: skip
+    world = arguments.world or 1
+    with line(f"recording {arguments.target}") as progress, contained(arguments.target):
+        described = describe(arguments)
+        target = replace(arguments, rank=0).recorded_for()
+        build = described.build(on_card=target.card is not None)
+        try:
+            roles = find_roles(
+                lambda rank: record_for(build, replace(target, rank=rank)),
+                lambda trace, title: explain_trace(
+                    trace, title=title, train=None if arguments.train else False, card=target.card,
+                    settings=arguments.settings, host=room,
+                ),
+                world, title=arguments.target, progress=progress,
+            )  # fmt: skip
+        except StepError as error:
+            raise with_input_advice(error, arguments) from error.__cause__
+    return _show(roles, outputs, top)
+
+
+def run_roles(
+    request: Request, run: Callable[[Request], Ran], room: int | None, settings: str | None, outputs: Outputs, top: int
+) -> int:
+    """Record all ranks of a script, each in a process of its own, and return the exit code.
+
+    Args:
+        request: the script, as rank 0.
+        run: records a rank.
+        room: budget of the host's memory in bytes.
+        settings: of the caching allocator.
+        outputs: files for the result, as JSON or a page.
+        top: rows of each table; 0 for all.
+    """
+    from memplan.explanation.explain import explain_trace
+    from memplan.reports import run as reports
+    from memplan.studies.roles.roles import find_roles
+
+    ran: dict[int, Ran] = {}
+
+    def record(rank: int) -> Trace:
+        ran[rank] = run(replace(request, rank=rank))
+        return ran[rank].trace
+
+    roles = find_roles(
+        record, lambda trace, title: explain_trace(trace, title=title, settings=settings, host=room),
+        request.world or 1, title=request.command.name,
+    )  # fmt: skip
+    fullest = roles.fullest
+    of = ran[next(rank for rank in roles.recorded if rank in fullest.ranks)]
+    return _show(roles, outputs, top, reports.report(str(of.command), of.facts, fullest.explanation, top))
+
+
+def _show(roles: Roles, outputs: Outputs, top: int, fullest: Document | None = None) -> int:
+    """Write and print the ranks. Return the exit code."""
+    from memplan.reports.roles import report
+    from memplan.reports.terminal import show
+
+    outputs.results.write(roles.to_json)
+    if not outputs.takes_stdout:
+        show(report(roles, top, fullest))
+    branches = max(warn_of_branches(role.explanation) for role in roles.roles)
+    return branches or int(any(does_not_fit(role.explanation) for role in roles.roles))

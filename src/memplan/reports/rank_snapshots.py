@@ -1,0 +1,89 @@
+"""Report of `memplan.replay_ranks`: the rank that holds more than the others, and the lines that do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from memplan._bytes import format_bytes_as_torch
+from memplan._text import counted
+from memplan.reports.document import (
+    Document,
+    Field,
+    Line,
+    Part,
+    Table,
+    document,
+    name_field,
+    notes,
+    number_field,
+    table_of,
+)
+from memplan.simulation.replays.ranks import OwnerRow, RankRow, RankSnapshots
+from memplan.simulation.snapshots.read import Frame
+from memplan.simulation.snapshots.safe_pickle import shown
+
+
+def report(result: RankSnapshots, top: int = 10) -> Document:
+    """Return the odd ranks with the lines that make them so, then all ranks; tables with ``top`` rows, 0 for all."""
+    when = "at the peak" if result.at_peak else "when it was taken"
+    fields = [
+        name_field("Rank", lambda row: str(row.rank), None),
+        number_field(f"allocated\n{when}", lambda row: row.allocated, format_bytes_as_torch),
+        Field("beside the\nmedian", lambda row: _change(row.beyond), right=True, number=lambda row: row.beyond),
+        number_field("reserved", lambda row: row.reserved, format_bytes_as_torch),
+        number_field("events", lambda row: row.events, "{:,}".format, drop=1),
+        Field("file", lambda row: shown(row.source), shrinks_to=12, from_left=True, drop=2),
+    ]
+    lines = [
+        document(None, [], [_owners(row, top)]) for row in result.odd if any(owner.beyond > 0 for owner in row.owners)
+    ]
+    text = document(f"Snapshots of {counted(len(result.rows), 'rank')}", _head(result))
+    for owners in lines:
+        text += owners
+    return text + document(None, [], [table_of(result.rows, fields, top)], notes(result.notes))
+
+
+def finding(row: RankRow) -> str:
+    """Return a sentence on a rank that holds more than the others, with the line that holds the most of it."""
+    text = f"rank {row.rank} holds {format_bytes_as_torch(row.beyond)} more than the others"
+    more = [owner for owner in row.owners if owner.beyond > 0]
+    if not more:
+        return text
+    first = more[0]
+    return f"{text}: {format_bytes_as_torch(first.beyond)} of it from {_place(first.frame)}"
+
+
+def _head(result: RankSnapshots) -> Iterator[Part]:
+    if not result.odd:
+        yield f"No rank holds much more than the others: the median is {format_bytes_as_torch(result.median)}."
+    for row in result.odd:
+        yield Line(f"{finding(row)}.", "warning")
+    if not result.at_peak:
+        yield "Not all have a history, so that they are compared as they were when they were taken."
+
+
+def _owners(row: RankRow, top: int) -> Table:
+    fields = [
+        name_field(f"Rank {row.rank} beyond the median", lambda owner: _place(owner.frame)),
+        Field(
+            "more", lambda owner: _change(owner.beyond), _sum_of_changes, right=True, number=lambda owner: owner.beyond
+        ),
+        number_field("bytes", lambda owner: owner.bytes, format_bytes_as_torch),
+    ]
+    return table_of(row.owners, fields, top)
+
+
+def _sum_of_changes(owners: Sequence[OwnerRow]) -> str:
+    return _change(sum(owner.beyond for owner in owners))
+
+
+def _change(size: int) -> str:
+    sign = "+" if size > 0 else "-" if size < 0 else ""
+    return f"{sign}{format_bytes_as_torch(abs(size))}"
+
+
+def _place(frame: Frame | None) -> str:
+    if frame is None:
+        return "(no stack recorded)"
+    place = f"{frame.filename}:{frame.line} " if frame.filename else ""
+    return shown(f"{place}{frame.name}", 300)

@@ -1,0 +1,90 @@
+"""Report of `memplan.roles`: the memory of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memplan._bytes import format_bytes, format_bytes_as_torch
+from memplan._text import counted
+from memplan.explanation.model import LABELS
+from memplan.reports import explain
+from memplan.reports.document import Document, Field, Part, document, name_field, number_field, table_of
+from memplan.studies.roles.grouping import ALL
+from memplan.studies.roles.roles import Role, Roles, ranks_text
+
+_DIFFERENCES = 3
+
+
+def report(result: Roles, top: int = 12, fullest: Document | None = None) -> Document:
+    """Return a row for ranks that do the same, then the explanation of the fullest, and causes of the others.
+
+    Args:
+        result: the ranks.
+        top: rows of each table, 0 for all.
+        fullest: instead of the explanation of the fullest.
+    """
+    text = summary(result) + (explain.report(result.fullest.explanation, top) if fullest is None else fullest)
+    for role in result.roles[1:]:
+        text += explain.causes(role.explanation)
+    return text
+
+
+def summary(result: Roles) -> Document:
+    """Return a row for ranks that do the same, those that hold the most first, and which of them were recorded."""
+    first, on_card = result.fullest, result.fullest.explanation.card is not None
+    fields = [name_field("Ranks", lambda role: ranks_text(role.ranks).partition(" ")[2], 8, from_left=False)]
+    if any(role.stages for role in result.roles):
+        fields.append(Field("stages", lambda role: ", ".join(map(str, role.stages)) or "-"))
+    fields.append(number_field("allocated peak", lambda role: role.explanation.timeline.peak_allocated, _gib))
+    if on_card:
+        fields += [
+            number_field("reserved", lambda role: role.explanation.timeline.peak_reserved, _gib),
+            Field("of card", lambda role: f"{100 * (role.reserved_share or 0):.1f}%", right=True, drop=1),
+        ]
+    fields.append(Field("largest cause", _largest, shrinks_to=12))
+    below = ("", *(f"beside the first: {_beside(role, first)}" for role in result.roles[1:]))
+    return document(
+        f"{result.title}: {counted(result.world, 'rank')} on {result.device}",
+        _head(result),
+        [replace(table_of(result.roles, fields), below=below)],
+    )
+
+
+def _head(result: Roles) -> Iterator[Part]:
+    """Yield what the fullest rank takes, and which ranks were recorded."""
+    timeline = result.fullest.explanation.timeline
+    who = ranks_text(result.fullest.ranks)
+    equal = "All ranks do the same" if len(result.roles) == 1 else f"The fullest: {who}"
+    reserved = f", {_gib(timeline.peak_reserved)} reserved" if result.fullest.explanation.card is not None else ""
+    yield f"{equal}: {_gib(timeline.peak_allocated)} allocated{reserved}."
+    if result.world <= ALL:
+        yield f"All {counted(result.world, 'rank')} were recorded." if result.world > 1 else "It was recorded."
+    else:
+        yield (
+            f"Recorded: {ranks_text(result.recorded)}. The others lie between recorded ranks that do the same, along "
+            "each dimension of the meshes: shards never grow with the rank. What a rank between does by its own number "
+            "is not seen."
+        )
+    if result.unsettled:
+        yield (
+            f"{ranks_text(result.unsettled).capitalize()} lie between ranks that differ; they are listed with the rank "
+            "before them, whose shards are at least as large."
+        )
+
+
+def _largest(role: Role) -> str:
+    return f"{LABELS[role.largest]}, {_gib(role.explanation.by_cause[role.largest])}"
+
+
+def _beside(role: Role, first: Role) -> str:
+    """Return how the causes at the peak differ from those of the first role, the largest difference first."""
+    own, others = role.explanation.by_cause, first.explanation.by_cause
+    changes = sorted(((own[cause] - others.get(cause, 0), cause) for cause in own), key=lambda row: -abs(row[0]))
+    texts = [f"{'+' if size > 0 else '-'}{format_bytes(abs(size))} {LABELS[cause]}" for size, cause in changes if size]
+    return ", ".join(texts[:_DIFFERENCES]) or "the same peak"
+
+
+def _gib(size: int) -> str:
+    """Return bytes in GiB with two digits, as torchtitan prints them; small ones as torch does."""
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 28 else format_bytes_as_torch(size)

@@ -1,0 +1,198 @@
+"""The memory of every rank of a step, one report for ranks that do the same (`memplan.roles`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from memplan import _torch
+from memplan._display import Displayed
+from memplan._json import Saved, Unreadable
+from memplan.errors import RecordingError
+from memplan.explanation.explain import device_of, explain_trace
+from memplan.explanation.host import read_host
+from memplan.explanation.model import Explanation
+from memplan.studies.axes.subject import Subject
+from memplan.studies.roles.grouping import group_ranks
+from memplan.trace.naming.step_parts import Loss, Optimizer
+from memplan.trace.record import record_for
+from memplan.trace.recording.session import Environment, choose_target, public
+from memplan.trace.step import StepOptions
+from memplan.trace.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Ranks that allocate and free the same, and where their memory goes."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    """Indices of the pipeline's stages that the first of them has; () without a pipeline."""
+    explanation: Explanation
+    """Of the first of them that was recorded."""
+
+    @property
+    def largest(self) -> str:
+        """Return the cause that holds the most bytes at the allocated peak."""
+        return max(self.explanation.by_cause.items(), key=lambda row: row[1])[0]
+
+    @property
+    def reserved_share(self) -> float | None:
+        """Return the reserved bytes as a share of the card's; None on the CPU."""
+        card = self.explanation.card
+        return None if card is None else self.explanation.timeline.peak_reserved / card.verdict.capacity
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Roles(Saved, Displayed):
+    """All ranks of a step, those that hold the most first. Bytes throughout."""
+
+    FORMAT: ClassVar[str] = "memplan.roles"
+    AGAIN: ClassVar[str] = "Explain the ranks again"
+
+    title: str
+    device: str
+    world: int
+    roles: tuple[Role, ...]
+    recorded: tuple[int, ...]
+    """The ranks that were recorded; the others are taken to equal those of their role."""
+    unsettled: tuple[int, ...] = ()
+    """Ranks between two that differ, which are not recorded as there are too many; at most what their role says."""
+
+    def _check(self) -> None:
+        """Raise Unreadable for a loaded file whose roles are not those of all ranks."""
+        ranks = sorted(rank for role in self.roles for rank in role.ranks)
+        if not ranks or len(ranks) != self.world or ranks != list(range(len(ranks))):
+            raise Unreadable(f"has roles that are not those of {self.world} ranks")
+        if not all(role.ranks for role in self.roles):
+            raise Unreadable("has a role without ranks")
+
+    @property
+    def fullest(self) -> Role:
+        """Return the role that reserves the most, on the CPU that allocates the most."""
+        return self.roles[0]
+
+
+@public
+def roles(
+    what: Any,
+    *inputs: Any,
+    world: int,
+    kwargs: Mapping[str, Any] = {},  # read only
+    targets: tuple[Any, ...] = (),
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    device: str | torch.device | None = None,
+    autocast: torch.dtype | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    settings: str | None = None,
+    assume: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
+    host: str | int | None = None,
+) -> Roles:
+    """Explain every rank of a step on several cards: `explain` with ``rank``, once for ranks that do the same.
+
+    Of at most eight ranks all are recorded. Of more, the first and the last along each dimension of the meshes are,
+    each stage of a pipeline, and what lies between two that differ: shards of `torch.chunk` never grow with the rank,
+    so that ranks between two equal ones are equal to them.
+
+    Args:
+        what: a ``build`` that shards or copies its model and returns a step, as for `record`; a module or a callable
+            that returns one is the same on each rank.
+        world: number of ranks.
+        inputs, kwargs, targets, loss, optimizer, device, autocast, dtype, settings, assume, cudnn, host: as for
+            `explain`.
+
+    Raises:
+        StepError: a rank cannot be recorded.
+        InputError: the ranks are stages of a pipeline, more than can be recorded.
+
+    Example:
+        >>> ranks = memplan.roles(build, device="h100", world=8)
+        >>> [role.ranks for role in ranks.roles]
+        [(0, 1, 2, 3, 4, 5, 6), (7,)]
+    """
+    options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, True, dtype).checked()
+    target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, 0)
+    subject = Subject(what, options)
+    build = subject.build(on_card=target.card is not None)
+    room = read_host(host)
+
+    def explain(trace: Trace, title: str) -> Explanation:
+        return explain_trace(trace, title=title, card=target.card, settings=settings, host=room)
+
+    return find_roles(lambda rank: record_for(build, replace(target, rank=rank)), explain, world, title=subject.title)
+
+
+def find_roles(
+    record: Callable[[int], Trace],
+    explain: Callable[[Trace, str], Explanation],
+    world: int,
+    *,
+    title: str,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Roles:
+    """Record as many ranks as needed: see `roles`.
+
+    Args:
+        record: records a rank.
+        explain: explains its trace, under a title.
+        world: number of ranks.
+        title: of the step.
+        progress: gets the name of each rank before it is recorded.
+    """
+    by_key: dict[str, tuple[int, Trace]] = {}
+
+    def recorded(rank: int) -> Trace:
+        progress(f"rank {rank} of {world}")
+        try:
+            return record(rank)
+        except RecordingError as error:
+            raise error.about(f"rank {rank}") from error.__cause__
+
+    def key_of(rank: int) -> str:
+        trace = first if rank == 0 else recorded(rank)
+        key = _fingerprint(trace)
+        by_key.setdefault(key, (rank, trace))
+        return key
+
+    first = recorded(0)
+    grouping = group_ranks(world, _torch.Rank(0, world).local_world, first.groups, key_of)
+    found: list[Role] = []
+    for rank, trace in by_key.values():
+        ranks = next(role for role in grouping.roles if rank in role)
+        stages = tuple(sorted(stage for group in trace.groups for stage in group.stages))
+        found.append(Role(ranks, stages, explain(trace, f"{title}, {ranks_text(ranks)}")))
+    found.sort(key=lambda role: (-role.explanation.timeline.peak_reserved, -role.explanation.timeline.peak_allocated))
+    return Roles(title, first.device, world, tuple(found), grouping.recorded, grouping.unsettled)
+
+
+def _fingerprint(trace: Trace) -> str:
+    """Return what is equal for ranks that allocate and free the same, at the same ops."""
+    rows = [(s.bytes, s.low, s.cause, s.born, s.died, s.stream, s.used_on) for s in trace.counted]
+    return hashlib.sha256(repr((trace.steps, trace.end, rows)).encode()).hexdigest()
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as people write them.
+
+    Example:
+        >>> ranks_text((0, 1, 2, 5)), ranks_text((7,)), ranks_text(range(0, 64, 8))
+        ('ranks 0-2, 5', 'rank 7', 'ranks 0-56 by 8')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    step = ranks[1] - ranks[0]
+    if len(ranks) > 2 and step > 1 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, step)):
+        return f"ranks {ranks[0]}-{ranks[-1]} by {step}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return "ranks " + ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
