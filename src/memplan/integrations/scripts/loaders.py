@@ -244,13 +244,14 @@ class Batches:
     def sizes(self) -> tuple[int | None, int | None]:
         """Return the number of samples in the loader's batches, and in the last of them; None if unknown."""
         try:
-            size, samples = self.loader.batch_size, len(self.loader.sampler)
+            sampler = self.loader.batch_sampler  # of a loader that was given it, the loader knows no size
+            size, samples, drops_last = sampler.batch_size, len(sampler.sampler), sampler.drop_last
+            whole, rest = divmod(samples, size)
         except Exception:  # a stream of samples has no length; a batch sampler of the user's has no size
             return self.size, None
-        if size is None:
+        if self.length != whole + (rest > 0 and not drops_last):
             return self.size, None
-        rest = 0 if self.loader.drop_last else samples % size
-        return size, rest or size
+        return size, size if drops_last else rest or size
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
