@@ -40,8 +40,8 @@ TEXT = {
 
 
 TIMES = {
-    "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 48 + 6 * 8,
-    "cross_attention_dim": 32 + 48,
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "cross_attention_dim": 32 + 48,
+    "projection_class_embeddings_input_dim": 48 + 6 * 8,
 }  # fmt: skip
 TEXT_2 = TEXT | {"hidden_size": 48, "projection_dim": 48}
 
