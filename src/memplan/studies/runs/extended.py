@@ -30,8 +30,8 @@ class _Period:
     batches: int
     last_batch: tuple[int, int]
     """Ticks ``start < tick <= end`` of the part that uses the last batch, if it comes after the period; else (0, 0)."""
-    ahead: frozenset[int]
-    """Places of the storages of the batch that is loaded in it and used in the next, if batches are loaded ahead."""
+    loads_ahead: bool
+    """Whether that part uses a batch which was loaded before it began."""
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -157,8 +157,7 @@ def _period_at(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan, last: in
     is_ahead = parts[active[-1]].exhausted and len(active) == len(span.batches)  # the request that finds none is early
     repeats_nothing = last < len(active) - 1 and (is_ahead or not parts[active[-1]].exhausted)
     last_batch = (trace.steps[active[-1]], _end(trace, active[-1])) if repeats_nothing else (0, 0)
-    ahead = _of_loads(trace, alike[0]) if is_ahead else ()
-    return _Period(ticks[1], ticks[0], tuple(alike), max(batches, 1), last_batch, frozenset(ahead))
+    return _Period(ticks[1], ticks[0], tuple(alike), max(batches, 1), last_batch, is_ahead)
 
 
 def _end(trace: Trace, part: int) -> int:
@@ -166,16 +165,17 @@ def _end(trace: Trace, part: int) -> int:
     return trace.steps[part + 1] if part + 1 < len(trace.steps) else trace.end
 
 
-def _of_loads(trace: Trace, storages: Sequence[Storage]) -> Iterator[int]:
-    """Yield places of the storages that were allocated while a batch was loaded, and of those computed from them."""
-    of_loads = set[int]()
-    loads = [load for use in trace.loaders for load in use.loads]
-    for place, storage in enumerate(storages):
+def _of_last_load(trace: Trace, start: int, end: int) -> Iterator[Storage]:
+    """Yield the storages that were allocated while the last batch before ``end`` was loaded, and those computed
+    from them, all at ticks ``start < tick <= end``."""
+    batch = set[int]()
+    loads = [max((load for load in use.loads if load[1] <= end), default=(0, 0)) for use in trace.loaders]
+    for storage in _born(trace, start, end):
         read = () if storage.op is None else trace.ops[storage.op].reads
-        is_loaded = any(start < storage.born <= end for start, end in loads)
-        if is_loaded or any(operand.storage in of_loads for operand in read):
-            of_loads.add(storage.id)
-            yield place
+        is_loaded = any(begun < storage.born <= done for begun, done in loads)
+        if is_loaded or any(operand.storage in batch for operand in read):
+            batch.add(storage.id)
+            yield storage
 
 
 def _born(trace: Trace, start: int, end: int) -> tuple[Storage, ...]:
@@ -205,10 +205,12 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
     if any(period.last_batch):
         last = _born(trace, *period.last_batch)
         kept = {storage.id for storage in last if _lives_after(storage, period.last_batch[1])}
-        for number, share in _last_shares(trace, span, last, kept).items():
-            storages[number] = replace(storages[number], bytes=round(storages[number].bytes * share))
-        loaded = [period.storages[place] for place in sorted(period.ahead)]
-        smaller = _last_shares(trace, span, loaded, set())
+        loaded = list(_of_last_load(trace, period.start, period.last_batch[0])) if period.loads_ahead else []
+        shares = _last_shares(trace, span, last, kept) | _last_shares(trace, span, loaded, set())
+        smaller = {number: share for number, share in shares.items() if trace.storages[number].born <= period.end}
+        for number, share in shares.items():
+            if number not in smaller:
+                storages[number] = replace(storages[number], bytes=round(storages[number].bytes * share))
     else:
         kept = {storage.id for place, storage in enumerate(period.storages) if period.is_kept(place)}
         smaller = _last_shares(trace, span, period.storages, kept, period.batches)
