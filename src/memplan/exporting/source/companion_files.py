@@ -54,6 +54,7 @@ def header_text(layout: StepLayout) -> str:
         f"#define {upper}_ARENA_BYTES {layout.arena}",
         f"#define {upper}_WEIGHTS {trained + statistics}    /* floats that get_weights writes */",
         f"#define {upper}_OUTPUTS {math.prod(layout.output)}    /* floats that infer writes */", "",
+        "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
         "/* All that changes. The caller gives it memory; a program may have several. */",
         "typedef struct {", *members, f"}} {name}_state;", "",
         *_init_declaration(layout),
@@ -61,7 +62,8 @@ def header_text(layout: StepLayout) -> str:
         f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
         f"void {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
         f"void {name}_get_weights(const {name}_state *s, float *weights);",
-        f"void {name}_set_weights({name}_state *s, const float *weights);", "", "#endif",
+        f"void {name}_set_weights({name}_state *s, const float *weights);", "",
+        "#ifdef __cplusplus", "}", "#endif", "", "#endif",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
