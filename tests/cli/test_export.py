@@ -129,7 +129,7 @@ def test_code_that_computes_something_else_ends_with_1(monkeypatch: pytest.Monke
     from memplan.exporting.kernels import call_writer
 
     right = call_writer.template
-    wrong = lambda name: right(name).replace("sum -= share", "sum -= 2 * share")  # noqa: E731
+    wrong = lambda name: right(name).replace("one = -share", "one = -2 * share")  # noqa: E731
     monkeypatch.setattr(call_writer, "template", wrong)
     done = run(*NET)
     assert done.exit_code == 1, done.output
