@@ -158,3 +158,18 @@ def test_what_an_op_is_made_of_is_named(tmp_path: Path) -> None:
             F.cross_entropy,
             tmp_path,
         )
+
+
+@needs_compiler
+def test_a_recurrent_step_is_proven(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert proven(Recurrent("GRU"), "2x6x3", "2:int64<3", F.cross_entropy, tmp_path)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"bias": False}, {"num_layers": 2, "bidirectional": True}, {"num_layers": 2}])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_are_proven(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert proven(Recurrent(kind, **how), "2x6x3", "2:int64<3", F.cross_entropy, tmp_path)

@@ -270,44 +270,47 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(6, 3)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(rows))
+    def forward(self, rows: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.table(rows), more], 1))
 
 
 @needs_compiler
 @pytest.mark.parametrize("frozen", ["float32", "int8"])
-def test_indices_out_of_range_touch_no_other_memory(frozen: Any, tmp_path: Path) -> None:
-    """Under the sanitizers. Samples with such a class train nothing, and the loss is no number."""
+def test_what_cannot_be_trained_on_changes_nothing(frozen: Any, tmp_path: Path) -> None:
+    """Under the sanitizers: indices out of range, data that is not a number, a loss that is not finite."""
     model = Table()
     model.table.requires_grad_(frozen == "float32")
     memplan.export(
-        model, "2:int64<5", targets="2:int64<3", loss=F.cross_entropy, optimizer="sgd:lr=0.1", folder=tmp_path,
+        model, "2:int64<5", "2x2", targets="2:int64<3", loss=F.cross_entropy, optimizer="adam", folder=tmp_path,
         name="net", frozen_weights=frozen,
     )  # fmt: skip
     (tmp_path / "main.c").write_text(
         """
 #include "net.h"
+#include <math.h>
 #include <stdio.h>
-static net_state s;
-static float before[NET_WEIGHTS], after[NET_WEIGHTS];
-static void step(int row, int label)
+#include <string.h>
+static net_state s, before;
+static void step(int row, float x, int label)
 {
-    int32_t x[2] = {row, row}, y[2] = {label, label};
-    float loss;
-    int changed = 0;
-    net_get_weights(&s, before);
-    loss = net_step(&s, x, y);
-    net_get_weights(&s, after);
-    for (int k = 0; k < NET_WEIGHTS; k++)
-        changed += before[k] != after[k];
-    printf("%d %d\\n", loss == loss, changed > 0);
+    int32_t rows[2] = {1, row}, y[2] = {1, label};
+    float more[4] = {1, 2, 3, x}, output[NET_OUTPUTS], loss;
+    memcpy(&before, &s, sizeof s);
+    loss = net_step(&s, rows, more, y);
+    const int same = !memcmp(s.weights, before.weights, sizeof s.weights) && s.step == before.step;
+    const int all = !memcmp(&s, &before, sizeof s);
+    printf("%d %d %d ", isfinite(loss) != 0, same, all);
+    printf("%d %d\\n", net_check(rows, more, y), net_infer(&s, rows, more, output));
 }
 int main(void)
 {
+    int32_t rows[2] = {0, 9};
     net_init(&s);
-    step(1, 1), step(1, 3), step(1, -1), step(1, 1000000), step(5, 1), step(-1, 1), step(2000000000, 1);
+    step(1, 1, 1), step(1, 1, 3), step(1, 1, -1), step(1, 1, 1000000), step(5, 1, 1), step(-1, 1, 1);
+    step(2000000000, 1, 1), step(1, NAN, 1), step(1, INFINITY, 1), step(1, 1, 2), step(1, 1, -100);
+    printf("%d %d", net_check(0, 0, 0) == 0, net_check(rows, 0, 0) == NET_BAD_INDEX);
     return 0;
 }
 """
@@ -317,8 +320,10 @@ int main(void)
     subprocess.run(["cc", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", *sources, "-lm", "-o", program],
                    check=True)  # fmt: skip
     found = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split("\n")
-    # a mean over no sample is no number, and so is its gradient: these weights are as they were
-    assert found[:7] == ["1 1", "0 0", "0 0", "0 0", "1 1", "1 1", "1 1"]
+    trained, number, index, row = "1 0 0 0 0", "0 1 1 1 1", "0 1 1 2 0", "0 1 1 2 2"
+    assert found == [
+        trained, index, index, index, row, row, row, number, "0 1 0 0 0", trained, trained, "1 1"
+    ]  # fmt: skip
 
 
 @needs_compiler

@@ -15,12 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memplan._bytes import parse_bytes
 from memplan._text import write_whole
+from memplan._torch.recurrent import recurrent_replaced
 from memplan.errors import InputError, UsageError
 from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import prepared_folder
+from memplan.exporting.lowering.unrolled_recurrence import unrolled_gru, unrolled_lstm
 from memplan.exporting.optimizer_rules import update_rules
 from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
@@ -229,7 +231,7 @@ def _copy_of(model: Any) -> Any:
 def _captured(request: Request) -> tuple[Captured, Captured]:
     """Capture the step, and the model in evaluation mode without the loss."""
     model, targets = request.model, getattr(request.step, "targets", 0)
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), recurrent_replaced(unrolled_lstm, unrolled_gru):
         step = capture(request.step, request.call)
         args, kwargs = request.call.rebuild(request.call.tensors)
         with _evaluating(model):

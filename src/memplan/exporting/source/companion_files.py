@@ -11,6 +11,7 @@ import numpy as np
 
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.kernels.templates import template
+from memplan.exporting.source.input_checks import STATUS
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import lines_of
 
@@ -59,8 +60,13 @@ def header_text(layout: StepLayout) -> str:
         "typedef struct {", *members, f"}} {name}_state;", "",
         *_init_declaration(layout),
         f"void {name}_seed({name}_state *s, uint32_t seed);",
+        f"/* {name}_check looks through the data: a pointer may be null. Where it finds something, {name}_step returns",
+        f"   NAN and {name}_infer what was found, and nothing has changed. Where the loss is not finite, {name}_step",
+        "   returns it and updates no weight. */",
+        f"enum {{ {', '.join(f'{upper}_{status} = {k}' for k, (status, _) in enumerate(STATUS, 1))} }};",
+        f"int {name}_check({layout.step.parameters});    /* 0 if all is well */",
         f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
-        f"void {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
+        f"int {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
         f"void {name}_get_weights(const {name}_state *s, float *weights);",
         f"void {name}_set_weights({name}_state *s, const float *weights);", "",
         "#ifdef __cplusplus", "}", "#endif", "", "#endif",
