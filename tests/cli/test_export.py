@@ -99,7 +99,7 @@ def test_two_exports_are_the_same_byte_for_byte(models: Path) -> None:
     assert files(models / "again") == files(models / "device")
     assert set(files(models / "device")) == {
         "sequential.c", "sequential.h", "sequential.json", "sequential_weights.h", "test_sequential.c", "Makefile",
-        "README.md"
+        "sequential.md"
     }  # fmt: skip
 
 
@@ -177,5 +177,5 @@ def test_without_a_compiler_it_is_written_but_not_verified(models: Path, monkeyp
     done = run(*NET)
     assert done.exit_code == 0, done.output
     assert done.output.rstrip().endswith("Proof: not verified: no C compiler was found")
-    assert "not verified: no C compiler was found" in (models / "device" / "README.md").read_text()
+    assert "not verified: no C compiler was found" in (models / "device" / "sequential.md").read_text()
     assert run(*NET, "--verify").exit_code == 2

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import memplan
 from memplan.errors import BudgetError, InputError, RecordingError, UsageError, VerificationError
 from memplan.exporting import export as exporting
+from memplan.exporting import folder
 from memplan.exporting.c_text import c_name
 from memplan.exporting.exported import Exported
 
@@ -252,17 +253,51 @@ class Mapped(nn.Linear):
 
 
 @needs_compiler
-def test_a_second_export_leaves_the_first_as_it_is(tmp_path: Path) -> None:
+def test_two_exports_live_in_one_folder(tmp_path: Path) -> None:
     step = {"optimizer": "sgd", "folder": tmp_path, "targets": "2:int64<3", "loss": F.cross_entropy}
     memplan.export(nn.Linear(4, 3), "2x4", name="net", **step)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError, match="an export of the name weights"):
-        memplan.export(nn.Linear(4, 3), "2x4", name="weights", **step)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert memplan.export(nn.Linear(4, 3), "2x4", name="weights", **step).verdict.proven
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert memplan.export(nn.Linear(4, 3), "2x4", name="net", **step).verdict.proven
-    assert memplan.export(nn.Linear(4, 3), "2x4", name="weights", force=True, **step).verdict.proven
-    for name in ("net", "weights"):
-        subprocess.run(["cc", "-c", str(tmp_path / f"{name}.c"), "-o", str(tmp_path / "a.o")], check=True)
+    subprocess.run(["make", "test", "net.o", "weights.o"], cwd=tmp_path, check=True, capture_output=True)
+    objects = [str(tmp_path / name) for name in ("net.o", "weights.o")]
+    (tmp_path / "both.c").write_text(
+        '#include "net.h"\n#include "weights.h"\nstatic net_state a;\nstatic weights_state b;\n'
+        "int main(void)\n{\n    net_init(&a);\n    weights_init(&b);\n    return 0;\n}\n"
+    )
+    subprocess.run(["cc", str(tmp_path / "both.c"), *objects, "-lm", "-o", str(tmp_path / "both")], check=True)
+    for name in ("net_weights", "test_net"):
+        with pytest.raises(InputError, match="is a file of the export net"):
+            memplan.export(nn.Linear(4, 3), "2x4", name=name, force=True, **step)
+    with pytest.raises(InputError, match="other files"):
+        memplan.export(nn.Linear(4, 3), "2x4", name="third", **step)
+    (tmp_path / "both.c").unlink()
+    (tmp_path / "both").unlink()
+    assert memplan.export(nn.Linear(4, 3), "2x4", name="net", weights_file=True, verify=False, **step).name == "net"
+    assert not (tmp_path / "net_weights.h").exists()
+
+
+def test_an_export_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"optimizer": "sgd", "folder": tmp_path, "targets": "2:int64<3", "loss": F.cross_entropy, "verify": False}
+    memplan.export(nn.Linear(4, 3), "2x4", name="net", **step)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real = folder.os.replace
+    for limit in range(0, 2 * len(before), 3):
+        calls = iter(range(limit))
+
+        def replace(source: Path, target: Path, calls: Any = calls) -> None:
+            if next(calls, None) is None and "old" not in Path(source).parts:
+                raise KeyboardInterrupt
+            real(source, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(folder.os, "replace", replace)
+            with pytest.raises(KeyboardInterrupt):
+                memplan.export(nn.Linear(4, 3), "2x4", name="net", weights_file=True, **step)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 class Table(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def _read(module: fx.GraphModule) -> Decomposition:
 
 def mapped(value: Any, change: Callable[[fx.Node], Any]) -> Any:
     """Return arguments of a call with each node replaced."""
-    return fx.node.map_arg(value, change)
+    return map_arg(value, change)
 
 
 def tensor_of(node: fx.Node) -> Tensor:

@@ -21,7 +21,7 @@ from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
-from memplan.exporting.folder import prepared_folder
+from memplan.exporting.folder import SHARED, prepared_folder, replace_files
 from memplan.exporting.lowering.unrolled_recurrence import unrolled_gru, unrolled_lstm
 from memplan.exporting.optimizer_rules import update_rules
 from memplan.exporting.rounding import round_frozen
@@ -182,23 +182,22 @@ def _train_only(model: nn.Module, paths: Collection[str]) -> None:
 def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
     """Write all files; the README says that they are not verified."""
     name = layout.name
-    files = {
+    files: dict[str, str | bytes] = {
         f"{name}.c": program_text(layout),
         f"{name}.h": companion_files.header_text(layout),
         **({} if layout.weights_file else {f"{name}_weights.h": weights_text(layout)}),
         f"test_{name}.c": companion_files.repeating_text(layout, recorded),
-        "Makefile": companion_files.makefile_text(layout),
+        SHARED: companion_files.makefile_text(),
         f"{name}.json": companion_files.tensors_text(layout),
     }
-    for file, text in files.items():
-        write_whole(folder / file, text)
     if layout.weights_file:
-        write_whole(folder / f"{name}.bin", weights_bytes(layout))
-    _write_readme(folder, layout, NOT_VERIFIED)
+        files[f"{name}.bin"] = weights_bytes(layout)
+    files[f"{name}.md"] = companion_files.readme_text(layout, str(NOT_VERIFIED))
+    replace_files(folder, name, files)
 
 
 def _write_readme(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
-    write_whole(folder / "README.md", companion_files.readme_text(layout, str(verdict)))
+    write_whole(folder / f"{layout.name}.md", companion_files.readme_text(layout, str(verdict)))
 
 
 def _copy_of(model: Any) -> Any:

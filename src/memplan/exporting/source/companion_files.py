@@ -143,10 +143,9 @@ def _samples(recorded: Recorded) -> str:
     )
 
 
-def makefile_text(layout: StepLayout) -> str:
-    """Return the text of the Makefile."""
-    weights = "" if layout.weights_file else f" {layout.name}_weights.h"
-    return _filled("Makefile.txt", {"NAME": layout.name, "WEIGHTS": weights})
+def makefile_text() -> str:
+    """Return the text of the Makefile, which is the same for all exports of a folder."""
+    return template("Makefile.txt")
 
 
 def readme_text(layout: StepLayout, verified: str) -> str:
