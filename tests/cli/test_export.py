@@ -151,7 +151,7 @@ def test_code_that_computes_something_else_ends_with_1(monkeypatch: pytest.Monke
         ((*NET, "--frozen-weights", "int4"), "'int4' is not one of 'float32', 'int8'"),
         ((*NET, "--search-update", "models.py:net"), "search_update=a Sequential"),
         ((*NET, "--search-update", "models.py:none"), "models.py has no 'none'"),
-        ((*NET, "--optimizer", "rmsprop"), "RMSprop"),
+        ((*NET, "--optimizer", "adagrad"), "Adagrad"),
     ],
 )
 def test_wrong_arguments_end_with_2(arguments: tuple[str, ...], said: str) -> None:

@@ -87,7 +87,7 @@ def export(
     Args:
         model: a module with parameters in float32, or a callable that returns one.
         inputs, targets, loss: as for `memplan.explain`. The exported step has their shapes.
-        optimizer: SGD, Adam or AdamW of torch, as a name ("sgd:lr=0.1") or a callable of the parameters.
+        optimizer: SGD, Adam, AdamW or RMSprop of torch, as a name ("sgd:lr=0.1") or a callable of the parameters.
         budget: bytes of RAM for trained weights, optimizer state, running statistics, inputs and the arena.
         folder: where to write the files; created if missing.
         name: name of files and functions; None: the name of the model's class.
@@ -130,7 +130,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     if step.optimizer is None:
         raise UsageError(
             "No optimizer",
-            expected="SGD, Adam or AdamW: the step updates weights",
+            expected="SGD, Adam, AdamW or RMSprop: the step updates weights",
             do="Give optimizer='sgd' (--optimizer sgd)",
         )
     copied = _copy_of(model)

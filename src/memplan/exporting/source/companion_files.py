@@ -37,7 +37,7 @@ def header_text(layout: StepLayout) -> str:
     """Return the text of NAME.h."""
     name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
     trained, statistics = memory.floats("trained"), memory.floats("statistics")
-    corrections = 2 * len(rules.groups) if rules.squares else 0
+    corrections = sum(len(group.logarithms) for group in rules.groups)
     members = [
         f"    float weights[{trained}];    /* trained parameters, one after another */",
         *([f"    float momentum[{trained}];"] if rules.momentum else []),
