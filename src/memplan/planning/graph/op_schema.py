@@ -64,6 +64,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
         "pieces",
     ),
     "memplan.dropout_mask.default": ("self", "p", "generator"),
+    "memplan.is_not_zero.default": ("self",),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }
 """The engine's own ops that a graph can contain (see `memplan.planning.passes`), and their argument names. They are
