@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from difflib import SequenceMatcher
+from itertools import pairwise
 
 from memplan import _torch
 
@@ -29,22 +30,54 @@ def without_mode(profile: _torch.Profile) -> _torch.Profile:
     return _torch.Profile(events, calls, profile.ranges)
 
 
-def matched_calls(first: Sequence[_torch.Call], second: Sequence[_torch.Call]) -> dict[int, int]:
+def matched_calls(first: _torch.Profile, second: _torch.Profile) -> dict[int, int]:
     """Match the calls of two runs as trees: children of matched calls match by name, in order.
+
+    Those that allocate match first, the others between them: a view, such as `detach`, is called more often under a
+    mode, and would make neighbours of calls that have nothing to do with each other.
 
     Returns call of the first run -> call of the second.
     """
-    children_of_first, children_of_second = _children(first), _children(second)
+    runs = first, second
+    children_of_first, children_of_second = (_children(run.calls) for run in runs)
+    allocates_in_first, allocates_in_second = (_allocating_calls(run) for run in runs)
     matched = {_ROOT: _ROOT}
     stack = [(_ROOT, _ROOT)]
     while stack:
         parent, other_parent = stack.pop()
         children, others = children_of_first[parent], children_of_second[other_parent]
-        names = [first[call].name for call in children], [second[call].name for call in others]
-        pairs = [(children[i], others[j]) for i, j in aligned(*names)]
+        names = [first.calls[call].name for call in children], [second.calls[call].name for call in others]
+        anchors = (
+            [i for i, call in enumerate(children) if call in allocates_in_first],
+            [j for j, call in enumerate(others) if call in allocates_in_second],
+        )
+        pairs = [(children[i], others[j]) for i, j in _aligned_between(names, anchors)]
         matched.update(pairs)
         stack.extend(pairs)
     return matched
+
+
+def _allocating_calls(run: _torch.Profile) -> set[int]:
+    """Return the calls that allocate, or within which another call does."""
+    allocating: set[int] = set()
+    for _, size, _, _, call in run.events:
+        while size > 0 and call >= 0 and call not in allocating:
+            allocating.add(call)
+            call = run.calls[call].parent
+    return allocating
+
+
+def _aligned_between(
+    names: tuple[Sequence[Hashable], Sequence[Hashable]], anchors: tuple[Sequence[int], Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Align two sequences: first the items at ``anchors``, then what lies between two pairs of these."""
+    first, second = names
+    of_anchors = aligned([first[i] for i in anchors[0]], [second[j] for j in anchors[1]])
+    pairs = sorted((anchors[0][i], anchors[1][j]) for i, j in of_anchors)
+    between = list[tuple[int, int]]()
+    for (i, j), (i_next, j_next) in pairwise([(-1, -1), *pairs, (len(first), len(second))]):
+        between += ((i + 1 + k, j + 1 + m) for k, m in aligned(first[i + 1 : i_next], second[j + 1 : j_next]))
+    return sorted([*pairs, *between])
 
 
 def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:
