@@ -29,6 +29,8 @@ class Arch:
     def shared_memory(self) -> int:
         """KiB of shared memory that one block can opt in to, from the same table."""
         major, minor = self.capability
+        if major < 7:
+            return 48
         if major == 7:
             return 64 if minor == 5 else 96
         if major == 8:
