@@ -51,10 +51,12 @@ def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | Non
     )  # fmt: skip
 
 
-def verdicts_on(trace: Trace, cards: Iterable[Device], settings: str | None = None) -> tuple[Verdict, ...]:
-    """Return whether a step fits on each of several cards, on which it allocates the same as on its own."""
+def verdicts_on(trace: Trace, cards: Iterable[Device], settings: str | None = None) -> tuple[int, tuple[Verdict, ...]]:
+    """Return the allocated peak of a step in bytes, and whether it fits on each of several cards, on which it allocates
+    the same as on its own."""
     cases, band = _cases(trace, simulate(at_least(trace), settings=settings), settings)
-    return tuple(_verdict(cases, band, card) for card in cards)
+    peak = max(case.timeline.peak_allocated for case in cases)
+    return peak, tuple(_verdict(cases, band, card) for card in cards)
 
 
 def _cases(trace: Trace, timeline: Timeline, settings: str | None) -> tuple[tuple[Case, Case], _Band | None]:
