@@ -109,9 +109,10 @@ def largest_on_cards(
 
     recorder = _Recorder(record, target_of, settings)
     rows: list[CardRow] = []
+    samples: list[Sample] = []
     for card in _by_capacity(cards):
-        samples = recorder.samples(rows[-1].name if rows else card.name)
         rows.append(_largest_on(card, values, recorder, samples))
+        samples = recorder.samples(card)
     failed = recorder.failed
     reason = "" if failed is None else f"{name} {failed[0]} cannot be recorded: {failed[1].found}"
     return OnCards(subject.title, name, tuple(rows), recorder.recordings, reason)
@@ -165,11 +166,11 @@ class _Recorder:
                 self._known.setdefault(verdict.device, {})[value] = peak, verdict
         return known[value]
 
-    def samples(self, card: str) -> list[Sample]:
-        """Return what a card needs at the values recorded for it."""
+    def samples(self, card: Device) -> list[Sample]:
+        """Return the allocated peak with the context at the values recorded for a card: the least that it needs."""
         return [
-            Sample(value, value, verdict.high, verdict.answer == "fits")
-            for value, (_, verdict) in self._known.get(card, {}).items()
+            Sample(value, value, peak + card.context[0], verdict.answer == "fits")
+            for value, (peak, verdict) in self._known.get(card.name, {}).items()
         ]
 
 
@@ -186,17 +187,18 @@ def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: li
             return False
 
     low, high = -1, len(values)
-    for sample in recorder.samples(card.name):
+    for sample in recorder.samples(card):
         index = values.index(sample.position)
         low, high = (max(low, index), high) if sample.fits else (low, min(high, index))
     guesses = 0
     while high - low > 1:
-        own = recorder.samples(card.name)
+        own = recorder.samples(card)
         index = _guess(own if len(own) > 1 else others, values, card.capacity) if guesses < _GUESSES else None
+        if index is None:
+            begins = not own and not any(sample.fits for sample in others)
+            index = 0 if begins else (low + high) // 2
         guesses += 1
-        index = min(max((low + high) // 2 if index is None else index, low + 1), high - 1)
-        if not own and not others:
-            index = 0
+        index = min(max(index, low + 1), high - 1)
         low, high = (index, high) if fits(index) else (low, index)
     peak, verdict = recorder.on(card, values[max(low, 0)])
     row = CardRow(card.name, card.capacity, low >= 0, peak, verdict.high, values[low] if low >= 0 else 0)
