@@ -12,7 +12,7 @@ from torch.nn import functional
 import memplan
 from memplan.devices import catalogue
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 OWN = "a100-40gb"
 
 

@@ -480,9 +480,11 @@ class FakeMode(FakeTensorMode):
             self._selected = True
             return bounded
         finally:
-            if long and not func._schema.is_mutable and not any(value.alias_info for value in func._schema.returns):
-                for tensor, constant in long:
-                    tensor.constant = constant
+            aliased = func._schema.is_mutable or any(value.alias_info for value in func._schema.returns)
+            for tensor, constant in long:
+                tensor.constant = constant
+                if aliased:  # what is written through the result is not followed
+                    self.fake_tensor_converter.invalidate_constant_aliases(constant)
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake of a tensor from outside the recording, the same one as long as the tensor lives."""

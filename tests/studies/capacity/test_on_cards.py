@@ -17,7 +17,7 @@ from memplan.trace.recording.session import Target, choose_target
 from memplan.trace.step import StepOptions
 
 CARDS = [find(name) for name in ("t4", "rtx4060", "rtx4090", "a100-40gb", "a100-80gb", "h100")]
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def target_of(card: Device) -> Target:
