@@ -465,7 +465,7 @@ class FakeMode(FakeTensorMode):
     def _fake_result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on fake tensors. Where the result's shape depends on values, return one of bounded size."""
         args = tuple([self._with_value(arg) for arg in args])
-        long = [(tensor, tensor.constant) for tensor in _long_constants(func, args)]
+        long: list[tuple[FakeTensor, Any]] = [(tensor, tensor.constant) for tensor in _long_constants(func, args)]
         for tensor, _ in long:
             tensor.constant = None
         try:
